@@ -30,7 +30,6 @@ KNOW_A_FAMILY = {
     "fp8rl/models/sizes.py": "the numbers that several architectures read; sizes of one family are `ModelSizes.own`",
     "fp8rl/numerics/ops/__init__.py": "lists the names of all ops",
     "fp8rl/numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
-    "fp8rl/numerics/kernels/products/heads.py": "the kernel of an op of latent attention",
     "fp8rl/rollout/engine/plugin/state.py": "SGLang's names of its buffers",
     "fp8rl/trainer/megatron/patches.py": "the name of a module of Megatron's",
     "fp8rl/diagnose/preflight/same_spec.py": "reads the dtype of router scores by the form of that op",
@@ -100,8 +99,7 @@ def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
 
 def test_no_file_outside_the_families_folders_knows_a_family() -> None:
     """A family of ops is a file on each floor; tables, builders, checks and audits are loops over them."""
-    common = {"__init__", "ends"}  # all models have `ends`
-    names = {path.stem for path in python_files("fp8rl/models/families")} - common
+    names = {path.stem for path in python_files("fp8rl/models/families")} - {"__init__"}
     assert len(names) >= 3
     of_one = {f"fp8rl.{home}.{name}" for home in FAMILIES for name in (*names, "experts")}
     named = re.compile(r"latent|\b(?:sigmoid_router|head_norms|qkv_bias)\b", re.IGNORECASE)

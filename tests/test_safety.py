@@ -83,7 +83,7 @@ CODE = {
     "fp8rl/models/plain_yaml.py": {"load"},  # by the safe loader
     "fp8rl/models/cards.py": {"load"},  # YAML of a data set's card, by the safe loader
     "fp8rl/models/architecture.py": {"import_module"},  # files in fp8rl/models/architectures
-    "fp8rl/numerics/backend/probe.py": {"import_module"},  # files in fp8rl/numerics/ops
+    "fp8rl/numerics/probe.py": {"import_module"},  # files in fp8rl/numerics/ops
     "fp8rl/numerics/kernels/kernels.py": {"import_module"},  # files in fp8rl/numerics/kernels
     "fp8rl/trainer/modules/families/__init__.py": {"import_module"},  # files in fp8rl/trainer/modules/families
     "fp8rl/rollout/engine/plugin/families/__init__.py": {"import_module"},  # files beside it

@@ -67,7 +67,7 @@ def warm(
     """
     with user_errors():
         from fp8rl.numerics.backend.implementation import implementation_for
-        from fp8rl.numerics.kernels import cache, precompile
+        from fp8rl.numerics.kernels import cache
         from fp8rl.numerics.spec import QuantSpec
         from fp8rl.rl.experiment.budget.gpus import gpu_named
         from fp8rl.rl.run.cluster.placement import own_capability
@@ -75,9 +75,9 @@ def warm(
         capability = (own_capability() or (9, 0)) if gpu is None else gpu_named(gpu).capability
         if implementation_for(capability, QuantSpec.preset("fp8_block_pow2")) != "triton":
             raise user_error("--gpu", found=gpu, expected="a GPU that runs our kernels", remedy="Name h100 or b200.")
-        variants = precompile.read_list(file)
+        variants = cache.read_list(file)
         cache.relocate()
-        found = precompile.compile_all(variants, capability, len(os.sched_getaffinity(0)), progress())
+        found = cache.compile_all(variants, capability, len(os.sched_getaffinity(0)), progress())
     counts = {"directory": str(cache.directory()), "kernels": len(variants), "compiled": len(found.compiled)}
     if as_json:
         print(json.dumps(counts))

@@ -98,10 +98,9 @@ def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layou
     Raises:
         UserError: exact mode, on a machine where a token's result depends on its batch.
     """
-    from fp8rl.trainer import device
     from fp8rl.trainer.distributed import parallel
 
-    device.start(0, numerics)
+    parallel.start(0, numerics)
     layout = parallel.initialize(config)
     try:
         from fp8rl.trainer.trainer import check_row_invariance  # Megatron is quiet from here on

@@ -103,34 +103,21 @@ def _beside(weight: Location, letter: str) -> Location:
 
 
 def check_adapter(rows: Iterable[TensorRow], config: AdapterSection) -> None:
-    """Check an adapter against the rows of the model's weights.
-
-    Raises:
-        UserError: a target that the model does not have, none that gets an adapter, or a rank above a matrix's width.
-    """
+    """Check an adapter against the rows of the model's weights. Raises UserError: a target that the model does not
+    have, none that gets an adapter, or a rank above a matrix's width."""
     held = [row for row in rows if row.adaptable]
     names = list(dict.fromkeys(matrix(row) for row in held))
     adapted = [row for row in held if config.adapts(row)]
     if config.targets != "all" and (unknown := [name for name in config.targets if name not in names]):
-        raise user_error(
-            "adapter.targets",
-            found=", ".join(unknown),
-            expected=f"names of the model's matrices: {', '.join(names)}",
-            remedy="Correct adapter.targets, or set it to all.",
-        )
+        expected = f"names of the model's matrices: {', '.join(names)}"
+        raise user_error("adapter.targets", ", ".join(unknown), expected, "Correct adapter.targets, or set it to all.")
     if not adapted:
-        raise user_error(
-            "adapter.targets",
-            found=f"{config.targets} with adapter.experts={config.experts}, by which no matrix has an adapter",
-            expected="at least one that has",
-            remedy="Set adapter.experts=per_expert, or name other targets.",
-        )
+        found = f"{config.targets} with adapter.experts={config.experts}, by which no matrix has an adapter"
+        remedy = "Set adapter.experts=per_expert, or name other targets."
+        raise user_error("adapter.targets", found, "at least one that has", remedy)
     # A small product, with a row for each head, may have less of them than the rank.
     narrowest = min((row for row in adapted if not row.small), key=lambda row: min(row.shape), default=None)
     if narrowest is not None and config.rank > min(narrowest.shape):
-        raise user_error(
-            "adapter.rank",
-            found=config.rank,
-            expected=f"at most {min(narrowest.shape)}, the smaller side of {narrowest.name} {list(narrowest.shape)}",
-            remedy="Lower adapter.rank, or leave that matrix out of adapter.targets.",
-        )
+        expected = f"at most {min(narrowest.shape)}, the smaller side of {narrowest.name} {list(narrowest.shape)}"
+        remedy = "Lower adapter.rank, or leave that matrix out of adapter.targets."
+        raise user_error("adapter.rank", config.rank, expected, remedy)

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import fp8rl.models.architectures as ours
 from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.families import Family, families_of_layer
-from fp8rl.models.families.ends import FIRST_OPS, LAST_OPS, first_tensors, last_tensors
+from fp8rl.models.families import FIRST_OPS, LAST_OPS, Family, families_of_layer, first_tensors, last_tensors
 from fp8rl.models.multimodal import Multimodal
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
@@ -112,11 +111,8 @@ class Model:
         return self.architecture.forward(self.sizes)
 
     def adapted(self, adapter: AdapterSection | None) -> Model:
-        """Return the model with these adapters beside its weights.
-
-        Raises:
-            UserError: it cannot have them; see :func:`models.adapters.check_adapter`.
-        """
+        """Return the model with these adapters beside its weights. Raises UserError: it cannot have them; see
+        :func:`models.adapters.check_adapter`."""
         if adapter is not None:
             check_adapter(self.tensors.rows.values(), adapter)
         return replace(self, adapter=adapter)
@@ -137,11 +133,8 @@ def register(architecture: Architecture) -> None:
 
 
 def load_architecture(path: str, key: str = "model.architecture") -> Architecture:
-    """Make the ARCHITECTURE of a user's file known in this process, in place of one of ours that has its name.
-
-    Raises:
-        UserError: naming `key`: the file cannot be read or imported, or has none.
-    """
+    """Make the ARCHITECTURE of a user's file known in this process, in place of one of ours that has its name. Raises
+    UserError: naming `key`: the file cannot be read or imported, or has none."""
     try:
         found = getattr(module_of_file(path, key), "ARCHITECTURE", None)
     except (UserError, KeyboardInterrupt):
@@ -228,11 +221,8 @@ def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | No
 
 
 def check_scope(spec: QuantSpec) -> None:
-    """Check that the scope of a spec names module kinds of known architectures, and all of those that are fused.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that the scope of a spec names module kinds of known architectures, and all of those that are fused. Raises
+    UserError: it does not."""
     if spec.scope == ALL:
         return
     fused = sorted({kinds for architecture in architectures().values() for kinds in architecture.kinds})

@@ -58,11 +58,8 @@ class _Card(BaseModel):
 
 
 def read_configurations(folder: Path, key: str) -> dict[str, Configuration]:
-    """Read the configurations of a data set's folder, by name; none if its card names none.
-
-    Raises:
-        UserError: the card cannot be read; the message speaks of the data set as `key`.
-    """
+    """Read the configurations of a data set's folder, by name; none if its card names none. Raises UserError: the card
+    cannot be read; the message speaks of the data set as `key`."""
     found: dict[str, Configuration] = {}
     for path, front in ((folder / "README.md", _FRONT), (folder / ".huggingface.yaml", re.compile("(.*)", re.DOTALL))):
         matched = front.match(read_text(path, key, "a card", largest=_LARGEST)) if path.is_file() else None

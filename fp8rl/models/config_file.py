@@ -43,12 +43,9 @@ class ConfigFile:
     def read(cls, directory: Path, key: str) -> ConfigFile:
         path = directory / "config.json"
         if not path.is_file():
-            raise user_error(
-                key,
-                found=f"{directory} without config.json",
-                expected="a Hugging Face model directory with config.json",
-                remedy="Give the directory of a model, with config.json and safetensors weights.",
-            )
+            expected = "a Hugging Face model directory with config.json"
+            remedy = "Give the directory of a model, with config.json and safetensors weights."
+            raise user_error(key, f"{directory} without config.json", expected, remedy)
         return cls(read_json(path, key, "a Hugging Face config.json"), path, key)
 
     def inner(self, name: str, with_keys: Collection[str]) -> ConfigFile:
@@ -262,9 +259,7 @@ class ConfigFile:
         if value is None and if_null is not _UNSET:
             return int(if_null)
         if name not in self._values:
-            raise user_error(
-                f"{self._key}: {self._path}", found=f"no {name}", expected="its value", remedy="Restore the file."
-            )
+            raise user_error(f"{self._key}: {self._path}", f"no {name}", "its value", "Restore the file.")
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < LARGEST:
             raise self.refusal(name, value, f"a positive integer below {LARGEST}")
         return value

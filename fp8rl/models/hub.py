@@ -76,24 +76,9 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
     return folder
 
 
-def cached_directory(path: str, revision: str | None) -> Path | None:
-    """Return the directory of a model without fetching anything; None: `path` is a name, and it is not in the cache."""
-    from huggingface_hub import errors, snapshot_download
-
-    if not is_hub_name(path):
-        return Path(path)
-    try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=_MODEL, local_files_only=True))
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
-        return None
-
-
 def data_directory(path: str, revision: str | None, name: str | None, key: str) -> Path:
-    """Return where data are. Of a data set of the hub the files of the configuration `name` are fetched.
-
-    Raises:
-        UserError: as `model_directory` does; or it has several configurations, or none of this name.
-    """
+    """Return where data are. Of a data set of the hub the files of the configuration `name` are fetched. Raises
+    UserError: as `model_directory` does; or it has several configurations, or none of this name."""
     if not is_hub_name(path):
         return _local(path, revision, key)
     with _explained(path, revision, "dataset", key) as limits:
@@ -104,12 +89,9 @@ def data_directory(path: str, revision: str | None, name: str | None, key: str) 
 
 def _local(path: str, revision: str | None, key: str) -> Path:
     if revision is not None:
-        raise user_error(
-            f"{key.removesuffix('.path')}.revision",
-            found=revision,
-            expected=f"none, as {path} is a path of this machine",
-            remedy="Remove it, or give the name of a repository of the hub.",
-        )
+        expected = f"none, as {path} is a path of this machine"
+        remedy = "Remove it, or give the name of a repository of the hub."
+        raise user_error(f"{key.removesuffix('.path')}.revision", revision, expected, remedy)
     return Path(path)
 
 
@@ -180,12 +162,8 @@ def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | 
     default = next((each for each, held in configs.items() if held.default or each == "default"), None)
     chosen = name or (default if len(configs) > 1 else next(iter(configs)))
     if chosen not in configs:
-        raise user_error(
-            f"{key}.name",
-            found=name,
-            expected=f"one of {listed(configs)}, the configurations of {path}",
-            remedy=f"Set it: {{path: {path}, name: {listed([*configs][:1])}}}.",
-        )
+        remedy = f"Set it: {{path: {path}, name: {listed([*configs][:1])}}}."
+        raise user_error(f"{key}.name", name, f"one of {listed(configs)}, the configurations of {path}", remedy)
     patterns = configs[chosen].patterns
     if not patterns:
         return None

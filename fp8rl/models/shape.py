@@ -14,8 +14,7 @@ from typing import Literal
 
 import torch
 
-from fp8rl.models.families import Activations, Family, families_of_layer
-from fp8rl.models.families.ends import first_tensors, last_tensors
+from fp8rl.models.families import Activations, Family, families_of_layer, first_tensors, last_tensors
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.spec import QuantSpec

@@ -88,11 +88,7 @@ class ModelSizes:
     """Sizes that one family of ops alone has, each an object of a class of its own; see `of`."""
 
     def of(self, kind: type[S]) -> S:
-        """Return the sizes of a family that has a class for them.
-
-        Raises:
-            KeyError: the model has none of that class.
-        """
+        """Return the sizes of a family that has a class for them. Raises KeyError: the model has none of that class."""
         for each in self.own:
             if isinstance(each, kind):
                 return each

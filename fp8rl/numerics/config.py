@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.errors import UserError, raise_first, refusing, user_error
 from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.spec import ALL, QuantSpec
 
@@ -58,52 +58,41 @@ class NumericsConfig:
     true likewise, but no process starts without it; false nowhere."""
 
     def __post_init__(self) -> None:
+        raise_first(self._refusals())
+
+    def _refusals(self) -> Iterator[UserError]:
         for key, kind in _CHOICES.items():
-            allowed = get_args(kind)
-            if getattr(self, key) not in allowed:
-                raise UserError(f"numerics.{key}: found {getattr(self, key)!r}, expected one of {', '.join(allowed)}")
-        activation, weight = self.spec.activation, self.rollout_spec.weight
+            if (found := getattr(self, key)) not in (allowed := get_args(kind)):
+                yield user_error(f"numerics.{key}", found, f"one of {', '.join(allowed)}", "Set one of them.")
+        activation, served, weight = self.spec.activation, self.rollout_spec, self.rollout_spec.weight
+        native, plain = self.mode == "native", "or set numerics.rollout to bf16."
         own_scale = activation.granularity in ("token_group", "channel") or activation.fixed is not None
-        if self.mode == "exact" and self.spec.quantized and not own_scale:
-            raise UserError(
-                f"numerics.activation.granularity: found {activation.granularity!r}, expected token_group or channel "
-                "in exact mode; a scale that tokens share would make a token's logprob depend on its batch. Change it, "
-                "give it a static range (numerics.activation.fixed), or set numerics.mode to native"
-            )
-        if self.rollout_spec.quantized and not weight.mx and (weight.format, weight.granularity) != ("e4m3", "block"):
-            raise UserError(
-                f"numerics.weight: found {weight.format} in {weight.granularity} granularity, expected e4m3 in block "
-                "granularity, or that of the preset mxfp8: so the engine holds FP8 weights. Change it, or set "
-                "numerics.rollout to bf16"
-            )
-        if self.rollout_spec.quantized and weight.mx and self.mode == "native":
-            raise UserError(
-                "numerics.mode: found 'native' with MXFP8 weights in the engine, expected exact, whose products are "
-                "ours. Set numerics.mode to exact, or set numerics.rollout to bf16"
-            )
-        if self.rollout_spec.quantized and not weight.mx and weight.scale == "e8m0":
-            raise UserError(
-                "numerics.weight.scale: found 'e8m0', expected pow2 or fp32; the engine holds scales in FP32. "
-                "Change it, or set numerics.rollout to bf16"
-            )
-        if self.rollout_spec.quantized and self.spec.scope != ALL:
-            raise UserError(
-                f"numerics.scope: found {sorted(self.spec.scope)}, expected all; the engine quantizes all module kinds "
-                "or none. Leave it out, or set numerics.rollout to bf16"
-            )
-        if self.mode == "native" and self.k_splits != 1:
-            raise UserError(
-                f"numerics.k_splits: found {self.k_splits}, expected 1 in native mode, where each side adds in its "
-                "library's own order. Set it to 1, or numerics.mode to exact"
-            )
-        check_kv(self.mode, self.kv, self.key_scale, self.value_scale)
-        if self.deepgemm and self.mode == "native":
-            raise UserError(
-                "numerics.deepgemm: found true, expected false in native mode, where each side chooses its "
-                "library's own products. Remove it, or set numerics.mode to exact"
-            )
+        if not native and self.spec.quantized and not own_scale:
+            expected = "token_group or channel in exact mode, so that a token's scale does not depend on its batch"
+            remedy = "Change it, give it a static range (numerics.activation.fixed), or set numerics.mode to native."
+            yield user_error("numerics.activation.granularity", activation.granularity, expected, remedy)
+        if served.quantized and not weight.mx and (weight.format, weight.granularity) != ("e4m3", "block"):
+            found = f"{weight.format} in {weight.granularity} granularity"
+            expected = "e4m3 in block granularity, or that of the preset mxfp8: so the engine holds FP8 weights"
+            yield user_error("numerics.weight", found, expected, f"Change it, {plain}")
+        if served.quantized and weight.mx and native:
+            expected = "exact, whose products are ours"
+            yield user_error("numerics.mode", "native with MXFP8 weights", expected, f"Set it to exact, {plain}")
+        if served.quantized and not weight.mx and weight.scale == "e8m0":
+            expected = "pow2 or fp32: the engine holds scales in FP32"
+            yield user_error("numerics.weight.scale", weight.scale, expected, f"Change it, {plain}")
+        if served.quantized and self.spec.scope != ALL:
+            expected = "all: the engine quantizes all module kinds or none"
+            yield user_error("numerics.scope", sorted(self.spec.scope), expected, f"Leave it out, {plain}")
+        if native and self.k_splits != 1:
+            expected = "1 in native mode, where each side adds in its library's own order"
+            yield user_error("numerics.k_splits", self.k_splits, expected, "Set it to 1, or numerics.mode to exact.")
+        yield from kv_refusals(self.mode, self.kv, self.key_scale, self.value_scale)
+        if self.deepgemm and native:
+            expected = "false in native mode, where each side chooses its library's own products"
+            yield user_error("numerics.deepgemm", True, expected, "Remove it, or set numerics.mode to exact.")
         if self.k_splits < 1:
-            raise UserError(f"numerics.k_splits: found {self.k_splits}, expected the trainer's tp, at least 1")
+            yield user_error("numerics.k_splits", self.k_splits, "the trainer's tp, at least 1", "Leave it out.")
 
     @property
     def trainer_spec(self) -> QuantSpec:
@@ -142,21 +131,20 @@ class NumericsConfig:
         return cls(**{**data, "spec": QuantSpec.from_dict(data["spec"])})
 
 
-def check_kv(mode: Mode, kv: KVPrecision, key_scale: float, value_scale: float) -> None:
-    """Raise `UserError` unless keys and values can be kept so."""
+def kv_refusals(mode: Mode, kv: KVPrecision, key_scale: float, value_scale: float) -> Iterator[UserError]:
+    """Yield a refusal of each way in which keys and values cannot be kept."""
     if kv == "fp8" and mode == "native":
-        raise UserError(
-            "numerics.kv: found 'fp8' in native mode, expected bf16: Megatron's attention does not round keys and "
-            "values as SGLang's cache does. Set it to bf16, or numerics.mode to exact"
-        )
-    for key, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        expected = "bf16: Megatron's attention does not round keys and values as SGLang's cache does"
+        remedy = "Set it to bf16, or numerics.mode to exact."
+        yield user_error("numerics.kv", "fp8 with numerics.mode=native", expected, remedy)
+    for key, scale in (("numerics.key_scale", key_scale), ("numerics.value_scale", value_scale)):
         if not 1 / _LARGEST_SCALE <= scale <= _LARGEST_SCALE or math.frexp(scale)[0] != 0.5:
-            raise UserError(
-                f"numerics.{key}: found {scale:g}, expected a power of two from 2^-16 to 2^16, by which division "
-                "rounds nothing. Set the nearest one, or leave it out"
-            )
+            expected = "a power of two from 2^-16 to 2^16, by which division rounds nothing"
+            yield user_error(key, scale, expected, "Set the nearest one, or leave it out.")
         if scale != 1.0 and kv == "bf16":
-            raise UserError(
-                f"numerics.{key}: found {scale:g} with keys and values in BF16, expected 1: it is for FP8. Set "
-                "numerics.kv to fp8, or leave it out"
-            )
+            remedy = "Set numerics.kv to fp8, or leave it out."
+            yield user_error(key, scale, "1 with keys and values in BF16: it is for FP8", remedy)
+
+
+check_kv = refusing(kv_refusals)
+"""Raise `UserError` unless keys and values can be kept so."""

@@ -39,11 +39,8 @@ def encode(new: Tensor, old: Tensor) -> Tensor | None:
 
 
 def apply(delta: Tensor, held: Tensor) -> None:
-    """Change `held`, a contiguous tensor on any device, in place as :func:`encode` says.
-
-    Raises:
-        ValueError: the delta belongs to a longer tensor.
-    """
+    """Change `held`, a contiguous tensor on any device, in place as :func:`encode` says. Raises ValueError: the delta
+    belongs to a longer tensor."""
     low, high, values = delta.view(_ENTRY_BYTES, -1)
     places = (low.long() | high.long() << 8).cumsum(0)
     target = as_bytes(held)

@@ -18,8 +18,7 @@ from fp8rl.models import load_architecture
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint.files import discard
-from fp8rl.trainer.config import TrainerSection, TrainerSpec
-from fp8rl.trainer.placement import ActorPlacement
+from fp8rl.trainer.config import ActorPlacement, TrainerSection, TrainerSpec
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.objective import Objective, OffloadReport, PassResult, Scored
 
@@ -78,11 +77,10 @@ class TrainerActor:
 
     def start(self, host: str, port: int, spec: TrainerSpec) -> None:
         """Join the other ranks and build the models."""
-        from fp8rl.trainer import device
         from fp8rl.trainer.distributed import parallel
 
         numerics = spec.numerics
-        device.start(self.rank, numerics)
+        parallel.start(self.rank, numerics)
         if spec.architecture is not None:
             load_architecture(spec.architecture)
         from fp8rl.trainer.roles import Roles
@@ -182,11 +180,8 @@ class TrainerGroup:
         self._started, self.weight_version = True, 0
 
     def forward_backward(self, batch: TokenBatch, objective: Objective, role: Role = "policy") -> PassResult:
-        """The gradients of a batch, which `update` applies and another pass of that role forgets.
-
-        Raises:
-            NonFiniteLossError: a loss or the gradient norm is not finite; there is nothing to apply.
-        """
+        """The gradients of a batch, which `update` applies and another pass of that role forgets. Raises
+        NonFiniteLossError: a loss or the gradient norm is not finite; there is nothing to apply."""
         parts = self._of_reporting(role, "forward_backward", ray.put(batch), ray.put(objective))
         whole = _assembled([(part.rows, part.result) for part in parts], batch)
         return replace(parts[0].result, **vars(whole), seconds=max(part.result.seconds for part in parts))
@@ -231,11 +226,8 @@ class TrainerGroup:
         return scored
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Have every model compute in other numerics of the same mode from now on, with the same weights.
-
-        Raises:
-            UserError: the model's sizes do not fit the spec; nothing has changed then.
-        """
+        """Have every model compute in other numerics of the same mode from now on, with the same weights. Raises
+        UserError: the model's sizes do not fit the spec; nothing has changed then."""
         self._all("apply", None, "set_numerics", numerics)
         if self._begin is not None:
             self._begin = replace(self._begin, numerics=numerics)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -61,12 +60,9 @@ def attach(
         if not any(config.adapts(row) for row in weights.rows_of(names[0])):
             continue
         if not hasattr(type(module), "adapter"):
-            raise user_error(
-                "adapter",
-                found=f"{names[0]} in a {type(module).__name__}, which computes no adapter",
-                expected="products by the shared ops",
-                remedy="Set numerics.mode=exact, or leave this matrix out of adapter.targets.",
-            )
+            found = f"{names[0]} in a {type(module).__name__}, which computes no adapter"
+            remedy = "Set numerics.mode=exact, or leave this matrix out of adapter.targets."
+            raise user_error("adapter", found, "products by the shared ops", remedy)
         adapter = _made(held, names, weights, config, seed, model.config.sequence_parallel, start)
         module.register_parameter("lora_a", adapter.a)
         module.register_parameter("lora_b", adapter.b)
@@ -107,14 +103,14 @@ def _made(
     adapted = [row for row in weights.rows_of(names[0]) if config.adapts(row)]
 
     def begin(letter: str, own_axis: int, first: Callable[[TensorRow], Tensor]) -> nn.Parameter:
-        split = SimpleNamespace(tensor_model_parallel=axis == own_axis, partition_dim=own_axis)
+        split = axis == own_axis
         own = [beside(name, letter) for name in names]
         if stacked and shared:
             own = [own[0].rstrip("0123456789")]
-        made = [weights.part(name, first, split) for name in own]
+        made = [weights.part(name, first, own_axis if split else None) for name in own]
         value = torch.stack(made) if stacked and not shared else made[0]
         parameter = nn.Parameter(value.to(held))
-        if split.tensor_model_parallel:
+        if split:
             tag_split(parameter, own_axis)
         elif not stacked or shared:
             # Each of the ranks that share rows, columns or tokens of the product has a part of its gradient.
@@ -139,8 +135,7 @@ def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterSection, 
     def number(row: TensorRow) -> Tensor:
         return torch.full((row.shape[0], 1), adapted.index(row.name) if row.name in adapted else -1)
 
-    split = SimpleNamespace(tensor_model_parallel=axis == 0, partition_dim=0)
-    part = weights.part(name, number, split).flatten()
+    part = weights.part(name, number, 0 if axis == 0 else None).flatten()
     if len(weights.rows_of(name)) == 1:
         return None
     rows = (part >= 0).nonzero().flatten()

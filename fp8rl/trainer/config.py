@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.spec import TensorSpec
 
 GradientWire = Literal["fp32", "bf16", "e4m3", "e5m2"]
 WeightGather = Literal["bf16", "e4m3"]
 Recompute = Literal["none", "attention", "experts", "layer"]
+CHUNKS = 2
+"""Chunks of a row that each of the context-parallel ranks has that share it."""
 
 
 class RateSection(Section):
@@ -166,6 +170,22 @@ class TrainerSpec:
     """The policy's frozen weights come from a base that it is to adopt before it computes (`weight_sync.frozen`)."""
     architecture: str | None = None
     """A user's file with that of the model; None: it is one of ours."""
+
+
+@dataclass(frozen=True)
+class ActorPlacement:
+    """Where an actor runs. By default this machine, without a GPU, among processes that all are on loopback."""
+
+    host: str = LOOPBACK
+    """Address at which the run's other processes reach this one."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the process's environment."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's options of the actor."""
+
+    def actor_options(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Return Ray's options of the actor, with more variables of its environment."""
+        return {**self.options, "runtime_env": {"env_vars": {**(environment or {}), **self.environment}}}
 
 
 def travels_in_fp8(spec: TensorSpec) -> bool:

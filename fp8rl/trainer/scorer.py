@@ -79,10 +79,10 @@ class Scorer:
         self._precision = Precision(numerics, self.cache, sizes.layers)
         with placeholders(NAN) if shared_base else nullcontext():
             self.model = build_model(
-                self.definition, config, layout, self._precision, self.lowering, max_sequence_length, dtype
+                self.definition, config, self._precision, self.lowering, max_sequence_length, dtype
             )
         spec = numerics.spec.weight
-        self.weights = HFWeights(model_path, self.definition, self.model.config, spec, self.cache, layout, dtype)
+        self.weights = HFWeights(model_path, self.definition, spec, self.cache, layout, dtype)
         self._waits = shared_base
         if not shared_base:
             self.weights.load(self.model)
@@ -116,18 +116,12 @@ class Scorer:
         return kept
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Compute in another precision or spec from now on, with the same weights.
-
-        Raises:
-            UserError: another mode, or the model's sizes do not fit the spec; nothing has changed then.
-        """
+        """Compute in another precision or spec from now on, with the same weights. Raises UserError: another mode, or
+        the model's sizes do not fit the spec; nothing has changed then."""
         if numerics.mode != self.numerics.mode:
-            raise user_error(
-                "numerics.mode",
-                found=numerics.mode,
-                expected=f"{self.numerics.mode}, which the model was built for",
-                remedy="Keep the mode; only the spec and the precision of a live trainer can change.",
-            )
+            expected = f"{self.numerics.mode}, which the model was built for"
+            remedy = "Keep the mode; only the spec and the precision of a live trainer can change."
+            raise user_error("numerics.mode", numerics.mode, expected, remedy)
         check_layout(self.definition.shape, self.config, numerics.trainer_spec)
         _check_k_splits(self.config, numerics)
         te_runtime.switch(self.lowering, lower(numerics, self.lowering.transformer_engine), self.model.config)
@@ -173,19 +167,12 @@ class Scorer:
 
 def _check_sequence_length(wanted: int, sizes: ModelSizes) -> None:
     if wanted > sizes.max_positions:
-        raise user_error(
-            "max_sequence_length",
-            found=wanted,
-            expected=f"at most {sizes.max_positions}, the model's {sizes.limit}",
-            remedy="Lower rollout.context_length, or use a model with more positions.",
-        )
+        expected = f"at most {sizes.max_positions}, the model's {sizes.limit}"
+        remedy = "Lower rollout.context_length, or use a model with more positions."
+        raise user_error("max_sequence_length", wanted, expected, remedy)
 
 
 def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:
     if numerics.mode == "exact" and config.tp > 1 and numerics.k_splits != config.tp:
-        raise user_error(
-            "numerics.k_splits",
-            found=numerics.k_splits,
-            expected=f"trainer.tp={config.tp}",
-            remedy="Set both to the same number, so that the engine adds partial sums in the trainer's order.",
-        )
+        remedy = "Set both to the same number, so that the engine adds partial sums in the trainer's order."
+        raise user_error("numerics.k_splits", numerics.k_splits, f"trainer.tp={config.tp}", remedy)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import START, read_adapter
 from fp8rl.models.tensors import TensorRow
-from fp8rl.numerics.backend.probe import choose_deepgemm, choose_tiles, row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
 from fp8rl.numerics.kv import BF16_CACHE, KVFormat
+from fp8rl.numerics.probe import choose_deepgemm, choose_tiles, row_variant_ops
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.trainer import device
@@ -92,11 +92,8 @@ class Trainer(Scorer):
         self._loads: Tensor | None = None
 
     def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
-        """The gradients of the whole batch. `update` applies them; another pass forgets them.
-
-        Raises:
-            NonFiniteLossError: on all ranks; there is nothing to apply then.
-        """
+        """The gradients of the whole batch. `update` applies them; another pass forgets them. Raises
+        NonFiniteLossError: on all ranks; there is nothing to apply then."""
         start = time.perf_counter()
         self._check_width(batch)
         self._ready_norm = None
@@ -123,11 +120,8 @@ class Trainer(Scorer):
         return RankPassResult(done.rows, result)
 
     def update(self) -> float:
-        """One optimizer step with the gradients of the last `forward_backward`; the learning rate used.
-
-        Raises:
-            RuntimeError: there are none, or they were applied already.
-        """
+        """One optimizer step with the gradients of the last `forward_backward`; the learning rate used. Raises
+        RuntimeError: there are none, or they were applied already."""
         if self._ready_norm is None:
             raise RuntimeError("update: found no gradients, expected those of a forward_backward that succeeded")
         norm, self._ready_norm = self._ready_norm, None
@@ -240,17 +234,11 @@ def check_row_invariance(deepgemm: bool | None = False, kv: KVFormat = BF16_CACH
     have to run on DeepGEMM, and cannot. None: they run on it where they can. kv: the format of keys and values."""
     choose_tiles(device.current())
     if (reason := choose_deepgemm(device.current(), deepgemm)) is not None:
-        raise user_error(
-            "numerics.deepgemm",
-            found=f"true, and {reason}",
-            expected="a Hopper GPU on which DeepGEMM gives the bits of our kernels",
-            remedy="Set numerics.deepgemm=false: products run on our kernels, with the same results.",
-        )
+        expected = "a Hopper GPU on which DeepGEMM gives the bits of our kernels"
+        remedy = "Set numerics.deepgemm=false: products run on our kernels, with the same results."
+        raise user_error("numerics.deepgemm", f"true, and {reason}", expected, remedy)
     variant = row_variant_ops(device.current(), kv)
     if variant:
-        raise user_error(
-            "numerics.mode",
-            found=f"exact on a machine where these depend on the batch, or on how they are fused: {', '.join(variant)}",
-            expected="row-invariant ops",
-            remedy="Run one thread per process (OMP_NUM_THREADS=1), or on a CPU with AVX512-BF16.",
-        )
+        found = f"exact on a machine where these depend on the batch, or on how they are fused: {', '.join(variant)}"
+        remedy = "Run one thread per process (OMP_NUM_THREADS=1), or on a CPU with AVX512-BF16."
+        raise user_error("numerics.mode", found, "row-invariant ops", remedy)

@@ -22,9 +22,9 @@ from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.numerics.core.process import all_gathered, rank, together
 from fp8rl.numerics.core.shared_memory import Shared, mapped, share
 from fp8rl.numerics.digest import tensor_digests
-from fp8rl.numerics.frozen import frozen_of
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.weight_cache import frozen_of
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
@@ -60,10 +60,7 @@ class FrozenBase:
         self, parts: Sequence[ShardDigests], adapter: AdapterSection, contents: Contents
     ) -> list[ShardDigests]:
         """Return the digests that engines must have after this sync: the sent parts, the base, and the adapters' scale.
-
-        Raises:
-            SyncError: the trainer has sent a base that is not the one of the first sync.
-        """
+        Raises SyncError: the trainer has sent a base that is not the one of the first sync."""
         scale = scale_of(adapter)
         if contents == "adapters":
             assert self.sent is not None
@@ -106,11 +103,8 @@ def scale_of(adapter: AdapterSection) -> ShardDigests:
 
 
 def check_frozen(trainer: Trainer) -> None:
-    """Check that this rank's frozen parameters have the digests that they had at the first check.
-
-    Raises:
-        SyncError: with the names of the parameters.
-    """
+    """Check that this rank's frozen parameters have the digests that they had at the first check. Raises SyncError:
+    with the names of the parameters."""
     frozen: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         if (codes := frozen_of(parameter)) is not None:

@@ -40,7 +40,7 @@ def certified(planted: Planted, path: str = "", **options: Any) -> ServerReport:
 
 @pytest.mark.slow
 def test_a_server_is_certified_without_the_libraries_of_a_run() -> None:
-    libraries = {"fp8rl", "ray", "megatron", "mbridge", "sglang", "transformers", "torch"}
+    libraries = {"fp8rl", "ray", "megatron", "sglang", "transformers", "torch"}
     code = f"import fp8rl_certify.server, sys; print({libraries!r} & {{m.split('.')[0] for m in sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 

@@ -31,7 +31,6 @@ CPU_LIBRARIES = {
     "transformer_engine": None,
     "transformer_engine_torch": None,
     "megatron-core": "0.16.1",
-    "mbridge": "0.15.1",
     "sglang": "0.5.19",
     "sglang-kernel": None,
     "sgl-deep-gemm": None,

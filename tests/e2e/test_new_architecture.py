@@ -205,7 +205,7 @@ def assert_equal_logprobs(trainer: Any, batch: TokenBatch) -> None:
 
 
 def assert_equal_ops(trainer: Any, batch: TokenBatch, runner: asyncio.Runner, endpoint: Any) -> None:
-    from fp8rl.trainer.step.op_trace import trace_ops
+    from fp8rl.trainer.op_trace import trace_ops
 
     trace = trace_ops(trainer, batch)
 

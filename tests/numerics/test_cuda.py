@@ -7,9 +7,9 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import choose, using
-from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.ops import draw
+from fp8rl.numerics.probe import row_variant_ops
 from fp8rl.numerics.quantize import fake_quantize_columns, fake_quantize_rows, quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 

@@ -7,12 +7,11 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import Implementation, using
-from fp8rl.numerics.frozen import Frozen, freeze, frozen_of
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import Backward
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.numerics.weight_cache import Frozen, WeightCache, freeze, frozen_of
 
 N, K, BLOCK = 512, 256, 128
 COUNTS = torch.tensor([5, 0, 12])

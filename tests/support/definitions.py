@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8rl.models.architecture import Architecture, Model, architectures, read_model
-from fp8rl.models.families import attention, mlp
+from fp8rl.models.families import FIRST_OPS, LAST_OPS, attention, first_tensors, last_tensors, mlp
 from fp8rl.models.families.attention import attention_tensors
-from fp8rl.models.families.ends import FIRST_OPS, LAST_OPS, first_tensors, last_tensors
 from fp8rl.models.families.mlp import dense_tensors, moe_tensors
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp8rl.numerics.backend.probe import row_variant_ops
+from fp8rl.numerics.probe import row_variant_ops
 from tests.support import fork_server
 
 

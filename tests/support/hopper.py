@@ -17,7 +17,7 @@ from typing import Any
 import triton
 from triton.runtime.jit import JITFunction
 
-from fp8rl.numerics.kernels.precompile import no_device
+from fp8rl.numerics.kernels.cache import no_device
 from tests.support.sass import arithmetic
 
 

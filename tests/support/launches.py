@@ -17,7 +17,7 @@ from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 import tests.support.interpreter  # noqa: F401
-from fp8rl.numerics.kernels.precompile import no_device
+from fp8rl.numerics.kernels.cache import no_device
 
 META = torch.device("meta")
 aten = torch.ops.aten

@@ -64,8 +64,8 @@ def _parameters(directory: Path, values: dict[str, Any], rank: int) -> list[Any]
     torch.cuda.current_device = lambda: torch.device("meta")
     cache = WeightCache()
     precision = Precision(numerics, cache, definition.sizes.layers)
-    model = build_model(definition, config, layout, precision, Lowering(), experiment.rollout.context_length)
-    weights = HFWeights(directory, definition, model.config, numerics.spec.weight, cache, layout)
+    model = build_model(definition, config, precision, Lowering(), experiment.rollout.context_length)
+    weights = HFWeights(directory, definition, numerics.spec.weight, cache, layout)
     rows, found = weights.rows(model), []
     for name, each in named_weights(model):
         split = rows[name][0].expert is None and getattr(each, "tensor_model_parallel", False)

@@ -114,10 +114,10 @@ def _scores(scorer: Any, answers: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def _trainer(experiment: Experiment, model: Path, layout: Layout, adapter: AdapterSection | None = None) -> Trainer:
-    from fp8rl.trainer import device
+    from fp8rl.trainer.distributed import parallel
     from fp8rl.trainer.trainer import Trainer
 
-    device.start(0, experiment.numerics_config())
+    parallel.start(0, experiment.numerics_config())
     return Trainer(
         model,
         experiment.trainer,

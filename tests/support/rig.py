@@ -36,8 +36,7 @@ from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerActor, TrainerGroup
-from fp8rl.trainer.config import TrainerSection, TrainerSpec
-from fp8rl.trainer.placement import ActorPlacement
+from fp8rl.trainer.config import ActorPlacement, TrainerSection, TrainerSpec
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import PassResult
 from fp8rl.weight_sync.bridge import Bridge, SyncReport

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from fp8rl.models.families import first_tensors, last_tensors
 from fp8rl.models.families.attention import attention_tensors
-from fp8rl.models.families.ends import first_tensors, last_tensors
 from fp8rl.models.families.mlp import dense_tensors, moe_tensors
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow

@@ -16,7 +16,7 @@ MakeTrainer = Callable[..., Any]
 
 def critic_values(policy: Any, path: Path, batch: TokenBatch, layout: Layout, **keys: bool) -> Tensor:
     """What a critic of the policy's settings and of these keys says of each token, in the order of the batch."""
-    from fp8rl.trainer.critic import Critic
+    from fp8rl.trainer.roles import Critic
 
     config = policy.config.model_copy(update=keys)
     critic = Critic(path, config, policy.numerics, layout, seed=0, total_steps=9, max_sequence_length=batch.width)

@@ -51,7 +51,7 @@ def batch_with_returns(seed: int = 0) -> TokenBatch:
 def test_gradients_are_those_of_plain_autograd(
     kind: str, moe_path: Path, dense_path: Path, layout: Layout, tmp_path: Path
 ) -> None:
-    from fp8rl.trainer.critic import Critic
+    from fp8rl.trainer.roles import Critic
 
     path = {"moe": moe_path, "dense": dense_path}[kind]  # the dense one ties its output to its embedding
     critic = Critic(path, CRITIC, numerics("bf16"), layout, **OPTIONS, dtype=torch.float32)

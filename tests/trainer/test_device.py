@@ -56,10 +56,10 @@ def test_a_rank_starts_with_what_its_device_takes(gpus: list[int], gpu: bool, mo
     """A compiler on a CPU, a toolkit to build kernels with on a GPU; both before the ops' implementation."""
     done: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(device, "enable_compiler", lambda: done.append("compiler"))
-    monkeypatch.setattr(device, "use_toolkit", lambda: done.append("toolkit"))
-    monkeypatch.setattr(device.implementation, "choose", lambda device, spec: done.append(device))
-    device.start(1, NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")))
+    monkeypatch.setattr(parallel, "enable_compiler", lambda: done.append("compiler"))
+    monkeypatch.setattr(parallel, "use_toolkit", lambda: done.append("toolkit"))
+    monkeypatch.setattr(parallel.implementation, "choose", lambda device, spec: done.append(device))
+    parallel.start(1, NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")))
     assert done == (["toolkit", torch.device("cuda", 1)] if gpu else ["compiler", torch.device("cpu")])
 
 

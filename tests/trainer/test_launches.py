@@ -62,7 +62,7 @@ def _experts_on_meta(path: Path, layout: Layout, config: TrainerSection) -> dict
     torch.cuda.current_device = lambda: torch.device("meta")
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8")
     precision = Precision(numerics, WeightCache(), layers=2)
-    experts = build_model(read_model(path), config, layout, precision, Lowering(), 512).decoder.layers[0].mlp.experts
+    experts = build_model(read_model(path), config, precision, Lowering(), 512).decoder.layers[0].mlp.experts
     x = torch.empty(TOKENS, 256, dtype=torch.bfloat16, device="meta").requires_grad_()
     counts = torch.empty(EXPERTS, dtype=torch.int64, device="meta")
     with hooked() as called, using("triton"):
@@ -109,7 +109,7 @@ def _layers_on_meta(folder: Path, layout: Layout, config: TrainerSection) -> lis
         (path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": layers}))
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=trainer)  # type: ignore[arg-type]
         precision, ours = Precision(numerics, WeightCache(), layers), TrainerSection(recompute=recompute)  # type: ignore[arg-type]
-        model = build_model(read_model(path), ours, layout, precision, Lowering(), 512)
+        model = build_model(read_model(path), ours, precision, Lowering(), 512)
         experts = [each for name, each in model.named_parameters() if ".experts." in name]
         wrapped, model.post_process = wrap(model, Lowering(), experts), False
         tokens = torch.empty(2, 256, dtype=torch.int64, device="meta")

@@ -11,8 +11,8 @@ from torch import nn
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.delta import LastSent
-from fp8rl.numerics.frozen import Frozen, freeze
 from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.weight_cache import Frozen, freeze
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.weight_sync.frozen import FrozenBase, check_frozen
 from fp8rl.weight_sync.manifest import ShardDigests, SyncError

@@ -182,7 +182,7 @@ class _Views:
 
 
 def _trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
-    from fp8rl.trainer.step.op_trace import trace_ops  # on the rank: the driver does without megatron
+    from fp8rl.trainer.op_trace import trace_ops  # on the rank: the driver does without megatron
 
     return trace_ops(trainer, batch)
 

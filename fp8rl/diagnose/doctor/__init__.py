@@ -33,7 +33,7 @@ from fp8rl.trainer.megatron.lowering import by_mx, lower
 BLOCK_CUDA = (12, 9)
 """cuBLASLt multiplies with 128-blocks from this CUDA release on, and TransformerEngine asks for it."""
 
-_ALWAYS = ("torch", "megatron-core", "mbridge", "transformers", "sglang", "ray", "wandb")
+_ALWAYS = ("torch", "megatron-core", "transformers", "sglang", "ray", "wandb")
 _WITH_GPU = ("triton", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
 _DEEPGEMM = "sgl-deep-gemm"
 _TE = ("transformer_engine", "transformer_engine_torch")

@@ -24,7 +24,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.deadlines import kill_family
 
 LIBRARIES = (
-    *("torch", "triton", "transformer_engine", "transformer_engine_torch", "megatron-core", "mbridge"),
+    *("torch", "triton", "transformer_engine", "transformer_engine_torch", "megatron-core"),
     *("sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "transformers", "ray", "wandb"),
     "fp8rl-cpu-stubs",
 )
@@ -33,10 +33,11 @@ PROBE = """
 import json, sys
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.backend.probe import allow_deepgemm, row_variant_ops
+from fp8rl.numerics.probe import allow_deepgemm, row_variant_ops
 from fp8rl.trainer import device
+from fp8rl.trainer.distributed import parallel
 numerics = NumericsConfig.from_dict(json.loads(sys.argv[1]))
-device.start(0, numerics)
+parallel.start(0, numerics)
 here = device.current()
 lacks = allow_deepgemm(here) if numerics.deepgemm else None
 print(json.dumps([enable_compiler() if here == device.CPU else None, row_variant_ops(here), lacks]))

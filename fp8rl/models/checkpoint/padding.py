@@ -49,12 +49,9 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
     check(wider)
     _refuse_other_norms(model, wider, key)
     if model.multimodal is not None or any(True for _ in kept_tensors(source, model, key)):
-        raise user_error(
-            key,
-            found="a model with draft layers or a tower for pictures",
-            expected="one without, as their widths would no longer fit",
-            remedy="Save its text alone with transformers (docs/models.md).",
-        )
+        expected = "one without, as their widths would no longer fit"
+        remedy = "Save its text alone with transformers (docs/models.md)."
+        raise user_error(key, "a model with draft layers or a tower for pictures", expected, remedy)
     scale = math.sqrt(model.sizes.hidden_size / wider.sizes.hidden_size)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -69,20 +66,14 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
 
 
 def unpadded(source: Path, out: Path, key: str) -> dict[str, Any]:
-    """Write a padded model in the widths that it had before; returns them, by the keys of config.json.
-
-    Raises:
-        UserError: it was not padded, or something else than zeros stands where they were.
-    """
+    """Write a padded model in the widths that it had before; returns them, by the keys of config.json. Raises
+    UserError: it was not padded, or something else than zeros stands where they were."""
     wider, values = read_model(source, key), ConfigFile.read(source, key).values
     before = values.get(UNPADDED)
     if not isinstance(before, dict):
-        raise user_error(
-            f"{key}: {UNPADDED} in {source / 'config.json'}",
-            found=before,
-            expected="the widths before, as `fp8rl convert --pad` writes them",
-            remedy="Leave out --unpad: the model was not padded.",
-        )
+        expected = "the widths before, as `fp8rl convert --pad` writes them"
+        remedy = "Leave out --unpad: the model was not padded."
+        raise user_error(f"{key}: {UNPADDED} in {source / 'config.json'}", before, expected, remedy)
     absent = {UNPADDED, *(name for name, value in before.items() if value is None)}
     config = {name: value for name, value in {**values, **before}.items() if name not in absent}
     model = model_of(ConfigFile(config, out / "config.json", key))
@@ -111,19 +102,16 @@ def _changes(values: Mapping[str, Any], model: Model, key: str) -> dict[str, Any
     if (hidden := changes.get("hidden_size")) is not None:
         changes |= {"head_dim": sizes.head_dim, "rms_norm_eps": sizes.norm_eps * sizes.hidden_size / hidden}
     if not changes:
-        raise user_error(
-            key, found="whole blocks in every width", expected="one that ends within a block", remedy="Leave out --pad."
-        )
+        raise user_error(key, "whole blocks in every width", "one that ends within a block", "Leave out --pad.")
     for name, new in changes.items():
         old = {"num_key_value_heads": sizes.kv_heads, "num_attention_heads": sizes.heads}.get(name, values.get(name))
         if isinstance(old, int) and new > MOST * old:
-            raise user_error(
-                f"{key}: {name}",
-                found=old,
-                expected=f"at least {-(-new // MOST)}, so that padding to {new} does not more than double it",
-                remedy="Train this model in BF16 on both sides (numerics.preset=bf16 numerics.trainer=bf16 "
-                "numerics.rollout=bf16).",
+            expected = f"at least {-(-new // MOST)}, so that padding to {new} does not more than double it"
+            remedy = (
+                "Train this model in BF16 on both sides (numerics.preset=bf16 numerics.trainer=bf16 "
+                "numerics.rollout=bf16)."
             )
+            raise user_error(f"{key}: {name}", old, expected, remedy)
     if not _accepted({**values, **changes}):
         changes = {"num_key_value_heads": sizes.kv_heads, **changes, **model.architecture.any_heads}
     return changes
@@ -186,12 +174,9 @@ def _check_zeros(name: str, tensor: Tensor, row: TensorRow, key: str) -> None:
         beyond.append(tensor[:, row.shape[1] :])
     count = sum(int(torch.count_nonzero(part)) for part in beyond)
     if count:
-        raise user_error(
-            f"{key}: {name}",
-            found=f"{count} values that are not zero where it was padded",
-            expected="zeros, which training leaves as they are",
-            remedy="Keep the padded model: something else has changed it.",
-        )
+        expected = "zeros, which training leaves as they are"
+        remedy = "Keep the padded model: something else has changed it."
+        raise user_error(f"{key}: {name}", f"{count} values that are not zero where it was padded", expected, remedy)
 
 
 def _describe(source: Path, partial: Path, config: Mapping[str, Any]) -> None:

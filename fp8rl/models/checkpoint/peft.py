@@ -96,7 +96,7 @@ def read_config(path: Path, model: Model, key: str) -> AdapterSection:
     found = _adapted(path, model, described, key)
     config = AdapterSection(
         rank=described.r,
-        alpha=described.lora_alpha,
+        alpha=described.lora_alpha * (math.sqrt(described.r) if described.use_rslora else 1.0),
         targets=tuple(dict.fromkeys(map(matrix, found))),
         experts="per_expert" if any(row.expert is not None for row in found) else "none",
     )
@@ -225,6 +225,8 @@ class PeftConfig(_History):
     task_type: Literal["CAUSAL_LM"] | None = None
     r: int = Field(ge=1, lt=1 << 31)
     lora_alpha: float = Field(gt=0)
+    use_rslora: bool = False
+    """The scale is alpha / sqrt(r)."""
 
     # Which matrices have a pair. The tensors say it too; they are compared.
     target_modules: str | list[str] | None = None
@@ -240,7 +242,6 @@ class PeftConfig(_History):
     lora_ga_config: Empty | None = None
 
     # What else would be added, scaled or trained.
-    use_rslora: Off = False
     rank_pattern: Empty | None = None
     alpha_pattern: Empty | None = None
     fan_in_fan_out: Off = False
@@ -293,11 +294,8 @@ _OTHERWISE = {
 
 
 def read_peft_config(directory: Path, key: str) -> PeftConfig:
-    """Read the adapter_config.json of a directory; messages speak of the directory as `key`.
-
-    Raises:
-        UserError: it is not the file of a plain LoRA adapter.
-    """
+    """Read the adapter_config.json of a directory; messages speak of the directory as `key`. Raises UserError: it is
+    not the file of a plain LoRA adapter."""
     path = directory / CONFIG
     values = read_json(path, key, f"the {CONFIG} of PEFT", _RESTORE)
     given = {name: value for name, value in values.items() if value is not None}  # null: not set
@@ -323,8 +321,6 @@ def _config_refusal(key: str, path: Path, name: str, given: dict[str, Any]) -> U
     elif name in ("loftq_config", "corda_config", "lora_ga_config"):
         expected = "none, as it belongs to an initialization that changes the weights below"
         remedy = f"{_of_changed_base(name.removesuffix('_config'))} If PEFT has converted it already, remove the key."
-    elif name == "use_rslora" and value is True:
-        remedy = _without_rslora(given.get("r"), given.get("lora_alpha"))
     return user_error(key, found=f"{name}={shown(value, 80)} in {path}", expected=expected, remedy=remedy)
 
 
@@ -333,12 +329,3 @@ def _of_changed_base(name: str) -> str:
     if name in ("pissa", "olora"):
         return f"{_CONVERT}, or merge it into its model (merge_and_unload), and start from that model."
     return f"{_CONVERT}." if name in ("corda", "lora_ga") or name.startswith("pissa") else MERGE
-
-
-def _without_rslora(rank: object, alpha: object) -> str:
-    """The remedy for a scale of alpha / sqrt(r): the same one as alpha / r."""
-    try:
-        plain = float(alpha) * math.sqrt(rank)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return _RESTORE
-    return f"Write use_rslora: false and lora_alpha: {plain}, which is the same adapter."

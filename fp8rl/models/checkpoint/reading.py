@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,9 @@ def _check_tied(files: WeightFiles, key: str) -> None:
     """Refuse weights of the output that differ from the embedding, in whose place nothing would read them."""
     output, embedding = files.read(_OUTPUT), files.read(_EMBEDDING)
     if output.shape != embedding.shape or not torch.equal(output.float(), embedding.float()):
-        raise user_error(
-            f"{key}: {_OUTPUT}",
-            found=f"weights other than {_EMBEDDING}",
-            expected="the same, as tie_word_embeddings of config.json is true",
-            remedy="Set tie_word_embeddings to false in config.json, or remove the tensor if it is a leftover.",
-        )
+        expected = "the same, as tie_word_embeddings of config.json is true"
+        remedy = "Set tie_word_embeddings to false in config.json, or remove the tensor if it is a leftover."
+        raise user_error(f"{key}: {_OUTPUT}", f"weights other than {_EMBEDDING}", expected, remedy)
 
 
 def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
@@ -106,12 +103,6 @@ def starting_weights(
         here = tensor.to(device)
         check_finite(name, here)
         yield name, here.to(model.tensors[name].served)
-
-
-def read_tensors(path: Path, names: Collection[str], key: str = "model.path") -> dict[str, Tensor]:
-    """These tensors, by name; in BF16 where the files have FP8."""
-    files = stored_files(path, key)
-    return {name: files.read(name) for name in names}
 
 
 def kept_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
@@ -151,37 +142,22 @@ def _tensors(path: Path, key: str, wanted: Callable[[str], bool]) -> Iterator[tu
 
 
 def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
-    """Refuse a weight with values that no training could start from.
-
-    Raises:
-        UserError: some are NaN or infinite.
-    """
+    """Refuse a weight with values that no training could start from. Raises UserError: some are NaN or infinite."""
     finite = torch.isfinite(tensor)
     if not finite.all():
-        raise user_error(
-            f"{key}: {name}",
-            found=f"{int((~finite).sum())} of {tensor.numel()} values NaN or infinite",
-            expected="finite weights",
-            remedy="Use the weights of another checkpoint.",
-        )
+        found = f"{int((~finite).sum())} of {tensor.numel()} values NaN or infinite"
+        raise user_error(f"{key}: {name}", found, "finite weights", "Use the weights of another checkpoint.")
 
 
 def weight_files(path: Path, key: str) -> list[Path]:
-    """The files that the index names, or all where there is none. Each tensor is in one of them.
-
-    Raises:
-        UserError: there are none, one is broken, or they and the index leave open which weights the model has.
-    """
+    """The files that the index names, or all where there is none. Each tensor is in one of them. Raises UserError:
+    there are none, one is broken, or they and the index leave open which weights the model has."""
     listed = _listed(path / INDEX, key)
     present = sorted(path.glob("*.safetensors"))
     files = sorted({path / name for name in listed.values()}) if listed else present
     if not files:
-        raise user_error(
-            key,
-            found=f"{path} without *.safetensors",
-            expected="safetensors weights",
-            remedy="Convert the weights to safetensors; pickled weights are not read.",
-        )
+        remedy = "Convert the weights to safetensors; pickled weights are not read."
+        raise user_error(key, f"{path} without *.safetensors", "safetensors weights", remedy)
     if absent := [file for file in files if not file.is_file()]:
         found = f"{absent[0].name}, which is not in {path}"
         raise user_error(f"{key}: {INDEX}", found=found, expected="files that are there", remedy=_COPY_ALL)
@@ -194,14 +170,10 @@ def weight_files(path: Path, key: str) -> list[Path]:
                 raise _two_models(key, f"{name} in {other.name} and in {file.name} of {path}")
     for name, wanted in listed.items():
         if held.get(name) != path / wanted:
-            raise user_error(
-                f"{key}: {INDEX}", found=f"{name} in {wanted}", expected="a tensor that the file has", remedy=_COPY_ALL
-            )
+            raise user_error(f"{key}: {INDEX}", f"{name} in {wanted}", "a tensor that the file has", _COPY_ALL)
     for name, place in held.items():
         if listed and place in files and name not in listed:
-            raise user_error(
-                f"{key}: {INDEX}", found=f"no {name}", expected=f"all tensors of {place.name}", remedy=_COPY_ALL
-            )
+            raise user_error(f"{key}: {INDEX}", f"no {name}", f"all tensors of {place.name}", _COPY_ALL)
     return files
 
 
@@ -240,10 +212,8 @@ def _unexpected(key: str, name: str, shape: tuple[int, ...], model: Model) -> Us
 
 
 def _refusal(key: str, name: str, found: str, expected: str) -> UserError:
-    return user_error(
-        f"{key}: {name}",
-        found=found,
-        expected=f"{expected}, as config.json describes the model",
-        remedy="The weights are those of another architecture, or not whole: put the config.json and all weights of "
-        "one model into the directory.",
+    remedy = (
+        "The weights are those of another architecture, or not whole: put the config.json and all weights of "
+        "one model into the directory."
     )
+    return user_error(f"{key}: {name}", found, f"{expected}, as config.json describes the model", remedy)

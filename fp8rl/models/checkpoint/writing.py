@@ -26,20 +26,15 @@ from fp8rl.numerics.core.reading import check_path, open_regular, reason
 
 
 def open_tensors(file: Path, key: str) -> Any:
-    """Open a safetensors file, as `safe_open` does; messages speak of it as `key`.
-
-    Raises:
-        UserError: it is missing, no regular file, or not whole.
-    """
+    """Open a safetensors file, as `safe_open` does; messages speak of it as `key`. Raises UserError: it is missing, no
+    regular file, or not whole."""
     check_path(file, key)
     try:
         open_regular(file).close()  # at a pipe, that library would wait
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         expected = "a whole safetensors file"
-        raise user_error(
-            f"{key}: {file}", found=reason(error), expected=expected, remedy="Copy the file again."
-        ) from None
+        raise user_error(f"{key}: {file}", reason(error), expected, "Copy the file again.") from None
 
 
 INDEX = "model.safetensors.index.json"

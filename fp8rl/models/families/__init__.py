@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import Op
+from fp8rl.models.trace import ADD_NORM, EMBED, LINEAR, LOGPROBS, TOKENS, Op
 
 Part = Literal["attention", "mlp"]
 
@@ -172,3 +172,37 @@ def mlp_activations(sizes: ModelSizes, *mlps: tuple[int, int], experts: int = 0)
         bf16=4 * experts + sum(taken * (4 * hidden + 6 * width) for taken, width in mlps),
         fp8=-0.97 * sum(taken * (hidden + width) for taken, width in mlps),
     )
+
+
+# Both ends of a decoder, which all architectures share: the embedding, the last norm, the head, log-probabilities.
+
+FIRST_OPS = (Op("embed", EMBED, (TOKENS,), ("x",), "model.embed_tokens", "embedding"),)
+LAST_OPS = (
+    Op("final_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "model.norm", "decoder.final_layernorm"),
+    Op("lm_head", LINEAR, ("x",), ("logits",), "lm_head", "output_layer"),
+    Op("logprobs", LOGPROBS, ("logits",), ("logprobs",)),
+)
+
+
+def first_tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
+    yield TensorRow(
+        name="model.embed_tokens.weight",
+        shape=(sizes.vocab_size, sizes.hidden_size),
+        op="embed",
+        engine=Location("model.embed_tokens.weight", padded=True, split=0),
+        megatron=Location("embedding.word_embeddings.weight"),
+        copies=("output_layer.weight",) if sizes.tied else (),
+    )
+
+
+def last_tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
+    yield norm("model.norm.weight", sizes.hidden_size, "final_norm", None, "decoder.final_layernorm.weight")
+    if not sizes.tied:
+        yield TensorRow(
+            name="lm_head.weight",
+            shape=(sizes.vocab_size, sizes.hidden_size),
+            op="lm_head",
+            product=True,
+            engine=Location("lm_head.weight", padded=True, split=0),
+            megatron=Location("output_layer.weight"),
+        )

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fp8rl.models.families import Activations, Family, PartNames, Ranks, Widths, attention_activations, norm
-from fp8rl.models.forms import ADD_NORM, EPS, LINEAR, ROPE_FACTOR, THETA, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import Op
+from fp8rl.models.trace import ADD_NORM, EPS, LINEAR, ROPE_FACTOR, THETA, Op, OpForm
 from fp8rl.numerics import ops
 
 HEAD_NORM = OpForm(

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp8rl.models.families import Activations, attention
-from fp8rl.models.forms import OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Op
+from fp8rl.models.trace import Op, OpForm
 from fp8rl.numerics import ops
 
 GATED_QKV = OpForm(

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from fp8rl.models.families import Activations, Family, PartNames, Widths, norm
-from fp8rl.models.forms import ADD_NORM, EPS, LINEAR, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import Op
+from fp8rl.models.trace import ADD_NORM, EPS, LINEAR, Op, OpForm
 from fp8rl.numerics import ops
 
 IN_FP32: dict[str, Any] = {"served": torch.float32, "trained": torch.float32}

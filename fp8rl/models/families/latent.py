@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from fp8rl.models.families import Activations, Family, PartNames, Widths, attention_activations, norm
 from fp8rl.models.families.attention import O_PROJ, o_proj
-from fp8rl.models.forms import ADD_NORM, LINEAR, NORM, ROPE_FACTOR, THETA, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Op
+from fp8rl.models.trace import ADD_NORM, LINEAR, NORM, ROPE_FACTOR, THETA, Op, OpForm
 from fp8rl.numerics import ops
 
 

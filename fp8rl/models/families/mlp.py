@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from fp8rl.models.families import Activations, Family, PartNames, Widths, mlp_activations, norm
-from fp8rl.models.forms import ADD_NORM, LINEAR, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import Op
+from fp8rl.models.trace import ADD_NORM, LINEAR, Op, OpForm
 from fp8rl.numerics import ops
 
 SWIGLU = OpForm(name="swiglu", shapes="[T, 2F] -> [T, F]", definition=ops.swiglu)

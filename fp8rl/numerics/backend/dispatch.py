@@ -3,7 +3,7 @@
 An op is a function marked with `op`. Calling it calls its definition or, once kernels are installed in the process, its
 kernel, which goes by the definition's name and has its signature. A process chooses once, at its start, by its device
 and the run's spec (`numerics.backend.implementation`). Kernels of our ops lie in `numerics.kernels`. A file of ops may
-say, as PROBES, how the start-up probe tries them (`numerics.backend.probe`). A family of ops that is not ours registers
+say, as PROBES, how the start-up probe tries them (`numerics.probe`). A family of ops that is not ours registers
 its kernels, and appends its probes.
 """
 
@@ -85,8 +85,14 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def composed(definition: Callable[P, R]) -> Callable[P, R]:
+    """Mark the definition of an op that is made of other ops: it runs as it is where kernels run, too."""
+    register_kernel(definition)
+    return op(definition)
+
+
 def register_kernel(kernel: Callable[..., Any]) -> None:
-    """Make the kernel of a user's op known in this process, by its name. It runs where kernels run."""
+    """Make a kernel from outside of `numerics.kernels` known in this process, by its op's name."""
     _registered[kernel.__name__] = kernel
 
 

@@ -17,11 +17,8 @@ _SOURCE = "__fp8rl_source__"
 
 
 def module_of_file(path: str, key: str) -> ModuleType:
-    """Import the module of a file; the one that is imported already, if the file has not changed since.
-
-    Raises:
-        UserError: naming `key`: the file cannot be read. And whatever the module raises.
-    """
+    """Import the module of a file; the one that is imported already, if the file has not changed since. Raises
+    UserError: naming `key`: the file cannot be read. And whatever the module raises."""
     source = os.path.abspath(path), read_bytes(Path(path), key, "a file of Python", "Correct the path.")
     name = "fp8rl_user_" + Path(path).stem
     if getattr(sys.modules.get(name), _SOURCE, None) == source:

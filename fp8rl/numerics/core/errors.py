@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 class UserError(ValueError):
@@ -42,3 +46,13 @@ def raise_first(refusals: Iterable[UserError]) -> None:
     """Raise the first refusal of a generator of rules, if there is one. A rule may rely on the rules before it."""
     for refusal in refusals:
         raise refusal
+
+
+def refusing(rules: Callable[P, Iterator[UserError]]) -> Callable[P, None]:
+    """Make a generator of rules a check, which raises the first refusal."""
+
+    @functools.wraps(rules)
+    def check(*args: P.args, **kwargs: P.kwargs) -> None:
+        raise_first(rules(*args, **kwargs))
+
+    return check

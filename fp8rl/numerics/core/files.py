@@ -30,10 +30,7 @@ def is_full(error: BaseException) -> bool:
 
 def check_writable(path: Path, key: str) -> None:
     """Check that a file or directory can be put at `path`, before the work that goes into it. Leaves nothing there.
-
-    Raises:
-        UserError: it cannot; the message speaks of it as `key`.
-    """
+    Raises UserError: it cannot; the message speaks of it as `key`."""
     check_path(path, key)
     path = path.absolute()
     above = next((parent for parent in path.parents if os.path.lexists(parent)), path)
@@ -47,11 +44,8 @@ def check_writable(path: Path, key: str) -> None:
 
 
 def check_page(path: Path, key: str) -> None:
-    """Refuse what no page can be written to, and a file that is no page, as `--page spec.yaml` would replace it.
-
-    Raises:
-        UserError: it is such a place; the message speaks of it as `key`.
-    """
+    """Refuse what no page can be written to, and a file that is no page, as `--page spec.yaml` would replace it. Raises
+    UserError: it is such a place; the message speaks of it as `key`."""
     check_writable(path, key)
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or path.suffix != ".html"):
         kind = "a link" if path.is_symlink() else "a directory" if path.is_dir() else "no page"
@@ -62,10 +56,7 @@ def check_page(path: Path, key: str) -> None:
 @contextmanager
 def writing(path: Path, key: str) -> Iterator[None]:
     """Turn what keeps `path` from being written, other than a full disk, into a refusal that speaks of it as `key`.
-
-    Raises:
-        UserError: the place takes no such file or directory. DiskFullError: there is no room.
-    """
+    Raises UserError: the place takes no such file or directory. DiskFullError: there is no room."""
     try:
         with room_for(path):
             yield

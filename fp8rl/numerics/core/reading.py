@@ -74,11 +74,8 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a dev
 
 
 def check_path(path: str | Path, key: str) -> None:
-    """Refuse what no file can be called: text with a NUL, that is not UTF-8 or too long.
-
-    Raises:
-        UserError: it is such text; the message speaks of it as `key`.
-    """
+    """Refuse what no file can be called: text with a NUL, that is not UTF-8 or too long. Raises UserError: it is such
+    text; the message speaks of it as `key`."""
     text = str(path)
     encoded = text.encode("utf-8", "surrogateescape")
     if "\0" in text:
@@ -117,20 +114,15 @@ def open_regular(path: Path) -> FileIO:
 
 
 def check_file(path: Path, key: str, expected: str) -> None:
-    """Refuse what is not a regular file that can be read, before a library opens it and waits.
-
-    Raises:
-        UserError: it is another thing; the message speaks of it as `key`.
-    """
+    """Refuse what is not a regular file that can be read, before a library opens it and waits. Raises UserError: it is
+    another thing; the message speaks of it as `key`."""
     check_path(path, key)
     try:
         if path.is_dir():
             raise OSError("a directory")
         open_regular(path).close()
     except OSError as error:
-        raise user_error(
-            key, found=f"{path}: {reason(error)}", expected=expected, remedy="Correct the path."
-        ) from error
+        raise user_error(key, f"{path}: {reason(error)}", expected, "Correct the path.") from error
 
 
 def check_regular(directory: Path, key: str) -> None:
@@ -157,11 +149,8 @@ def check_regular(directory: Path, key: str) -> None:
 
 
 def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE, largest: int = LARGEST) -> bytes:
-    """Return the contents of a file; messages speak of it as `key`.
-
-    Raises:
-        UserError: it is missing, no regular file, of more than `largest` bytes, or may not be read.
-    """
+    """Return the contents of a file; messages speak of it as `key`. Raises UserError: it is missing, no regular file,
+    of more than `largest` bytes, or may not be read."""
     check_path(path, key)
     try:
         with open_regular(path) as file:
@@ -208,9 +197,7 @@ def parsed(path: Path, key: str, parse: Callable[[dict[str, Any]], T], remedy: s
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         found = f"{type(error).__name__}: {error}"
-        raise user_error(
-            f"{key}: {path}", found=found, expected="the keys and values that fp8rl writes", remedy=remedy
-        ) from error
+        raise user_error(f"{key}: {path}", found, "the keys and values that fp8rl writes", remedy) from error
 
 
 @dataclass(frozen=True)
@@ -254,12 +241,8 @@ def whole_json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T])
     not."""
     good, bad = json_lines(path, key, parse)
     if bad:
-        raise user_error(
-            f"{key}: line {bad[0].number} of {path}",
-            found=bad[0].found,
-            expected="a line as fp8rl writes it",
-            remedy=f"Remove {'the line' if len(bad) == 1 else f'it and {len(bad) - 1} more'}.",
-        )
+        remedy = f"Remove {'the line' if len(bad) == 1 else f'it and {len(bad) - 1} more'}."
+        raise user_error(f"{key}: line {bad[0].number} of {path}", bad[0].found, "a line as fp8rl writes it", remedy)
     return good
 
 

@@ -23,11 +23,7 @@ RELATIVE = (
 
 
 def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str) -> T:
-    """Return `validate` (of pydantic) of the values in a file.
-
-    Raises:
-        UserError: naming the first key that is wrong.
-    """
+    """Return `validate` (of pydantic) of the values in a file. Raises UserError: naming the first key that is wrong."""
     try:
         return validate(values)
     except ValidationError as error:

@@ -32,11 +32,8 @@ class Shared(Protocol):
         """Return this process's view of it, uint8 [size]: CUDA opens a handle in other processes alone."""
 
     def seal(self) -> None:
-        """Refuse every write from now on, in every process, where that can be done.
-
-        Raises:
-            OSError: it is mapped to be written somewhere.
-        """
+        """Refuse every write from now on, in every process, where that can be done. Raises OSError: it is mapped to be
+        written somewhere."""
 
 
 def share(name: str, size: int, device: torch.device) -> Shared:
@@ -89,11 +86,8 @@ class DeviceMemory:
 
 
 def mapped(address: str, *, writable: bool = False) -> Tensor:
-    """Return the memory at an address, uint8 [size]. A write to what is not writable ends the process (SIGSEGV).
-
-    Raises:
-        OSError: it is not there, or is sealed and was to be writable.
-    """
+    """Return the memory at an address, uint8 [size]. A write to what is not writable ends the process (SIGSEGV). Raises
+    OSError: it is not there, or is sealed and was to be writable."""
     if address.startswith(_ON_GPU):
         uuid, size, *handle = json.loads(address.removeprefix(_ON_GPU))
         seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

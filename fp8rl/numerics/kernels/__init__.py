@@ -1,4 +1,5 @@
-"""The shared ops as Triton kernels for Hopper GPUs, one file per op. `numerics.ops` defines them and is their oracle.
+"""The shared ops as Triton kernels for Hopper GPUs. `numerics.ops` defines them and is their oracle: a function that
+has an op's name is its kernel, and computes what the op's docstring says.
 
 Tiles have one size whatever the number of rows, and sums run in one order, so that every kernel is row-invariant. The
 number of rows is no constant of theirs (`do_not_specialize`): one compiled kernel serves batches of all sizes. Where

@@ -24,14 +24,12 @@ _ELEMENTS = 1024
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.delta_gates`."""
     return _DeltaGates.apply(a, b, a_log, dt_bias)
 
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.gated_delta_rule`."""
     first = v.new_zeros(len(lengths), v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
     return _GatedDeltaRule.apply(q, k, v, g, beta, lengths, first if states is None else states)
 
@@ -47,11 +45,7 @@ def paged_gated_delta_rule(
     lengths: Tensor,
     begun: Tensor,
 ) -> Tensor:
-    """`numerics.ops.paged_gated_delta_rule`.
-
-    Raises:
-        ValueError: a state does not lie in one piece in the cache.
-    """
+    """`numerics.ops.paged_gated_delta_rule`. Raises ValueError: a state does not lie in one piece in the cache."""
     heads, keys, values = v.shape[1], k.shape[2], v.shape[2]
     if cache.stride()[1:] != (keys * values, values, 1):
         raise ValueError(f"found states with the strides {cache.stride()}, expected each in one piece [heads, K, V]")

@@ -1,4 +1,5 @@
-"""Gates: `numerics.ops.gates`. Gradients are those of the definitions, in torch."""
+"""Gates: `numerics.ops.gates`, SwiGLU also quantized on the way out. Gradients of the others are those of the
+definitions, in torch."""
 
 from __future__ import annotations
 
@@ -9,8 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8rl.numerics.kernels.arithmetic import as_rows, cast, pairwise_sum
+from fp8rl.numerics.kernels.arithmetic import (
+    GROUP,
+    absolute,
+    as_rows,
+    cast,
+    encode,
+    inverse,
+    pairwise_sum,
+    scale_from_amax,
+)
+from fp8rl.numerics.kernels.quantize import empty_rows, format_constants
 from fp8rl.numerics.ops import gates
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
 
 _ELEMENTS = 4096  # of a program
 # A product fused into a sum is rounded once less, in one variant and perhaps not in another.
@@ -18,17 +31,14 @@ _EXACT: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """`numerics.ops.sigmoid_gate`."""
     return _SigmoidGate.apply(x, gate)
 
 
 def token_gate(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    """`numerics.ops.token_gate`."""
     return _TokenGate.apply(x, hidden, weight)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`numerics.ops.gated_rms_norm`."""
     return _GatedRmsNorm.apply(x, gate, weight, eps)
 
 
@@ -39,9 +49,13 @@ class _SigmoidGate(gates.SigmoidGate):
         rows, gates_of = as_rows(x), as_rows(gate)
         out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
         if out.numel():
-            block = _rows_and_columns(rows.shape[1])
-            _sigmoid_kernel[_grid(out.shape[0], out.shape[1], block)](
-                *(rows, gates_of, out, *rows.shape, rows.stride(0), gates_of.stride(0)), **block, **_EXACT
+            wide = min(1024, triton.next_power_of_2(rows.shape[1]))
+            of_program = _ELEMENTS // wide
+            _sigmoid_kernel[triton.cdiv(len(rows), of_program), triton.cdiv(rows.shape[1], wide)](
+                *(rows, gates_of, out, *rows.shape, rows.stride(0), gates_of.stride(0)),
+                ROWS=of_program,
+                COLUMNS=wide,
+                **_EXACT,
             )
         return out.view(x.shape)
 
@@ -78,15 +92,6 @@ class _GatedRmsNorm(gates.GatedRmsNorm):
             )
         ctx.save_for_backward(x, gate, weight, inverse_rms.view(*x.shape[:-1], 1))
         return out.view(x.shape)
-
-
-def _rows_and_columns(columns: int) -> dict[str, int]:
-    wide = min(1024, triton.next_power_of_2(columns))
-    return {"ROWS": _ELEMENTS // wide, "COLUMNS": wide}
-
-
-def _grid(rows: int, columns: int, block: dict[str, int]) -> tuple[int, int]:
-    return triton.cdiv(rows, block["ROWS"]), triton.cdiv(columns, block["COLUMNS"])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -135,3 +140,94 @@ def _norm_kernel(
     result = wide * inverse_rms[:, None] * weight[None, :] * (gate * (1.0 / (1.0 + tl.exp(-gate))))
     tl.store(inverse_ptr + row, inverse_rms, mask=row < rows)
     tl.store(out_ptr + row[:, None] * size + column[None, :], cast(result, x.dtype), mask=inside)
+
+
+# SwiGLU.
+
+_BLOCK = {"ROWS": 8, "GROUPS": 4, "num_warps": 4, "enable_fp_fusion": False}
+
+
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    flat = as_rows(gate_up)
+    out = torch.empty(len(flat), flat.shape[1] // 2, dtype=flat.dtype, device=flat.device)
+    _swiglu(flat, out, None)
+    return out.view(*gate_up.shape[:-1], out.shape[1])
+
+
+def swiglu_quantize(gate_up: Tensor, spec: TensorSpec) -> QuantizedTensor:
+    """Return `quantize(swiglu(gate_up), spec)` of gate_up [T, 2F] in groups of 128. No gradient."""
+    out = empty_rows((gate_up.shape[0], gate_up.shape[1] // 2), spec, gate_up.device)
+    _swiglu(as_rows(gate_up), out.data, out)
+    return out
+
+
+def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
+    features = dy.shape[-1]
+    flat, dy = as_rows(gate_up), as_rows(dy)
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    if out.numel():
+        _swiglu_backward_kernel[_swiglu_grid(len(flat), features)](
+            flat, dy, out, len(flat), features, flat.stride(0), dy.stride(0), **_BLOCK
+        )
+    return out.view(gate_up.shape)
+
+
+def _swiglu(gate_up: Tensor, out: Tensor, quantized: QuantizedTensor | None) -> None:
+    tokens, features = out.shape
+    if out.numel():
+        _swiglu_kernel[_swiglu_grid(tokens, features)](
+            *(gate_up, out, quantized.scale_inv if quantized else out, tokens, features, gate_up.stride(0)),
+            *(quantized.scale_inv.stride() if quantized else (0, 0)),
+            QUANTIZE=quantized is not None,
+            **format_constants(quantized.spec if quantized else None),
+            **_BLOCK,
+        )
+
+
+def _swiglu_grid(tokens: int, features: int) -> tuple[int, int]:
+    return triton.cdiv(tokens, _BLOCK["ROWS"]), triton.cdiv(features, _BLOCK["GROUPS"] * GROUP.value)
+
+
+@triton.jit(do_not_specialize=["tokens", "scale_group"])
+def _swiglu_kernel(
+    gate_up_ptr, out_ptr, scale_ptr, tokens, features, stride, scale_row, scale_group,
+    QUANTIZE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
+    column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    inside = (row < tokens)[:, :, None] & (column < features)
+    start = gate_up_ptr + row[:, :, None] * stride + column
+    gate = tl.load(start, mask=inside, other=0.0)
+    up = tl.load(start + features, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    result = cast(wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32), gate.dtype)
+    at = row[:, :, None] * features + column
+    if QUANTIZE:
+        rounded = result.to(tl.float32)
+        WIDE: tl.constexpr = gate_up_ptr.dtype.element_ty == tl.float32
+        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, FIXED, WIDE)
+        tl.store(out_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
+        where = scale_ptr + row * scale_row + group * scale_group
+        tl.store(where, inverse(scale, POW2), mask=(row < tokens) & (group < tl.cdiv(features, GROUP)))
+    else:
+        tl.store(out_ptr + at, result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _swiglu_backward_kernel(
+    gate_up_ptr, dy_ptr, out_ptr, tokens, features, stride, dy_stride, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * GROUPS * GROUP + tl.arange(0, GROUPS * GROUP))[None, :]
+    inside = (row < tokens) & (column < features)
+    start = gate_up_ptr + row * stride + column
+    gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(start + features, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    at = out_ptr + row * (2 * features) + column
+    tl.store(at, cast(dgate, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(at + features, cast(dy * gate * sigmoid, out_ptr.dtype.element_ty), mask=inside)

@@ -30,9 +30,9 @@ _ELEMENTS = 4096  # of a program: several short rows (the heads), or one long on
 _PROGRAMS = 256  # that share the rows in the backward: two for each multiprocessor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`numerics.ops.rms_norm`."""
-    return _RmsNorm.apply(x, weight, eps)
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    normed, _, inverse_rms = _launch(x, weight, eps)
+    return normed, inverse_rms
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -56,18 +56,6 @@ def norm_rows(
     return normed, total, rows
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed, _, inverse_rms = _launch(x, weight, eps)
-        ctx.save_for_backward(x, weight, inverse_rms)
-        return normed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *rms_norm_backward(grads[0], *ctx.saved_tensors), None
-
-
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -83,8 +71,7 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [..., H] and of weight [H]. Deterministic: each program adds up its own rows in
-    order."""
+    """`numerics.ops.norm.rms_norm_backward`. Deterministic: each program adds up its own rows in order."""
     hidden = x.shape[-1]
     flat, dy = as_rows(x), as_rows(dy)
     dx = torch.empty_like(flat, memory_format=torch.contiguous_format)

@@ -40,11 +40,8 @@ def supports(spec: TensorSpec) -> bool:
 
 
 def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """`numerics.quantize.quantize`.
-
-    Raises:
-        UserError: another granularity, group, scale or rounding than these kernels have a form for.
-    """
+    """`numerics.quantize.quantize`. Raises UserError: another granularity, group, scale or rounding than these kernels
+    have a form for."""
     definitions.check_quantizable(x, spec)
     _check_supported(spec)
     return quantize_blocks(x, spec, out) if spec.granularity == "block" else quantize_rows(x, spec, out)
@@ -52,13 +49,11 @@ def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) ->
 
 def _check_supported(spec: TensorSpec) -> None:
     if not supports(spec):
-        raise user_error(
-            "quantization spec",
-            found=spec,
-            expected=f"blocks or token groups of {_GROUP}, scales pow2 or fp32 and rounding to nearest, where the GPU "
-            "kernels run",
-            remedy="Use a preset, or a CPU.",
+        expected = (
+            f"blocks or token groups of {_GROUP}, scales pow2 or fp32 and rounding to nearest, where the GPU "
+            "kernels run"
         )
+        raise user_error("quantization spec", spec, expected, "Use a preset, or a CPU.")
 
 
 def quantize_rows(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:

@@ -23,16 +23,26 @@ _HEADS = 8  # of one program
 _TURN = tl.constexpr(2 * math.pi)
 
 
-def rope(
-    x: Tensor, positions: Tensor, theta: float, rotary_dim: int | None = None, scaling: Scaling | None = None
+def rotated(
+    x: Tensor,
+    positions: Tensor,
+    theta: float,
+    rotary_dim: int,
+    scaling: Scaling | None,
+    pairs: bool,
+    back: bool = False,
 ) -> Tensor:
-    """`numerics.ops.rope`."""
-    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], scaling, False)
-
-
-def rope_pairs(x: Tensor, positions: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:
-    """`numerics.ops.rope_pairs`."""
-    return _Rope.apply(x, positions, theta, x.shape[-1], scaling, True)
+    batch, length, heads, dim = x.shape
+    tokens = batch * length
+    flat = dense_rows(x).reshape(tokens, heads, dim)
+    out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _kernel[tokens, triton.cdiv(heads, _HEADS)](
+            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, scaling, x.device), out),
+            *(heads, flat.stride(0), flat.stride(1), -1.0 if back else 1.0),
+            **_shape(dim, rotary_dim, pairs),
+        )
+    return out.view(x.shape)
 
 
 def rope_heads(
@@ -69,36 +79,6 @@ def rope_heads(
         **_shape(dim, rotary, False),
     )
     return q_out, k_out
-
-
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, positions: Tensor, theta: float, rotary_dim: int, scaling: Scaling | None, pairs: bool
-    ) -> Tensor:
-        ctx.save_for_backward(positions)
-        ctx.form = theta, rotary_dim, scaling, pairs
-        return _rotate(x, positions, ctx.form, 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return _rotate(grads[0], ctx.saved_tensors[0], ctx.form, -1.0), None, None, None, None, None
-
-
-def _rotate(x: Tensor, positions: Tensor, form: tuple[float, int, Scaling | None, bool], direction: float) -> Tensor:
-    """form: theta, rotated channels, the scaling of the context, and whether pairs are neighbours."""
-    theta, rotary_dim, scaling, pairs = form
-    batch, length, heads, dim = x.shape
-    tokens = batch * length
-    flat = dense_rows(x).reshape(tokens, heads, dim)
-    out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
-    if out.numel():
-        _kernel[tokens, triton.cdiv(heads, _HEADS)](
-            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, scaling, x.device), out),
-            *(heads, flat.stride(0), flat.stride(1), direction),
-            **_shape(dim, rotary_dim, pairs),
-        )
-    return out.view(x.shape)
 
 
 def _shape(dim: int, rotary_dim: int, pairs: bool) -> dict[str, Any]:

@@ -66,11 +66,8 @@ def route_sigmoid(
     choose: Callable[[Tensor, int], Tensor] = by_definition,
     ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.experts.route_sigmoid`; another `choose` than the default as in `route`.
-
-    Raises:
-        UserError: k is not from 1 to the experts of the kept groups.
-    """
+    """`numerics.ops.experts.route_sigmoid`; another `choose` than the default as in `route`. Raises UserError: k is not
+    from 1 to the experts of the kept groups."""
     logits, bias, given = logits.contiguous(), bias.contiguous(), None
     _checked(top_k, logits[:, : logits.shape[1] // groups * kept_groups])
     grouping = {"GROUPS": groups, "KEPT": kept_groups}
@@ -148,9 +145,7 @@ def _room(logits: Tensor, top_k: int, given: Tensor | None, ids: torch.dtype) ->
 
 def _checked(top_k: int, x: Tensor) -> int:
     if not 1 <= top_k <= x.shape[1]:
-        raise user_error(
-            "top_k", found=top_k, expected=f"1 to {x.shape[1]}, the experts", remedy="Check the model's config."
-        )
+        raise user_error("top_k", top_k, f"1 to {x.shape[1]}, the experts", "Check the model's config.")
     return top_k
 
 

@@ -18,7 +18,6 @@ _SEQUENCES = 256  # among which it finds its own, at least: one compiled kernel 
 
 
 def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.causal_conv`."""
     before = x.new_zeros(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
     return _CausalConv.apply(x, weight, lengths, before)
 

@@ -2,7 +2,7 @@
 
 Each is row-invariant: a token's result does not depend on the batch, the padding, or on prefill, chunk or decode around
 it. Each names its rounding points and its order of reduction. What a CPU's matrix library must do for that to hold is
-checked at start by `numerics.backend.probe`.
+checked at start by `numerics.probe`.
 """
 
 # ruff: noqa: F401
@@ -17,7 +17,6 @@ from fp8rl.numerics.ops.attention import (
     paged_attention,
 )
 from fp8rl.numerics.ops.draw import draw, narrowed, token_logprobs, truncation_floors
-from fp8rl.numerics.ops.embedding import add_by_token
 from fp8rl.numerics.ops.experts import (
     ExpertWeights,
     combine,
@@ -29,7 +28,7 @@ from fp8rl.numerics.ops.experts import (
     top_experts,
 )
 from fp8rl.numerics.ops.gated_delta import delta_gates, gated_delta_rule, paged_gated_delta_rule
-from fp8rl.numerics.ops.gates import gated_rms_norm, sigmoid_gate, token_gate
+from fp8rl.numerics.ops.gates import gated_rms_norm, sigmoid_gate, swiglu, token_gate
 from fp8rl.numerics.ops.latent import (
     head_linear,
     head_term,
@@ -67,5 +66,4 @@ from fp8rl.numerics.ops.low_rank import (
 from fp8rl.numerics.ops.norm import add_rms_norm, norm_rows, one_plus, rms_norm
 from fp8rl.numerics.ops.rope import HeadNorms, NewSlots, rope, rope_heads, rope_pairs
 from fp8rl.numerics.ops.short_conv import causal_conv, paged_causal_conv
-from fp8rl.numerics.ops.swiglu import swiglu
-from fp8rl.numerics.ops.trees import gathered, tree_attention
+from fp8rl.numerics.ops.trees import add_by_token, gathered, tree_attention

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.ops.gates import sigmoid, swiglu
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import Backward
 from fp8rl.numerics.ops.low_rank import LowRank, grouped_low_rank_term, low_rank_of
-from fp8rl.numerics.ops.swiglu import swiglu
 from fp8rl.numerics.spec import QuantSpec
 
 SMALLEST_SUM = 1e-20
@@ -75,30 +75,6 @@ def route_sigmoid(
     chosen = scores.gather(1, experts)
     chosen = chosen / (chosen.sum(-1, keepdim=True) + SMALLEST_SUM) if renormalize else chosen
     return chosen * factor, experts.to(ids)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """Compute 1 / (1 + exp(-x)).
-
-    torch.sigmoid takes another exp for the last few elements of a CPU tensor than for the others, so that a token's
-    bits would depend on its place in the batch.
-    """
-    return _Sigmoid.apply(x)
-
-
-class _Sigmoid(torch.autograd.Function):
-    """The gradient is g y (1 - y): that of the formula by autograd is 0 * inf where exp(-x) overflows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = 1 / (1 + torch.exp(-x))
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grads[0] * y * (1 - y)
 
 
 def kept_scores(scores: Tensor, groups: int, kept_groups: int) -> Tensor:

@@ -74,8 +74,9 @@ def gated_delta_rule(
     states FP32 [B, heads, K, V], before each sequence's first token; None: zeros. Returns [T, heads, V] and the states
     behind the last tokens, FP32, which have no gradient; neither have the first ones.
     """
-    first = v.new_zeros(len(lengths), *_state_shape(k, v), dtype=torch.float32) if states is None else states
-    return GatedDeltaRule.apply(q, k, v, g, beta, lengths, first)
+    if states is None:
+        states = v.new_zeros(len(lengths), v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
+    return GatedDeltaRule.apply(q, k, v, g, beta, lengths, states)
 
 
 @op
@@ -158,10 +159,6 @@ def _unit(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return normed(q) * q.shape[-1] ** -0.5, normed(k)
 
 
-def _state_shape(k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    return v.shape[1], k.shape[2], v.shape[2]
-
-
 def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, states: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g and beta from that of the result, sequences of similar length together.
 
@@ -171,8 +168,9 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
     starts = lengths.cumsum(0) - lengths
     for some in _parts(lengths):
         own = lengths[some, None]
-        chunk = _chunk(int(own.max()))
-        width = -(-int(own.max()) // chunk) * chunk
+        longest = int(own.max())
+        chunk = min(CHUNK, max(SHORTEST, 1 << (longest - 1).bit_length()))  # padded to less than twice as many tokens
+        width = -(-longest // chunk) * chunk
         steps = torch.arange(width, device=dout.device)
         real = steps < own
         tokens = (starts[some, None] + steps)[real]
@@ -202,11 +200,6 @@ def _parts(lengths: Tensor) -> Iterator[Tensor]:
         fit = max(1, GRADIENT_TOKENS // max(count[each] for each in group))
         for first in range(0, len(group), fit):
             yield torch.tensor(group[first : first + fit], device=lengths.device)
-
-
-def _chunk(longest: int) -> int:
-    """Return the tokens of a chunk for sequences of up to so many: no more padding than a factor of two."""
-    return min(CHUNK, max(SHORTEST, 1 << (longest - 1).bit_length()))
 
 
 def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, chunk: int = CHUNK) -> Tensor:

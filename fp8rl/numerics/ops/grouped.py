@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import composed, op
 from fp8rl.numerics.ops.linear import FEWEST_ROWS, Backward, chooses_by_rows, dense, product, wide_mm
 from fp8rl.numerics.quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
@@ -20,7 +20,7 @@ _CALL = 1 << 22  # multiplications in the time of a call of the matrix library
 _WEIGHTS_AS_ROWS = 64  # reading a matrix takes as long as so many rows of its products
 
 
-@op
+@composed
 def grouped_linear(
     x: Tensor,
     counts: Tensor,
@@ -39,11 +39,60 @@ def grouped_linear(
     anew in each group. A group may be empty. Rows behind those of the last group, which only a call without gradients
     may have, are not computed: what stands in their place is undefined.
     """
-    gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if spec is None or operand is None:
-        plain = tuple(weight.detach() for weight in weights)
-        return _GroupedProduct.apply(x, counts.tolist(), None, "bf16", plain, gradients, plus, *given)
-    return _GroupedProduct.apply(x, counts.tolist(), spec, backward, tuple(operand), gradients, plus, *given)
+        operand = weights.detach() if isinstance(weights, Tensor) else [weight.detach() for weight in weights]
+        spec, backward = None, "bf16"
+    given = given_to_autograd(weights)
+    return _GroupedProduct.apply(x, spans(counts, x), operand, spec, backward, Gradients.of(weights), plus, *given)
+
+
+@op
+def spans(counts: Tensor, x: Tensor) -> Any:
+    """Return where the rows of each group lie in x, as the ops below take it: here, the number of each group's rows."""
+    return counts.tolist()
+
+
+@op
+def grouped_product(x: Tensor, spans: Any, operand: Any, spec: QuantSpec | None, n: int, plus: Tensor | None) -> Tensor:
+    """Compute `grouped_linear` [T, n] without a gradient. Without a spec the operand is the weights themselves."""
+    plain, stops = spec is None and plus is None, list(accumulate(spans))
+    if plain and isinstance(operand, Tensor) and stops[-1] == len(x):
+        if one_product_is_faster(x, spans, n * x.shape[1]):
+            return side_by_side(x, spans, operand)
+    rows, out = x if spec is None else fake_quantize_rows(x, spec.activation), x.new_empty(len(x), n)
+    for start, stop, weight in zip([0, *stops[:-1]], stops, operand, strict=True):
+        if start < stop:
+            _span_product(rows, start, stop, dense(weight), plus, out)
+    return out
+
+
+@op
+def grouped_gradients(
+    dy: Tensor,
+    x: Tensor | None,
+    spans: Any,
+    operand: Any,
+    spec: QuantSpec | None,
+    backward: Backward,
+    gradients: Gradients,
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return the gradient of x, and those of the weights as autograd takes them; none of them if x is None."""
+    dtype, rows, counts = dy.dtype, x, spans
+    if spec is not None and backward == "bf16":
+        rows, spec = None if x is None else fake_quantize_rows(x, spec.activation), None
+        dy = dy if rows is None else dy.to(rows.dtype)
+    dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
+    parts = zip(dy_rows.split(list(counts)), operand, strict=True)
+    found = [wide_mm(part, dense(weight)) for part, weight in parts if len(part)]
+    dx = torch.cat(found).to(dtype) if found else dense(operand[0])[:0].to(dtype)
+    if rows is None:
+        return dx, ()
+    if spec is not None:
+        roles = (spec.gradient, spec.activation)
+        multiple = math.lcm(*(r.group for r in roles if r.quantized and r.granularity == "token_group"))
+        (dy, rows), counts = _padded((dy, rows), counts, multiple)
+        dy, rows = (_quantize_groups(x, counts, role) for x, role in zip((dy, rows), roles, strict=True))
+    return dx, _weight_gradients(dy, rows, counts, gradients)
 
 
 def given_to_autograd(weights: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
@@ -78,51 +127,23 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        counts: Sequence[int],
+        spans: Any,
+        operand: Any,
         spec: QuantSpec | None,
         backward: Backward,
-        operands: tuple[Any, ...],
         gradients: Gradients,
         plus: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        rows = x if spec is None else fake_quantize_rows(x, spec.activation)
-        kept = x if spec is not None and backward == "fp8" else rows
-        ctx.save_for_backward(kept if any(ctx.needs_input_grad[7:]) else None)
-        ctx.kept_dtype, ctx.width = kept.dtype, x.shape[1]
-        ctx.spec = spec if backward == "fp8" else None
-        ctx.counts, ctx.operands, ctx.dtype, ctx.gradients = counts, operands, x.dtype, gradients
-        n, stacked = weights[0].shape[-2], weights[0] if gradients.stacked else None
-        stops = list(accumulate(counts))
-        plain = spec is None and plus is None and stops[-1] == len(x)
-        if plain and stacked is not None and one_product_is_faster(x, counts, n * x.shape[1]):
-            return side_by_side(x, counts, stacked.detach())
-        out = x.new_empty(x.shape[0], n)
-        for start, stop, weight in zip([0, *stops[:-1]], stops, operands, strict=True):
-            if start < stop:
-                _span_product(rows, start, stop, dense(weight), plus, out)
-        return out
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[7:]) else None)
+        ctx.constants = spans, operand, spec, backward, gradients
+        return grouped_product(x, spans, operand, spec, weights[0].shape[-2], plus)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (rows,) = ctx.saved_tensors
-        dy = grads[0].to(ctx.kept_dtype)
-        spec, counts = ctx.spec, ctx.counts
+        dx, dw = grouped_gradients(grads[0], ctx.saved_tensors[0], *ctx.constants)
         dplus = grads[0] if ctx.needs_input_grad[6] else None
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
-            parts = zip(dy_rows.split(list(counts)), ctx.operands, strict=True)
-            found = [wide_mm(part, dense(weight)) for part, weight in parts if len(part)]
-            dx = torch.cat(found).to(ctx.dtype) if found else dy.new_zeros(0, ctx.width, dtype=ctx.dtype)
-        if rows is None:
-            return dx, None, None, None, None, None, dplus, *(None,) * len(ctx.needs_input_grad[7:])
-        if spec is not None:
-            roles = (spec.gradient, spec.activation)
-            multiple = math.lcm(*(r.group for r in roles if r.quantized and r.granularity == "token_group"))
-            (dy, rows), counts = _padded((dy, rows), counts, multiple)
-            dy, rows = (_quantize_groups(x, counts, role) for x, role in zip((dy, rows), roles, strict=True))
-        return dx, None, None, None, None, None, dplus, *_weight_gradients(dy, rows, counts, ctx.gradients)
+        return dx, *(None,) * 5, dplus, *(dw or (None,) * len(ctx.needs_input_grad[7:]))
 
 
 def _weight_gradients(dy: Tensor, rows: Tensor, counts: Sequence[int], gradients: Gradients) -> Sequence[Tensor | None]:

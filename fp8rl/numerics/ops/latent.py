@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes, op
+from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes, composed, op
 from fp8rl.numerics.ops.attention import TokenTree, attention, packed_attention, paged_attention
 from fp8rl.numerics.ops.linear import dense, linear, product, weight_operand, wide_mm
 from fp8rl.numerics.ops.low_rank import LowRank, low_rank_term
@@ -82,7 +82,7 @@ def tree_latent_attention(q: Tensor, rows: Tensor, tree: TokenTree, rank: int, s
     return tree_attention(q, keys, keys[..., :rank], tree, scale)
 
 
-@op
+@composed
 def head_linear(
     x: Tensor,
     weight: Tensor,
@@ -100,7 +100,7 @@ def head_linear(
     the gradient. operand: its `weight_operand` or its `Frozen`, if it is quantized: x stays as it is, and the operand
     is dequantized; None: the weight itself.
     """
-    return _HeadProduct.apply(x, weight, weight if operand is None else operand, first, count, transposed, plus)
+    return _HeadProduct.apply(x, weight, operand, first, count, transposed, plus)
 
 
 def head_term(x: Tensor, low_rank: LowRank, first: int, count: int, transposed: bool = False) -> Tensor:
@@ -112,56 +112,54 @@ def head_term(x: Tensor, low_rank: LowRank, first: int, count: int, transposed: 
     return low_rank.on_rows(head_linear(h, low_rank.b, None, first, count))
 
 
+@op
+def head_product(
+    x: Tensor,
+    weight: Tensor,
+    operand: Any,
+    first: int,
+    count: int,
+    transposed: bool = False,
+    plus: Tensor | None = None,
+) -> Tensor:
+    """Compute `head_linear` without a gradient."""
+    matrices = _matrices(weight, operand, x.shape[1], first, count)
+    right = matrices.transpose(1, 2) if transposed else matrices
+    more = [None] * len(right) if plus is None else plus.unbind(1)
+    each = zip(x.unbind(1), right, more, strict=True)
+    return torch.stack([product(part.contiguous(), w.contiguous(), x.dtype, d) for part, w, d in each], 1)
+
+
+def _matrices(weight: Tensor, operand: Any, heads: int, first: int, count: int) -> Tensor:
+    """Return the factor of each head [heads, count, R]."""
+    return dense(weight if operand is None else operand).unflatten(0, (heads, -1))[:, first : first + count]
+
+
 class _HeadProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, held: Any, first: int, count: int, transposed: bool, plus: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, operand: Any, first: int, count: int, transposed: bool, plus: Tensor | None
     ) -> Tensor:
-        matrices = dense(held).detach().unflatten(0, (x.shape[1], -1))[:, first : first + count]
-        ctx.save_for_backward(x, matrices)
-        ctx.place, ctx.shape, ctx.dtype = (first, count), weight.shape, weight.dtype
-        ctx.transposed = transposed
-        right = matrices.transpose(1, 2) if transposed else matrices
-        more = [None] * len(right) if plus is None else plus.unbind(1)
-        each = zip(x.unbind(1), right, more, strict=True)
-        return torch.stack([product(part.contiguous(), w.contiguous(), x.dtype, d) for part, w, d in each], 1)
+        ctx.save_for_backward(x, weight)
+        ctx.operand, ctx.first, ctx.count, ctx.transposed = operand, first, count, transposed
+        return head_product(x, weight, operand, first, count, transposed, plus)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, matrices = ctx.saved_tensors
-        found = head_gradients(
-            grads[0], x, matrices, ctx.place, ctx.shape, ctx.dtype, ctx.transposed, ctx.needs_input_grad
-        )
-        return *found, None, None, None, None, grads[0] if ctx.needs_input_grad[6] else None
-
-
-def head_gradients(
-    dy: Tensor,
-    x: Tensor,
-    matrices: Tensor,
-    place: tuple[int, int],
-    shape: torch.Size,
-    dtype: torch.dtype,
-    transposed: bool,
-    needed: tuple[bool, ...],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `head_linear`: of x, and of its weight of `shape`.
-
-    The matrices [heads, count, R] stand at `place` of the weight; its gradient is zero elsewhere. They need no fixed
-    order.
-    """
-    dx = dw = None
-    each = range(len(matrices))
-    if needed[0]:
-        found = [wide_mm(dy[:, head], matrices[head].t() if transposed else matrices[head]) for head in each]
-        dx = torch.stack(found, 1).to(x.dtype)
-    if needed[1]:
-        left, right = (x, dy) if transposed else (dy, x)
-        dw = torch.zeros(shape, dtype=dtype, device=x.device)
-        into = dw.unflatten(0, (len(matrices), -1))[:, place[0] : sum(place)]
-        for head in each:
-            into[head] = wide_mm(left[:, head].t(), right[:, head])
-    return dx, dw
+        """The gradient of the weight is zero in the rows of a head that the product did not take."""
+        (x, weight), dy, (first, count) = ctx.saved_tensors, grads[0], (ctx.first, ctx.count)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            matrices = _matrices(weight, ctx.operand, x.shape[1], first, count)
+            right = matrices.transpose(1, 2) if ctx.transposed else matrices
+            dx = torch.stack([wide_mm(d, w) for d, w in zip(dy.unbind(1), right, strict=True)], 1).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            left, right = (x, dy) if ctx.transposed else (dy, x)
+            dw = torch.zeros_like(weight)
+            into = dw.unflatten(0, (x.shape[1], -1))[:, first : first + count]
+            for head in range(x.shape[1]):
+                into[head] = wide_mm(left[:, head].t(), right[:, head])
+        return dx, dw, None, None, None, None, dy if ctx.needs_input_grad[6] else None
 
 
 def _rows(random: Callable[..., Tensor], count: int) -> dict[str, Callable[[int], Tensor]]:

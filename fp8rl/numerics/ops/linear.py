@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.ops.norm import rms_norm
 from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize_columns, fake_quantize_rows, quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
@@ -42,8 +41,8 @@ def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
 
 
 def dense(operand: Any) -> Tensor:
-    """Return the factor of a product: the operand itself, or a frozen weight, dequantized anew."""
-    made: Tensor = operand.dequantized() if isinstance(operand, Frozen) else operand
+    """Return the factor of a product: the operand itself, or what codes dequantize to, anew."""
+    made: Tensor = operand if isinstance(operand, Tensor) else operand.dequantized()
     return made
 
 
@@ -216,7 +215,7 @@ class _Product(torch.autograd.Function):
         operand = rows if spec is None else fake_quantize_rows(rows, spec.activation)
         # An FP8 wgrad quantizes x anew, along the tokens; any other takes the operand of the forward.
         kept = rows if spec is not None and backward == "fp8" else operand
-        ctx.frozen = held if isinstance(held, Frozen) else None
+        ctx.frozen = None if isinstance(held, Tensor) else held
         ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, held if ctx.frozen is None else None)
         ctx.spec, ctx.shape = (spec if backward == "fp8" else None), x.shape
         ctx.dtype, ctx.kept_dtype, ctx.weight_dtype = x.dtype, kept.dtype, weight.dtype

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.ops.grouped import group_of_rows, one_product_is_faster
+from fp8rl.numerics.backend.dispatch import composed, op
+from fp8rl.numerics.ops.grouped import group_of_rows, one_product_is_faster, spans
 from fp8rl.numerics.ops.linear import Backward, fp8_linear, linear, product, wide_mm
 from fp8rl.numerics.spec import QuantSpec
 
@@ -117,7 +117,7 @@ def low_rank_of(x: Tensor, low_rank: LowRank, k_splits: int = 1) -> Tensor:
     return low_rank.on_rows(low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))
 
 
-@op
+@composed
 def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
     """Compute round(scale * (h b^T)), h [..., parts * r] = round(x a^T) and b [N, parts * r] as in `LowRank`, -> [...,
     N].
@@ -127,44 +127,55 @@ def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
     return _Term.apply(h, b, scale, parts, None)
 
 
-@op
+@composed
 def grouped_low_rank_term(h: Tensor, counts: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
     """Compute `low_rank_term` with b [groups, N, parts * r] of each row's group.
 
     h [T, parts * r] is sorted by group, counts int64 [groups]; rows behind the last group are as in `grouped_linear`.
     """
-    return _Term.apply(h, b, scale, parts, counts.tolist())
+    return _Term.apply(h, b, scale, parts, spans(counts, h))
 
 
 class _Term(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, b: Tensor, scale: float, parts: int, counts: Sequence[int] | None) -> Tensor:
+    def forward(ctx: Any, h: Tensor, b: Tensor, scale: float, parts: int, spans: Any) -> Tensor:
         ctx.save_for_backward(h, b)
-        ctx.scale, ctx.counts = scale, counts
-        rows = h.reshape(-1, h.shape[-1])
-        even = b.shape[-1] // parts % 2 == 0
-        if counts is None:
-            return _scaled(rows, b, scale, even).view(*h.shape[:-1], len(b))
-        if even and _is_power_of_two(scale) and one_product_is_faster(rows, counts, b[0].numel()):
-            wide, groups = h.new_zeros(len(rows), len(b), b.shape[2]), group_of_rows(counts)
-            wide[torch.arange(len(groups)), groups] = rows[: len(groups)] * scale
-            return product(wide.flatten(1), b.transpose(0, 1).flatten(1), h.dtype)
-        out, grouped = h.new_empty(len(rows), b.shape[1]), sum(counts)
-        parts_of = (each[:grouped].split(list(counts)) for each in (out, rows))
-        for into, part, of_group in zip(*parts_of, b, strict=True):
-            if len(part):
-                into.copy_(_scaled(part, of_group, scale, even))
-        return out
+        ctx.scale, ctx.spans = scale, spans
+        return low_rank_product(h.reshape(-1, h.shape[-1]), b, scale, parts, spans).view(*h.shape[:-1], b.shape[-2])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         h, b = ctx.saved_tensors
-        dy, rows = grads[0].reshape(-1, b.shape[-2]), h.reshape(-1, h.shape[-1])
-        counts = [len(rows)] if ctx.counts is None else list(ctx.counts)
-        matrices = b.unsqueeze(0) if ctx.counts is None else b
-        dh = torch.cat([wide_mm(d, m) for d, m in zip(dy.split(counts), matrices, strict=True)]) * ctx.scale
-        db = [wide_mm(d.t(), r) * ctx.scale for d, r in zip(dy.split(counts), rows.split(counts), strict=True)]
-        return dh.view(h.shape), torch.stack(db).view(b.shape), None, None, None
+        dy = grads[0].reshape(-1, b.shape[-2])
+        dh, db = low_rank_gradients(dy, h.reshape(-1, h.shape[-1]), b, ctx.spans)
+        return (dh * ctx.scale).view(h.shape), db * ctx.scale, None, None, None
+
+
+@op
+def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Any) -> Tensor:
+    """Compute `low_rank_term` of h [T, parts * r] without a gradient, or with spans `grouped_low_rank_term`."""
+    even = b.shape[-1] // parts % 2 == 0
+    if spans is None:
+        return _scaled(h, b, scale, even)
+    if even and _is_power_of_two(scale) and one_product_is_faster(h, spans, b[0].numel()):
+        wide, groups = h.new_zeros(len(h), len(b), b.shape[2]), group_of_rows(spans)
+        wide[torch.arange(len(groups)), groups] = h[: len(groups)] * scale
+        return product(wide.flatten(1), b.transpose(0, 1).flatten(1), h.dtype)
+    out, grouped = h.new_empty(len(h), b.shape[1]), sum(spans)
+    parts_of = (each[:grouped].split(list(spans)) for each in (out, h))
+    for into, part, of_group in zip(*parts_of, b, strict=True):
+        if len(part):
+            into.copy_(_scaled(part, of_group, scale, even))
+    return out
+
+
+@op
+def low_rank_gradients(dy: Tensor, h: Tensor, b: Tensor, spans: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of h [T, parts * r] and of b from dy [T, N], but for the term's scale."""
+    if spans is None:
+        return wide_mm(dy, b), wide_mm(dy.t(), h)
+    groups = [*zip(dy.split(list(spans)), h.split(list(spans)), b, strict=True)]
+    return torch.cat([wide_mm(d, m) for d, _, m in groups]), torch.stack([wide_mm(d.t(), r) for d, r, _ in groups])
 
 
 def _scaled(h: Tensor, b: Tensor, scale: float, even: bool) -> Tensor:

@@ -7,18 +7,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import composed, op
 from fp8rl.numerics.quantize import fake_quantize_rows
 from fp8rl.numerics.spec import TensorSpec
 
 
-@op
+@composed
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
 
     x [..., H], weight [H]. Everything in FP32, rounded once to x's dtype at the end.
     """
     return _RmsNorm.apply(x, weight, eps)
+
+
+@op
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute `rms_norm` without a gradient, and 1 / rms(x), which its gradient needs."""
+    wide = x.float()
+    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse_rms * weight.float()).to(x.dtype), inverse_rms
+
+
+@op
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [..., H] and of weight [H]."""
+    dy, normed = dy.float(), x.float() * inverse_rms
+    dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    dnormed = dy * weight.float()
+    dx = inverse_rms * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), dweight
 
 
 @op
@@ -49,17 +67,10 @@ def one_plus(weight: Tensor) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        normed, inverse_rms = rms_norm_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (wide * inverse_rms * weight.float()).to(x.dtype)
+        return normed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, inverse_rms = ctx.saved_tensors
-        dy = grads[0].float()
-        normed = x.float() * inverse_rms
-        dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        dnormed = dy * weight.float()
-        dx = inverse_rms * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
-        return dx.to(x.dtype), dweight, None
+        return *rms_norm_backward(grads[0], *ctx.saved_tensors), None

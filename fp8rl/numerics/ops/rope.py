@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import composed, op
 from fp8rl.numerics.ops.norm import rms_norm
 
 
@@ -88,7 +88,7 @@ class Llama3:
         return (1 - kept) * plain / self.factor + kept * plain
 
 
-@op
+@composed
 def rope(
     x: Tensor, positions: Tensor, theta: float, rotary_dim: int | None = None, scaling: Scaling | None = None
 ) -> Tensor:
@@ -100,7 +100,7 @@ def rope(
     return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], scaling, False)
 
 
-@op
+@composed
 def rope_pairs(x: Tensor, positions: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:
     """Rotate the pairs (x0, x1), (x2, x3), ... of x [B, S, heads, D], which stay where they are; else as `rope`."""
     return _Rope.apply(x, positions, theta, x.shape[-1], scaling, True)
@@ -164,27 +164,36 @@ class _Rope(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, positions: Tensor, theta: float, rotary_dim: int, scaling: Scaling | None, pairs: bool
     ) -> Tensor:
-        # Whole powers of two, so that few tables are ever made.
-        length = 1 << max(10, int(positions.max()).bit_length()) if positions.numel() else 1
-        table = _table(theta, rotary_dim, scaling, length, x.device)[:, positions].unsqueeze(-2)
-        ctx.save_for_backward(table)
-        ctx.pairs = pairs
-        return _rotate(x, table[0], table[1], pairs)
+        ctx.save_for_backward(positions)
+        ctx.form = theta, rotary_dim, scaling, pairs
+        return rotated(x, positions, *ctx.form)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        (table,) = ctx.saved_tensors
-        return _rotate(grads[0], table[0], -table[1], ctx.pairs), None, None, None, None, None
+        return rotated(grads[0], ctx.saved_tensors[0], *ctx.form, True), None, None, None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
-    size = 2 * cos.shape[-1]
+@op
+def rotated(
+    x: Tensor,
+    positions: Tensor,
+    theta: float,
+    rotary_dim: int,
+    scaling: Scaling | None,
+    pairs: bool,
+    back: bool = False,
+) -> Tensor:
+    """Rotate x without a gradient, by `rope` or, in pairs, by `rope_pairs`; back: the other way round."""
+    # Whole powers of two, so that few tables are ever made.
+    length = 1 << max(10, int(positions.max()).bit_length()) if positions.numel() else 1
+    cos, sin = _table(theta, rotary_dim, scaling, length, x.device)[:, positions].unsqueeze(-2)
+    sin = -sin if back else sin
     if pairs:
         first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2).to(x.dtype)
-    first, second = x[..., :size].float().chunk(2, -1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
-    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), -1)
+    first, second = x[..., :rotary_dim].float().chunk(2, -1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), -1)
 
 
 @functools.lru_cache(maxsize=8)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.ops.attention import TokenTree, attention, padded_sequences
-from fp8rl.numerics.ops.embedding import add_by_token
 
 
 @op
@@ -58,3 +57,17 @@ class _Gathered(torch.autograd.Function):
         total = rows.new_zeros(ctx.shape[0], rows.shape[1])
         add_by_token(total, rows, index.flatten())
         return total.view(ctx.shape).to(ctx.dtype), None
+
+
+@op
+def add_by_token(total: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Add to each row of `total` the sum of the rows of its token.
+
+    total [V, H], FP32 or the rows' dtype. rows [T, H], tokens int64 [T]; a token outside 0 to V - 1 is another rank's,
+    and left out. The rows of a token are added in their order, in FP32, and their sum is rounded once to their dtype.
+    """
+    mine = (tokens >= 0) & (tokens < len(total))
+    tokens, rows = tokens[mine], rows[mine]
+    ordered, counts = rows[tokens.argsort(stable=True)].float(), tokens.bincount(minlength=len(total))
+    sums = torch.segment_reduce(ordered, "sum", lengths=counts, axis=0, initial=0.0, unsafe=True)
+    total.add_(sums.to(rows.dtype))

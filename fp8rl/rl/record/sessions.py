@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter
 from fp8rl.numerics.core.files import append_line
 from fp8rl.numerics.core.reading import BadLine, json_lines
 
-LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
+LIBRARIES = ("fp8rl", "sglang", "megatron-core", "torch", "ray", "transformers")
 _REPOSITORY = Path(__file__).parents[3]
 _TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
 """What a calendar has a date for."""

@@ -43,7 +43,7 @@ class EngineReport(Message):
     hooks: tuple[str, ...]
     """Targets of the installed hooks, sorted."""
     provides: tuple[str, ...]
-    """The forms of ops (`models.forms`) that the hooks compute by their definition, sorted."""
+    """The forms of ops (`models.trace`) that the hooks compute by their definition, sorted."""
     versions: dict[str, str]
     """Versions of libraries, by name."""
     code: str

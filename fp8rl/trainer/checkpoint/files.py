@@ -86,12 +86,8 @@ def read_about(path: Path) -> About:
     """
     file = Path(path) / ABOUT
     if not file.is_file():
-        raise user_error(
-            "checkpoint",
-            found=f"{path} without {ABOUT}",
-            expected="a checkpoint directory",
-            remedy="Name one of the run's checkpoints/step_N directories, or delete what is left of this one.",
-        )
+        remedy = "Name one of the run's checkpoints/step_N directories, or delete what is left of this one."
+        raise user_error("checkpoint", f"{path} without {ABOUT}", "a checkpoint directory", remedy)
     try:
         return parsed(file, "checkpoint", _about)
     except UserError as error:
@@ -125,12 +121,8 @@ def check_digests(path: Path, names: Iterable[str] | None = None) -> None:
 
 def _about(values: dict[str, Any]) -> About:
     if values.get("format") != FORMAT:
-        raise user_error(
-            f"checkpoint: {ABOUT}: format",
-            found=values.get("format"),
-            expected=str(FORMAT),
-            remedy="Load it with the version of fp8rl that wrote it.",
-        )
+        remedy = "Load it with the version of fp8rl that wrote it."
+        raise user_error(f"checkpoint: {ABOUT}: format", values.get("format"), str(FORMAT), remedy)
     digest = values.pop("sha256")
     if digest != _own_digest(values):
         raise ValueError(f"SHA-256 {digest} for contents of {_own_digest(values)}")

@@ -44,12 +44,9 @@ def safe_pickles(path: Path) -> Iterator[None]:
         causes = [error] if isinstance(error, pickle.UnpicklingError) else [each[0] for each in error.failures.values()]
         for cause in causes:
             if isinstance(cause, pickle.UnpicklingError):
-                raise user_error(
-                    f"checkpoint {path}",
-                    found=str(cause).partition("\n")[0],
-                    expected="tensors, numbers and the plan of where they lie, since a pickle may run any code",
-                    remedy="Load another checkpoint; whoever made this one may not be trusted.",
-                ) from error
+                expected = "tensors, numbers and the plan of where they lie, since a pickle may run any code"
+                remedy = "Load another checkpoint; whoever made this one may not be trusted."
+                raise user_error(f"checkpoint {path}", str(cause).partition("\n")[0], expected, remedy) from error
         raise
 
 

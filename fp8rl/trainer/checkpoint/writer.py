@@ -68,11 +68,8 @@ class Staged:
         self._plan.async_save(sharded, partial(path) / STATE)
 
     def write(self) -> Written:
-        """Write this rank's items, read them back from the disk, and compare them with what was staged.
-
-        Raises:
-            OSError: the disk is full, or has other bytes.
-        """
+        """Write this rank's items, read them back from the disk, and compare them with what was staged. Raises OSError:
+        the disk is full, or has other bytes."""
         files, results = {}, []
         for name, items in self._plan.files.items():
             file = partial(self.path) / STATE / name
@@ -85,10 +82,7 @@ class Staged:
 
     def publish(self, parts: Sequence[Written]) -> None:
         """Write the other files and give the directory its name; rank 0 does it after every rank has written its part.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        Raises OSError: the disk is full."""
         folder = partial(self.path)
         with _explained(self.path):
             for name, content in self._texts.items():

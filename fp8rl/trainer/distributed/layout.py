@@ -57,11 +57,6 @@ class Layout:
         )
 
     @property
-    def first_stage(self) -> bool:
-        """True if it has the embedding."""
-        return self.pp_rank == 0
-
-    @property
     def last_stage(self) -> bool:
         """True if it has the head."""
         return self.pp_rank == self.pp_size - 1

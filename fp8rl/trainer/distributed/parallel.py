@@ -1,4 +1,4 @@
-"""Process groups of the trainer: one gloo (CPU) or NCCL (GPU) world, split by Megatron."""
+"""The start of a trainer rank: its device and its ops, and one gloo (CPU) or NCCL (GPU) world, split by Megatron."""
 
 from __future__ import annotations
 
@@ -11,14 +11,31 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fp8rl.numerics.backend import implementation
+from fp8rl.numerics.backend.compiler import enable_compiler
+from fp8rl.numerics.backend.cuda_toolkit import use_toolkit
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron import patches
+from fp8rl.trainer.megatron import patches, te_runtime
+from fp8rl.trainer.megatron.lowering import lower
 
 TIMEOUT = timedelta(minutes=10)
 TURN = timedelta(minutes=5)
+
+
+def start(rank: int, numerics: NumericsConfig) -> None:
+    """Choose the device, the ops' implementation and TransformerEngine's environment, before a process imports
+    Megatron. Raises UserError: TransformerEngine is here and cannot run this spec."""
+    te_runtime.prepare(lower(numerics, device.has_transformer_engine()))
+    here = device.claim(rank)
+    if here == device.CPU:
+        enable_compiler()  # on a GPU the compiled code would divide approximately, and kernels do its work
+    else:
+        use_toolkit()
+    implementation.choose(here, numerics.spec)
 
 
 def initialize(config: TrainerSection, rank: int = 0, store: dist.Store | None = None, host: str = LOOPBACK) -> Layout:

@@ -52,11 +52,8 @@ class Lowering:
 
 
 def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
-    """Return the lowering of one run on a machine with or without TransformerEngine (and a GPU for it).
-
-    Raises:
-        UserError: TransformerEngine cannot run this spec.
-    """
+    """Return the lowering of one run on a machine with or without TransformerEngine (and a GPU for it). Raises
+    UserError: TransformerEngine cannot run this spec."""
     if numerics.mode == "exact" or not transformer_engine:
         return Lowering()
     # Fused kernels of Megatron and TransformerEngine for SwiGLU and the rotary embedding.
@@ -167,19 +164,13 @@ def lower_optimizer(
             "numerics.trainer=bf16, or numerics.mode=exact.",
         )
     if memory.moments == "bf16" and not transformer_engine:
-        raise user_error(
-            "trainer.optimizer.moments",
-            found="bf16",
-            expected="fp32 where there is no TransformerEngine, whose Adam alone holds BF16 moments, or no GPU",
-            remedy="Set trainer.optimizer.moments=fp32 here, or install requirements/gpu.txt beside a GPU.",
-        )
+        expected = "fp32 where there is no TransformerEngine, whose Adam alone holds BF16 moments, or no GPU"
+        remedy = "Set trainer.optimizer.moments=fp32 here, or install requirements/gpu.txt beside a GPU."
+        raise user_error("trainer.optimizer.moments", "bf16", expected, remedy)
     if memory.offload and cuda and not transformer_engine:
-        raise user_error(
-            "trainer.optimizer.offload",
-            found="true without TransformerEngine",
-            expected="TransformerEngine beside a GPU: Megatron's optimizer needs it to offload masters to the host",
-            remedy="Install requirements/gpu.txt, or set trainer.optimizer.offload=false.",
-        )
+        expected = "TransformerEngine beside a GPU: Megatron's optimizer needs it to offload masters to the host"
+        remedy = "Install requirements/gpu.txt, or set trainer.optimizer.offload=false."
+        raise user_error("trainer.optimizer.offload", "true without TransformerEngine", expected, remedy)
     # Precision-aware, the optimizer makes the masters itself: else Megatron keeps FP32 ones on the GPU besides.
     if memory.offload and cuda:
         return {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from fp8rl.models.families import Ranks
 from fp8rl.models.shape import Shape, overlap
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.core.errors import UserError, raise_first, user_error
+from fp8rl.numerics.core.errors import UserError, refusing, user_error
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerSection, travels_in_fp8
-from fp8rl.trainer.distributed.context_parallel import CHUNKS
+from fp8rl.trainer.config import CHUNKS, TrainerSection, travels_in_fp8
 
 BF16_SIDES = "both sides in BF16 (numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16)"
 
 
-def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> None:
+@refusing
+def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Iterator[UserError]:
     """Check that the model divides over the trainer's ranks, its weights over the blocks of `spec`, and some are
     quantized.
 
@@ -30,42 +30,104 @@ def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> None:
     Raises:
         UserError: a size does not divide.
     """
-    raise_first(split_refusals(shape, config.tp, spec, "trainer.tp"))
-    raise_first(layout_refusals(shape, config))
+    yield from _split_refusals(shape, config.tp, spec, "trainer.tp")
+    sizes, ep = shape.sizes, config.ep
+    if ep > 1 and not sizes.moe:
+        remedy = "Set trainer.ep=1, or choose a mixture of experts."
+        yield user_error("trainer.ep", ep, "1 for a dense model", remedy)
+    if sizes.experts % ep:
+        yield _undivided("trainer.ep", ep, "num_experts", sizes.experts)
+    if config.stage_size % ep:
+        product = f"{config.tp} * {config.dp} * {config.cp}"
+        expected = f"a divisor of tp * dp * cp = {product}, whose ranks share the experts"
+        remedy = f"Set trainer.dp={ep} or another multiple, or lower trainer.ep."
+        yield user_error("trainer.ep", ep, expected, remedy)
+    if sizes.layers % config.pp:
+        yield _undivided("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
+    if config.cp > 1 and (why := _unshared(shape, "context")):
+        yield user_error("trainer.cp", config.cp, f"1 for a model {why}", "Set trainer.cp=1.")
 
 
-def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
+@refusing
+def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> Iterator[UserError]:
     """Check that the model divides over the ranks of an engine; messages speak of them as `key`. Raises UserError."""
-    raise_first(split_refusals(shape, tp, spec, key))
-    raise_first(engine_refusals(shape, tp, key))
+    yield from _split_refusals(shape, tp, spec, key)
+    if tp > 1 and (why := _unshared(shape, "engine")):
+        yield user_error(key, tp, f"1 for a model {why}", f"Set {key}=1, and rollout.engines to use more GPUs.")
+    if shape.sizes.experts % tp:
+        yield _undivided(key, tp, "num_experts", shape.sizes.experts)
 
 
-def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> None:
+@refusing
+def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Iterator[UserError]:
     """Check that gradients and weights that are to travel in another format travel at all, and can, and that biases
     which are to be moved exist.
 
-    Args:
-        spec: what the trainer quantizes when it starts.
-
-    Raises:
-        UserError: nothing is sent in this layout, the weights that products take are not those that would arrive, or
-            the experts have no biases.
+    spec: what the trainer quantizes when it starts. Raises UserError.
     """
-    raise_first(training_refusals(shape, config, spec))
+    # Experts are not split by tp.
+    alone = config.copies == 1 and not (shape.sizes.moe and config.tp > config.ep)
+    for key, wire, default in (
+        ("trainer.gradient_wire", config.gradient_wire, "fp32"),
+        ("trainer.weight_gather", config.weight_gather, "bf16"),
+    ):
+        if alone and wire != default:
+            expected = f"{default} where no two ranks train the same parameters, so that nothing is sent"
+            remedy = f"Set {key}={default}, or trainer.dp=2 or more."
+            yield user_error(key, f"{wire} with trainer.dp={config.dp}", expected, remedy)
+    if config.weight_gather != "bf16" and not (spec.quantized and travels_in_fp8(spec.weight)):
+        expected = (
+            "weights that the trainer quantizes to e4m3, block, pow2, nearest; others would differ from those of the "
+            "forward"
+        )
+        remedy = "Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8."
+        found = f"{config.weight_gather} with {_weights_in(spec)}"
+        yield user_error("trainer.weight_gather", found, expected, remedy)
+    if config.router_bias_rate and all(weight.trained for weight in shape.weights):
+        expected = "0 for a model whose experts have no biases"
+        remedy = "Set trainer.router_bias_rate=0, or choose a model with a sigmoid router, such as GLM-4.5."
+        yield user_error("trainer.router_bias_rate", config.router_bias_rate, expected, remedy)
 
 
-def check_rows(config: TrainerSection, mode: Mode, transformer_engine: bool, length: int | None = None) -> None:
+@refusing
+def check_rows(
+    config: TrainerSection, mode: Mode, transformer_engine: bool, length: int | None = None
+) -> Iterator[UserError]:
     """Check that attention can take rows that lie end to end, and context-parallel ranks can share rows.
 
-    length: tokens of the longest row, where it is known.
-
-    Raises:
-        UserError: attention is Megatron's own, or the longest row is no whole number of chunks.
+    length: tokens of the longest row, where it is known. Raises UserError.
     """
-    raise_first(row_refusals(config, mode, transformer_engine, length))
+    cp = config.cp
+    if config.packing and mode == "native" and not transformer_engine:
+        expected = "false: native mode then uses Megatron's own attention, which takes only padded rows"
+        remedy = "Set trainer.packing=false, or numerics.mode=exact."
+        found = "true with numerics.mode=native and without TransformerEngine"
+        yield user_error("trainer.packing", found, expected, remedy)
+    if config.prefix_sharing and mode != "exact":
+        expected = "false: a shared token's bits are those of each of its rows in exact mode alone"
+        remedy = "Set trainer.prefix_sharing=false, or numerics.mode=exact."
+        yield user_error("trainer.prefix_sharing", f"true with numerics.mode={mode}", expected, remedy)
+    if config.prefix_sharing and cp > 1:
+        expected = "false: context-parallel ranks share the tokens of rows that lie apart"
+        remedy = "Set trainer.prefix_sharing=false, or trainer.cp=1."
+        yield user_error("trainer.prefix_sharing", f"true with trainer.cp={cp}", expected, remedy)
+    if cp > 1 and mode != "exact":
+        expected = "1: the attention of native mode takes whole rows"
+        remedy = "Set trainer.cp=1, or numerics.mode=exact."
+        yield user_error("trainer.cp", f"{cp} with numerics.mode={mode}", expected, remedy)
+    if cp > 1 and config.packing:
+        remedy = "Set trainer.packing=false, or trainer.cp=1."
+        yield user_error(
+            "trainer.cp", f"{cp} with trainer.packing=true", "1: ranks share the tokens of padded rows", remedy
+        )
+    chunks = CHUNKS * cp  # of a row, two for a rank
+    if cp > 1 and length is not None and length % chunks:
+        expected = f"a multiple of {chunks}: trainer.cp={cp} cuts each row into {chunks} chunks, two for a rank"
+        remedy = f"Set rollout.context_length={length // chunks * chunks or chunks}, or trainer.cp=1."
+        yield user_error("rollout.context_length", length, expected, remedy)
 
 
-def split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str) -> Iterator[UserError]:
+def _split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str) -> Iterator[UserError]:
     """What keeps a model from being split over the tensor-parallel ranks of a side; `key` is the spec's name of tp."""
     sizes = shape.sizes
     for name, size in (
@@ -137,100 +199,13 @@ def _remedy_of_piece(shape: Shape, tp: int, key: str, piece: str) -> str:
     return f"{whole}, or run {BF16_SIDES}."
 
 
-def engine_refusals(shape: Shape, tp: int, key: str) -> Iterator[UserError]:
-    """What else keeps a model from being split over the ranks of an engine."""
-    if tp > 1 and (why := _unshared(shape, "engine")):
-        yield user_error(key, tp, f"1 for a model {why}", f"Set {key}=1, and rollout.engines to use more GPUs.")
-    if shape.sizes.experts % tp:
-        yield _undivided(key, tp, "num_experts", shape.sizes.experts)
-
-
 def _unshared(shape: Shape, ranks: Ranks) -> str | None:
     """Say of a model why such ranks cannot share it; None: they can."""
     found = (family.unshared(shape.sizes).get(ranks) for family, _ in shape.layers_of())
     return next((why for why in found if why), None)
 
 
-def layout_refusals(shape: Shape, config: TrainerSection) -> Iterator[UserError]:
-    """What else keeps a model from being split over the trainer's ranks."""
-    sizes, ep = shape.sizes, config.ep
-    if ep > 1 and not sizes.moe:
-        remedy = "Set trainer.ep=1, or choose a mixture of experts."
-        yield user_error("trainer.ep", ep, "1 for a dense model", remedy)
-    if sizes.experts % ep:
-        yield _undivided("trainer.ep", ep, "num_experts", sizes.experts)
-    if config.stage_size % ep:
-        product = f"{config.tp} * {config.dp} * {config.cp}"
-        expected = f"a divisor of tp * dp * cp = {product}, whose ranks share the experts"
-        remedy = f"Set trainer.dp={ep} or another multiple, or lower trainer.ep."
-        yield user_error("trainer.ep", ep, expected, remedy)
-    if sizes.layers % config.pp:
-        yield _undivided("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
-    if config.cp > 1 and (why := _unshared(shape, "context")):
-        yield user_error("trainer.cp", config.cp, f"1 for a model {why}", "Set trainer.cp=1.")
-
-
-def training_refusals(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Iterator[UserError]:
-    """What a trainer cannot send or move."""
-    # Experts are not split by tp.
-    alone = config.copies == 1 and not (shape.sizes.moe and config.tp > config.ep)
-    for key, wire, default in (
-        ("trainer.gradient_wire", config.gradient_wire, "fp32"),
-        ("trainer.weight_gather", config.weight_gather, "bf16"),
-    ):
-        if alone and wire != default:
-            expected = f"{default} where no two ranks train the same parameters, so that nothing is sent"
-            remedy = f"Set {key}={default}, or trainer.dp=2 or more."
-            yield user_error(key, f"{wire} with trainer.dp={config.dp}", expected, remedy)
-    if config.weight_gather != "bf16" and not (spec.quantized and travels_in_fp8(spec.weight)):
-        expected = (
-            "weights that the trainer quantizes to e4m3, block, pow2, nearest; others would differ from those of the "
-            "forward"
-        )
-        remedy = "Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8."
-        found = f"{config.weight_gather} with {_weights_in(spec)}"
-        yield user_error("trainer.weight_gather", found, expected, remedy)
-    if config.router_bias_rate and all(weight.trained for weight in shape.weights):
-        expected = "0 for a model whose experts have no biases"
-        remedy = "Set trainer.router_bias_rate=0, or choose a model with a sigmoid router, such as GLM-4.5."
-        yield user_error("trainer.router_bias_rate", config.router_bias_rate, expected, remedy)
-
-
 def _weights_in(spec: QuantSpec) -> str:
     weight = spec.weight
     form = f"weights in {weight.format}, {weight.granularity}, {weight.scale}, {weight.rounding}"
     return form if spec.quantized else "a BF16 trainer"
-
-
-def row_refusals(
-    config: TrainerSection, mode: Mode, transformer_engine: bool, length: int | None
-) -> Iterator[UserError]:
-    """What attention cannot take of the rows of a micro-batch."""
-    cp = config.cp
-    if config.packing and mode == "native" and not transformer_engine:
-        expected = "false: native mode then uses Megatron's own attention, which takes only padded rows"
-        remedy = "Set trainer.packing=false, or numerics.mode=exact."
-        found = "true with numerics.mode=native and without TransformerEngine"
-        yield user_error("trainer.packing", found, expected, remedy)
-    if config.prefix_sharing and mode != "exact":
-        expected = "false: a shared token's bits are those of each of its rows in exact mode alone"
-        remedy = "Set trainer.prefix_sharing=false, or numerics.mode=exact."
-        yield user_error("trainer.prefix_sharing", f"true with numerics.mode={mode}", expected, remedy)
-    if config.prefix_sharing and cp > 1:
-        expected = "false: context-parallel ranks share the tokens of rows that lie apart"
-        remedy = "Set trainer.prefix_sharing=false, or trainer.cp=1."
-        yield user_error("trainer.prefix_sharing", f"true with trainer.cp={cp}", expected, remedy)
-    if cp > 1 and mode != "exact":
-        expected = "1: the attention of native mode takes whole rows"
-        remedy = "Set trainer.cp=1, or numerics.mode=exact."
-        yield user_error("trainer.cp", f"{cp} with numerics.mode={mode}", expected, remedy)
-    if cp > 1 and config.packing:
-        remedy = "Set trainer.packing=false, or trainer.cp=1."
-        yield user_error(
-            "trainer.cp", f"{cp} with trainer.packing=true", "1: ranks share the tokens of padded rows", remedy
-        )
-    chunks = CHUNKS * cp  # of a row, two for a rank
-    if cp > 1 and length is not None and length % chunks:
-        expected = f"a multiple of {chunks}: trainer.cp={cp} cuts each row into {chunks} chunks, two for a rank"
-        remedy = f"Set rollout.context_length={length // chunks * chunks or chunks}, or trainer.cp=1."
-        yield user_error("rollout.context_length", length, expected, remedy)

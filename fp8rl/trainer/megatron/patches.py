@@ -1,5 +1,5 @@
-"""Every place where this project reaches into megatron-core 0.16.1, or into torch, mbridge and TransformerEngine as
-Megatron uses them, with the signature that it expects to find there.
+"""Every place where this project reaches into megatron-core 0.16.1, or into torch and TransformerEngine as Megatron
+uses them, with the signature that it expects to find there.
 
 A target that is not there, or whose parameters are others, is refused by name before anything is changed. PATCHES are
 attributes that get another value. OVERRIDES are methods, not meant for it, that our classes override: as subclasses
@@ -16,11 +16,10 @@ import inspect
 import logging
 import pkgutil
 import queue
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -261,7 +260,6 @@ _BUCKETS = _CORE + "distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
 _BUCKETS_WHY = (
     "gradients and weights travel in the formats of the spec, and are counted; Megatron names the class itself"
 )
-_BRIDGE_WHY = "names and layouts come from the table of the model's tensors"
 OVERRIDES: tuple[Override, ...] = (
     Override(
         _CORE + "tensor_parallel.layers.VocabParallelEmbedding.forward",
@@ -317,39 +315,21 @@ OVERRIDES: tuple[Override, ...] = (
         "fp8rl.trainer.checkpoint.writer.WritePlan",
         "only its plan is used; its writers are forked, which can deadlock",
     ),
-    *(
-        Override(f"mbridge.core.Bridge.{method}", parameters, "fp8rl.trainer.weights.export.TableBridge", _BRIDGE_WHY)
-        for method, parameters in (
-            ("_build_config", ""),
-            ("_get_safetensor_io", "weights_path"),
-            ("_weight_name_mapping_mcore_to_hf", "mcore_weights_name"),
-            ("_weight_name_mapping_mcore_local_to_global", "model consider_ep"),
-            ("_weight_to_hf_format", "mcore_weights_name mcore_weights"),
-            ("_weight_to_mcore_format", "mcore_weights_name hf_weights"),
-            ("_weight_merge_across_tp", "mcore_weights_name mcore_weights param"),
-            ("_weight_split_across_tp", "mcore_weights_name mcore_weights param tp_split_size"),
-        )
-    ),
 )
 
 _installed = False
 
 
 def install() -> None:
-    """Prepare torch and Megatron for this machine. Idempotent; call it before the process groups exist.
-
-    Raises:
-        RuntimeError: naming every target that is not as expected; nothing is changed then.
-    """
+    """Prepare torch and Megatron for this machine. Idempotent; call it before the process groups exist. Raises
+    RuntimeError: naming every target that is not as expected; nothing is changed then."""
     global _installed
     if _installed:
         return
     # Megatron reports every optional accelerator that is not installed, once per module.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)\..*")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch\.distributed)\..*")
-    # mbridge's own bridges import transformers' code of their models: two seconds of a start. `TableBridge` needs none.
-    sys.modules.setdefault("mbridge.models", ModuleType("mbridge.models"))
     with applied(LATE_COMPILE):  # `megatron.core.jit` keeps it, for what is imported later
         importlib.import_module("megatron.core")
     patches = [patch for patch in PATCHES if _applies(patch.where)]

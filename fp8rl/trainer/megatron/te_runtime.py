@@ -43,11 +43,8 @@ def prepare(lowering: Lowering) -> None:
 
 
 def check(lowering: Lowering, config: TransformerConfig) -> None:
-    """Compare the recipe that Megatron makes of `config` with the lowering.
-
-    Raises:
-        UserError: TransformerEngine would compute something else.
-    """
+    """Compare the recipe that Megatron makes of `config` with the lowering. Raises UserError: TransformerEngine would
+    compute something else."""
     if lowering.recipe is None:
         return
     from megatron.core.fp8_utils import get_fp8_recipe
@@ -66,12 +63,9 @@ def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None
     if not built.transformer_engine:
         return
     if wanted.recipe is not None and wanted != built:
-        raise user_error(
-            "numerics",
-            found=dict(wanted.config),
-            expected=f"{dict(built.config)}, which the model was built with, or BF16",
-            remedy="Start a new trainer: TransformerEngine's layers keep the FP8 that they were built with.",
-        )
+        expected = f"{dict(built.config)}, which the model was built with, or BF16"
+        remedy = "Start a new trainer: TransformerEngine's layers keep the FP8 that they were built with."
+        raise user_error("numerics", dict(wanted.config), expected, remedy)
     config.fp8 = wanted.config.get("fp8")
 
 

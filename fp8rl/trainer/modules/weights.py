@@ -1,4 +1,4 @@
-"""Parameters with the tags by which Megatron and mbridge tell how a tensor is split over the ranks."""
+"""Parameters with the tags by which Megatron tells how a tensor is split over the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from fp8rl.trainer.modules.precision import Adapter
 def tag_split(weight: Tensor, axis: int) -> None:
     """Tag a weight as split over the tensor-parallel ranks along `axis`.
 
-    Megatron does it while it initialises a weight, which the trainer skips; the gradient norm and mbridge go by it.
+    Megatron does it while it initialises a weight, which the trainer skips; the gradient norm and the weights' exchange
+    go by it.
     """
     set_tensor_model_parallel_attributes(weight, True, axis, 1)
 

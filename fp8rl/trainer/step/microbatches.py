@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from fp8rl.numerics.ops import TokenTree
 from fp8rl.trainer import device
-from fp8rl.trainer.distributed.context_parallel import gathered, own_positions
+from fp8rl.trainer.modules.rows import PackedRows, gathered, own_positions
 from fp8rl.trainer.step.batch import TokenBatch
 
 
@@ -229,35 +227,3 @@ class SharedMicroBatch(MicroBatch):
 
     def from_model(self, values: Tensor, padding: int = 0) -> Tensor:
         return gathered(values, parallel_state.get_context_parallel_group())
-
-
-# Rows that are laid end to end, in one row of the model's input.
-
-
-@dataclass(kw_only=True)
-class PackedRows(PackedSeqParams):
-    """The layout of rows end to end for attention: Megatron's parameters, and ours."""
-
-    lengths: Tensor
-    """int64 [B], of each row."""
-    positions: Tensor
-    """int64 [T], of each token in its row."""
-    tree: TokenTree | None = None
-    """The prefix tree that the rows are, if what they have in common is laid once."""
-
-    @classmethod
-    def of(cls, lengths: Tensor) -> PackedRows:
-        """Build the layout. lengths: int64 [B] on the CPU, 1 or more each."""
-        stops = lengths.cumsum(0)
-        positions = torch.arange(int(stops[-1])) - (stops - lengths).repeat_interleave(lengths)
-        cumulated = torch.cat([stops.new_zeros(1), stops]).int().to(device.current())
-        longest = int(lengths.max())
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=cumulated,
-            cu_seqlens_kv=cumulated,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            lengths=lengths.to(device.current()),
-            positions=positions.to(device.current()),
-        )

@@ -18,9 +18,9 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from fp8rl.numerics.core.process import all_gathered
-from fp8rl.trainer.distributed.context_parallel import CHUNKS
+from fp8rl.trainer.config import CHUNKS
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.modules.kv import count, kv_saturated
+from fp8rl.trainer.modules.precision import count, kv_saturated
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.head import ReadHead, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch

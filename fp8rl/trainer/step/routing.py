@@ -44,12 +44,8 @@ def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bo
         routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
     if batch.routes is not None:
         if layout.pp_size > 1:
-            raise user_error(
-                "trainer.pp",
-                found=layout.pp_size,
-                expected="1 with numerics.router_replay",
-                remedy="Set trainer.pp=1, or numerics.router_replay=off.",
-            )
+            remedy = "Set trainer.pp=1, or numerics.router_replay=off."
+            raise user_error("trainer.pp", layout.pp_size, "1 with numerics.router_replay", remedy)
         _check_routes(batch, routers)
     layers: list[LayerRouting] = [become(router.router_replay, LayerRouting) for router in routers]
     loads = None

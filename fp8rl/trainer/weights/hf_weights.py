@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from fp8rl.models import Model
@@ -23,14 +22,13 @@ from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import own_memory
 from fp8rl.numerics.core.process import all_gathered, exhaust, rank, together
-from fp8rl.numerics.frozen import frozen_of
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.numerics.weight_cache import WeightCache, frozen_of
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.modules.weights import beside, is_adapter, matrices, named_weights
-from fp8rl.trainer.weights.export import Exporter, TableBridge, adopt
+from fp8rl.trainer.weights.export import Exporter, MegatronWeights, adopt
 
 
 class HFWeights:
@@ -40,14 +38,13 @@ class HFWeights:
     Every method needs all ranks. A weight that TransformerEngine holds in FP8 goes the same way twice: its codes as a
     matrix [N, K], and its scales as a matrix [N / block, K / block].
 
-    config: of the Megatron model. quantized_as: the spec of such weights. cache: gives the weight that is served.
+    quantized_as: the spec of such weights. cache: gives the weight that is served.
     """
 
     def __init__(
         self,
         model_path: Path,
         definition: Model,
-        config: TransformerConfig,
         quantized_as: TensorSpec,
         cache: WeightCache,
         layout: Layout,
@@ -55,36 +52,29 @@ class HFWeights:
     ) -> None:
         self.path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
         self._definition, self._table, self._cache = definition, definition.tensors, cache
-        self._bridge = TableBridge(self._table, config)
-        scales = TableBridge(self._table, config, quantized_as.group)
-        self._exporter = Exporter(self._bridge, scales, quantized_as, layout)
-        self._scales, self._layout = scales, layout
+        self._megatron = MegatronWeights(self._table)
+        self._scales, self._layout = MegatronWeights(self._table, quantized_as.group), layout
+        self._exporter = Exporter(self._megatron, self._scales, quantized_as, layout)
         self._base: SharedBase | None = None
 
     @torch.no_grad()
     def load(self, model: GPTModel, names: Collection[str] | None = None) -> None:
         """Fill the model, or the parameters named, from the directory's safetensors files."""
         if not any(self.path.glob("*.safetensors")):
-            raise user_error(
-                "model.path",
-                found=str(self.path),
-                expected="a model directory with *.safetensors weights",
-                remedy="Download the weights, or convert them to safetensors.",
-            )
-        to_fill = {name: held for name, held in self._held(model) if names is None or name in names}
-        quantized = {name: p for name, p in to_fill.items() if te_runtime.is_quantized(p)}
-        plain = {name: torch.empty(p.shape, dtype=self._dtype, device=p.device) for name, p in quantized.items()}
-        tensors = {name: plain.get(name, held.detach()) for name, held in to_fill.items()}
-        whole = self.whole_names(model)
-        rows = {name: self._bridge.rows(whole[name]) for name in to_fill}
-        held = {whole[name]: each for name, each in to_fill.items()}
-        named = {whole[name]: tensor for name, tensor in tensors.items()}
-        by_name = {whole[name]: each for name, each in rows.items()}
-        self._bridge.load_weights([_StandIn(model, named, held, by_name)], str(self.path))
-        for name, tensor in tensors.items():
-            check_finite(" and ".join(row.name for row in rows[name]), tensor)
-        for name, parameter in quantized.items():
-            te_runtime.fill(parameter, plain.pop(name))
+            remedy = "Download the weights, or convert them to safetensors."
+            raise user_error("model.path", str(self.path), "a model directory with *.safetensors weights", remedy)
+        files, whole = stored_files(self.path), self.whole_names(model)
+        for name, held in self._held(model):
+            if names is not None and name not in names:
+                continue
+            named, quantized = whole[name], te_runtime.is_quantized(held)
+            part = self.part(named, lambda row: files.read(row.name), self._megatron.axis(named, held))
+            part = part.to(held.device, self._dtype if quantized else held.dtype)
+            check_finite(" and ".join(row.name for row in self.rows_of(named)), part)
+            if quantized:
+                te_runtime.fill(held, part)
+            else:
+                held.copy_(part)
 
     def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield the (HF name, tensor) pairs of this rank's shard; the shards of all ranks are the checkpoint.
@@ -130,20 +120,19 @@ class HFWeights:
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
         """Return the tensors of the checkpoint that each of this rank's `named_weights` holds, or holds a part of."""
         whole = self.whole_names(model)
-        return {name: self._bridge.rows(whole[name]) for name, _ in self._held(model)}
+        return {name: self.rows_of(whole[name]) for name, _ in self._held(model)}
 
     def rows_of(self, name: str) -> Sequence[TensorRow]:
         """Return the tensors in a matrix, by its name in the whole model."""
-        return self._bridge.rows(name)
+        return self._megatron.rows(name)
 
-    def part(self, name: str, values: Callable[[TensorRow], Tensor], split: Any) -> Tensor:
+    def part(self, name: str, values: Callable[[TensorRow], Tensor], axis: int | None) -> Tensor:
         """Return this rank's part of a matrix, by its name in the whole model, of values for each of its tensors.
 
-        split: has the tags by which Megatron says how the matrix is split.
+        axis: on which ranks share the matrix; None: each has it whole.
         """
-        fused = self._bridge._weight_to_mcore_format(name, [values(row) for row in self.rows_of(name)])
-        at = self._layout
-        return self._bridge._weight_split_across_tp(name, fused, split, at.tp_size)[at.tp_rank]
+        whole = self._megatron.fuse(name, [values(row) for row in self.rows_of(name)])
+        return self._megatron.share(name, whole, axis, self._layout.tp_size)[self._layout.tp_rank]
 
     def _held(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's tensors of the checkpoint."""
@@ -171,8 +160,13 @@ class HFWeights:
     def whole_names(self, model: GPTModel) -> dict[str, str]:
         """Return the names of this rank's weights, adapters and buffers in the whole model."""
         held = {**dict(named_weights(model)), **dict(model.named_buffers())}
-        weights = {name: each for name, each in held.items() if not is_adapter(name)}
-        names = self._bridge.whole_names(_Named(model, weights))
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        first_expert = self._layout.ep_rank * (self._definition.sizes.experts // self._layout.ep_size)
+        names: dict[str, str] = {}
+        for name in (one for one in held if not is_adapter(one)):
+            whole = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
+            numbered = r"(?<=\.experts\.linear_fc[12]\.weight)\d+$"
+            names[name] = re.sub(numbered, lambda found: str(first_expert + int(found[0])), whole)
         for name, whole in list(names.items()):
             for letter in ("a", "b"):
                 if (own := beside(name, letter)) in held:
@@ -224,37 +218,3 @@ class HFWeights:
                 yield name, weight.dequantize(self._dtype) if isinstance(weight, QuantizedTensor) else weight
         finally:
             exhaust(weights)
-
-
-class _Named:
-    """A model as mbridge sees it, with these tensors in place of its parameters."""
-
-    def __init__(self, model: GPTModel, tensors: dict[str, Tensor]) -> None:
-        self._model, self._tensors = model, tensors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._tensors.items())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._tensors
-
-
-class _StandIn(_Named):
-    """A model as mbridge sees it, with tensors that are tagged as those that the model holds."""
-
-    def __init__(
-        self,
-        model: GPTModel,
-        tensors: dict[str, Tensor],
-        held: Mapping[str, Tensor],
-        rows: Mapping[str, Sequence[TensorRow]],
-    ) -> None:
-        super().__init__(model, tensors)
-        for name, tensor in tensors.items():
-            # By these tags mbridge gathers. Experts have them for the gradient norm alone: no rank has split them.
-            split = getattr(held[name], "tensor_model_parallel", False) and rows[name][0].expert is None
-            tensor.tensor_model_parallel = split  # type: ignore[attr-defined]
-            tensor.partition_dim = getattr(held[name], "partition_dim", -1)  # type: ignore[attr-defined]

@@ -30,7 +30,6 @@ from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.actor import Engine
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Problem, Prompt, SamplingParams, Trajectory
-from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
@@ -62,7 +61,7 @@ def agreement(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
 
     numerics = NumericsConfig(mode="exact", spec=SPEC)
     model = written(sizes.served, watch.device, done.scratch)
-    device.start(0, numerics)
+    parallel.start(0, numerics)
     config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=4096, head_chunk_tokens=1024)
     layout = parallel.initialize(config)
     worst = 0.0

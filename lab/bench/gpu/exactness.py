@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.probe import choose_tiles, row_variant_ops
 from fp8rl.numerics.ops import ExpertWeights, HeadNorms, NewSlots
+from fp8rl.numerics.probe import choose_tiles, row_variant_ops
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from lab.bench.gpu.measure import Layers, Measured, Sizes, Stopwatch, random

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from fp8rl.numerics.kernels.gates import swiglu_quantize
 from fp8rl.numerics.kernels.norm import rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.quantize import quantize_rows, quantize_rows_and_columns
-from fp8rl.numerics.kernels.swiglu import swiglu_quantize
 from fp8rl.numerics.quantize import quantize
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, random
 from lab.bench.gpu.products import BLOCKS, ROWS

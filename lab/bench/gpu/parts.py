@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.backend.probe import choose_tiles
+from fp8rl.numerics.probe import choose_tiles
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
 from lab.bench.runner import Job
 
 REHEARSED_SLOWER = 10
 """How many times its limit a part may take on a CPU."""
 VERSIONS = ("torch", "triton", "megatron-core", "transformer_engine", "sglang", "sgl-deep-gemm", "transformers", "ray")
-_TRAINER = ("pydantic", "einops", "megatron", "mbridge", "safetensors", "tokenizers", "transformers")
+_TRAINER = ("pydantic", "einops", "megatron", "safetensors", "tokenizers", "transformers")
 _ENGINE = ("sglang", "ray", "httpx", "aiohttp")
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rl.numerics.kernels.gates import swiglu_quantize
 from fp8rl.numerics.kernels.norm import rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.kernels.quantize import quantize_blocks, quantize_columns, quantize_rows, quantize_rows_and_columns
-from fp8rl.numerics.kernels.swiglu import swiglu_quantize
 from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from fp8rl.numerics.spec import TensorSpec
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, random

@@ -111,7 +111,7 @@ def _step_seconds(
 def _start(numerics: NumericsConfig, config: TrainerSection, watch: Stopwatch) -> Layout:
     """This process as the one rank of a trainer; a rehearsal keeps its interpreted kernels."""
     if watch.device.type == "cuda":
-        device.start(0, numerics)
+        parallel.start(0, numerics)
     return parallel.initialize(config)
 
 

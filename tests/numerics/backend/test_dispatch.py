@@ -47,7 +47,7 @@ def test_a_cpu_runs_the_definitions():
 def test_every_op_has_its_kernel_and_every_kernel_its_op():
     from fp8rl.numerics.kernels.kernels import KERNELS
 
-    assert KERNELS.keys() == dispatch.OPS.keys()
+    assert KERNELS.keys() == dispatch.OPS.keys() - dispatch._registered.keys()
     for name, kernel in KERNELS.items():
         definition = dispatch.OPS[name]
         assert list(inspect.signature(kernel).parameters) == list(inspect.signature(definition).parameters), name
@@ -75,9 +75,9 @@ def test_where_kernels_run_an_op_without_one_is_an_error():
     x, weight = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
     with using("triton"):
         kernels = dict(dispatch.installed())
-        del kernels["rms_norm"]
+        del kernels["rms_norm_forward"]
         dispatch.install(kernels)
-        with pytest.raises(NotImplementedError, match="no kernel for the op rms_norm"):
+        with pytest.raises(NotImplementedError, match="no kernel for the op rms_norm_forward"):
             ops.rms_norm(x, weight, 1e-6)
 
 
@@ -103,7 +103,7 @@ def test_a_choice_lasts_as_long_as_its_block():
     with using("triton"):
         from fp8rl.numerics.kernels import norm
 
-        assert torch.equal(ops.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+        assert torch.equal(ops.rms_norm(x, weight, 1e-6), norm.rms_norm_forward(x, weight, 1e-6)[0])
         with using("torch"):
             assert torch.equal(ops.rms_norm(x, weight, 1e-6), plain)
     assert torch.equal(ops.rms_norm(x, weight, 1e-6), plain)

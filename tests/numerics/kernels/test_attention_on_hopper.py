@@ -13,7 +13,7 @@ import torch
 from fp8rl.numerics.kv import CODES
 from fp8rl.numerics.kernels.products import tiles as heights
 from fp8rl.numerics.kernels.attention.forward import attention, packed_attention, paged_attention
-from fp8rl.numerics.kernels.attention.trees import tree_attention
+from fp8rl.numerics.kernels.trees import tree_attention
 from fp8rl.numerics.ops import TokenTree
 from tests.support.hopper import compiled_only
 

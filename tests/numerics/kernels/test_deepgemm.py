@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8rl.numerics.backend import probe
+from fp8rl.numerics import probe
 from fp8rl.numerics.backend.implementation import deepgemm_lacks, has_deepgemm, using
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.products import deepgemm

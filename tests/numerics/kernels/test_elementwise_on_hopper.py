@@ -10,8 +10,8 @@ SCRIPT = """
 import torch
 from fp8rl.numerics.digest import CHUNK
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.kernels import combine, digest, draw, embedding, logprobs, norm, quantize, rope, router, swiglu
-from fp8rl.numerics.kernels.products import gather
+from fp8rl.numerics.kernels import digest, draw, gates, logprobs, norm, quantize, rope, router, trees
+from fp8rl.numerics.kernels.products import pairs
 from fp8rl.numerics.ops import HeadNorms, NewSlots
 from tests.support.hopper import compiled_only
 
@@ -25,25 +25,26 @@ with compiled_only() as found:
     quantize.quantize_rows_and_columns(x, spec, TensorSpec(format="e5m2", scale="fp32"))
     quantize.quantize_blocks(x, TensorSpec(granularity="block", fixed=224.0))
     quantize.quantize_both_ways([x, x], block)
-    norm.rms_norm(x, x[0], 1e-6).sum().backward()
+    norm.rms_norm_backward(x, x, x[0], norm.rms_norm_forward(x, x[0], 1e-6)[1])
     norm.add_rms_norm(x, x, x[0], 1e-6)
-    norm.rms_norm(tensor(4096 * 32, 128), x[0, :128], 1e-6)
-    norm.rms_norm(tensor(512, 7168), tensor(7168), 1e-6).sum().backward()
+    norm.rms_norm_forward(tensor(4096 * 32, 128), x[0, :128], 1e-6)
+    wide = tensor(512, 7168)
+    norm.rms_norm_backward(wide, wide, tensor(7168), norm.rms_norm_forward(wide, tensor(7168), 1e-6)[1])
     norm.rms_norm_quantize(x, x[0], 1e-6, TensorSpec(fixed=224.0))
-    swiglu.swiglu(x).sum().backward()
-    swiglu.swiglu_quantize(x, spec)
-    rope.rope(tensor(1, 4096, 32, 128), torch.zeros(1, 4096, dtype=torch.int64), 1e6)
+    gates.swiglu_backward(x, gates.swiglu_forward(x))
+    gates.swiglu_quantize(x, spec)
+    rope.rotated(tensor(1, 4096, 32, 128), torch.zeros(1, 4096, dtype=torch.int64), 1e6, 128, None, False)
     rows = tensor(1024 * 8, 2048)
     quantized = norm.norm_rows(x.detach(), x.detach(), x[0].detach(), 1e-6, spec)[2]
     q, k, v = tensor(64, 40, 128).detach().split((32, 4, 4), 1)
     cache = NewSlots(*torch.zeros(2, 1000, 4, 128, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64), v)
     rope.rope_heads(q, k, torch.zeros(64).long(), 1e6, norms=HeadNorms(v[0, 0], v[0, 0], 1e-6), cache=cache)
-    gather.gather_by_expert(quantized, torch.zeros(64, 8).int(), 128, 64)
-    gather.gather_by_expert(quantized, torch.zeros(4096, 8).int(), 128, 128)
+    pairs.gather_by_expert(quantized, torch.zeros(64, 8).int(), 128, 64)
+    pairs.gather_by_expert(quantized, torch.zeros(4096, 8).int(), 128, 128)
     probs = tensor(1024, 8, dtype=torch.float32)
-    combine.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
+    pairs.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
     digest.chunk_sums([torch.empty(8 * CHUNK, dtype=torch.int32, device="meta")])
-    embedding.add_by_token(torch.zeros(1000, 2048), x.detach(), torch.zeros(4096).long())
+    trees.add_by_token(torch.zeros(1000, 2048), x.detach(), torch.zeros(4096).long())
     numbers = torch.zeros(64, dtype=torch.int64)
     logprobs.token_logprobs(tensor(64, 151936), numbers, 1.0)[0].sum().backward()
     router.route(tensor(4096, 128), 8, True)

@@ -7,7 +7,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels import norm, rope
 from fp8rl.numerics.kernels.products.experts import routed_experts
-from fp8rl.numerics.kernels.products.gather import gather_by_expert
+from fp8rl.numerics.kernels.products.pairs import gather_by_expert
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.kernels.quantize import quantize, quantize_rows
 from fp8rl.numerics.ops import ExpertWeights, HeadNorms, NewSlots
@@ -42,7 +42,7 @@ def test_a_norm_that_is_kept_and_quantized(hidden, scale):
         x = odd(7, hidden)
         normed, total, rows = norm.norm_rows(x, residual, weight, 1e-6, spec)
         if residual is None:
-            expected = norm.rms_norm(x, weight, 1e-6), x
+            expected = norm.rms_norm_forward(x, weight, 1e-6)[0], x
         else:
             expected = norm.add_rms_norm(x, residual, weight, 1e-6)
         codes = quantize(expected[0], spec)
@@ -73,8 +73,8 @@ def test_heads_that_are_normed_rotated_and_stored(heads, key_heads, dim, rotary,
         alone = rope.rope_heads(q, k, positions, 1e6, rotary, scaling, each)
         parts = (q.contiguous(), k.contiguous())
         if each is not None:
-            parts = norm.rms_norm(parts[0], norms.queries, 1e-6), norm.rms_norm(parts[1], norms.keys, 1e-6)
-        parts = tuple(rope.rope(x[None], positions[None], 1e6, rotary, scaling)[0] for x in parts)
+            parts = [norm.rms_norm_forward(x, w, 1e-6)[0] for x, w in zip(parts, (norms.queries, norms.keys))]
+        parts = [rope.rotated(x[None], positions[None], 1e6, rotary or dim, scaling, False)[0] for x in parts]
         caches[0][slots], caches[1][slots] = parts[1], v
         assert all(same(a, b) and same(c, b) for a, b, c in zip(found, parts, alone, strict=True))
         assert same(stored, caches)

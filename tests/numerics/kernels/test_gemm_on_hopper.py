@@ -14,7 +14,7 @@ from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.kernels.products import tiles as heights
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
-from fp8rl.numerics.kernels.products.low_rank import low_rank_term
+from fp8rl.numerics.kernels.products.low_rank import low_rank_product
 from fp8rl.numerics.kernels.products.tiles import Tiles
 from tests.support.hopper import compiled_only
 
@@ -53,7 +53,7 @@ with compiled_only() as found:
     gemm(tensor(4096, 2048), weight, half, plus=plus)
     gemm(tensor(4096, 2048), weight, half, 2, plus=plus)
     for rank, parts in ((8, 3), (64, 2)):
-        low_rank_term(x[:, : rank * parts].contiguous(), x[:1536, : rank * parts].contiguous(), 2.0, parts)
+        low_rank_product(x[:, : rank * parts], x[:1536, : rank * parts], 2.0, parts, None)
 """
 
 

@@ -7,11 +7,9 @@ import torch
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.kernels import rope
 from fp8rl.numerics.kernels.attention import chunks
 from fp8rl.numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
 from fp8rl.numerics.kernels.products import linear
-from fp8rl.numerics.kernels.products.heads import head_linear
 from fp8rl.numerics.kv import BF16_CACHE, KVFormat
 from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.numerics.quantize import quantize
@@ -126,24 +124,27 @@ def test_products_of_heads_are_those_of_the_definition(scale, transposed):
     operand = None if quantized is None else linear.weight_operand(quantized)
     plain = None if quantized is None else quantized.dequantize(torch.bfloat16)
     plus = random(70, 3, 192 if transposed else 80, seed=5) * 8
-    found = passed(lambda x, w, d: head_linear(x, w, operand, 40, 80, transposed, d), x, weight, plus)
+    with using("triton"):
+        found = passed(lambda x, w, d: ops.head_linear(x, w, operand, 40, 80, transposed, d), x, weight, plus)
+        some = ops.head_linear(x[50:53], weight, operand, 40, 80, transposed, plus[50:53])
+        none = torch.full_like(plus, -0.0)
+        alone, none = (ops.head_linear(x, weight, operand, 40, 80, transposed, d) for d in (None, none))
     with using("torch"):
         expected = passed(lambda x, w, d: ops.head_linear(x, w, plain, 40, 80, transposed, d), x, weight, plus)
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-8 * theirs.abs().max().item())
-    some = head_linear(x[50:53], weight, operand, 40, 80, transposed, plus[50:53])
     assert torch.equal(some, found[0][50:53])
-    alone, none = (head_linear(x, weight, operand, 40, 80, transposed, d) for d in (None, torch.full_like(plus, -0.0)))
     assert torch.equal(alone.view(torch.int16), none.view(torch.int16)) and not torch.equal(alone, found[0])
 
 
 @pytest.mark.parametrize("yarn", (None, Yarn(factor=8.0, original=1024, beta_fast=32.0, beta_slow=1.0, mscale=1.0)))
 def test_neighbouring_pairs_are_turned(yarn):
     x, positions = random(2, 9, 20, 80)[..., 16:], torch.randint(0, 9000, (2, 9)).to(DEVICE)
-    found = passed(lambda x: rope.rope_pairs(x, positions, 1e4, yarn), x)
-    with using("torch"):
-        expected = passed(lambda x: ops.rope_pairs(x, positions, 1e4, yarn), x)
-    for ours, theirs in zip(found, expected):
+    results = []
+    for implementation in ("triton", "torch"):
+        with using(implementation):
+            results.append(passed(lambda x: ops.rope_pairs(x, positions, 1e4, yarn), x))
+    for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-3)
 
 

@@ -14,7 +14,7 @@ from fp8rl.numerics.kv import CODES
 from fp8rl.numerics.kernels.attention.latent import (
     latent_attention, packed_latent_attention, paged_latent_attention, tree_latent_attention
 )
-from fp8rl.numerics.kernels.products.heads import head_linear
+from fp8rl.numerics.kernels.products.heads import head_product
 from fp8rl.numerics.kernels.products.linear import weight_operand
 from fp8rl.numerics.ops import TokenTree
 from fp8rl.numerics.quantize import quantize
@@ -38,9 +38,9 @@ with compiled_only(loops=True) as found:
     packed_latent_attention(q, rows, each, 512, 0.1).sum().backward()
     tree_latent_attention(q, rows, TokenTree(each, each, table, every, every, every), 512, 0.1).sum().backward()
     for held in (None, operand):
-        head_linear(tensor(300, 16, 512), weight, held, 128, 128)
-        head_linear(tensor(300, 16, 192)[..., :128], weight, held, 0, 128, True)
-        head_linear(tensor(300, 16, 192)[..., :128], weight, held, 0, 128, True, tensor(300, 16, 512))
+        head_product(tensor(300, 16, 512), weight, held, 128, 128)
+        head_product(tensor(300, 16, 192)[..., :128], weight, held, 0, 128, True)
+        head_product(tensor(300, 16, 192)[..., :128], weight, held, 0, 128, True, tensor(300, 16, 512))
     table, whole = torch.zeros(32, 32768, dtype=torch.int32), len(found)
     paged_latent_attention(
         tensor(sequences, 16, 576), cache.detach().to(CODES), table, count, count.int(), count, 512, 0.1

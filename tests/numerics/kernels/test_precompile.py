@@ -24,7 +24,6 @@ import torch
 import triton
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.kernels.precompile import compile_all, read_list
 from fp8rl.numerics.kernels import cache
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
@@ -56,12 +55,12 @@ cache.watch()
 torch.Tensor.data_ptr = address
 with using("triton"), torch.no_grad(), compiled_only() as found:
     calls()
-variants = read_list(cache.directory() / cache.LIST)
+variants = cache.read_list(cache.directory() / cache.LIST)
 print(json.dumps([sorted(each.name for each in found), sorted(each.kernel.rpartition(":")[2] for each in variants)]))
 """
 COMPILED = """
-said, variants = [], read_list(Path(sys.argv[1]))
-found, again = (compile_all(variants, (9, 0), 2, said.append) for _ in range(2))
+said, variants = [], cache.read_list(Path(sys.argv[1]))
+found, again = (cache.compile_all(variants, (9, 0), 2, said.append) for _ in range(2))
 print(json.dumps([found.compiled, found.cached, again.compiled, again.cached, said]))
 """
 
@@ -133,7 +132,7 @@ def test_a_kernel_s_key_does_not_depend_on_what_was_launched_before_it() -> None
 WAITS = """
 import os, sys, time
 import torch
-from fp8rl.numerics.kernels import cache, swiglu
+from fp8rl.numerics.kernels import cache, gates
 from tests.support.hopper import compiled_only
 from tests.support.launches import META, address
 import logging
@@ -143,7 +142,7 @@ torch.Tensor.data_ptr = address
 print("ready", flush=True)
 sys.stdin.readline()
 with compiled_only():
-    swiglu.swiglu(torch.empty(64, 256, dtype=torch.bfloat16, device=META))
+    gates.swiglu_forward(torch.empty(64, 256, dtype=torch.bfloat16, device=META))
 """
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8rl.numerics.backend import probe
+from fp8rl.numerics import probe
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels.attention.forward import paged_attention
 from fp8rl.numerics.kernels.products import tiles

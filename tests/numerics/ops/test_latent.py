@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.ops.rope import Yarn, frequencies
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.weight_cache import Frozen
 from tests.numerics.ops.test_ops import gradients, one_rounding, random
 
 WEIGHT = QuantSpec.preset("fp8_block_pow2").weight

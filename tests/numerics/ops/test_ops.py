@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch, probe
-from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.probe import row_variant_ops
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from fp8rl.models.architectures import qwen3_moe
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import Family, PartNames, attention, mlp
-from fp8rl.models.forms import LINEAR, NORM, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Op
+from fp8rl.models.trace import LINEAR, NORM, Op, OpForm
 from fp8rl.numerics.ops.experts import sigmoid
 
 EXPERTS = "specialists"

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.context_parallel import gathered, own_positions, shared_attention
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.modules.rows import gathered, own_positions, shared_attention
 from tests.support.ranks import run_on_ranks
 
 WIDTH, SCALE = 1160, 0.2

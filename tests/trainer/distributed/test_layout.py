@@ -12,7 +12,7 @@ def test_every_rank_has_a_place_of_its_own() -> None:
     assert len({(at.pp_rank, at.dp_rank, at.tp_rank) for at in places}) == config.world_size == 8
     assert [(at.ep_rank, at.expert_dp_rank, at.expert_dp_size) for at in places] == [(r % 4, 0, 1) for r in range(8)]
     assert [at.rank for at in places if at.is_reporting_rank] == [4, 6]
-    assert [at.rank for at in places if at.first_stage] == [0, 1, 2, 3]
+    assert [at.rank for at in places if at.pp_rank == 0] == [0, 1, 2, 3]
 
 
 def test_ranks_that_share_rows_are_neighbours_and_hold_the_same_weights() -> None:

@@ -192,7 +192,7 @@ class Case:
 
 def valued(layout: Layout, config: TrainerSection, path: Path, k_splits: int | None = None) -> Any:
     """What a critic with a head of its own says of a batch, and loss and norm of two steps of it."""
-    from fp8rl.trainer.critic import Critic
+    from fp8rl.trainer.roles import Critic
 
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=k_splits or config.tp)
     critic = Critic(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH)

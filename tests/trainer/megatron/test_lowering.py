@@ -123,7 +123,7 @@ def test_the_config_is_one_that_megatron_takes(layout: Layout, monkeypatch: pyte
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import transformer_config as megatron_config
 
-    from fp8rl.trainer.megatron.config import transformer_config
+    from fp8rl.trainer.megatron.model import transformer_config
     from fp8rl.trainer.modules.families import megatron_families, megatron_family
 
     monkeypatch.setattr(megatron_config, "is_te_min_version", lambda *_, **__: True)

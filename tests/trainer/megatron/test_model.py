@@ -59,7 +59,7 @@ def test_every_parameter_is_made_where_the_model_runs(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
     numerics, definition = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2")), read_model(moe_path)
     precision = Precision(numerics, WeightCache(), definition.sizes.layers)
-    model = build_model(definition, TrainerSection(), layout, precision, Lowering(), LENGTH)
+    model = build_model(definition, TrainerSection(), precision, Lowering(), LENGTH)
     parameters = dict(model.named_parameters())
     assert {name for name, parameter in parameters.items() if parameter.device.type != "meta"} == set()
     assert any("router" in name for name in parameters)

@@ -33,17 +33,17 @@ def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
     from fp8rl.trainer.distributed.optimizer import wrap
     from fp8rl.trainer.megatron.lowering import Lowering
     from fp8rl.trainer.megatron.model import build_model
-    from fp8rl.trainer.modules import dispatch
+    from fp8rl.trainer.modules import router
     from fp8rl.trainer.modules.precision import Precision
 
     config = TrainerSection(ep=ep, dp=ep)
     device.collectives = lambda here: "fake"
-    layout = parallel.initialize(config, 0, FakeStore())
+    parallel.initialize(config, 0, FakeStore())
     torch.cuda.current_device = lambda: torch.device("meta")
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8")
     definition = read_model(path)
     precision = Precision(numerics, WeightCache(), definition.sizes.layers)
-    model = build_model(definition, config, layout, precision, Lowering(), 512)
+    model = build_model(definition, config, precision, Lowering(), 512)
     experts = [p for name, p in model.named_parameters() if ".mlp.experts." in name]
     wrapped = wrap(model, Lowering(), experts)
     waits = {"forward": 0, "backward": 0}
@@ -54,7 +54,7 @@ def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
         assert sizes.shape == (2, ep) and rows == pairs
         return [[pairs // ep] * ep] * 2
 
-    dispatch.on_host = on_host
+    router.on_host = on_host
     tokens = torch.empty(ROWS, LENGTH, dtype=torch.int64, device="meta")
     model.post_process = False  # its head is none of the layers
     with using("triton"), interpreted_launches(run_kernels=False):

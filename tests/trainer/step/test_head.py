@@ -98,7 +98,7 @@ def test_no_logits_of_more_tokens_than_a_chunk_s_are_kept(
 
 
 def test_a_critic_keeps_no_logits_either(tmp_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
-    from fp8rl.trainer.critic import Critic
+    from fp8rl.trainer.roles import Critic
 
     path, batch = write_model(tmp_path / "m", moe=False, vocab_size=WORDS), random_batch()
     policy = make_trainer(path, "fp8")

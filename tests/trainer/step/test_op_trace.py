@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from fp8rl.models import read_model
 from fp8rl.models.trace import output
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.trainer.op_trace import trace_ops
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.op_trace import trace_ops
 from tests.support.batches import random_batch
 from tests.support.models import LAYERS, token_by_token
 

@@ -75,7 +75,7 @@ def test_codes_and_scales_are_exported_as_they_are(
     trainer = native_trainer(path, layout, TrainerSection(**SETTINGS))
     hold_in_fp8(trainer.model, preset, layers)
     spec = QuantSpec.preset(preset).weight
-    weights = HFWeights(path, trainer.definition, trainer.model.config, spec, trainer.cache, layout)
+    weights = HFWeights(path, trainer.definition, spec, trainer.cache, layout)
     assert_served_as_held(dict(weights.share(trainer.model)), path, preset, layers)
 
 

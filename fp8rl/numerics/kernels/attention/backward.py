@@ -40,7 +40,6 @@ def attention_dq(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumex
 
 
 def attention_dkv(dout: Tensor, inputs: AttentionInputs, logsumexp: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.attention.attention_dkv`."""
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.k, inputs.v))
     long, short = _LARGE if inputs.q.shape[3] <= 128 else _SMALL
     tiles, where = tiles_of(inputs.k.shape[1], long, inputs.lengths), places_of_keys(inputs)

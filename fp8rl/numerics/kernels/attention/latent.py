@@ -28,23 +28,18 @@ from fp8rl.numerics.kernels.attention.backward import (
 )
 from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots, positions_of
 from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check_dtypes
-from fp8rl.numerics.kernels.attention.trees import places
 from fp8rl.numerics.kv import CODES
 from fp8rl.numerics.ops.attention import AttentionInputs, TokenTree
 
 
 def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scale: float) -> Tensor:
-    """`numerics.ops.latent_attention`.
-
-    Raises:
-        UserError: another dtype than BF16, or a rank or a rotated part that is no power of two.
-    """
+    """`numerics.ops.latent_attention`. Raises UserError: another dtype than BF16, or a rank or a rotated part that is
+    no power of two."""
     _check(q, rows, rank)
     return _Latent.apply(dense_rows(q), dense_rows(rows), positions, rank, scale)
 
 
 def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int, scale: float) -> Tensor:
-    """`numerics.ops.packed_latent_attention`."""
     _check(q, rows, rank)
     positions = positions_of(lengths, len(q))[None]
     return _Latent.apply(dense_rows(q)[None], dense_rows(rows)[None], positions, rank, scale, lengths.contiguous())[0]
@@ -53,7 +48,7 @@ def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int,
 def tree_latent_attention(q: Tensor, rows: Tensor, tree: TokenTree, rank: int, scale: float) -> Tensor:
     """`numerics.ops.tree_latent_attention`, as `trees.tree_attention`."""
     _check(q, rows, rank)
-    inputs = dense_rows(q)[None], dense_rows(rows)[None], places(q)
+    inputs = dense_rows(q)[None], dense_rows(rows)[None], torch.arange(len(q), device=q.device)[None]
     return _Latent.apply(*inputs, rank, scale, None, tree)[0]
 
 
@@ -107,12 +102,9 @@ def _check(q: Tensor, rows: Tensor, rank: int, kept: torch.dtype = torch.bfloat1
     tail = rows.shape[-1] - rank
     known = 16 <= rank <= 512 and 16 <= tail <= 128 and not rank & (rank - 1) and not tail & (tail - 1)
     if not known or q.shape[-1] != rows.shape[-1]:
-        raise user_error(
-            "latent attention",
-            found=f"queries of {q.shape[-1]} channels, rows of {rows.shape[-1]}, {rank} of them the value",
-            expected="queries as wide as rows; powers of two: a value of 16 to 512 channels, 16 to 128 behind it",
-            remedy="Run the ops on torch.",
-        )
+        found = f"queries of {q.shape[-1]} channels, rows of {rows.shape[-1]}, {rank} of them the value"
+        expected = "queries as wide as rows; powers of two: a value of 16 to 512 channels, 16 to 128 behind it"
+        raise user_error("latent attention", found, expected, "Run the ops on torch.")
 
 
 # The gradient of attention over latent rows (`latent`), by two kernels, without atomics.

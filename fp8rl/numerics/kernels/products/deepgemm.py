@@ -2,7 +2,7 @@
 
 Its kernel sums each 128 of K from zero on the tensor core and adds the sum, scaled in FP32, K ascending and never cut
 (`sm90_fp8_gemm_1d2d.cuh` of sgl-deep-gemm 0.1.7): the formula of `gemm`. No document promises that its bits are ours,
-so nothing runs on it until `numerics.backend.probe.allow_deepgemm` has compared the two on the machine at hand.
+so nothing runs on it until `numerics.probe.allow_deepgemm` has compared the two on the machine at hand.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.kernels.combine import combine_rows
-from fp8rl.numerics.kernels.products.gather import gather_by_expert
+from fp8rl.numerics.kernels.gates import swiglu_backward, swiglu_forward, swiglu_quantize
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.linear import WeightOperand
+from fp8rl.numerics.kernels.products.pairs import combine_rows, gather_by_expert
 from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles, tile_height
 from fp8rl.numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
-from fp8rl.numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
 from fp8rl.numerics.ops.experts import ExpertWeights, adapted_grouped_linear, routed_in_steps
+from fp8rl.numerics.ops.gates import swiglu
 from fp8rl.numerics.ops.grouped import Gradients, given_to_autograd
 from fp8rl.numerics.ops.linear import Backward
 from fp8rl.numerics.quantize import QuantizedTensor
@@ -73,62 +73,39 @@ def _height(rows: int, experts: int) -> int:
     return tile_height(-(-rows // max(experts, 1)))
 
 
-def grouped_linear(
-    x: Tensor,
-    counts: Tensor,
-    weights: Sequence[Tensor] | Tensor,
-    operand: WeightOperand | None = None,
-    spec: QuantSpec | None = None,
-    backward: Backward = "fp8",
-    plus: Tensor | None = None,
+def grouped_product(
+    x: Tensor, spans: Tiles, operand: Any, spec: QuantSpec | None, n: int, plus: Tensor | None
 ) -> Tensor:
-    """`numerics.ops.grouped.grouped_linear`. Unquantized weights that are not stacked are copied together."""
-    gradients, given = Gradients.of(weights), given_to_autograd(weights)
-    if operand is None or spec is None:
-        stacked = weights.detach() if isinstance(weights, Tensor) else torch.stack([w.detach() for w in weights])
-        return _GroupedProduct.apply(x, counts, stacked, None, "bf16", gradients, plus, *given)
-    return _GroupedProduct.apply(x, counts, operand, spec, backward, gradients, plus, *given)
+    """`numerics.ops.grouped.grouped_product`. Unquantized weights that are not stacked are copied together."""
+    if spec is None:
+        return grouped_gemm(x, _stacked(operand), spans, x.dtype, plus)
+    return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, spans, x.dtype, plus)
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """With an operand, or without a spec with the stacked weights themselves."""
+def grouped_gradients(
+    dy: Tensor,
+    x: Tensor | None,
+    spans: Tiles,
+    operand: Any,
+    spec: QuantSpec | None,
+    backward: Backward,
+    gradients: Gradients,
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    dy, dtype = dy.contiguous(), dy.dtype
+    if spec is not None and backward == "fp8":
+        if x is None:
+            return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, spans, dtype), ()
+        return _gradients(dy, quantize_columns(x, spec.activation, spans), operand, spec, spans, dtype, gradients)
+    plain = _stacked(operand) if spec is None else operand.dequantized()
+    dx = grouped_gemm(dy, plain.transpose(1, 2).contiguous().to(dtype), spans, dtype)
+    if x is None:
+        return dx, ()
+    rows = x if spec is None else quantize_rows(x, spec.activation).dequantize(dtype)
+    return dx, _weight_gradients(grouped_wgrad_matmul, dy, rows, spans, gradients)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        counts: Tensor,
-        operand: WeightOperand | Tensor,
-        spec: QuantSpec | None,
-        backward: Backward,
-        gradients: Gradients,
-        plus: Tensor | None,
-        *weights: Tensor,
-    ) -> Tensor:
-        ctx.tiles, ctx.gradients, ctx.dtype = make_tiles(counts.to(x.device), len(x)), gradients, x.dtype
-        kept, ctx.spec, ctx.backward = x if any(ctx.needs_input_grad[7:]) else None, spec, backward
-        if spec is None or isinstance(operand, Tensor):
-            ctx.save_for_backward(kept, operand)
-            return grouped_gemm(x, operand, ctx.tiles, x.dtype, plus)
-        ctx.save_for_backward(kept, None)
-        ctx.operand = operand
-        return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, ctx.tiles, x.dtype, plus)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, stacked = ctx.saved_tensors
-        spec, tiles, dy = ctx.spec, ctx.tiles, grads[0].contiguous()
-        operand = ctx.operand if stacked is None else stacked
-        dw: Sequence[Tensor | None] = (None,) * len(ctx.needs_input_grad[7:])
-        if x is not None and ctx.backward == "fp8":
-            columns = quantize_columns(x, spec.activation, tiles)
-            dx, dw = _gradients(dy, columns, operand, spec, tiles, ctx.dtype, ctx.gradients)
-        else:
-            dx = _input_gradient(dy, operand, spec, ctx.backward, tiles, ctx.dtype)
-            if x is not None:
-                rows = x if spec is None else quantize_rows(x, spec.activation).dequantize(dy.dtype)
-                dw = _weight_gradients(grouped_wgrad_matmul, dy, rows, tiles, ctx.gradients)
-        return dx, *(None,) * 5, grads[0] if ctx.needs_input_grad[6] else None, *dw
+def _stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
+    return weights if isinstance(weights, Tensor) else torch.stack([*weights])
 
 
 class _Experts(torch.autograd.Function):
@@ -154,7 +131,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, gate_up = ctx.saved_tensors
         spec, tiles = ctx.spec, ctx.tiles
-        hidden = quantize_columns(swiglu(gate_up), spec.activation, tiles)
+        hidden = quantize_columns(swiglu_forward(gate_up), spec.activation, tiles)
         gradients13, gradients2 = ctx.gradients
         dhidden, dw2 = _gradients(grads[0], hidden, ctx.w2, spec, tiles, x.dtype, gradients2)
         dgate_up = swiglu_backward(gate_up, dhidden)
@@ -173,17 +150,6 @@ def _products(
 ) -> tuple[Tensor, Tensor]:
     gate_up = grouped_gemm(rows, w13.codes, tiles, dtype)
     return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.codes, tiles, dtype), gate_up
-
-
-def _input_gradient(
-    dy: Tensor, operand: WeightOperand | Tensor, spec: QuantSpec, backward: Backward, tiles: Tiles, dtype: torch.dtype
-) -> Tensor:
-    """Return dx [T, K] of a grouped product, from dy [T, N] alone."""
-    if not isinstance(operand, Tensor):
-        if backward == "fp8":
-            return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, tiles, dtype)
-        operand = operand.dequantized()
-    return grouped_gemm(dy, operand.transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
 
 
 def _gradients(

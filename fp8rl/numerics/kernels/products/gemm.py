@@ -53,9 +53,7 @@ def gemm(
     left, right = check_operands(a, b, matrices=3 if tiles else 2)
     (rows, k), n = left.shape, right.shape[-2]
     if right.shape[-1] != k:
-        raise user_error(
-            "product", found=f"{list(left.shape)} and {list(right.shape)}", expected="the same K", remedy=_SHAPES
-        )
+        raise user_error("product", f"{list(left.shape)} and {list(right.shape)}", "the same K", _SHAPES)
     width, depth, stages = 128, 128, 4  # a tile's, and steps of K under way, within 227 KB and 255 registers
     if left.dtype == torch.float32:
         width, depth, stages = 32, 32, 3
@@ -63,12 +61,8 @@ def gemm(
         width = tile_width(n) if dtype == left.dtype and k_splits == 1 else NARROW
         depth, stages = 64, 3 if width == WIDE else 4
     if k % k_splits or (k_splits > 1 and k // k_splits % depth):
-        raise user_error(
-            "k_splits",
-            found=k_splits,
-            expected=f"a number that cuts K = {k} into equal multiples of {depth}",
-            remedy="Use the trainer's tensor-parallel size, and one that divides K so.",
-        )
+        remedy = "Use the trainer's tensor-parallel size, and one that divides K so."
+        raise user_error("k_splits", k_splits, f"a number that cuts K = {k} into equal multiples of {depth}", remedy)
     if plus is None and (done := deepgemm.product(a, b, dtype, k_splits, tiles)) is not None:
         return done
     out = torch.empty(rows, n, dtype=dtype, device=left.device)
@@ -97,23 +91,16 @@ def check_operands(a: Any, b: Any, matrices: int = 2) -> tuple[Tensor, Tensor]:
     FP32."""
     left, right = (x.data if isinstance(x, QuantizedTensor) else x for x in (a, b))
     if left.dim() != 2 or right.dim() != matrices:
-        raise user_error(
-            "product",
-            found=f"{list(left.shape)} and {list(right.shape)}",
-            expected=f"2 and {matrices} dimensions",
-            remedy=_SHAPES,
-        )
+        expected = f"2 and {matrices} dimensions"
+        raise user_error("product", f"{list(left.shape)} and {list(right.shape)}", expected, _SHAPES)
     specs = [x.spec for x in (a, b) if isinstance(x, QuantizedTensor)]
     wanted = (("token_group",), ("block",) if matrices == 3 else ("token_group", "block"))
     plain = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float32)
     scaled = all(s.group == _GROUP and s.granularity in w for s, w in zip(specs, wanted, strict=False))
     if len(specs) == 1 or not (specs or plain) or not scaled:
-        raise user_error(
-            "product",
-            found=", ".join(map(str, specs)) or f"{left.dtype}, {right.dtype}",
-            expected="FP8 in groups of 128 times FP8 in blocks or groups of 128, or two BF16 or two FP32 tensors",
-            remedy="Choose these granularities in the quantization spec, or cast the operands.",
-        )
+        expected = "FP8 in groups of 128 times FP8 in blocks or groups of 128, or two BF16 or two FP32 tensors"
+        remedy = "Choose these granularities in the quantization spec, or cast the operands."
+        raise user_error("product", ", ".join(map(str, specs)) or f"{left.dtype}, {right.dtype}", expected, remedy)
     return left, right
 
 

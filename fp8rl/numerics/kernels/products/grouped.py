@@ -44,12 +44,9 @@ def grouped_wgrad(
     n, k = left.shape[0], right.shape[0]
     columns = tiles.expert.numel() * TALL
     if left.shape[1] != columns or right.shape[1] != columns:
-        raise user_error(
-            "grouped_wgrad",
-            found=f"{left.shape[1]} and {right.shape[1]} columns",
-            expected=f"{columns}, of {columns // TALL} tiles",
-            remedy="Quantize both along the tokens with the same tiles.",
-        )
+        expected = f"{columns}, of {columns // TALL} tiles"
+        remedy = "Quantize both along the tokens with the same tiles."
+        raise user_error("grouped_wgrad", f"{left.shape[1]} and {right.shape[1]} columns", expected, remedy)
     out = _room(tiles, n, k, dtype, left.device, columns) if total is None else total
     if out.numel() and columns:
         _wgrad_kernel[triton.cdiv(k, TALL), triton.cdiv(n, TALL), len(out)](
@@ -69,12 +66,9 @@ def grouped_wgrad_matmul(
     """`grouped_wgrad` of unquantized BF16 rows dy [T, N] and x [T, K]."""
     check_operands(dy, x)
     if dy.dtype != torch.bfloat16 or len(dy) != len(x):
-        raise user_error(
-            "grouped_wgrad_matmul",
-            found=f"{dy.dtype}, {len(dy)} and {len(x)} rows",
-            expected="bfloat16 and as many rows in either",
-            remedy="Pass the gradient and the input of the same rows.",
-        )
+        expected = "bfloat16 and as many rows in either"
+        remedy = "Pass the gradient and the input of the same rows."
+        raise user_error("grouped_wgrad_matmul", f"{dy.dtype}, {len(dy)} and {len(x)} rows", expected, remedy)
     dy, x = dy.contiguous(), x.contiguous()
     n, k = dy.shape[1], x.shape[1]
     out = _room(tiles, n, k, dtype, x.device, len(x)) if total is None else total

@@ -6,8 +6,6 @@ where they are loaded, to BF16, so that a quantized weight is read once, in one 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,12 +13,11 @@ from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot
 from fp8rl.numerics.kernels.products.linear import WeightOperand
-from fp8rl.numerics.ops.latent import head_gradients
 
 _ROWS, _COLUMNS, _DEPTH, _BLOCK = 64, 128, 64, 128
 
 
-def head_linear(
+def head_product(
     x: Tensor,
     weight: Tensor,
     operand: WeightOperand | None,
@@ -29,52 +26,24 @@ def head_linear(
     transposed: bool = False,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """`numerics.ops.head_linear`."""
-    return _HeadProduct.apply(dense_rows(x), weight, operand, first, count, transposed, plus)
-
-
-class _HeadProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        operand: WeightOperand | None,
-        first: int,
-        count: int,
-        transposed: bool,
-        plus: Tensor | None,
-    ) -> Tensor:
-        (tokens, heads, k), rank = x.shape, weight.shape[1]
-        codes, scale_inv = (weight, None) if operand is None else (operand.codes.data, operand.codes.scale_inv)
-        columns = rank if transposed else count
-        out = torch.empty(tokens, heads, columns, dtype=x.dtype, device=x.device)
-        plus = None if plus is None else plus.contiguous()
-        if out.numel():
-            _kernel[triton.cdiv(tokens, _ROWS), triton.cdiv(columns, _COLUMNS), heads](
-                *(x, codes, scale_inv, plus, out, tokens, heads, columns, k, *x.stride()[:2]),
-                *(len(weight) // heads, first, rank, scale_inv.stride(0) if scale_inv is not None else 0),
-                TRANSPOSED=transposed,
-                ROWS=_ROWS,
-                COLUMNS=_COLUMNS,
-                DEPTH=_DEPTH,
-                BLOCK=_BLOCK,
-                num_warps=4,
-                num_stages=3,
-            )
-        ctx.save_for_backward(x, weight)
-        ctx.operand, ctx.place, ctx.transposed = operand, (first, count), transposed
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        plain = weight if ctx.operand is None else ctx.operand.dequantized().to(x.dtype)
-        first, count = ctx.place
-        matrices = plain.unflatten(0, (x.shape[1], -1))[:, first : first + count]
-        needed = ctx.needs_input_grad
-        found = head_gradients(grads[0], x, matrices, ctx.place, weight.shape, weight.dtype, ctx.transposed, needed)
-        return *found, None, None, None, None, grads[0] if needed[6] else None
+    x = dense_rows(x)
+    (tokens, heads, k), rank = x.shape, weight.shape[1]
+    codes, scale_inv = (weight, None) if operand is None else (operand.codes.data, operand.codes.scale_inv)
+    columns = rank if transposed else count
+    out = torch.empty(tokens, heads, columns, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _kernel[triton.cdiv(tokens, _ROWS), triton.cdiv(columns, _COLUMNS), heads](
+            *(x, codes, scale_inv, None if plus is None else plus.contiguous(), out, tokens, heads, columns, k),
+            *(*x.stride()[:2], len(weight) // heads, first, rank, 0 if scale_inv is None else scale_inv.stride(0)),
+            TRANSPOSED=transposed,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+            DEPTH=_DEPTH,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            num_stages=3,
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["tokens"])

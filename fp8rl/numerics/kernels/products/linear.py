@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.kernels.norm import rms_norm, rms_norm_backward, rms_norm_quantize
+from fp8rl.numerics.kernels.norm import rms_norm_backward, rms_norm_forward, rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.quantize import (
     quantize_both_ways,
@@ -46,7 +46,6 @@ class WeightOperand:
 
 
 def weight_operand(quantized: QuantizedTensor, former: WeightOperand | None = None) -> WeightOperand:
-    """`numerics.ops.weight_operand`."""
     return WeightOperand(quantized)
 
 
@@ -64,12 +63,10 @@ def group_operand(weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> Weigh
 
 
 def linear(x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
-    """`numerics.ops.linear`."""
     return _Linear.apply(x, weight, x.dtype, k_splits, plus)
 
 
 def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
-    """`numerics.ops.linear_partial`."""
     return _Linear.apply(x, weight, torch.float32, 1, None)
 
 
@@ -82,14 +79,12 @@ def fp8_linear(
     k_splits: int = 1,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """`numerics.ops.fp8_linear`."""
     return _Fp8Linear.apply(x, None, weight, operand, spec, backward, x.dtype, k_splits, 0.0, plus)
 
 
 def fp8_linear_partial(
     x: Tensor, weight: Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward = "fp8"
 ) -> Tensor:
-    """`numerics.ops.fp8_linear_partial`."""
     return _Fp8Linear.apply(x, None, weight, operand, spec, backward, torch.float32, 1, 0.0, None)
 
 
@@ -109,7 +104,6 @@ def norm_fp8_linear(
 def rows_linear(
     rows: QuantizedTensor, operand: WeightOperand, dtype: torch.dtype, plus: Tensor | None = None
 ) -> Tensor:
-    """`numerics.ops.rows_linear`."""
     return gemm(rows, operand.codes, dtype, 1, _rows(plus, operand.codes.data))
 
 
@@ -166,7 +160,7 @@ class _Fp8Linear(torch.autograd.Function):
         spec: QuantSpec = ctx.spec
         dy = grads[0].reshape(-1, grads[0].shape[-1]).to(ctx.dtype)
         trained = ctx.needs_input_grad[2]
-        inputs = rms_norm(rows, norm_weight, ctx.eps) if trained and norm_weight is not None else rows
+        inputs = rms_norm_forward(rows, norm_weight, ctx.eps)[0] if trained and norm_weight is not None else rows
         dw = dnorm = None
         if ctx.backward == "fp8":
             if trained:

@@ -6,8 +6,6 @@ the rows of another part it adds zeros. So a row's bits do not depend on what it
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,53 +13,31 @@ from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dot
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad_matmul
-from fp8rl.numerics.kernels.products.tiles import TALL, Tiles, make_tiles
+from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.ops.linear import wide_mm
 
 _WIDTH = 128
 _FEWEST_RANK = 16  # that an instruction multiplies
 
 
-def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
-    """`numerics.ops.low_rank_term`."""
-    return _Term.apply(h, b, scale, parts, None)
+def low_rank_gradients(dy: Tensor, h: Tensor, b: Tensor, spans: Tiles | None) -> tuple[Tensor, Tensor]:
+    if spans is None:
+        return wide_mm(dy, b), wide_mm(dy.t(), h)
+    dy = dy.contiguous()
+    dh = grouped_gemm(dy, b.transpose(1, 2).contiguous(), spans, dy.dtype)
+    return dh, grouped_wgrad_matmul(dy, h, spans, b.dtype)
 
 
-def grouped_low_rank_term(h: Tensor, counts: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
-    """`numerics.ops.grouped_low_rank_term`, without a wait for the host."""
-    return _Term.apply(h, b, scale, parts, make_tiles(counts.to(h.device), len(h)))
-
-
-class _Term(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, b: Tensor, scale: float, parts: int, tiles: Tiles | None) -> Tensor:
-        ctx.save_for_backward(h, b)
-        ctx.scale, ctx.tiles = scale, tiles
-        rows = h.reshape(-1, h.shape[-1]).contiguous()
-        return _term(rows, b.contiguous(), scale, parts, tiles).view(*h.shape[:-1], b.shape[-2])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        h, b = ctx.saved_tensors
-        rows, dy = h.reshape(-1, h.shape[-1]), grads[0].reshape(-1, b.shape[-2]).contiguous()
-        if ctx.tiles is None:
-            dh, db = wide_mm(dy, b), wide_mm(dy.t(), rows)
-        else:
-            dh = grouped_gemm(dy, b.transpose(1, 2).contiguous(), ctx.tiles, dy.dtype)
-            db = grouped_wgrad_matmul(dy, rows, ctx.tiles, b.dtype)
-        return (dh * ctx.scale).view(h.shape), db * ctx.scale, None, None, None
-
-
-def _term(h: Tensor, b: Tensor, scale: float, parts: int, tiles: Tiles | None) -> Tensor:
-    """h [T, parts * r], b [N, parts * r] or [groups, N, parts * r] -> [T, N]"""
+def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Tiles | None) -> Tensor:
+    h, b = h.contiguous(), b.contiguous()
     rows, n, rank = len(h), b.shape[-2], b.shape[-1] // parts
     out = torch.empty(rows, n, dtype=h.dtype, device=h.device)
     if not out.numel():
         return out
-    row_tiles = tiles.expert.numel() if tiles else triton.cdiv(rows, TALL)
+    row_tiles = spans.expert.numel() if spans else triton.cdiv(rows, TALL)
     _term_kernel[row_tiles, triton.cdiv(n, _WIDTH)](
         *(h, b, out),
-        *((tiles.expert, tiles.first, tiles.rows) if tiles else (None,) * 3),
+        *((spans.expert, spans.first, spans.rows) if spans else (None,) * 3),
         *(rows, n, scale),
         PARTS=parts,
         RANK=rank,

@@ -20,7 +20,7 @@ from fp8rl.numerics.core.errors import user_error
 #
 # A tile of 64 rows has one warp group, which runs the instruction that each of the two of a taller tile runs, in the
 # same order. A wide tile runs an instruction of 256 columns. That either gives a number the same bits is promised
-# nowhere. So all tiles are tall and narrow until `numerics.backend.probe.choose_tiles` has compared them on the machine
+# nowhere. So all tiles are tall and narrow until `numerics.probe.choose_tiles` has compared them on the machine
 # at hand.
 
 TALL, SHORT = 128, 64
@@ -77,6 +77,11 @@ class Tiles:
     """128 where a product sums over the tokens: their groups are the tiles."""
 
 
+def spans(counts: Tensor, x: Tensor) -> Tiles:
+    """`numerics.ops.grouped.spans`, without a wait for the host."""
+    return make_tiles(counts.to(x.device), len(x))
+
+
 def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
     """Return the tiles of `rows` rows, of which counts[e], an int tensor [experts], belong to expert e. A count may be
     0.
@@ -85,12 +90,8 @@ def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
     `rows` rows may fill. The counts must sum to `rows` or less.
     """
     if counts.dim() != 1 or counts.is_floating_point():
-        raise user_error(
-            "counts",
-            found=f"{counts.dtype} {list(counts.shape)}",
-            expected="an integer tensor [experts]",
-            remedy="Pass the number of rows of each expert.",
-        )
+        remedy = "Pass the number of rows of each expert."
+        raise user_error("counts", f"{counts.dtype} {list(counts.shape)}", "an integer tensor [experts]", remedy)
     experts = counts.numel()
     tiles = room_for_tiles(experts, rows, height, counts.device)
     most = tiles.expert.numel()

@@ -271,7 +271,7 @@ def _placeholders(job: Job) -> int:
 
 
 def _operands_of_a_call(job: Job) -> int:
-    """Bytes of what the backward of a frozen weight makes of its codes, and forgets (`numerics.frozen`), for the
+    """Bytes of what the backward of a frozen weight makes of its codes, and forgets (`numerics.weight_cache`), for the
     largest: their transpose, or where it computes in BF16 what they say, and the transpose of that."""
     spec = job.numerics.trainer_spec
     each = 1 if job.numerics.trainer == "fp8" else 2 * spec.weight.dequantized_dtype.itemsize

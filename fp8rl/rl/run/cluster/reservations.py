@@ -28,7 +28,7 @@ from fp8rl.rl.run.cluster.placement import (
     place_ranks,
     views,
 )
-from fp8rl.trainer.placement import ActorPlacement
+from fp8rl.trainer.config import ActorPlacement
 
 _RESERVE_SECONDS = 10.0
 """Seconds in which Ray reserves what a node has said to be free."""

@@ -18,9 +18,9 @@ from fp8rl.models.shared_base import SharedBase, parameter_spans
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.backend.implementation import choose
-from fp8rl.numerics.backend.probe import choose_deepgemm, choose_tiles
 from fp8rl.numerics.core.memory import ZEROS, give_back, placeholders
 from fp8rl.numerics.core.shared_memory import mapped
+from fp8rl.numerics.probe import choose_deepgemm, choose_tiles
 from fp8rl.rollout.engine.plugin import op_probe
 from fp8rl.rollout.engine.plugin.families import check_forms
 from fp8rl.rollout.engine.plugin.parameters import AdaptedRows

@@ -99,7 +99,11 @@ class EngineOps:
                 streams.setdefault(site.layer, values[RESIDUAL])
             if CHOSEN in site.op.writes:
                 chosen.append(values[CHOSEN].sort(-1).values)
-        found = {LOGITS: values[LOGITS], LOGPROBS: values[LOGPROBS], "stream": torch.stack(list(streams.values()))}
+        found = {
+            LOGITS: values[LOGITS],
+            LOGPROBS.name: values[LOGPROBS.name],
+            "stream": torch.stack(list(streams.values())),
+        }
         return found | ({CHOSEN: torch.stack(chosen, 1)} if chosen else {})
 
     def settings(self) -> dict[str, float]:

@@ -21,10 +21,10 @@ from fp8rl.models.tensors import WHOLE, EngineRank, base_name
 from fp8rl.numerics import delta, ops
 from fp8rl.numerics.core.memory import copy_all, own_memory, tensors_in
 from fp8rl.numerics.digest import tensor_digests
-from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
+from fp8rl.numerics.weight_cache import Frozen
 from fp8rl.rollout.engine.plugin.families import Copies, families
 from fp8rl.rollout.engine.plugin.parameters import (
     AdaptedRows,

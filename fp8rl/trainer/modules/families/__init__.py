@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fp8rl.models.architecture import Model
 from fp8rl.models.families import Family, families_of_layer
-from fp8rl.models.forms import ADD_NORM, EMBED, LINEAR, LOGPROBS, NORM, OpForm
 from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.trace import ADD_NORM, EMBED, LINEAR, LOGPROBS, NORM, OpForm
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer.modules.precision import LayerPrecision
@@ -103,22 +103,15 @@ def sides(model: Model) -> dict[OpForm, MegatronSide]:
 
 
 def fields_of_layer(families: Iterable[Family], layer: Layer, library: Library) -> dict[str, Any]:
-    """Return the fields of a layer, family by family.
-
-    Raises:
-        UserError: a family has no modules of this library.
-    """
+    """Return the fields of a layer, family by family. Raises UserError: a family has no modules of this library."""
     found: dict[str, Any] = {}
     for family in families_of_layer(families, layer.sizes, layer.precision.layer):
         builds = megatron_family(family).layer
         if library not in builds:
             mode = "exact" if library == "exact" else f"native, on {library}"
-            raise user_error(
-                "numerics.mode",
-                found=f"{mode}, with a model of {family.name} {family.part}",
-                expected=f"what the family's modules in the trainer are for: {', '.join(builds) or 'nothing'}",
-                remedy="Set the other mode, or add modules to the family's `MegatronFamily.layer`.",
-            )
+            expected = f"what the family's modules in the trainer are for: {', '.join(builds) or 'nothing'}"
+            remedy = "Set the other mode, or add modules to the family's `MegatronFamily.layer`."
+            raise user_error("numerics.mode", f"{mode}, with a model of {family.name} {family.part}", expected, remedy)
         found |= builds[library](layer)
     return found
 

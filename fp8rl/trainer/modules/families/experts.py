@@ -23,7 +23,6 @@ from fp8rl.numerics.config import Mode
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.ops.experts import adapted_grouped_linear
 from fp8rl.numerics.ops.grouped import grouped_linear
-from fp8rl.trainer.modules.dispatch import on_their_ranks, rows_of_pairs
 from fp8rl.trainer.modules.families import (
     Call,
     Fields,
@@ -36,7 +35,14 @@ from fp8rl.trainer.modules.families import (
     with_precision,
 )
 from fp8rl.trainer.modules.precision import LayerPrecision
-from fp8rl.trainer.modules.router import BiasedRouter, OneExpertRouter, Router, UnnormalizedRouter
+from fp8rl.trainer.modules.router import (
+    BiasedRouter,
+    OneExpertRouter,
+    Router,
+    UnnormalizedRouter,
+    on_their_ranks,
+    rows_of_pairs,
+)
 from fp8rl.trainer.modules.weights import GroupedWeights, StackedWeights
 
 GATE, DOWN = "experts.gate_proj", "experts.down_proj"

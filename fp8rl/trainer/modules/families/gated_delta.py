@@ -29,8 +29,8 @@ from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output
+from fp8rl.trainer.modules.rows import PackedRows
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
-from fp8rl.trainer.step.microbatches import PackedRows
 
 SIZES = "sizes"
 """The attribute of products by which those who see a call of one know its heads."""

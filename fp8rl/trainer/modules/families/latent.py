@@ -30,9 +30,8 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, output, rows_of
-from fp8rl.trainer.modules.kv import KVRounding
-from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
-from fp8rl.trainer.step.microbatches import PackedRows
+from fp8rl.trainer.modules.precision import Adapter, KVRounding, LayerPrecision
+from fp8rl.trainer.modules.rows import PackedRows
 
 NARROW = {"linear_q_down_proj": "q_a_proj", "linear_kv_down_proj": "kv_a_proj"}
 """Megatron's narrow products, and their module kinds."""

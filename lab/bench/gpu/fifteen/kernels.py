@@ -25,7 +25,7 @@ def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     import triton
 
-    from fp8rl.numerics.kernels.precompile import Variant, compile_all
+    from fp8rl.numerics.kernels.cache import Variant, compile_all
 
     home = str(Path(triton.__file__).parent)
     listed = lzma.decompress(LIST.read_bytes()).decode().replace("@TRITON@", home).splitlines()

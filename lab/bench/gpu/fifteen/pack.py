@@ -67,7 +67,7 @@ MODELS = (
     *("auto", "clip", "glm4v", "glm4v_moe", "glmasr", "llama", "llama4", "llava", "mistral3", "mllama", "parakeet"),
     *("pixtral", "qwen2", "qwen2_5_vl", "qwen2_audio", "siglip", "vitdet", "whisper", "qwen3", "qwen3_moe"),
 )
-"""Of transformers: those whose modules SGLang's server, Megatron and mbridge import."""
+"""Of transformers: those whose modules SGLang's server and Megatron import."""
 LEFT_OUT = re.compile(
     r"\.(a|map|pyi|jar|ipynb)$|(^|/)tests?/|\.data/(headers|data)/|/licenses/|^(?!transformer_engine).*/RECORD$"
     r"|^ray/(jars|rllib|cpp|dashboard/client|llm|serve|train|tune)/|^wandb/bin/"
@@ -84,7 +84,7 @@ HOMES = {
     "ray": ("ray",),
     "te": ("transformer_engine", "transformer_engine_torch", "transformer_engine_cu13", "nvdlfw_inspect"),
     "deepgemm": ("deep_gemm",),
-    "trainer": ("megatron", "mbridge", "transformers", "tokenizers", "pydantic", "pydantic_core", "annotated_types",
+    "trainer": ("megatron", "transformers", "tokenizers", "pydantic", "pydantic_core", "annotated_types",
                 "typing_inspection", "omegaconf", "antlr4", "fp8rl", "importlib_metadata", "tvm_ffi"),
 }  # fmt: skip
 """Top-level folders of the archives; all others are in `engine`."""

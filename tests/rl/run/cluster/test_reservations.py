@@ -17,7 +17,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster import reservations as reservations_module
 from fp8rl.rl.run.cluster.placement import interface_of, nodes_up, views
 from fp8rl.rl.run.cluster.reservations import NoRoomError, Reservations
-from fp8rl.trainer.placement import ActorPlacement
+from fp8rl.trainer.config import ActorPlacement
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8rl.models.forms import OpForm
-from fp8rl.models.trace import Forward, Op
+from fp8rl.models.trace import Forward, Op, OpForm
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.plugin import families

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.families.ends import first_tensors, last_tensors
+from fp8rl.models.families import first_tensors, last_tensors
 from fp8rl.models.families.latent import Latent, latent_attention_tensors
 from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import EngineRank, TensorRow, TensorTable
 from fp8rl.numerics.core.memory import ZEROS, placeholders
-from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.weight_cache import Frozen
 from fp8rl.rollout.engine.plugin import lifecycle
 from fp8rl.rollout.engine.plugin import weights as plugin_weights
 from fp8rl.rollout.engine.plugin.parameters import hf_tensors

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.forms import OpForm
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.trace import Forward
+from fp8rl.models.trace import Forward, OpForm
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import TensorSpec
 

@@ -1,4 +1,5 @@
-"""Context parallelism: the tokens of a row are shared by ranks, which attend to the keys of all of them.
+"""The rows of a micro-batch as attention finds them: end to end, or shared by context-parallel ranks, each of which
+attends to the keys of all of them.
 
 A row is cut into twice as many chunks as there are ranks, and rank r has chunk r from the front and chunk r from the
 back, so that all have as many keys to attend to (Llama 3, arXiv 2407.21783). Keys and values are gathered in the
@@ -9,16 +10,47 @@ whole and in the order that one rank alone has.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from fp8rl.numerics import ops
+from fp8rl.numerics.ops import TokenTree
+from fp8rl.trainer import device
+from fp8rl.trainer.config import CHUNKS
 
-CHUNKS = 2
-"""Chunks of a row that each of the ranks has that share it."""
+
+@dataclass(kw_only=True)
+class PackedRows(PackedSeqParams):
+    """The layout of rows end to end for attention: Megatron's parameters, and ours."""
+
+    lengths: Tensor
+    """int64 [B], of each row."""
+    positions: Tensor
+    """int64 [T], of each token in its row."""
+    tree: TokenTree | None = None
+    """The prefix tree that the rows are, if what they have in common is laid once."""
+
+    @classmethod
+    def of(cls, lengths: Tensor) -> PackedRows:
+        """Build the layout. lengths: int64 [B] on the CPU, 1 or more each."""
+        stops = lengths.cumsum(0)
+        positions = torch.arange(int(stops[-1])) - (stops - lengths).repeat_interleave(lengths)
+        cumulated = torch.cat([stops.new_zeros(1), stops]).int().to(device.current())
+        longest = int(lengths.max())
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=cumulated,
+            cu_seqlens_kv=cumulated,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=lengths.to(device.current()),
+            positions=positions.to(device.current()),
+        )
 
 
 def own_positions(width: int, rank: int, ranks: int) -> Tensor:

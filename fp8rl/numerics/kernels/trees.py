@@ -1,7 +1,9 @@
-"""The gradient of an embedding: `numerics.ops.embedding`, in place, without atomics and without a wait for the host.
+"""Attention over prefix trees, and the sum of rows by token: `numerics.ops.trees`.
 
-Rows are sorted by token. The program at a token's first row adds all of them, in their order; the others have nothing
-to do. Nothing of the vocabulary's size is made, and no row of `total` is touched that has no token.
+For queries a tree's tokens are the slots of a paged cache, and the path of a row is its table: the forward and the
+gradient of queries read keys from slots, in the splits and chunks of the path. For keys the queries are an interval:
+those of a tile of keys lie between the first of them and the largest end, where query q sees key k if k <= q < end[k].
+The gradient of a token is added up over the rows that share it in the order of this interval, by one program, in FP32.
 """
 
 from __future__ import annotations
@@ -11,13 +13,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8rl.numerics.kernels.arithmetic import as_rows, cast
+from fp8rl.numerics.kernels.arithmetic import as_rows, cast, dense_rows
+from fp8rl.numerics.kernels.attention.forward import Attention, check
+from fp8rl.numerics.ops.attention import TokenTree
 
 _BLOCK = 1024
 
 
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: float) -> Tensor:
+    """`numerics.ops.tree_attention`, without a wait for the device (`forward.packed_attention`). Raises UserError: as
+    of `forward.attention`."""
+    check(q, k, v)
+    rows = (dense_rows(x)[None] for x in (q, k, v))
+    return Attention.apply(*rows, torch.arange(len(q), device=q.device)[None], scale, None, tree)[0]
+
+
 def add_by_token(total: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """`numerics.ops.add_by_token`."""
+    """`numerics.ops.add_by_token`, in place, without atomics and without a wait for the host.
+
+    Rows are sorted by token. The program at a token's first row adds all of them, in their order; the others have
+    nothing to do. Nothing of the vocabulary's size is made, and no row of `total` is touched that has no token.
+    """
     rows = as_rows(rows)
     if not rows.numel():
         return

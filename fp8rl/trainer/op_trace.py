@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,41 +13,29 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from fp8rl.models import Model
-from fp8rl.models.forms import LOGPROBS, OpForm
-from fp8rl.models.trace import EACH, LENGTHS, TARGETS, TOKENS, Forward, OpSite, OpTrace, recorded
+from fp8rl.models.trace import EACH, LENGTHS, LOGPROBS, TARGETS, TOKENS, Forward, OpForm, OpSite, OpTrace, recorded
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer import device
 from fp8rl.trainer.modules.families import MegatronSide, sides
 from fp8rl.trainer.step.batch import TokenBatch
-
-if TYPE_CHECKING:
-    from fp8rl.trainer.trainer import Trainer
+from fp8rl.trainer.trainer import Trainer
 
 Written = dict[OpSite, tuple[Tensor, ...]]
 """The outputs of each op."""
 
 
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
-    """Run the sequences of `batch` forward, each by itself, and record every op.
-
-    Raises:
-        UserError: the trainer has several ranks, each of which sees a part of an op, or TransformerEngine's layers.
-    """
+    """Run the sequences of `batch` forward, each by itself, and record every op. Raises UserError: the trainer has
+    several ranks, each of which sees a part of an op, or TransformerEngine's layers."""
     if trainer.config.world_size > 1:
-        raise user_error(
-            "trainer",
-            found=f"{trainer.config.world_size} ranks",
-            expected="1: with several, no rank sees a whole op",
-            remedy="Attribute with a trainer of one rank and numerics.k_splits set to the run's trainer.tp.",
-        )
+        expected = "1: with several, no rank sees a whole op"
+        remedy = "Attribute with a trainer of one rank and numerics.k_splits set to the run's trainer.tp."
+        raise user_error("trainer", f"{trainer.config.world_size} ranks", expected, remedy)
     if trainer.lowering.transformer_engine:
-        raise user_error(
-            "numerics.mode",
-            found="native, on TransformerEngine",
-            expected="layers of which every op can be seen: TransformerEngine's fuse some",
-            remedy="Attribute with numerics.mode=exact, or on a machine without a GPU.",
-        )
+        expected = "layers of which every op can be seen: TransformerEngine's fuse some"
+        remedy = "Attribute with numerics.mode=exact, or on a machine without a GPU."
+        raise user_error("numerics.mode", "native, on TransformerEngine", expected, remedy)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for row in range(batch.rows):
         tokens = batch.tokens[row : row + 1, : int(batch.lengths[row])].to(device.current())
