@@ -32,7 +32,7 @@ METRICS = {
 
 def test_a_step_is_one_line() -> None:
     assert step_line(3, 60, METRICS).plain == (
-        "step  3/60  reward 0.432  max|d| 0  exact 1  grad 0.987  rollout 1.23s  train 0.50s  sync 0.02s"
+        "step  3/60  reward 0.432  grad 0.987  max|d| 0  exact 1  rollout 1.23s  train 0.50s  sync 0.02s"
     )
 
 
@@ -45,7 +45,7 @@ def test_accuracy_is_shown_when_there_is_one_and_trouble_always() -> None:
 def test_where_older_tokens_are_trained_on_the_line_says_how_many_were_compared() -> None:
     drift = {"drift/tokens": 3829.0, "drift/logprob_abs_diff_mean": 0.02, "drift/logprob_abs_diff_max": 3.1}
     line = step_line(3, 60, METRICS | {"mismatch/tokens": 16.0} | drift).plain
-    assert "max|d| 0  exact 1 of 16 tokens, 3,829 older drifted 2.00e-02, at most 3.10e+00  grad" in line
+    assert "max|d| 0  exact 1 of 16 tokens, 3,829 older drifted 2.00e-02, at most 3.10e+00  rollout" in line
 
 
 def test_a_step_in_which_the_critic_learns_alone_says_so() -> None:
