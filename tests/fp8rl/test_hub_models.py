@@ -55,5 +55,5 @@ def test_a_capsule_begins_with_its_own_weights(experiment: Experiment, tmp_path:
 
 
 def test_evaluation_renders_with_its_tokenizer(snapshot: Path) -> None:
-    served, experiment = read_evaluated(Path(NAME), [str(EXAMPLES / "data/arithmetic_eval.jsonl")], [])
-    assert served.path == snapshot and experiment.model.directory == snapshot
+    served = read_evaluated(Path(NAME), [str(EXAMPLES / "data/arithmetic_eval.jsonl")], [])
+    assert served.experiment.model.directory == snapshot
