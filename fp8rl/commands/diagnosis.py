@@ -69,7 +69,7 @@ def warm(
         from fp8rl.numerics.backend.implementation import implementation_for
         from fp8rl.numerics.kernels import cache, precompile
         from fp8rl.numerics.spec import QuantSpec
-        from fp8rl.rl.experiment.budget.gpus import gpu_named
+        from fp8rl.rl.experiment.budget.job import gpu_named
         from fp8rl.rl.run.cluster.placement import own_capability
 
         capability = (own_capability() or (9, 0)) if gpu is None else gpu_named(gpu).capability
@@ -110,7 +110,7 @@ def plan(
         from fp8rl.diagnose.plan import fitted_plan, make_plan
         from fp8rl.diagnose.plan.plan_report import rendered
         from fp8rl.diagnose.plan.subject import read_plan_subject
-        from fp8rl.rl.experiment.budget.gpus import gpu_named
+        from fp8rl.rl.experiment.budget.job import gpu_named
 
         if fit:
             made = fitted_plan(subject, overrides or [], gpu_named(gpu), gpus, length, bench)

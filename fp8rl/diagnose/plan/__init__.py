@@ -18,8 +18,7 @@ from fp8rl.diagnose.report import Remark, Report
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
-from fp8rl.rl.experiment.budget.gpus import Gpu
-from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.job import Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.served import served_bytes

@@ -9,8 +9,7 @@ from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.fit import SLACK
-from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
-from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu, Job
 from fp8rl.rl.experiment.budget.memory import colocated_memory, engine_memory, trainer_memory
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout

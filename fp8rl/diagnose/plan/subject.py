@@ -13,8 +13,7 @@ from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import check_path
 from fp8rl.rl.experiment import Experiment, load_experiment
-from fp8rl.rl.experiment.budget.gpus import Gpu
-from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
+from fp8rl.rl.experiment.budget.job import Gpu, Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
 from fp8rl.trainer.state_bytes import storage_on
 

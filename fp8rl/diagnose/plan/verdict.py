@@ -9,8 +9,7 @@ from fp8rl.diagnose.plan.subject import PlanSubject
 from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, largest_micro_batch
-from fp8rl.rl.experiment.budget.gpus import Gpu
-from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.job import Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
 from fp8rl.rl.experiment.preconditions.model import check_teacher_layout
 from fp8rl.rl.experiment.preconditions.rules import broken_rules

@@ -18,8 +18,7 @@ from fp8rl.models import read_shape
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment.budget.gpus import GPUS
-from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.job import GPUS, Job
 from fp8rl.rl.experiment.budget.memory import colocated_memory, trainer_memory
 from fp8rl.trainer.config import OptimizerSection, TrainerSection
 from fp8rl.weight_sync.served import served_bytes

@@ -12,7 +12,7 @@ from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import gate_rules, rules
-from fp8rl.rl.experiment.budget.gpus import gpu_named
+from fp8rl.rl.experiment.budget.job import gpu_named
 from fp8rl.rl.experiment.preconditions import rules as machine_rules
 from fp8rl.rl.experiment.preconditions.rules import broken_rules, check_target
 from fp8rl.rl.experiment.preconditions.target import Target

@@ -11,7 +11,7 @@ from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE, gpu_named
+from fp8rl.rl.experiment.budget.job import GPUS, GPUS_PER_NODE, gpu_named
 from fp8rl.rl.experiment.preconditions.rules import check_target
 from fp8rl.rl.experiment.preconditions.target import Target
 from fp8rl.rl.run.cluster.placement import Node, place
