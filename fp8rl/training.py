@@ -111,8 +111,7 @@ def run_experiment(
     )
     with interruptible(), opened as files:
         from fp8rl.rl.loop import train as run_loop
-        from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable
-        from fp8rl.rl.run.early_end import how_to_go_on, say_failed
+        from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable, how_to_go_on, say_failed
         from fp8rl.rl.run.restarts import FAILURES, run_with_restarts
 
         if resume:

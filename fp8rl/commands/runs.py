@@ -24,8 +24,7 @@ from fp8rl.commands import (
 )
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.run.early_end import STOPPED
-from fp8rl.rl.run.interrupts import interruptible
+from fp8rl.rl.run.interrupts import STOPPED, interruptible
 from fp8rl.training import RunFailedError, run_experiment
 
 

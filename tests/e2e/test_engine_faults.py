@@ -18,8 +18,8 @@ import ray
 from fp8rl.models import read_shape
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+from fp8rl.rl.run.feed.sampling import PendingGroup
 from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.sampling import PendingGroup
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.tasks.data.sources import load_problems
 from fp8rl.rollout.types import Group, Trajectory

@@ -20,8 +20,8 @@ from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_prompts
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling
 from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.sampling import PendingGroup, Sampling
 from fp8rl.rollout.engine.actor import check_versions
 from fp8rl.rollout.tasks.chat import end_ids
 from fp8rl.rollout.tasks.data.sources import load_problems

@@ -17,13 +17,13 @@ from fp8rl.rl.record.trackers.to_wandb import latest, leet
 from fp8rl.rl.report.report import write_report
 from fp8rl.rl.report.summary import summarize
 from fp8rl.rl.report.verdict import verdict
+from fp8rl.rl.run.checkpoints import resume_command
 from fp8rl.rl.run.cluster.reservations import NoRoomError
-from fp8rl.rl.run.early_end import STOPPED, resume_command
-from fp8rl.rl.run.failures import TooManyFailuresError
+from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError
 from fp8rl.rl.run.feed.feed import FilterError
 from fp8rl.rl.run.feed.judging import RewardError
-from fp8rl.rl.run.interrupts import ShutdownStack
+from fp8rl.rl.run.interrupts import STOPPED, ShutdownStack
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.types import EngineError

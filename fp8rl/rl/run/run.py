@@ -26,8 +26,7 @@ from fp8rl.rl.record.trackers import Tracked
 from fp8rl.rl.record.trackers.background import BackgroundTrackers
 from fp8rl.rl.record.trackers.to_wandb import leet
 from fp8rl.rl.record.tracking import RunTracker, Samples
-from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, check_contents, with_older
-from fp8rl.rl.run.early_end import end_without_ray
+from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, check_contents, end_without_ray, with_older
 from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from fp8rl.rl.run.feed.judging import REWARD_FAILURES

@@ -24,8 +24,8 @@ from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
+from fp8rl.rl.run.feed.sampling import Sampling
 from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
 from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS

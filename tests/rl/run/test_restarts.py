@@ -13,7 +13,7 @@ import fp8rl.rl.experiment.preconditions
 import fp8rl.rl.run.restarts as restarts_module
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.terminal import typed
-from fp8rl.rl.run.early_end import how_to_go_on
+from fp8rl.rl.run.checkpoints import how_to_go_on
 from fp8rl.rl.run.restarts import commands_after_a_stop, run_with_restarts
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError

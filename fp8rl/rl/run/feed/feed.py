@@ -22,8 +22,8 @@ from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_tr
 from fp8rl.rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling, done
 from fp8rl.rl.run.feed.state import FeedState, SavedGroup
-from fp8rl.rl.run.sampling import PendingGroup, Sampling, done
 from fp8rl.rollout.tasks.chat import answer_ids
 from fp8rl.rollout.types import Group, Problem, Prompt, Trajectory, prompt_ids
 from fp8rl.trainer.step.batch import TokenBatch

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.feed.conversations as conversations_module
 import fp8rl.rollout.tasks.environments.conversation as conversation_module
-from fp8rl.rl.run.failures import TooManyFailuresError
+from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError, Conversations
-from fp8rl.rl.run.sampling import done
+from fp8rl.rl.run.feed.sampling import done
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.tasks.environments.config import EnvironmentSection
 from fp8rl.rollout.types import EngineError, Group, Problem, Prompt, SamplingParams, Trajectory

@@ -16,14 +16,14 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 
-import fp8rl.rl.run.sampling as sampling_module
+import fp8rl.rl.run.feed.sampling as sampling_module
 from fp8rl.rl.loop import rollout_records
 from fp8rl.rl.record.metrics_log import StepClock
-from fp8rl.rl.run.failures import Failures
+from fp8rl.rl.run.events import Failures
 from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.sampling import Sampling
 from fp8rl.rl.run.feed.state import FeedState, read_answered
-from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rollout.tasks.rewards.functions import RewardsSection
 from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fp8rl.rl.run.engines.teacher import Teacher
-from fp8rl.rl.run.failures import TooManyFailuresError
+from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
 from fp8rl.rollout import deadlines
 from fp8rl.rollout.tasks.rewards.functions import RewardsSection
