@@ -15,7 +15,7 @@ from fp8rl.diagnose.subject import Subject, last_numerics, read_served
 from fp8rl.models.plain_yaml import parse_yaml
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.experiment import Experiment, load_experiment
-from fp8rl.rl.experiment.fetching import fetched
+from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.data import check_data

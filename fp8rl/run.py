@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.reading import BadLine, at_home, check_path
-from fp8rl.rl.record.events import Event, events_found
+from fp8rl.rl.record.history import Event, Session, events_found, sessions_found
 from fp8rl.rl.record.metrics import METRICS, describe, is_fixed
 from fp8rl.rl.record.metrics_log import Row, metrics_found
 from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import Session, sessions_found
 
 if TYPE_CHECKING:
     import pandas

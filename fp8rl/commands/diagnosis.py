@@ -33,7 +33,7 @@ def doctor(
         from fp8rl.diagnose.doctor.doctor_report import rendered
         from fp8rl.diagnose.doctor.machine import gather
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
         from fp8rl.rl.experiment.sections import NumericsSection
 
         loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
@@ -136,7 +136,7 @@ def preflight(
         from fp8rl.diagnose.preflight import preflight as examine
         from fp8rl.diagnose.preflight import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
@@ -151,9 +151,9 @@ def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) 
     """
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose.audit import audit as examine
-        from fp8rl.diagnose.audit.audit_report import rendered
+        from fp8rl.diagnose.audit import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())

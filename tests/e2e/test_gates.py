@@ -23,7 +23,7 @@ from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.loop import train
-from fp8rl.rl.record.events import Event, read_events
+from fp8rl.rl.record.history import Event, read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.feed.feed import RolloutBatch, SampledFeed

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.record.events import Event, append_event
+from fp8rl.rl.record.history import Event, append_event
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir

@@ -24,8 +24,7 @@ from fp8rl.numerics.backend.implementation import (
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment.preconditions.rules import shared_memory_refusals
-from fp8rl.rl.experiment.preconditions.target import Target
+from fp8rl.rl.experiment.preconditions.rules import Target, shared_memory_refusals
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.server.arguments import server_arguments
 from fp8rl.trainer.megatron.lowering import by_mx, lower

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8rl.diagnose.plan import layouts, verdict
-from fp8rl.diagnose.plan.bench import Rates, read_bench
-from fp8rl.diagnose.plan.decode import Decode, decode_step
+from fp8rl.diagnose.plan.bench import Decode, Rates, decode_step, read_bench
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on, read_plan_subject
 from fp8rl.diagnose.plan.time import StepTime, step_time

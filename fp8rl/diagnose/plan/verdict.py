@@ -12,8 +12,7 @@ from fp8rl.rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, la
 from fp8rl.rl.experiment.budget.job import Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
 from fp8rl.rl.experiment.preconditions.model import check_teacher_layout
-from fp8rl.rl.experiment.preconditions.rules import broken_rules
-from fp8rl.rl.experiment.preconditions.target import Target
+from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules
 
 
 def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:

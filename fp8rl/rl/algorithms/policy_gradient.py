@@ -20,11 +20,9 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import per_token, whitened
-from fp8rl.rl.algorithms.parts.aggregation import Aggregation, AggregationMode
 from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
-from fp8rl.rl.algorithms.parts.kl import ESTIMATORS, KlSection, k3
-from fp8rl.rl.algorithms.parts.overlong import OverlongSection
-from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped, token_ratio
+from fp8rl.rl.algorithms.parts.penalties import ESTIMATORS, KlSection, OverlongSection, k3
+from fp8rl.rl.algorithms.parts.surrogates import Aggregation, AggregationMode, Surrogate, clipped, token_ratio
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, ObjectiveOutput

@@ -1,9 +1,13 @@
-"""The console of a run: one line per step, and on a terminal a live table below."""
+"""The console of a run: one line per step, and on a terminal a live table below. log.txt has what the console said, the
+driver's warnings, and the traceback of what ended a run."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8rl.numerics.core.terminal import printable
-from fp8rl.rl.record.log import CONSOLE
 from fp8rl.rl.record.metrics import SHOWN_FIRST, held_out_is, metric
 
 
@@ -189,3 +192,37 @@ def _written(name: str, value: float) -> Text:
     if name == "mismatch/exact_frac":
         return Text(format_fraction(value), style=f"{'green' if value == 1.0 else 'yellow'} not bold")
     return Text(f"{value:.2f}s" if metric(name).unit == "s" else f"{value:.3f}", style="not bold")
+
+
+CONSOLE = logging.getLogger("fp8rl.console")
+"""Where the console repeats its lines."""
+
+
+class _QuietFile(logging.FileHandler):
+    """A log that is silent about a full disk: the error that ends the run says so; the log must not repeat it line by
+    line."""
+
+    def handleError(self, record: logging.LogRecord) -> None: ...
+
+
+@contextmanager
+def run_log(path: Path) -> Iterator[None]:
+    """Append to `path` inside the block: console lines, and from all libraries warnings and what is worse."""
+    handler = _QuietFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    CONSOLE.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        CONSOLE.info("interrupted")
+        raise
+    except Exception:
+        CONSOLE.exception("the run failed")
+        raise
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(handler)
+        handler.close()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-from fp8rl.rl.mismatch.buckets import OLDEST, POSITION_STARTS
+from fp8rl.rl.mismatch import OLDEST, POSITION_STARTS
 
 REWARD_PARTS = "rollout/reward/"
 """Metrics that the reward functions of an experiment name."""

@@ -15,12 +15,11 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import check_page, writing
 from fp8rl.numerics.core.reading import BadLine, check_path, read_text
 from fp8rl.rl.record.console import format_difference, format_percent
-from fp8rl.rl.record.events import Event, events_found
+from fp8rl.rl.record.history import Event, Session, events_found, sessions_found
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import metrics_found
 from fp8rl.rl.record.rollouts import SHOWN, RolloutRecord, rollouts_found, shown
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import Session, sessions_found
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Code, Column, Paragraph, Section, Table, Tile, references

@@ -23,8 +23,8 @@ from fp8rl.numerics.core.terminal import say_error, typed
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.guard import GateState
-from fp8rl.rl.record.events import read_events
-from fp8rl.rl.record.log import CONSOLE
+from fp8rl.rl.record.console import CONSOLE
+from fp8rl.rl.record.history import read_events
 from fp8rl.rl.record.metrics_log import metrics_found, read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.feed.state import FeedState

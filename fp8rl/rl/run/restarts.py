@@ -10,7 +10,7 @@ import ray
 
 from fp8rl.numerics.core.terminal import typed
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.record.events import read_events
+from fp8rl.rl.record.history import read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers.to_wandb import latest, leet

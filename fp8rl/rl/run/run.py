@@ -17,15 +17,12 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import CapsuleSource, cut_capsules, export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.guard import GateState, Verdict
-from fp8rl.rl.record.console import StepConsole
-from fp8rl.rl.record.events import Event, append_event, cut_events
-from fp8rl.rl.record.log import CONSOLE, run_log
+from fp8rl.rl.record.console import CONSOLE, StepConsole, run_log
+from fp8rl.rl.record.history import Event, Session, append_event, append_session, cut_events, this_session
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import Session, append_session, this_session
 from fp8rl.rl.record.trackers import Tracked
-from fp8rl.rl.record.trackers.background import BackgroundTrackers
 from fp8rl.rl.record.trackers.to_wandb import leet
-from fp8rl.rl.record.tracking import RunTracker, Samples
+from fp8rl.rl.record.tracking import BackgroundTrackers, RunTracker, Samples
 from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, check_contents, end_without_ray, with_older
 from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from fp8rl.diagnose.plan.decode import decode_step
+from fp8rl.diagnose.plan.bench import decode_step
 from fp8rl.diagnose.plan.subject import CONFIGS
 from fp8rl.models import read_shape
 from fp8rl.models.shape import Shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fp8rl.diagnose.plan.decode import Decode
+from fp8rl.diagnose.plan.bench import Decode
 from fp8rl.diagnose.plan.time import PASSES, Product, kept_bytes, operand_bytes, products, update_bytes
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Job
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes

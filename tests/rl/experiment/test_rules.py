@@ -14,8 +14,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import gate_rules, rules
 from fp8rl.rl.experiment.budget.job import gpu_named
 from fp8rl.rl.experiment.preconditions import rules as machine_rules
-from fp8rl.rl.experiment.preconditions.rules import broken_rules, check_target
-from fp8rl.rl.experiment.preconditions.target import Target
+from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules, check_target
 from tests.support.experiments import experiment
 from tests.support.remedies import broken, mended, overridden, rules_of
 

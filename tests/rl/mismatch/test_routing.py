@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.rl.mismatch import routing
-from fp8rl.rl.mismatch.routing import router_metrics
+from fp8rl.rl.guard.scored_batch import router_metrics
 from fp8rl.rl.record.metrics import describe
 
 
@@ -73,7 +72,7 @@ def test_both_sides_unknown_is_no_agreement() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
 def test_against_sets_and_in_chunks_of_any_size(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "_CHUNK", chunk)
+    monkeypatch.setattr("fp8rl.rl.guard.scored_batch._CHUNK", chunk)
     generator = np.random.default_rng(0)
     batch, width, layers, top_k = 7, 9, 5, 4
     train = np.stack([generator.permutation(8)[:top_k] for _ in range(batch * width * layers)])

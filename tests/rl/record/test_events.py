@@ -1,7 +1,7 @@
 import dataclasses
 from pathlib import Path
 
-from fp8rl.rl.record.events import Event, append_event, cut_events, read_events
+from fp8rl.rl.record.history import Event, append_event, cut_events, read_events
 
 EVENTS = [
     Event(2, "mismatch/exact_frac", 0.5, "below 1.0", "resync", "capsules/step_2", "resync: ..."),

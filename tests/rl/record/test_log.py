@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.rl.record.console import StepConsole
-from fp8rl.rl.record.log import run_log
+from fp8rl.rl.record.console import StepConsole, run_log
 
 
 def test_it_has_the_console_s_lines_warnings_and_the_traceback(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from fp8rl.rl.record.sessions import append_session, sessions_found, this_session
+from fp8rl.rl.record.history import append_session, sessions_found, this_session
 
 
 def test_a_session_knows_machine_versions_and_code() -> None:

@@ -10,10 +10,9 @@ import yaml
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
-from fp8rl.rl.record.events import Event, append_event
+from fp8rl.rl.record.history import Event, Session, append_event, append_session
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import Session, append_session
 from fp8rl.rl.report.charts import overlaid, sections
 from fp8rl.rl.report.page import Charts, Section
 from fp8rl.rl.report.report import write_report

@@ -12,7 +12,7 @@ import pytest
 import fp8rl.rl.run.run as run_module
 import fp8rl.rl.run.stack as stack_module
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.record.events import Event, append_event, read_events
+from fp8rl.rl.record.history import Event, append_event, read_events
 from fp8rl.rl.run.run import LiveRun, check_directory
 from tests.support.experiments import experiment
 from tests.support.paths import new_run

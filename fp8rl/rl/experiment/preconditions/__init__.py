@@ -23,8 +23,7 @@ from fp8rl.rl.experiment.preconditions.model import (
     unused_rates,
 )
 from fp8rl.rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
-from fp8rl.rl.experiment.preconditions.rules import check_target
-from fp8rl.rl.experiment.preconditions.target import Target
+from fp8rl.rl.experiment.preconditions.rules import Target, check_target
 from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
 from fp8rl.rl.record.trackers import check_trackers
 from fp8rl.rl.record.trackers.to_wandb import check_wandb

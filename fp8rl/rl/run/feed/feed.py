@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.mismatch.drift import tokens_by_age
-from fp8rl.rl.mismatch.logprobs import token_versions
+from fp8rl.rl.mismatch.logprobs import token_versions, tokens_by_age
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories

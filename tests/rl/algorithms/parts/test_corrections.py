@@ -12,7 +12,7 @@ from fp8rl.rl.algorithms import ALGORITHMS, Algorithm
 from fp8rl.rl.algorithms.base import Needs, Outcomes
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.algorithms.parts.corrections import Correction
-from fp8rl.rl.algorithms.parts.kl import k2, k3
+from fp8rl.rl.algorithms.parts.penalties import k2, k3
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.validation import parse_experiment
