@@ -14,7 +14,6 @@ from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.data import check_data
 from fp8rl.rl.experiment.preconditions.functions import check_functions
-from fp8rl.rl.experiment.preconditions.gates import check_gate_names
 from fp8rl.rl.experiment.preconditions.model import (
     check_algorithm,
     check_architecture,
@@ -40,7 +39,6 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
         UserError: the first thing that stands in the way.
     """
     check_algorithm(experiment.algorithm)
-    check_gate_names(experiment)
     for remark in unused_rates(experiment):
         say(remark)
     if "working_dir_files" in (folder := Path(experiment.run.dir).resolve()).parts:  # `ray job submit --working-dir`

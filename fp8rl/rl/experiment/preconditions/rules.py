@@ -27,7 +27,6 @@ from fp8rl.numerics.backend.implementation import (
 )
 from fp8rl.numerics.core.errors import UserError, raise_first, user_error
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.gates import check_gate_layers
 from fp8rl.trainer.device import has_transformer_engine
 from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
 from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_rows, check_training
@@ -230,6 +229,16 @@ def _optimizer(e: Experiment, shape: Shape, target: Target) -> None:
     lower_optimizer(e.trainer.optimizer, held_in_fp8, target.gpus, target.transformer_engine)
 
 
+def _gates(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    layers = shape.sizes.moe_layers
+    for index, gate in enumerate(e.gates):
+        layer = gate.metric.removeprefix("mismatch/router_agreement_layer_")
+        if layer != gate.metric and int(layer) >= layers:
+            expected = f"a layer below {layers}, the model's layers with experts"
+            remedy = "Correct the number, or remove the gate."
+            yield user_error(f"gates.{index}.metric", gate.metric, expected, remedy)
+
+
 def _context(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     rollout, sizes = e.rollout, shape.sizes
     length = rollout.context_length
@@ -271,7 +280,7 @@ CHECKS: tuple[Callable[[Experiment, Shape, Target], Iterable[UserError] | None],
     lambda e, shape, target: check_rows(
         e.trainer, e.numerics.mode, target.transformer_engine, e.rollout.context_length
     ),
-    lambda e, shape, target: check_gate_layers(e, shape.sizes),
+    _gates,
     _context,
     _cpu_heads,
 )
