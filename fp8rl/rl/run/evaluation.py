@@ -43,8 +43,6 @@ class HeldOut:
     """Key of its rewards in the spec; empty: those of the run."""
     pass_at: tuple[int, ...] = ()
     """Each k of which `pass@k` is wanted."""
-    right_from: float = 1.0
-    """The first reward from which on an answer is right."""
 
     @property
     def greedy(self) -> bool:
@@ -81,7 +79,6 @@ def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iter
             own.rewards or experiment.rewards,
             f"{key}.rewards" if own.rewards else "",
             own.pass_at,
-            own.right_from,
         )
 
 
@@ -168,7 +165,7 @@ def set_metrics(each: HeldOut, groups: Sequence[Sequence[JudgedAnswer]]) -> dict
     if samples > 1:
         metrics[f"avg@{samples}"] = mean
     for k in each.pass_at:
-        right = [sum(value >= each.right_from for value in group) for group in values]
+        right = [sum(value >= 1.0 for value in group) for group in values]
         metrics[f"pass@{k}"] = sum(pass_at(k, samples, count) for count in right) / len(right)
     return {f"eval/{each.name}/{name}": value for name, value in metrics.items()}
 

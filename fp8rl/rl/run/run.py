@@ -38,6 +38,8 @@ RESUMED = "tracking/resumed"
 TRACKER_LOST = "tracking/tracker_lost"
 BEFORE_THE_FIRST = -1
 """Stands in place of a step to resume after: everything is repeated, the row of step 0 too."""
+_WORST = 8
+"""Worst sequences in a capsule. After a value that is not finite, all rows that it came from precede them."""
 _ACTIONS = {
     ENGINES_REPLACED: "replace_engine",
     STALE_RESYNCS: "resync",
@@ -195,7 +197,7 @@ class LiveRun:
         scored = None if passed is None else passed.monitored
         if verdict.events and passed is not None and scored is not None and self.manifest is not None:
             faulty = () if passed.fault is None else passed.fault.rows
-            worst = scored.worst_rows(self.experiment.guard.capsule_sequences)
+            worst = scored.worst_rows(_WORST)
             kept = CapsuleSource(
                 step=self.step,
                 why=verdict.why,

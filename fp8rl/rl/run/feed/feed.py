@@ -27,6 +27,9 @@ from fp8rl.rollout.tasks.chat import answer_ids
 from fp8rl.rollout.types import Group, Problem, Prompt, Trajectory, prompt_ids
 from fp8rl.trainer.step.batch import TokenBatch
 
+FRESH_ANSWERS = 24
+"""Finished answers of later steps that the trainer scores before each update of a run that samples ahead: its own batch
+is older than its weights, and cannot show whether both sides agree."""
 Meanwhile = Callable[[], object]
 """What there is to do while engines sample."""
 
@@ -135,7 +138,7 @@ class SampledFeed(Feed):
         return rollouts
 
     def ahead(self, clock: StepClock) -> RolloutBatch | None:
-        asked, count = [*self._admitted, *self._probes], self._experiment.guard.fresh_answers
+        asked, count = [*self._admitted, *self._probes], FRESH_ANSWERS
         if not asked:
             return None
         with clock.phase("rollout"):
@@ -188,7 +191,7 @@ class SampledFeed(Feed):
         self._admit_next(wanted - len(self._admitted))
         if rollout.staleness >= to_come:
             first = (step + rollout.staleness - 1) * self._size
-            count = -(-self._experiment.guard.fresh_answers // rollout.group_size)
+            count = -(-FRESH_ANSWERS // rollout.group_size)
             self._probes = [self._admit(number) for number in range(first, first + min(count, self._size))]
 
     def _admit_in_place_of(self, dropped: list[list[JudgedAnswer]], count: int) -> None:

@@ -96,6 +96,11 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture(autouse=True)
+def few_fresh_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8rl.rl.run.feed.feed.FRESH_ANSWERS", 4)
+
+
 def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, Engines]:
     algorithm = rollout.pop("algorithm", {})
     settings = experiment(
@@ -104,7 +109,7 @@ def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, 
         rollout={"prompts_per_step": PROMPTS, "group_size": SIZE, **rollout},
         algorithm={"name": "grpo", **algorithm},
         teacher={"path": "/t"} if algorithm.get("name") == "opd" else None,
-        guard={"fresh_answers": 4, "redraws": 2},
+        guard={"redraws": 2},
     )
     engines = Engines()
     engines.sampling = sampling_of(engines, settings, Letters(), judge())
