@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import sys
 from contextlib import redirect_stdout
@@ -69,15 +71,50 @@ def submit(
     Exit code 0, 1 if the job failed (with --wait), 2 for bad input.
     """
     with user_errors():
+        import asyncio
+
+        import aiohttp
+        from ray.exceptions import AuthenticationError
+        from ray.job_submission import JobStatus, JobSubmissionClient
+
+        from fp8rl.numerics.core.terminal import printable
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.run.cluster import submission
 
         load_experiment(spec, overrides or [])  # what it would refuse, it refuses here
         flags = ["--resume"] * resume + ["--overwrite"] * overwrite
         flags += ["--accept-changed-data"] * accept_changed_data
-        arguments = [str(spec.absolute()), *(overrides or []), *flags]
-        done = submission.submit(arguments, address, wait=wait, say=lambda text: show(text, soft_wrap=True))
-    end(done)
+        command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec.absolute()), *(overrides or [])]
+
+        async def follow() -> None:
+            async for text in client.tail_job_logs(job):
+                print(printable(text), end="", flush=True)
+
+        try:
+            if not re.fullmatch(r"https?://[\w.\-:@\[\]]+/?", address, re.ASCII):  # Ray would import another scheme
+                raise ValueError("it is no http://HOST:PORT")
+            client = JobSubmissionClient(address)
+            # From this directory, so that relative paths mean what they mean here.
+            job = client.submit_job(
+                entrypoint=f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([*command, *flags])}"
+            )
+            show(f"job      {job}", soft_wrap=True)
+            if wait:
+                asyncio.run(follow())
+                status = client.get_job_status(job)
+        except (AuthenticationError, OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
+            raise user_error(
+                "--address",
+                found=f"{address} ({(str(error) or repr(error)).splitlines()[0]})",
+                expected="the dashboard of a Ray cluster that accepts jobs, as http://HOST:PORT",
+                remedy="Correct it; `ray start --head` prints it. If the cluster asks for a token, set RAY_AUTH_MODE and "
+                "RAY_AUTH_TOKEN_PATH here too.",
+            ) from None
+        if wait:
+            show(f"job      {job}: {status}", soft_wrap=True)
+        else:
+            show(f"watch    ray job logs --follow --address {address} {job}", soft_wrap=True)
+            show(f"stop     ray job stop --address {address} {job}", soft_wrap=True)
+    end(not wait or status == JobStatus.SUCCEEDED)
 
 
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, e.g. runs/demo.")]) -> None:
