@@ -106,7 +106,7 @@ def submit(
                 "--address",
                 found=f"{address} ({(str(error) or repr(error)).splitlines()[0]})",
                 expected="the dashboard of a Ray cluster that accepts jobs, as http://HOST:PORT",
-                remedy="Correct it; `ray start --head` prints it. Where the cluster asks for a token, set RAY_AUTH_MODE "
+                remedy="Correct it; `ray start --head` prints it. Where a cluster asks for a token, set RAY_AUTH_MODE "
                 "and RAY_AUTH_TOKEN_PATH here too.",
             ) from None
         if wait:
