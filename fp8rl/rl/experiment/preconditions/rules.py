@@ -25,6 +25,7 @@ from fp8rl.numerics.backend.implementation import (
     has_deepgemm,
     implementation_for,
 )
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError, raise_first, user_error
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.trainer.device import has_transformer_engine
@@ -182,12 +183,12 @@ def _kernels(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]
         yield user_error("numerics.mode", f"exact {target.named}", expected, remedy)
 
 
-def _native_products(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+def native_refusals(numerics: NumericsConfig, engines: bool, target: Target) -> Iterator[UserError]:
     """SGLang and TransformerEngine compute the FP8 products of native mode, and ask for such GPUs."""
-    capability, numerics = target.capability, e.numerics_config()
-    if e.numerics.mode != "native" or capability is None:
+    capability = target.capability
+    if numerics.mode != "native" or capability is None:
         return
-    if e.needs_engines and numerics.rollout_spec.quantized and capability < FEWEST_CAPABILITY:
+    if engines and numerics.rollout_spec.quantized and capability < FEWEST_CAPABILITY:
         expected = f"{dotted(FEWEST_CAPABILITY)} or higher, for SGLang's kernels"
         yield _no_fp8("numerics.rollout", target, expected)
     spec = numerics.trainer_spec
@@ -274,7 +275,7 @@ CHECKS: tuple[Callable[[Experiment, Shape, Target], Iterable[UserError] | None],
     _compiler,
     _base,
     _kernels,
-    _native_products,
+    lambda e, shape, target: native_refusals(e.numerics_config(), e.needs_engines, target),
     lambda e, shape, target: check_model_layout(shape, e),
     _optimizer,
     lambda e, shape, target: check_rows(
