@@ -94,7 +94,8 @@ def read_subject(path: Path, key: str) -> Subject:
         remedy="Give for example runs/demo, or runs/demo/capsules/step_7.",
     )
     step = max(run.checkpoint_steps(), default=None)
-    if step is None and (experiment := _trained(run, experiment)) is None:
+    trained = _trained(run, experiment) if step is None else experiment
+    if trained is None:
         raise user_error(
             key,
             found=f"{run.path} without model/, adapter/ or a checkpoint",
@@ -102,7 +103,7 @@ def read_subject(path: Path, key: str) -> Subject:
             remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
         )
     return Subject(
-        run.name, run.path, experiment, last_numerics(run, experiment), None if step is None else run.checkpoint(step)
+        run.name, run.path, trained, last_numerics(run, experiment), None if step is None else run.checkpoint(step)
     )
 
 

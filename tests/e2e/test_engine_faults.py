@@ -47,7 +47,7 @@ def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
     folder = tmp_path_factory.mktemp("stack")
     rig.only_ray()
     with ShutdownStack() as closing:
-        stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, print)
+        stack = Stack(experiment, experiment.numerics_config(), folder, closing, print)
         stack.wait_for_engines()
         stack.syncing.sync()
         yield stack

@@ -98,8 +98,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise Started
 
     for name in (
-        "fp8rl.rl.run.run.LiveRun.open",
-        "fp8rl.rl.run.stack.Stack.open",
+        "fp8rl.rl.run.run.LiveRun.__init__",
+        "fp8rl.rl.run.stack.Stack.__init__",
         "fp8rl.diagnose.rescore.one_trainer",
         "fp8rl.diagnose.preflight.preflight",
         "fp8rl.diagnose.attribution._stack_of",

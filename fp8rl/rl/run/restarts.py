@@ -63,7 +63,7 @@ def run_with_restarts(
     with ShutdownStack(outer=True) as outer:
         for left in reversed(range(experiment.run.restarts + 1)):
             try:
-                with LiveRun.open(experiment, files, outer, stack, lost, notes) as run:
+                with LiveRun(experiment, files, outer, stack, lost, notes) as run:
                     stack = run.stack
                     stopped = loop(run)
                     finish(run, stopped)

@@ -234,8 +234,8 @@ def test_a_text_in_a_file_that_yaml_reads_as_another_value_is_told_to_be_quoted(
 
 def test_lists_are_replaced_by_overrides(write):
     write("s.yaml", BASE)
-    spec = load_experiment("s.yaml", ["gates=[{metric: eval/accuracy, below: 0.5, for_steps: 2}]"])
-    assert [(g.metric, g.above, g.below, g.for_steps) for g in spec.gates] == [("eval/accuracy", None, 0.5, 2)]
+    spec = load_experiment("s.yaml", ["gates=[{metric: train/loss, below: 0.5, for_steps: 2}]"])
+    assert [(g.metric, g.above, g.below, g.for_steps) for g in spec.gates] == [("train/loss", None, 0.5, 2)]
 
 
 def test_paths_are_relative_to_the_file_that_names_them(write, tmp_path):

@@ -69,6 +69,7 @@ SPECS = [
         GATE % "metric: drift/k3_kl, above: 0.1",
         f"rollout.staleness=1 | {GATE % WARN}",
     ),
+    ("gates.0.metric: found 'eval/no/accuracy'", GATE % "metric: eval/no/accuracy, below: 0.5", GATE % WARN),
     (
         "gates.0.metric: found 'rollout/tokens_age_1 with rollout.staleness=0'",
         GATE % "metric: rollout/tokens_age_1, above: 0.1",
@@ -157,6 +158,13 @@ MACHINES = [
         "rollout.max_total_tokens: found 100",
         f"{SMALL} rollout.max_new_tokens=64 rollout.max_total_tokens=100",
         "rollout.max_total_tokens=512 | rollout={context_length: 100, max_new_tokens: 50}",
+    ),
+    (
+        "qwen3_30b_a3b",
+        "",
+        "gates.0.metric: found 'mismatch/router_agreement_layer_48', expected a layer below 48",
+        f"numerics.router_replay=record {GATE % 'metric: mismatch/router_agreement_layer_48, below: 0.5'}",
+        "gates=[]",
     ),
     ("wide heads", "", "numerics.mode: found 'native on CPUs, with heads of 128 in a model of", NATIVE, ""),
 ]

@@ -23,11 +23,11 @@ from tests.support.paths import EXAMPLES, new_run
 
 
 class Opened:
-    """Stands in for `Run.open`; notes what each attempt was opened with."""
+    """Stands in for `LiveRun`; notes what each attempt was opened with."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stack, self.attempts, self.finished = object(), [], []  # type: ignore[var-annotated]
-        monkeypatch.setattr(restarts_module.LiveRun, "open", self.open)
+        monkeypatch.setattr(restarts_module, "LiveRun", self.open)
         monkeypatch.setattr(restarts_module, "finish", lambda run, stopped: self.finished.append(stopped))
 
     def open(self, experiment: Any, files: Any, outer: Any, stack: Any, lost: str, notes: Any) -> Any:
@@ -105,7 +105,7 @@ def test_a_trainer_that_cannot_be_started_again_ends_it(tmp_path: Path, monkeypa
 
     opened = Opened(monkeypatch)
     opened.open = refuse  # type: ignore[method-assign]
-    monkeypatch.setattr(restarts_module.LiveRun, "open", refuse)
+    monkeypatch.setattr(restarts_module, "LiveRun", refuse)
     with pytest.raises(UserError, match="no room"):
         run_with_restarts(experiment(), new_run(tmp_path / "it"), dying(0, ValueError()))
 

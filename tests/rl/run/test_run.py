@@ -9,7 +9,6 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-import fp8rl.rl.run.run as run_module
 import fp8rl.rl.run.stack as stack_module
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.record.history import Event, append_event, read_events
@@ -64,7 +63,7 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     monkeypatch.setattr(stack_module, "Engines", Engines)
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
-        LiveRun.open(experiment(run={"steps": 3}), files)
+        LiveRun(experiment(run={"steps": 3}), files)
     assert events == ["ray", "reserved", "engines", "engines ended", "given back", "ray ended"]
     assert not (files.path / "served").exists(), "the description is only for the start"
     assert "found no room" in files.log.read_text()
@@ -94,7 +93,7 @@ def test_a_run_that_goes_on_forgets_the_records_of_the_steps_that_it_repeats(tmp
         append_event(files.events, Event(step, "a", 0.0, "b", "resync", None, "c"))
     loaded: list[Path] = []
     stack = SimpleNamespace(trainer=SimpleNamespace(load=loaded.append), engines=())
-    run_module._load(cast(Any, stack), cast(Any, None), files, 4)
+    LiveRun._load(cast(Any, SimpleNamespace(files=files, stack=stack)), 4)
     assert loaded == [files.checkpoint(4)]
     assert (files.rollout_steps(), files.capsule_steps()) == ([4], [4])
     assert [path.name for path in (files.path / "manifests").iterdir()] == ["step_4.json"]

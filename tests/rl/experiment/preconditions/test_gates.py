@@ -39,7 +39,6 @@ def sets(values: Any) -> dict[str, Any]:
             {"environment": {"function": "calculator"}},
             "one of rollout/outcome/calls, rollout/o",
         ),
-        ("eval/nope/accuracy", {}, "one of eval/accuracy, eval/problems"),
     ],
 )
 def test_a_metric_of_nothing_that_the_spec_names(values: Any, metric: str, sections: Any, expected: str) -> None:

@@ -45,18 +45,6 @@ def test_either_spelling_of_the_expert_count_is_read(values, model):
     assert read_model(model).sizes.experts == 4
 
 
-def test_a_gate_on_a_layer_that_the_model_has_not_is_refused(values):
-    """A gate whose metric never comes would never fire."""
-
-    def sections(layer):
-        gate = {"metric": f"mismatch/router_agreement_layer_{layer}", "below": 0.5}
-        return {**merged(values, numerics={"router_replay": "record"}), "gates": [gate]}
-
-    check(parse_experiment(sections(1)))
-    text = refusal(sections(2))
-    assert text.startswith("gates.0.metric: found 'mismatch/router_agreement_layer_2', expected a layer below 2")
-
-
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
