@@ -167,10 +167,11 @@ def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = 
         return Subject(run.name, path, experiment, experiment.numerics_config())
     experiment = read_resolved(run.experiment)
     load_architecture_of(experiment)
-    if (trained := _trained(run, experiment)) is None:
+    trained, beside = _trained(run, experiment), engine_adapter(experiment) is not None
+    if trained is None or (trained.adapter is not None) is not beside:  # an adapter that was to be merged
         raise user_error(
             _KEY,
-            found=f"{path}, a run without {'model' if engine_adapter(experiment) is None else 'adapter'}/",
+            found=f"{path}, a run without {'adapter' if beside else 'model'}/",
             expected="a finished run",
             remedy=f"Finish it with fp8rl train {run.experiment} --resume, or give the directory of a model.",
         )
@@ -183,13 +184,13 @@ def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = 
 
 
 def _trained(run: RunDir, experiment: Experiment) -> Experiment | None:
-    """Return the experiment as it would begin with what a finished run has written; None: it has written nothing."""
-    if engine_adapter(experiment) is None:
-        update = {"model": experiment.model.at(run.model), "adapter": None}
-        return experiment.model_copy(update=update) if run.model.is_dir() else None
-    assert experiment.adapter is not None
+    """Return the experiment as it would begin with what a run has written at its end; None: it has written nothing."""
+    if engine_adapter(experiment) is None and run.model.is_dir():
+        return experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
+    if experiment.adapter is None or not run.adapter.is_dir():
+        return None
     adapter = experiment.adapter.model_copy(update={"start": str(run.adapter)})
-    return experiment.model_copy(update={"adapter": adapter}) if run.adapter.is_dir() else None
+    return experiment.model_copy(update={"adapter": adapter})
 
 
 def model_given(model: Path, architecture: str | Path | None, key: str) -> Path:

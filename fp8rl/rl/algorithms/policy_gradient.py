@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from pydantic import Field, PrivateAttr, model_validator
@@ -28,16 +28,6 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 # The loss of an update by the policy gradient: what a surrogate, a KL term and an entropy bonus add up to.
-
-
-class HasSurrogate(Protocol):
-    """An algorithm that says what the loss of a token is."""
-
-    def surrogate(
-        self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
-    ) -> Surrogate:
-        """Shapes as of `rl.algorithms.policy_gradient.PolicyGradient.surrogate`."""
-        ...
 
 
 LEARNT_FROM = "learnt_from"
@@ -56,7 +46,7 @@ class PolicyObjective:
     finite leaves the loss, the denominators and the metrics.
     """
 
-    algorithm: HasSurrogate
+    algorithm: PolicyGradient
     correction: Correction
     aggregate: Aggregation
     kl: KlSection

@@ -15,7 +15,7 @@ from typing import Self
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
-from fp8rl.rl.guard.capsule import CapsuleSource, cut_capsules, export_weights, remove_superfluous, write_capsule
+from fp8rl.rl.guard.capsule import cut_capsules, export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.guard import GateState, Verdict
 from fp8rl.rl.record.console import CONSOLE, StepConsole, run_log
 from fp8rl.rl.record.history import Event, append_event, append_session, cut_events, this_session
@@ -218,7 +218,11 @@ class LiveRun:
         if verdict.events and passed is not None and scored is not None and self.manifest is not None:
             faulty = () if passed.fault is None else passed.fault.rows
             worst = scored.worst_rows(_WORST)
-            kept = CapsuleSource(
+            export = partial(export_weights, self.stack.trainer, self.experiment.adapter)
+            write_capsule(
+                self.files.capsule(self.step),
+                scored,
+                export if self.experiment.guard.capsule_weights else None,
                 step=self.step,
                 why=verdict.why,
                 rows=list(dict.fromkeys([*faulty, *worst])),
@@ -226,10 +230,6 @@ class LiveRun:
                 experiment=self.files.experiment,
                 manifest=self.manifest,
                 held=self.stack.engines.held(),
-            )
-            export = partial(export_weights, self.stack.trainer, self.experiment.adapter)
-            write_capsule(
-                self.files.capsule(self.step), kept, scored, export if self.experiment.guard.capsule_weights else None
             )
             remove_superfluous(self.files, self.experiment.guard.capsules)
         for event in verdict.events:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 
@@ -47,8 +47,6 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
         raise UserError("trainer: found no room")
 
     class Reservations:
-        nodes: ClassVar[dict[object, None]] = {}
-
         def __init__(self, *_: object) -> None:
             events.append("reserved")
 

@@ -18,7 +18,6 @@ from fp8rl.rl.mismatch.logprobs import token_versions, tokens_by_age
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
-from fp8rl.rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling, done
@@ -260,7 +259,7 @@ class SampledFeed(Feed):
         outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
         tokens, versions = self._batch(trajectories)
         if self._experiment.algorithm.needs.teacher:
-            tokens = tokens.with_fields(**{TEACHER_LOGPROBS: teacher_logprobs(answers, tokens)})
+            tokens = tokens.with_fields(teacher_logprobs=teacher_logprobs(answers, tokens))
         metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
         if self._sampling.conversations is not None:
             metrics |= conversation_metrics(trajectories)
@@ -372,3 +371,17 @@ def dropped_metrics(groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float
         metrics["rollout/dropped_tokens_mean"] = sum(lengths) / len(lengths)
         metrics["rollout/dropped_reward_mean"] = sum(rewards) / len(rewards)
     return metrics
+
+
+def teacher_logprobs(scored: Sequence[JudgedAnswer], batch: TokenBatch) -> Tensor:
+    """float32 [B, S]: the teacher's log-probability of each target token, 0 elsewhere; scored: by row of the batch.
+
+    Raises ValueError: a row was not scored.
+    """
+    found = torch.zeros(batch.tokens.shape)
+    for row, each in enumerate(scored):
+        if each.teacher_logprobs is None:
+            raise ValueError(f"row {row}: found no log-probabilities of the teacher, expected one for each token")
+        begin = len(each.trajectory.prompt_ids)
+        found[row, begin : begin + len(each.teacher_logprobs)] = torch.tensor(each.teacher_logprobs)
+    return torch.where(batch.loss_mask, found, 0.0)
