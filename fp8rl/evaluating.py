@@ -17,9 +17,8 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
-from fp8rl.rl.experiment.preconditions import read_model
+from fp8rl.rl.experiment.preconditions import check_functions, read_model
 from fp8rl.rl.experiment.preconditions.data import check_data
-from fp8rl.rl.experiment.preconditions.functions import check_functions
 from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
 from fp8rl.rl.record.console import no_room
 from fp8rl.rl.record.run_dir import RunDir
@@ -71,12 +70,12 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
             "numerics": {"trainer": "fp8", "rollout": "fp8"},
             "rollout": {"context_length": served.experiment.rollout.context_length},
         }
-        experiment = compose_experiment(values, [*asked, *overrides], subject)
+        experiment = compose_experiment(values, [*asked, *overrides])
         if not any(override.startswith("rollout.max_new_tokens=") for override in overrides):
             sets_asked = held_out(experiment, _tokenizer(experiment))  # the longest prompt leaves room for an answer
             longest = max((len(group.prompt.token_ids) for each in sets_asked for group in each.groups), default=0)
             room = f"rollout.max_new_tokens={max(experiment.rollout.context_length - longest, 1)}"
-            experiment = compose_experiment(values, [*asked, room, *overrides], subject)
+            experiment = compose_experiment(values, [*asked, room, *overrides])
     if not any((experiment.data.eval, experiment.eval.sets)) or experiment.eval.problems == 0:
         raise UserError(_NOTHING_TO_ASK)
     weights = {"model": served.experiment.model, "adapter": served.experiment.adapter}

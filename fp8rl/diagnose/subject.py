@@ -163,7 +163,7 @@ def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = 
             "eval": {"problems": 0},
             "rollout": {"context_length": min(check_model(path).sizes.max_positions, LONGEST)},
         }
-        experiment = compose_experiment(values, [], path)
+        experiment = compose_experiment(values, [])
         return Subject(run.name, path, experiment, experiment.numerics_config())
     experiment = read_resolved(run.experiment)
     load_architecture_of(experiment)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8rl.diagnose.plan import layouts, verdict
+from fp8rl.diagnose.plan import layouts
 from fp8rl.diagnose.plan.bench import Decode, Rates, decode_step, read_bench
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on, read_plan_subject
@@ -195,7 +195,7 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -
     decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
     full = fullest(job, apart)
     fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
-    remarks = [*verdict.refusals(subject, job, gpu, full), *verdict.remarks(subject, job, gpu, full)]
+    remarks = [*layouts.refusals(subject, job, gpu, full), *layouts.remarks(subject, job, gpu, full)]
     world = job.layout.world_size
     shape = job.shape
     return Plan(

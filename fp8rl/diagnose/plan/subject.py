@@ -81,7 +81,7 @@ def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> Pla
     }
     chosen = any(key.startswith(f"trainer.{name}=") for key in overrides for name in ("tp", "pp", "ep", "dp"))
     engines_chosen = any(key.startswith("rollout.tp=") for key in overrides)
-    experiment = compose_experiment(values, overrides, directory)
+    experiment = compose_experiment(values, overrides)
     return PlanSubject(subject, shape, experiment, chosen, engines_chosen, assumed=_assumed(experiment))
 
 

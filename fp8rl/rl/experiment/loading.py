@@ -53,25 +53,22 @@ def load_experiment(
     if isinstance(spec, Experiment):
         spec = spec.to_dict()
     if isinstance(spec, Mapping):
-        return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, _HERE, say)
+        return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, say)
     check_path(spec, "spec")
     path = Path(at_home(str(spec)))
-    return _overridden(_inherited(_read_yaml(path), path, (), say), overrides, path, say)
+    return _overridden(_inherited(_read_yaml(path), path, (), say), overrides, say)
 
 
-def compose_experiment(
-    values: dict[str, Any], overrides: Sequence[str], source: str | Path, say: Say = note
-) -> Experiment:
-    """Like `load_experiment`, of `values` in place of a file; messages speak of `source`."""
-    return _overridden(values, overrides, Path(source), say)
+def compose_experiment(values: dict[str, Any], overrides: Sequence[str], say: Say = note) -> Experiment:
+    """Like `load_experiment`, of `values` in place of a file."""
+    return _overridden(values, overrides, say)
 
 
-def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, say: Say) -> Experiment:
+def _overridden(values: dict[str, Any], overrides: Sequence[str], say: Say) -> Experiment:
     values = merged({"run": {"dir": str(Path.cwd() / "runs")}}, values, say)
     names = {f"{section}.{key}" for section, key in MEMBERS.items()}  # settings behind a name are of what it names
     for override in sorted(overrides, key=lambda text: text.partition("=")[0] not in names):
         values = merged(values, Experiment.located(_parse_override(override), Path.cwd()), say)
-    _check_texts(values, path)
     return parse_experiment(values)
 
 
@@ -99,7 +96,7 @@ def read_resolved(path: str | Path) -> Experiment:
     if isinstance(tracking, dict) and isinstance(tracking.get("to"), list):  # MLflow and Trackio were trackers once
         tracking["to"] = [name for name in tracking["to"] if name not in ("mlflow", "trackio")]
     try:
-        return parse_experiment(without_removed(values), imports=False)
+        return parse_experiment(values, imports=False)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -223,15 +220,3 @@ def _parse_override(override: str) -> dict[str, Any]:
     read: Any = functools.reduce(dict.__getitem__, key.split("."), found)
     taken = types if text_alone else {*types, dict, list, NoneType}
     return parse_override(quoted) if str in types and type(read) not in taken else found  # 12345 and no are such texts
-
-
-_INTERPOLATION = re.compile(r"\$\{[a-z_][\w.]*[}:]")
-
-
-def _check_texts(value: Any, path: Path) -> None:
-    """Raise `UserError` for a text with `${section.key}`, which stood for that key's value once."""
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_texts(inner, path)
-    if isinstance(value, str) and (found := _INTERPOLATION.search(value)):
-        expected = "the value itself: specs no longer replace a key by another key's value"
-        raise user_error(f"spec {path}", found=found[0], expected=expected, remedy="Write the value.")
