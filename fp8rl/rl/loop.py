@@ -9,15 +9,17 @@ from torch import Tensor
 
 from fp8rl.rl.guard.gates import late_metrics
 from fp8rl.rl.guard.guard import Guard
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch.logprobs import row_abs_diff_means
 from fp8rl.rl.record.metrics_log import StepClock, read_metrics
-from fp8rl.rl.record.rollouts import RolloutRecord
+from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
 from fp8rl.rl.record.run_dir import set_aside
 from fp8rl.rl.run.checkpoints import is_due
 from fp8rl.rl.run.evaluation import Evaluation, agreement_on
 from fp8rl.rl.run.feed.feed import RolloutBatch, open_feed
 from fp8rl.rl.run.run import LiveRun
-from fp8rl.rl.run.step import fault_of, forward_backward, throughput
+from fp8rl.rl.run.step import StepPass, fault_of, forward_backward, throughput
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 def train(run: LiveRun) -> str:
@@ -85,8 +87,7 @@ def train(run: LiveRun) -> str:
                 run.checkpoints.begin(trainer, run.gate_state, step, feed.state())
         metrics |= run.recovery_metrics() | stack.metrics() | clock.lap()
         metrics |= throughput(metrics, rollouts.batch)
-        records = partial(rollout_records, replace(rollouts, batch=passed.batch), first.result.logprobs)
-        last_row = run.record(metrics, records, saves)
+        last_row = run.record(metrics, partial(step_records, first, passed.batch), saves)
         if verdict.stop:
             return verdict.stop
     if experiment.adapter is not None:
@@ -117,11 +118,19 @@ def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
         evaluation.begin(run.step)
 
 
+def step_records(first: StepPass, batch: TokenBatch) -> tuple[list[RolloutRecord], list[ScoredRecord]]:
+    """Record the trajectories of a step, and the answers to later steps that were scored beside them.
+
+    first: the step's first pass, whose log-probabilities are recorded. batch: with the advantages of its last pass.
+    """
+    rollouts = replace(first.rollouts, batch=batch)
+    return rollout_records(rollouts, first.result.logprobs), scored_records(first.ahead)
+
+
 def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[RolloutRecord]:
     """The trajectories of a step, in the order of the batch; none where nothing was sampled.
 
-    rollouts: with the batch of the step's last pass, which has its advantages. train_logprobs: fp32 [B, S], of the
-    first pass over the whole batch.
+    train_logprobs: fp32 [B, S], of the pass over the whole batch.
     """
     if not rollouts.answers or rollouts.outcomes is None:
         return []
@@ -156,3 +165,20 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
             )
         )
     return records
+
+
+def scored_records(ahead: ScoredBatch | None) -> list[ScoredRecord]:
+    """The answers to later steps that were scored beside a batch, in their order; none where there are none."""
+    if ahead is None:
+        return []
+    batch, rollout = ahead.batch, ahead.batch.fields["rollout_logprobs"]
+    return [
+        ScoredRecord(
+            token_ids=batch.tokens[row, : int(batch.lengths[row])].tolist(),
+            sampled=sampled.nonzero().flatten().tolist(),
+            rollout_logprobs=rollout[row, sampled].tolist(),
+            train_logprobs=ahead.logprobs[row, sampled].tolist(),
+            weight_versions=ahead.versions[row, sampled].tolist(),
+        )
+        for row, sampled in enumerate(batch.loss_mask)
+    ]

@@ -1,4 +1,7 @@
-"""rollouts/step_N.jsonl: every trajectory of a step with all that it takes to compute the step again."""
+"""rollouts/step_N.jsonl: every trajectory of a step with all that it takes to compute the step again.
+
+rollouts/ahead_N.jsonl: answers to later steps that the step was compared on too.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,21 @@ class RolloutRecord:
     logits give them."""
 
 
-def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
+@dataclasses.dataclass(frozen=True)
+class ScoredRecord:
+    """An answer to a later step, as the trainer scored it: of what a step is compared on, beside its own answers."""
+
+    token_ids: list[int]
+    """[S], with the prompt's."""
+    sampled: list[int]
+    """Positions of the tokens that the model sampled. The other fields are of these; a log-probability that is not
+    finite is NaN."""
+    rollout_logprobs: list[float]
+    train_logprobs: list[float]
+    weight_versions: list[int]
+
+
+def write_rollouts(path: Path, records: Iterable[RolloutRecord] | Iterable[ScoredRecord]) -> None:
     """Write one JSON object per line, in the order of the batch; a number that is not finite is null."""
     write_atomically(path, "".join(_line(record) for record in records))
 
@@ -79,7 +96,7 @@ def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     return [firsts[group] for group in sorted(firsts)[:SHOWN]]
 
 
-def _line(record: RolloutRecord) -> str:
+def _line(record: RolloutRecord | ScoredRecord) -> str:
     values = dict(vars(record))  # `asdict` would copy every token
     if values.get("supports", ()) is None:
         del values["supports"]  # as files were before there were any

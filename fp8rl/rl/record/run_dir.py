@@ -73,6 +73,10 @@ class RunDir:
         """Trajectories of `step`, one JSON object per line."""
         return self.path / "rollouts" / f"step_{step}.jsonl"
 
+    def ahead(self, step: int) -> Path:
+        """Answers to later steps that the trainer scored in `step`, one JSON object per line; absent where none was."""
+        return self.path / "rollouts" / f"ahead_{step}.jsonl"
+
     def rollout_steps(self) -> list[int]:
         """Steps with trajectories, ascending."""
         return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from fp8rl.rl.record.metrics_log import MetricsLog
-from fp8rl.rl.record.rollouts import RolloutRecord, shown, write_rollouts
+from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, shown, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import Tracked, Tracker, start
 
-Samples = Callable[[], Sequence[RolloutRecord]]
+Samples = Callable[[], tuple[Sequence[RolloutRecord], Sequence[ScoredRecord]]]
 
 
 class RunTracker:
@@ -41,11 +41,11 @@ class RunTracker:
         self._to_write: tuple[int, Samples] | None = None
         self._writing: Future[None] | None = None
 
-    def log(self, step: int, metrics: Mapping[str, float], samples: Samples = tuple) -> dict[str, float]:
+    def log(self, step: int, metrics: Mapping[str, float], samples: Samples = lambda: ((), ())) -> dict[str, float]:
         """Record a step, steps rising strictly. Values that are not finite are dropped and counted.
 
-        samples: gives the step's trajectories. They are put together and written at the next `write`; a failure is
-            raised by the next `log`, `wait` or `finish`.
+        samples: gives the step's trajectories, and answers to later steps that were scored in it. They are put together
+            and written at the next `write`; a failure is raised by the next `log`, `wait` or `finish`.
 
         Returns:
             The metrics as written, with `tracking/nonfinite_dropped`.
@@ -74,7 +74,10 @@ class RunTracker:
             writing.result()
 
     def _write(self, step: int, samples: Samples) -> None:
-        if records := samples():
+        records, ahead = samples()
+        if ahead and self._all_rollouts:
+            write_rollouts(self._run_dir.ahead(step), ahead)
+        if records:
             write_rollouts(self._run_dir.rollouts(step), records if self._all_rollouts else shown(records))
             self._trackers.show(step, shown(records))
 

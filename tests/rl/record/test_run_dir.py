@@ -63,7 +63,7 @@ def test_resume_keeps_and_overwrite_renames(tmp_path: Path) -> None:
 def test_what_a_resumed_run_repeats_is_removed_and_nothing_else(tmp_path: Path) -> None:
     run = new_run(tmp_path / "demo")
     for step in (0, 5, 6, 15):
-        for path in (run.rollouts(step), run.path / f"rollouts/ahead_{step}.jsonl", run.manifest(step)):
+        for path in (run.rollouts(step), run.ahead(step), run.manifest(step)):
             write_atomically(path, "{}")
     for name in ("step_6.certify.html", "step_7.certify.html", "step_7.notes", "step_8.jsonl.old"):
         write_atomically(run.path / "rollouts" / name, "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl.rl.record.metrics_log import read_metrics
-from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found
+from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
 from tests.support.paths import new_run
 from tests.support.tracked import RECORDS, tracking
@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_a_run_without_trackers_has_its_own_files(run: RunDir) -> None:
     with tracking(run) as tracker:
-        written = tracker.log(1, {"train/loss": 0.5}, lambda: RECORDS)
+        written = tracker.log(1, {"train/loss": 0.5}, lambda: (RECORDS, []))
     assert read_metrics(run.metrics) == [{"step": 1, **written}]
     assert rollouts_found(run.rollouts(1)) == (RECORDS, [])
     assert run.rollout_steps() == [1]
@@ -31,11 +31,11 @@ def test_a_run_without_trackers_has_its_own_files(run: RunDir) -> None:
 def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost(run: RunDir) -> None:
     go_on = threading.Event()
 
-    def slow() -> list[RolloutRecord]:
+    def slow() -> tuple[list[RolloutRecord], list[ScoredRecord]]:
         assert go_on.wait(30)
-        return RECORDS
+        return RECORDS, [ScoredRecord([1, 2, 3], [2], [-0.5], [-0.5], [4])]
 
-    def failing() -> list[RolloutRecord]:
+    def failing() -> tuple[list[RolloutRecord], list[ScoredRecord]]:
         raise OSError("no room")
 
     with tracking(run) as tracker:
@@ -44,7 +44,8 @@ def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost
         assert not run.rollouts(1).exists() and run.metrics.read_text().count("\n") == 1
         go_on.set()
         tracker.wait()
-        assert rollouts_found(run.rollouts(1)) == (RECORDS, [])
+        assert rollouts_found(run.rollouts(1)) == (RECORDS, []) and run.ahead(1).read_text().count("\n") == 1
+        assert run.rollout_steps() == [1], "answers to later steps are no step's"
         tracker.log(2, {}, failing)
         with pytest.raises(OSError, match="no room"):
             tracker.log(3, {})

@@ -16,7 +16,8 @@ from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Needs, Outcomes
 from fp8rl.rl.algorithms.parts.surrogates import Surrogate
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.rl.loop import rollout_records
+from fp8rl.rl.guard.scored_batch import ScoredBatch
+from fp8rl.rl.loop import rollout_records, scored_records
 from fp8rl.rl.record.rollouts import shown
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import RolloutBatch, rollout_metrics
@@ -320,3 +321,14 @@ def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
     assert fifth.advantage == 0.0 and math.isnan(records[5].train_logprobs[1])
     assert [record.text for record in shown(records)] == ["text 0", "text 2", "text 4"]
     assert rollout_records(RolloutBatch(batch), logprobs) == [], "of examples there is nothing to keep"
+
+
+def test_answers_that_were_scored_ahead_are_kept_token_by_token(trajectories: list[Trajectory]) -> None:
+    batch = batch_from_trajectories(trajectories[:2], 1.0)
+    versions = torch.where(batch.loss_mask, 4, 0)
+    scored = torch.where(batch.loss_mask, -1.5, math.nan)
+    first, second = scored_records(ScoredBatch(batch, versions, 4, scored))
+    assert (first.token_ids, first.sampled) == ([1, 2, 10, 11, 12], [2, 3, 4])
+    assert (second.train_logprobs, second.rollout_logprobs) == ([-1.5] * 5, [-1.0] * 5)
+    assert second.weight_versions == [4] * 5
+    assert scored_records(None) == []

@@ -57,7 +57,7 @@ def test_wandb_gets_rows_in_groups_rare_tables_and_alerts(run: RunDir) -> None:
         tracker.log(1, {"train/loss": 0.5, "eval/accuracy": float("nan"), "rollout/reward/length/long": -0.25})
         for step in range(2, 13):
             row = {"train/loss": 1.0 / step, "rollout/reward_mean": 0.5, MAX_ABS_D: 0.25}
-            tracker.log(step, row, lambda: RECORDS)
+            tracker.log(step, row, lambda: (RECORDS, []))
         tracker.alert(FIRED.said)
         tracker.finish({"accuracy_after": 0.9})
     assert list(run.path.glob("wandb/data/artifacts/staging/*")), "tables are staged inside the run"
@@ -165,7 +165,7 @@ def uploaded(run: RunDir, server: WandbServer) -> list[int]:
 def test_a_run_is_uploaded_and_a_resumed_one_behind_it(run: RunDir, online: WandbServer) -> None:
     with tracking(run, "wandb", online=True, last_step=2) as tracker:
         tracker.log(1, {"train/loss": 0.5})
-        tracker.log(2, {"train/loss": 0.25}, lambda: RECORDS)
+        tracker.log(2, {"train/loss": 0.25}, lambda: (RECORDS, []))
     assert uploaded(run, online) == [1, 2] and "CreateArtifact" in online.calls, "the table too"
     with tracking(run, "wandb", online=True, resume_step=2) as tracker:
         tracker.log(3, {"train/loss": 0.125})
@@ -244,7 +244,7 @@ def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:
         assert wait_until(lambda: list(run.path.glob("wandb/offline-run-*/run-*.wandb")) != [], 60)
         core().kill()
         steps = itertools.count(2)
-        assert wait_until(lambda: bool(tracker.log(next(steps), {}, lambda: RECORDS)) and bool(said), 60)
+        assert wait_until(lambda: bool(tracker.log(next(steps), {}, lambda: (RECORDS, []))) and bool(said), 60)
         last = next(steps)
         tracker.log(last, {})
     (sentence,) = said
