@@ -60,9 +60,7 @@ def runs_in(folder: Path) -> list[Run]:
     """
     found = [Run(path.parent) for path in sorted(folder.glob("*/spec.yaml"))]
     if not found:
-        raise user_error(
-            "--dir", found=str(folder), expected="a folder with runs", remedy="Give another, or train first."
-        )
+        raise user_error("--dir", str(folder), "a folder with runs", "Give another, or train first.")
     return found
 
 

@@ -37,10 +37,7 @@ class Run:
         self._files = RunDir(Path(path).absolute())
         if not self._files.experiment.is_file():
             raise user_error(
-                "Run",
-                found=path,
-                expected="the folder of a run, which has a spec.yaml",
-                remedy="Give the path of one, such as runs/demo.",
+                "Run", path, "the folder of a run, which has a spec.yaml", "Give the path of one, such as runs/demo."
             )
 
     def __repr__(self) -> str:
@@ -101,9 +98,7 @@ class Run:
     def trajectories(self, step: int) -> list[RolloutRecord]:
         """Every answer of a step, with its token ids and both sides' log-probabilities, in the batch's order."""
         if step not in self.steps:
-            raise user_error(
-                "step", found=step, expected=f"one whose trajectories are kept: {self.steps}", remedy="Choose one."
-            )
+            raise user_error("step", step, f"one whose trajectories are kept: {self.steps}", "Choose one.")
         path = self._files.rollouts(step)
         return _whole(path, rollouts_found(path))
 

@@ -47,9 +47,7 @@ def check_open(host: str, api_key: str | None) -> None:
         UserError: it is one of these.
     """
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.split() == [api_key]):
-        raise user_error(
-            "--api-key", found="another text", expected="printable ASCII without spaces", remedy="Choose another key."
-        )
+        raise user_error("--api-key", "another text", "printable ASCII without spaces", "Choose another key.")
     try:
         loopback = ipaddress.IPv4Address(host).is_loopback
         with socket.socket() as probe:

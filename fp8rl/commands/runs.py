@@ -263,9 +263,7 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folde
     with user_errors():
         check_writable(folder, "DIR")
         if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-            raise user_error(
-                "DIR", found=str(folder), expected="a new folder, or an empty one", remedy="Choose another name."
-            )
+            raise user_error("DIR", str(folder), "a new folder, or an empty one", "Choose another name.")
         files = {**_FILES, "spec.schema.json": SCHEMA.read_text()}
         with writing(folder, "DIR"):
             folder.mkdir(parents=True, exist_ok=True)

@@ -136,9 +136,7 @@ def _unknown(key: str, found: str, name: str, expected: str) -> UserError:
     longer = [each for each in _names() if plain and each.startswith(plain)]
     close = longer or difflib.get_close_matches(plain, _names(), n=1, cutoff=0.4)
     meant = f"Did you mean {close[0]}? " if close else ""
-    return user_error(
-        key, found=found, expected=f"{expected}, or one of {', '.join(_names())}", remedy=f"{meant}Correct the name."
-    )
+    return user_error(key, found, f"{expected}, or one of {', '.join(_names())}", f"{meant}Correct the name.")
 
 
 def _plain(name: str) -> str:

@@ -167,10 +167,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     raise user_error(
-        "spec",
-        found=value,
-        expected="plain values, as a YAML file has them",
-        remedy="Name a function or class as path/to/file.py:name.",
+        "spec", value, "plain values, as a YAML file has them", "Name a function or class as path/to/file.py:name."
     )
 
 
@@ -178,15 +175,10 @@ def _values(text: str, path: Path) -> dict[str, Any]:
     try:
         values = parse_yaml(text)
     except ValueError as error:
-        raise user_error(
-            f"spec {path}", found=str(error), expected="valid YAML of plain values", remedy="Correct the file."
-        ) from error
+        raise user_error(f"spec {path}", str(error), "valid YAML of plain values", "Correct the file.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise user_error(
-            f"spec {path}",
-            found=type(values).__name__,
-            expected="a mapping of section names",
-            remedy="Start from examples/arithmetic.yaml.",
+            f"spec {path}", type(values).__name__, "a mapping of section names", "Start from examples/arithmetic.yaml."
         )
     return values
 
@@ -195,10 +187,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     key, separator, value = override.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
         raise user_error(
-            "override",
-            found=override,
-            expected="key.sub=value",
-            remedy="Write for example run.steps=2; replace a whole list with gates=[].",
+            "override", override, "key.sub=value", "Write for example run.steps=2; replace a whole list with gates=[]."
         )
     quoted = f"{key}={json.dumps(value, ensure_ascii=False)}"
     if comment := comment_behind(value):

@@ -293,9 +293,7 @@ def _check_files(path: Path) -> None:
         file = path / name
         found = file_sha256(file) if file.is_file() else "no such file"
         if found != expected:
-            raise user_error(
-                f"capsule file {file}", found=found, expected=f"SHA-256 {expected}, as {_SUMS} says", remedy=_COPY
-            )
+            raise user_error(f"capsule file {file}", found, f"SHA-256 {expected}, as {_SUMS} says", _COPY)
 
 
 def _check_digest(file: Path, found: str, expected: str, source: str) -> None:

@@ -122,10 +122,7 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
     step = max(run.checkpoint_steps(), default=None)
     if step is None:
         raise user_error(
-            "--resume",
-            found=f"no checkpoint in {run.checkpoints}",
-            expected="at least one",
-            remedy="Start over with --overwrite.",
+            "--resume", f"no checkpoint in {run.checkpoints}", "at least one", "Start over with --overwrite."
         )
     try:
         check_sizes(run.checkpoint(step))
