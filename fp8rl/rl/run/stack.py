@@ -77,7 +77,7 @@ class Stack:
         """The model that the policy learns from, if there is one."""
         if self.teacher is not None:
             closing.callback(self.teacher.engines.stop)
-        self.trainer = TrainerGroup.start(_trainer_spec(experiment, numerics), self.reservations.trainer())
+        self.trainer = TrainerGroup.start(trainer_spec(experiment, numerics), self.reservations.trainer())
         closing.callback(self.trainer.shutdown)
         self._share_base()
         self.tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory, trust_remote_code=False)
@@ -170,7 +170,8 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
     return Canary.of(experiment.run.seed, vocabulary, experiment.rollout.context_length, equal)
 
 
-def _trainer_spec(experiment: Experiment, numerics: NumericsConfig) -> TrainerSpec:
+def trainer_spec(experiment: Experiment, numerics: NumericsConfig) -> TrainerSpec:
+    """Return what each rank of the trainer is started with."""
     algorithm = experiment.algorithm
     return TrainerSpec(
         experiment.model.directory,

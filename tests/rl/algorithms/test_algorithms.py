@@ -230,7 +230,7 @@ def test_on_fresh_tokens_with_equal_logprobs_every_correction_is_the_identity_bi
 ) -> None:
     batch, logprobs = sampled(fresh=True)
     plain, corrected = algorithm(name, tis_cap=None), algorithm(name, **correction)
-    assert corrected.correction.corrects and not plain.correction.corrects
+    assert corrected.correction.weighs and not plain.correction.weighs
     batch = with_advantages(batch, plain)
     for without, with_it in zip(computed(plain, batch, logprobs), computed(corrected, batch, logprobs)):
         assert torch.equal(without, with_it)

@@ -200,18 +200,6 @@ def test_micro_batches_add_up(split: list[list[int]], aggregation: str) -> None:
     assert torch.allclose(grad, whole_grad, rtol=1e-5, atol=1e-8)
 
 
-def test_missing_fields_and_unusable_batches_are_refused() -> None:
-    plain = rows_batch([2], [[0, 1]], advantages=[[0, 1]])
-    with pytest.raises(ValueError, match="rollout_logprobs"):
-        algorithm().objective(plain)
-    with pytest.raises(ValueError, match="advantages"):
-        algorithm(tis_cap=None).objective(rows_batch([2], [[0, 1]]))
-    with pytest.raises(ValueError, match="no usable token among 1"):
-        algorithm().objective(rows_batch([2], [[0, 1]], advantages=[[0, 1]], rollout_logprobs=[[0, math.nan]]))
-    with pytest.raises(ValueError, match="advantages: found non-finite"):
-        algorithm(tis_cap=None).objective(rows_batch([2], [[0, 1]], advantages=[[0, math.nan]]))
-
-
 def test_objective_travels_to_other_processes() -> None:
     objective = algorithm().objective(hand_batch())
     assert pickle.loads(pickle.dumps(objective)) == objective

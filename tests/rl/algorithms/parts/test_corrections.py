@@ -242,15 +242,6 @@ def test_a_nan_of_the_trainer_reaches_the_loss_through_every_rejection() -> None
         assert math.isnan(loss), choice
 
 
-def test_rejection_alone_needs_the_rollout_logprobs() -> None:
-    batch, _ = make_batch(1)
-    del batch.fields["rollout_logprobs"]
-    geometric = settings({"rejection": {"name": "geometric"}, "tis_cap": None}, "token_mean")
-    with pytest.raises(ValueError, match="rollout_logprobs"):
-        geometric.objective(batch)
-    settings({"tis_cap": None}, "token_mean").objective(batch)
-
-
 def parsed(algorithm: dict[str, Any]) -> Experiment:
     return parse_experiment(
         {"model": {"path": "/m"}, "data": {"train": "/t", "eval": "/e"}, "algorithm": {"name": "grpo", **algorithm}}
