@@ -15,11 +15,13 @@ from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on, read_plan
 from fp8rl.diagnose.plan.time import StepTime, step_time
 from fp8rl.diagnose.report import Remark, Report
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
 from fp8rl.rl.experiment.budget.job import Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
 from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.megatron.model_checks import check_layout
 from fp8rl.weight_sync.served import served_bytes
 
 DECODED = (1, 32, 256)
@@ -138,7 +140,7 @@ def make_plan(
         job = replace(job, engine_tp=layouts.engine_ranks(job, gpu))
     if subject.chosen:
         job = replace(job, layout=job.layout if gpus is None else layouts.on_gpus(job.layout, gpus))
-        layouts.check_ranks(shape, job.layout)
+        check_layout(shape, job.layout, QuantSpec.preset("bf16"))  # whether it divides, whatever is quantized
     else:
         layouts.on_gpus(job.layout, count := 8 if gpus is None else gpus)
         job = layouts.choose(job, gpu, count)

@@ -35,11 +35,6 @@ def on_gpus(layout: TrainerSection, gpus: int) -> TrainerSection:
     return layout.model_copy(update={"dp": gpus // each})
 
 
-def check_ranks(shape: Shape, layout: TrainerSection) -> None:
-    """Raises UserError: heads, layers or experts do not divide over the ranks, whatever is quantized."""
-    check_layout(shape, layout, QuantSpec.preset("bf16"))
-
-
 def engine_ranks(job: Job, gpu: Gpu) -> int:
     """The fewest ranks of an engine that take less than half of a GPU; in exact mode, whose engines have one, one."""
     if job.numerics.mode == "exact":

@@ -50,7 +50,9 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
             + " ".join(_damage([(run.metrics, bad_rows)]))
         )
     events, bad_events = events_found(run.events)
-    found_samples = [(step, *rollouts_found(run.rollouts(step))) for step in _shown_steps(run)]
+    steps = run.rollout_steps()
+    shown_steps = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
+    found_samples = [(step, *rollouts_found(run.rollouts(step))) for step in shown_steps]
     sessions, bad_sessions = sessions_found(run.sessions)
     files = [(run.metrics, bad_rows), (run.events, bad_events), (run.sessions, bad_sessions)]
     damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in found_samples)])
@@ -230,9 +232,3 @@ def _metric_table(rows: Sequence[Row]) -> Table:
 
 def _number(value: Any) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
-
-
-def _shown_steps(run: RunDir) -> list[int]:
-    """The first, the middle and the last step with samples."""
-    steps = run.rollout_steps()
-    return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []

@@ -30,7 +30,6 @@ from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, loa
 from fp8rl.rl.experiment.validation import expected_of
 from fp8rl.rl.record.trackers import check_trackers
 from fp8rl.rl.record.trackers.to_wandb import check_wandb
-from fp8rl.rollout.tasks.environments.config import EnvironmentSection
 from fp8rl.rollout.tasks.environments.functions import BUILT_IN as ENVIRONMENTS
 from fp8rl.rollout.tasks.environments.functions import load_environment
 from fp8rl.rollout.tasks.named_functions import named_object
@@ -87,19 +86,16 @@ def check_functions(experiment: Experiment) -> None:
     Raises:
         UserError: one is missing, or cannot be called with its `kwargs`; or a tokenizer that it needs is missing.
     """
-    _check_environment(experiment.environment)
+    environment = experiment.environment
+    load_environment(environment)
+    if environment.function in ENVIRONMENTS:
+        ours = named_object(environment.function, "environment.function", ENVIRONMENTS)
+        check_values(ours, environment.kwargs, "environment.kwargs")
     for index, config in enumerate(experiment.rewards.functions):
         _check_reward(config, f"rewards.functions.{index}")
     for place, own in enumerate(experiment.eval.sets):
         for index, config in enumerate(own.rewards.functions if own.rewards else ()):
             _check_reward(config, f"eval.sets.{place}.rewards.functions.{index}")
-
-
-def _check_environment(config: EnvironmentSection) -> None:
-    load_environment(config)
-    if config.function in ENVIRONMENTS:
-        ours = named_object(config.function, "environment.function", ENVIRONMENTS)
-        check_values(ours, config.kwargs, "environment.kwargs")
 
 
 def _check_reward(config: RewardSection, key: str) -> None:

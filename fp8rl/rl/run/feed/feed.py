@@ -132,7 +132,11 @@ class SampledFeed(Feed):
                     (kept if group and self._experiment.algorithm.keeps_group(rewards) else dropped).append(group)
         self._sampling.events.tell_failures(*self._sampling.failures)
         rollouts = self._rollouts(kept, version)
-        rollouts.metrics.update(dropped_metrics(dropped), **self._figures())
+        rollouts.metrics.update(dropped_metrics(dropped))
+        if self._experiment.rollout.staleness:
+            ahead = sum(item.answered for item in self._admitted)
+            rollouts.metrics["perf/groups_ahead"] = float(ahead)
+            rollouts.metrics["perf/groups_in_flight"] = float(len(self._admitted) - ahead)
         rollouts.metrics["perf/sampling_seconds"] = time.monotonic() - began
         return rollouts
 
@@ -264,12 +268,6 @@ class SampledFeed(Feed):
         if self._sampling.conversations is not None:
             metrics |= conversation_metrics(trajectories)
         return RolloutBatch(tokens, versions, outcomes, tuple(answers), metrics)
-
-    def _figures(self) -> dict[str, float]:
-        if not self._experiment.rollout.staleness:
-            return {}
-        answered = [item.answered for item in self._admitted]
-        return {"perf/groups_ahead": float(answered.count(True)), "perf/groups_in_flight": float(answered.count(False))}
 
     def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[TokenBatch, Tensor]:
         """The batch, and the version of each of its tokens."""
