@@ -143,7 +143,6 @@ PRINTS = {
     "fp8rl/commands/diagnosis.py": "JSON",
     "fp8rl/commands/models.py": "JSON",
     "fp8rl/numerics/core/terminal.py": "what was made printable",
-    "fp8rl/rl/run/cluster/submission.py": "what was made printable",
     "fp8rl/rollout/tasks/environments/supervisor.py": "JSON",
     "fp8rl/rollout/tasks/rewards/workers.py": "JSON",
     "lab/studies/benefit.py": "lines of ours",

@@ -77,7 +77,6 @@ def submit(
         from ray.exceptions import AuthenticationError
         from ray.job_submission import JobStatus, JobSubmissionClient
 
-        from fp8rl.numerics.core.terminal import printable
         from fp8rl.rl.experiment import load_experiment
 
         load_experiment(spec, overrides or [])  # what it would refuse, it refuses here
@@ -87,7 +86,7 @@ def submit(
 
         async def follow() -> None:
             async for text in client.tail_job_logs(job):
-                print(printable(text), end="", flush=True)
+                show(text.rstrip("\n"), soft_wrap=True)
 
         try:
             if not re.fullmatch(r"https?://[\w.\-:@\[\]]+/?", address, re.ASCII):  # Ray would import another scheme
