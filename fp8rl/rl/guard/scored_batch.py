@@ -133,15 +133,7 @@ def router_metrics(train_routes: Tensor, rollout_routes: Tensor, mask: Tensor) -
 
     Returns:
         Finite floats by metric name.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
-    if train_routes.shape != rollout_routes.shape or train_routes.shape[:2] != mask.shape or train_routes.dim() != 4:
-        shapes = [list(t.shape) for t in (train_routes, rollout_routes, mask)]
-        raise ValueError(
-            f"found shapes {shapes} of trainer routes, rollout routes and mask, expected [B, S, L, K] twice and [B, S]"
-        )
     _, width, layers, top_k = train_routes.shape
     rows = max(1, _CHUNK // max(1, width * layers * top_k))
     chunks = zip(train_routes.split(rows), rollout_routes.split(rows), mask.split(rows))

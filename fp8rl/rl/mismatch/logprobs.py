@@ -46,17 +46,8 @@ def logprob_metrics(
 
     Returns:
         Finite floats by metric name, computed in float64. One that is undefined or overflows is left out.
-
-    Raises:
-        ValueError: shapes differ, or `tis_cap` is below 1.
     """
     compared = mask if fresh is None else mask & fresh
-    tensors = [train_logprobs, rollout_logprobs, mask, compared]
-    if len({tensor.shape for tensor in tensors}) > 1:
-        shapes = [list(tensor.shape) for tensor in tensors]
-        raise ValueError(f"found shapes {shapes} of both logprobs and masks, expected equal ones")
-    if not tis_cap >= 1.0:
-        raise ValueError(f"tis_cap: found {tis_cap}, expected a number of at least 1")
     train, rollout = train_logprobs.detach().double(), rollout_logprobs.detach().double()
     difference = train - rollout
     used = compared & torch.isfinite(difference)
