@@ -12,10 +12,9 @@ import typer.core
 
 import fp8rl
 from fp8rl.commands import diagnosis, models, runs
-from fp8rl.commands.init import init
+from fp8rl.commands.runs import init
 from fp8rl.numerics.core.reading import at_home
-from fp8rl.rl.run.forced_end import exit_within
-from fp8rl.rl.run.interrupts import end_on_signal
+from fp8rl.rl.run.interrupts import end_on_signal, exit_within
 from fp8rl.rollout.loopback import reach_loopback
 
 try:

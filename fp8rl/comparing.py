@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,12 @@ from fp8rl.rl.record.metrics_log import Row
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import overlaid
 from fp8rl.rl.report.page import Section, write_page
-from fp8rl.rl.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, summarize
+from fp8rl.rl.report.summary import ABS_DIFF_MAX, summarize
 from fp8rl.run import Run
 
 LAST = 5
 """Steps that stand for the end of a run."""
 SECONDS = "perf/step_seconds"
-ALWAYS = rf"rollout/reward_mean|eval/(.+/)?accuracy|{ABS_DIFF_MAX}|{ABS_DIFF_MEAN}|{SECONDS}"
-"""Metrics that are compared even where they are equal."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +60,7 @@ def runs_in(folder: Path) -> list[Run]:
     """
     found = [Run(path.parent) for path in sorted(folder.glob("*/spec.yaml"))]
     if not found:
-        raise user_error(
-            "--dir", found=str(folder), expected="a folder with runs", remedy="Give another, or train first."
-        )
+        raise user_error("--dir", str(folder), "a folder with runs", "Give another, or train first.")
     return found
 
 
@@ -105,17 +100,17 @@ def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
     """The mean of each metric over the last steps that both runs have, the last of their evaluations, and the median
     time of a step.
 
-    every: also those that are equal; without it only what differs, and reward, accuracy, d and time.
+    every: also those that are equal; without it only what differs, and the metrics that are shown first.
     """
     both = (one.metrics, other.metrics)
     steps = sorted({row["step"] for row in both[0]} & {row["step"] for row in both[1]})
     names = {name for metrics in both for row in metrics for name in row} - {"step"}
     rows, equal = [], 0
-    for name in sorted(names, key=lambda name: (not re.fullmatch(ALWAYS, name), name)):
+    for name in sorted(names, key=lambda name: (not metric(name).shown_as, name)):
         before, after = (_at_the_end(metrics, name, steps) for metrics in both)
         if before is None and after is None:
             continue
-        if before == after and not every and not re.fullmatch(ALWAYS, name):
+        if before == after and not every and not metric(name).shown_as:
             equal += 1
             continue
         difference = None if before is None or after is None else after - before

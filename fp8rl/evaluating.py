@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8rl.diagnose.subject import Served, last_numerics, read_served
+from fp8rl.diagnose.subject import Subject, last_numerics, read_served
 from fp8rl.models.plain_yaml import parse_yaml
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.experiment import Experiment, load_experiment
-from fp8rl.rl.experiment.fetching import fetched
+from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
-from fp8rl.rl.experiment.preconditions import read_model
+from fp8rl.rl.experiment.preconditions import check_functions, read_model
 from fp8rl.rl.experiment.preconditions.data import check_data
-from fp8rl.rl.experiment.preconditions.functions import check_functions
 from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
 from fp8rl.rl.record.console import no_room
 from fp8rl.rl.record.run_dir import RunDir
@@ -42,8 +41,8 @@ _LOOK_SECONDS = 0.1
 _NOTHING_TO_ASK = "--set: found none, and no evaluation in the spec, expected problems to ask. Name a data file."
 
 
-def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str]) -> tuple[Served, Experiment]:
-    """The model of a run or of a directory, and the experiment whose evaluation it is put through.
+def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str]) -> Subject:
+    """The model of a run or of a directory, with the experiment whose evaluation it is put through.
 
     sets: each the path of a data file, or what `eval.sets` takes as YAML; they stand in place of the run's own, and all
     their problems are asked. overrides: keys of the spec, as in training.
@@ -67,33 +66,35 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
         raise UserError(_NOTHING_TO_ASK)
     else:
         values = {
-            "model": {"path": str(served.path.absolute())},
+            "model": {"path": served.experiment.model.path},
             "numerics": {"trainer": "fp8", "rollout": "fp8"},
-            "rollout": {"context_length": served.rollout.context_length},
+            "rollout": {"context_length": served.experiment.rollout.context_length},
         }
-        experiment = compose_experiment(values, [*asked, *overrides], subject)
+        experiment = compose_experiment(values, [*asked, *overrides])
         if not any(override.startswith("rollout.max_new_tokens=") for override in overrides):
-            sets_asked = held_out(experiment, _tokenizer(served.path))  # the longest prompt leaves room for an answer
+            sets_asked = held_out(experiment, _tokenizer(experiment))  # the longest prompt leaves room for an answer
             longest = max((len(group.prompt.token_ids) for each in sets_asked for group in each.groups), default=0)
             room = f"rollout.max_new_tokens={max(experiment.rollout.context_length - longest, 1)}"
-            experiment = compose_experiment(values, [*asked, room, *overrides], subject)
+            experiment = compose_experiment(values, [*asked, room, *overrides])
     if not any((experiment.data.eval, experiment.eval.sets)) or experiment.eval.problems == 0:
         raise UserError(_NOTHING_TO_ASK)
-    experiment = fetched(experiment)
+    weights = {"model": served.experiment.model, "adapter": served.experiment.adapter}
+    experiment = fetched(experiment.model_copy(update=weights))
     numerics = experiment.numerics_config()
     if files.experiment.is_file() and not any(override.startswith("numerics") for override in overrides):
         numerics = last_numerics(files, experiment)
-    return replace(served, numerics=numerics, rollout=experiment.rollout), experiment
+    return replace(served, numerics=numerics, experiment=experiment)
 
 
-def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[str], object]) -> dict[str, float]:
+def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[str, float]:
     """`eval/...` of each set, by one engine of this machine in the model's numerics. log: of the engine.
 
     Raises:
         UserError: a set or a reward cannot be used; nothing was started. EngineError, HandshakeError, RewardError,
         TooManyFailuresError: see `Evaluation`.
     """
-    tokenizer = _tokenizer(served.path)
+    experiment, path = served.experiment, served.experiment.model.directory
+    tokenizer = _tokenizer(experiment)
     check_data(experiment, tokenizer)
     check_functions(experiment)
     sets = list(held_out(experiment, tokenizer))
@@ -102,7 +103,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
         judges = [Judge(each.rewards, tokenizer, each.rewards_key or "rewards") for each in sets]
         for judge in judges:
             closing.callback(judge.close)
-        say(f"starting an engine with {served.path} in {served.numerics.mode} mode")
+        say(f"starting an engine with {path} in {served.numerics.mode} mode")
         server = closing.enter_context(serve(served, log, say))
         background = Background("answers")
         closing.callback(background.close)
@@ -155,8 +156,9 @@ def _check_keys(subject: Path, overrides: Sequence[str]) -> None:
             )
 
 
-def _tokenizer(model: Path) -> PreTrainedTokenizerBase:
+def _tokenizer(experiment: Experiment) -> PreTrainedTokenizerBase:
     """Read the tokenizer, which renders the questions. Raises UserError: it lacks what that takes."""
+    model = experiment.model.directory
     return read_tokenizer(model, read_model(model, "RUN|MODEL").sizes.vocab_size, "RUN|MODEL")
 
 

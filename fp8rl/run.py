@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.reading import BadLine, at_home, check_path
-from fp8rl.rl.record.events import Event, events_found
+from fp8rl.rl.record.history import Event, Session, events_found, sessions_found
 from fp8rl.rl.record.metrics import METRICS, describe, is_fixed
 from fp8rl.rl.record.metrics_log import Row, metrics_found
 from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import Session, sessions_found
 
 if TYPE_CHECKING:
     import pandas
@@ -38,10 +37,7 @@ class Run:
         self._files = RunDir(Path(path).absolute())
         if not self._files.experiment.is_file():
             raise user_error(
-                "Run",
-                found=path,
-                expected="the folder of a run, which has a spec.yaml",
-                remedy="Give the path of one, such as runs/demo.",
+                "Run", path, "the folder of a run, which has a spec.yaml", "Give the path of one, such as runs/demo."
             )
 
     def __repr__(self) -> str:
@@ -102,9 +98,7 @@ class Run:
     def trajectories(self, step: int) -> list[RolloutRecord]:
         """Every answer of a step, with its token ids and both sides' log-probabilities, in the batch's order."""
         if step not in self.steps:
-            raise user_error(
-                "step", found=step, expected=f"one whose trajectories are kept: {self.steps}", remedy="Choose one."
-            )
+            raise user_error("step", step, f"one whose trajectories are kept: {self.steps}", "Choose one.")
         path = self._files.rollouts(step)
         return _whole(path, rollouts_found(path))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8rl.diagnose.subject import Served, model_given
+from fp8rl.diagnose.subject import Subject, model_given
 from fp8rl.models.architecture import Model
 from fp8rl.models.checkpoint.padding import padded, unpadded
 from fp8rl.models.checkpoint.peft import read_adapter
@@ -47,9 +47,7 @@ def check_open(host: str, api_key: str | None) -> None:
         UserError: it is one of these.
     """
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.split() == [api_key]):
-        raise user_error(
-            "--api-key", found="another text", expected="printable ASCII without spaces", remedy="Choose another key."
-        )
+        raise user_error("--api-key", "another text", "printable ASCII without spaces", "Choose another key.")
     try:
         loopback = ipaddress.IPv4Address(host).is_loopback
         with socket.socket() as probe:
@@ -72,7 +70,7 @@ def check_open(host: str, api_key: str | None) -> None:
 
 @contextmanager
 def serve(
-    served: Served,
+    served: Subject,
     log: Path,
     say: Callable[[str], object],
     port: int | None = None,
@@ -86,23 +84,23 @@ def serve(
     Raises:
         UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
     """
-    config = served.rollout.model_copy(update={"port": port})
+    experiment, spec = served.experiment, served.numerics.rollout_spec
+    config = experiment.rollout.model_copy(update={"port": port})
+    path, beside = experiment.model.directory, experiment.adapter
     with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
-        checkpoint, spec = Path(folder) / "served", served.numerics.rollout_spec
-        beside = served.adapter_config
-        definition = read_model(served.path, "RUN|MODEL").adapted(beside)
-        tensors = {}
-        if served.adapter is not None:
-            tensors = read_adapter(served.adapter.path, served.path, definition, "RUN|MODEL")
+        checkpoint, tensors = Path(folder) / "served", {}
+        definition = read_model(path, "RUN|MODEL").adapted(beside)
+        if beside is not None and beside.start is not None:
+            tensors = read_adapter(Path(beside.start), path, definition, "RUN|MODEL")
         recorder = Recorder(definition.tensors, config.tp)
-        convert_checkpoint(served.path, checkpoint, spec, recorder)
+        convert_checkpoint(path, checkpoint, spec, recorder)
         plugin = {
             "numerics": served.numerics.to_dict(),
             "adapter": beside and beside.model_dump(mode="json"),
             "base_name": served.base_name,
-            "architecture": served.architecture,
+            "architecture": experiment.model.architecture,
         }
-        chats = ServedChats(served.name, served.tool_parser, served.chat_template)
+        chats = ServedChats(served.name, served.tool_parser, experiment.data.chat_template)
         server = SGLangServer.start(
             checkpoint, config, log_path=log, plugin=plugin, served=chats, host=host, api_key=api_key
         )
@@ -115,9 +113,9 @@ def serve(
             server.stop()
 
 
-async def _check(endpoint: Endpoint, served: Served) -> None:
+async def _check(endpoint: Endpoint, served: Subject) -> None:
     async with EngineClient(endpoint) as client:
-        expected = expected_report(served.numerics, served.adapter_config, served.architecture)
+        expected = expected_report(served.numerics, served.experiment.adapter, served.experiment.model.architecture)
         check_report(expected, await client.report())
 
 

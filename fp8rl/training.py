@@ -85,8 +85,7 @@ def run_experiment(
     say(f"fp8rl: checking {shown}")  # the imports below take seconds
     from fp8rl.numerics.core.files import write_atomically
     from fp8rl.rl.experiment import load_experiment, read_resolved
-    from fp8rl.rl.experiment.contents import contents
-    from fp8rl.rl.experiment.fetching import fetched
+    from fp8rl.rl.experiment.contents import contents, fetched
     from fp8rl.rl.experiment.preconditions import check
     from fp8rl.rl.record.run_dir import RunDir, open_run_dir
 
@@ -111,8 +110,7 @@ def run_experiment(
     )
     with interruptible(), opened as files:
         from fp8rl.rl.loop import train as run_loop
-        from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable
-        from fp8rl.rl.run.early_end import how_to_go_on, say_failed
+        from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable, how_to_go_on, say_failed
         from fp8rl.rl.run.restarts import FAILURES, run_with_restarts
 
         if resume:

@@ -13,7 +13,7 @@ from pathlib import Path
 from fp8rl.diagnose.plan import Plan, make_plan
 from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.numerics.precision_map import CLASSES
-from fp8rl.rl.experiment.budget.gpus import gpu_named
+from fp8rl.rl.experiment.budget.job import gpu_named
 from fp8rl.rl.experiment.budget.memory import PHASES
 
 PAGE = "docs/exactness.md"

@@ -14,7 +14,7 @@ REMOVALS = {
     "fp8rl/diagnose/attribution/attribute.py": {"TemporaryDirectory"},  # operands of one op, in the system's
     "certify/fp8rl_certify/dump/__init__.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
     "fp8rl/commands/models.py": {"TemporaryDirectory"},  # an engine's log
-    "fp8rl/commands/init.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`
+    "fp8rl/commands/runs.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`
     "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
     "fp8rl/models/checkpoint/writing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
     "fp8rl/numerics/backend/cuda_toolkit.py": {"mkdtemp", "rename", "rmtree"},  # a view of links, a free name

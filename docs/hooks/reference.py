@@ -128,6 +128,8 @@ def rows(
 
 def _algorithms() -> str:
     shared = {name for name in PolicyGradient.model_fields if name != "name"}
+    nested: dict[type[Section], str] = {}
+    list(rows(PolicyGradient, "", nested))
     parts = [
         "## algorithm\n",
         f"`name` is {', '.join(f'`{name}`' for name in ALGORITHMS)}, or a class of your own, `path/to/file.py:Class` "
@@ -139,7 +141,7 @@ def _algorithms() -> str:
         base = PolicyGradient.model_fields
         own = {key for key, field in kind.model_fields.items() if key != "name" and not _alike(field, base.get(key))}
         parts += [f"### {name}\n", f"{_text(kind)} The loss of a token: `{kind.formula}`.\n"]
-        parts += [_table(kind, only=own)] if own else []
+        parts += [_table(kind, only=own, shown={**nested})] if own else []
     return "\n".join(parts)
 
 
@@ -147,9 +149,9 @@ def _alike(field: FieldInfo, other: FieldInfo | None) -> bool:
     return other is not None and (field.annotation, field.get_default()) == (other.annotation, other.get_default())
 
 
-def _table(section: type[Section], only: set[str] | None = None) -> str:
+def _table(section: type[Section], only: set[str] | None = None, shown: dict[type[Section], str] | None = None) -> str:
     lines = ["| key | values | default | |", "|---|---|---|---|"]
-    for key, field, said in rows(section):
+    for key, field, said in rows(section, shown=shown):
         if only is None or key.partition(".")[0] in only:
             cells = [f"`{key}`", _values(field.annotation, field.metadata), _default(field), said]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -33,7 +33,7 @@ def doctor(
         from fp8rl.diagnose.doctor.doctor_report import rendered
         from fp8rl.diagnose.doctor.machine import gather
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
         from fp8rl.rl.experiment.sections import NumericsSection
 
         loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
@@ -69,7 +69,7 @@ def warm(
         from fp8rl.numerics.backend.implementation import implementation_for
         from fp8rl.numerics.kernels import cache
         from fp8rl.numerics.spec import QuantSpec
-        from fp8rl.rl.experiment.budget.gpus import gpu_named
+        from fp8rl.rl.experiment.budget.job import gpu_named
         from fp8rl.rl.run.cluster.placement import own_capability
 
         capability = (own_capability() or (9, 0)) if gpu is None else gpu_named(gpu).capability
@@ -110,7 +110,7 @@ def plan(
         from fp8rl.diagnose.plan import fitted_plan, make_plan
         from fp8rl.diagnose.plan.plan_report import rendered
         from fp8rl.diagnose.plan.subject import read_plan_subject
-        from fp8rl.rl.experiment.budget.gpus import gpu_named
+        from fp8rl.rl.experiment.budget.job import gpu_named
 
         if fit:
             made = fitted_plan(subject, overrides or [], gpu_named(gpu), gpus, length, bench)
@@ -136,7 +136,7 @@ def preflight(
         from fp8rl.diagnose.preflight import preflight as examine
         from fp8rl.diagnose.preflight import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
@@ -151,9 +151,9 @@ def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) 
     """
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose.audit import audit as examine
-        from fp8rl.diagnose.audit.audit_report import rendered
+        from fp8rl.diagnose.audit import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())

@@ -49,8 +49,8 @@ def serve(
         if tool_parser is not None:
             served = served.with_tools(tool_parser)
         digest = served.numerics.rollout_spec.digest()
-        mode = served.numerics.mode
-        show(f"starting an engine with {served.path} in {mode} mode, quantization spec {digest}", soft_wrap=True)
+        path, mode = served.experiment.model.path, served.numerics.mode
+        show(f"starting an engine with {path} in {mode} mode, quantization spec {digest}", soft_wrap=True)
         with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
             with serving.serve(served, Path(folder) / "engine.log", progress(), port, host, api_key) as server:
                 url, key = server.endpoint.url, shlex.quote(server.endpoint.api_key)
@@ -83,9 +83,9 @@ def eval(
 
         from fp8rl import evaluating
 
-        served, experiment = evaluating.read_evaluated(subject, sets or [], overrides or [])
+        served = evaluating.read_evaluated(subject, sets or [], overrides or [])
         with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-eval-") as folder:
-            found = evaluating.evaluate(served, experiment, Path(folder) / "engine.log", progress())
+            found = evaluating.evaluate(served, Path(folder) / "engine.log", progress())
         if as_json:
             print(json.dumps(found))
             return

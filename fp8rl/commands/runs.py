@@ -1,7 +1,11 @@
-"""Commands that make runs or show them: train, demo, submit, report and runs; and study, which measures claims."""
+"""Commands that make runs or show them: init, train, demo, submit, report, runs; and study, which measures claims."""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import shutil
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -23,9 +27,9 @@ from fp8rl.commands import (
     user_errors,
 )
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.files import check_writable, new_directory, writing
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.run.early_end import STOPPED
-from fp8rl.rl.run.interrupts import interruptible
+from fp8rl.rl.run.interrupts import STOPPED, interruptible
 from fp8rl.training import RunFailedError, run_experiment
 
 
@@ -67,15 +71,49 @@ def submit(
     Exit code 0, 1 if the job failed (with --wait), 2 for bad input.
     """
     with user_errors():
+        import asyncio
+
+        import aiohttp
+        from ray.exceptions import AuthenticationError
+        from ray.job_submission import JobStatus, JobSubmissionClient
+
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.run.cluster import submission
 
         load_experiment(spec, overrides or [])  # what it would refuse, it refuses here
         flags = ["--resume"] * resume + ["--overwrite"] * overwrite
         flags += ["--accept-changed-data"] * accept_changed_data
-        arguments = [str(spec.absolute()), *(overrides or []), *flags]
-        done = submission.submit(arguments, address, wait=wait, say=lambda text: show(text, soft_wrap=True))
-    end(done)
+        command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec.absolute()), *(overrides or [])]
+
+        async def follow() -> None:
+            async for text in client.tail_job_logs(job):
+                show(text.rstrip("\n"), soft_wrap=True)
+
+        try:
+            if not re.fullmatch(r"https?://[\w.\-:@\[\]]+/?", address, re.ASCII):  # Ray would import another scheme
+                raise ValueError("it is no http://HOST:PORT")
+            client = JobSubmissionClient(address)
+            # From this directory, so that relative paths mean what they mean here.
+            job = client.submit_job(
+                entrypoint=f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([*command, *flags])}"
+            )
+            show(f"job      {job}", soft_wrap=True)
+            if wait:
+                asyncio.run(follow())
+                status = client.get_job_status(job)
+        except (AuthenticationError, OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
+            raise user_error(
+                "--address",
+                found=f"{address} ({(str(error) or repr(error)).splitlines()[0]})",
+                expected="the dashboard of a Ray cluster that accepts jobs, as http://HOST:PORT",
+                remedy="Correct it; `ray start --head` prints it. Where a cluster asks for a token, set RAY_AUTH_MODE "
+                "and RAY_AUTH_TOKEN_PATH here too.",
+            ) from None
+        if wait:
+            show(f"job      {job}: {status}", soft_wrap=True)
+        else:
+            show(f"watch    ray job logs --follow --address {address} {job}", soft_wrap=True)
+            show(f"stop     ray job stop --address {address} {job}", soft_wrap=True)
+    end(not wait or status == JobStatus.SUCCEEDED)
 
 
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, e.g. runs/demo.")]) -> None:
@@ -165,3 +203,76 @@ def study(
         with interruptible():
             sound = run_studies(names or [], every=every, quick=quick, seeds=seeds, keep=keep, say=progress(), out=out)
     end(sound)
+
+
+MODEL = EXAMPLES / "models/tiny_qwen3_moe"
+SCHEMA = Path(__file__).parents[1] / "spec.schema.json"
+"""A model of half a million parameters that has seen sums."""
+_FILES = {
+    "spec.yaml": """\
+# yaml-language-server: $schema=spec.schema.json
+# GRPO with a reward of one's own, in FP8 on both sides: fp8rl train spec.yaml
+run: {name: first, steps: 30}
+model: {path: model}
+numerics: {mode: exact, preset: fp8_block_pow2, trainer: fp8, rollout: fp8}
+data: {train: data.jsonl, eval: data.jsonl}
+rewards: [{function: "reward.py:right"}]
+rollout: {prompts_per_step: 10, group_size: 8, max_new_tokens: 20}
+trainer: {lr: 1.0e-4}
+algorithm: {name: grpo}
+eval: {problems: 5}
+gates: [{metric: mismatch/train_rollout_logprob_abs_diff_max, above: 0.0, action: warn}]
+""",
+    "reward.py": '''\
+"""The reward of an answer: 1 if it ends with the reference, else 0."""
+
+
+def right(answer: str, reference: str) -> float:
+    return 1.0 if answer.endswith(reference) else 0.0
+''',
+    "data.jsonl": """\
+{"question": "9+4+5-8=?", "answer": "#### 10"}
+{"question": "7-2+6+3=?", "answer": "#### 14"}
+{"question": "8+8-5+1=?", "answer": "#### 12"}
+{"question": "3+9-4+7=?", "answer": "#### 15"}
+{"question": "6-1+8-9=?", "answer": "#### 4"}
+""",
+    "README.md": """\
+# A first experiment
+
+    fp8rl doctor spec.yaml     # shows the first prompt and the reward of its reference; starts nothing
+    fp8rl train spec.yaml      # 30 steps, then runs/first/report.html
+    fp8rl runs                 # lists the runs; fp8rl runs A B compares two
+
+| to | change |
+|---|---|
+| ask other questions | `data.jsonl`, a question and a reference answer per line |
+| reward something else | `reward.py`; its parameters say what it receives (`answer`, `reference`, `question`, ...) |
+| train another model | `model.path` in `spec.yaml`, a Hugging Face directory |
+| change a setting once | `fp8rl train spec.yaml run.name=second trainer.lr=2e-4` |
+
+`spec.schema.json` has every key: editors with a YAML language server complete and check `spec.yaml` by it.
+`fp8rl --install-completion` makes the shell complete commands, keys and names of runs.
+""",
+}
+
+
+def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]) -> None:
+    """Write a first experiment that runs as it is: a spec, a reward, problems, a tiny model, and what to change."""
+    with user_errors():
+        check_writable(folder, "DIR")
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise user_error("DIR", str(folder), "a new folder, or an empty one", "Choose another name.")
+        files = {**_FILES, "spec.schema.json": SCHEMA.read_text()}
+        with writing(folder, "DIR"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with new_directory(folder / ".new") as whole:  # a disk that is full leaves nothing
+                shutil.copytree(MODEL, whole / "model")
+                for name, text in files.items():
+                    (whole / name).write_text(text)
+            for path in (folder / ".new").iterdir():
+                path.rename(folder / path.name)
+            (folder / ".new").rmdir()
+        for name in (*files, "model"):
+            show(str(folder / name), soft_wrap=True)
+        show(f"\ncd {folder} && fp8rl train spec.yaml", soft_wrap=True)

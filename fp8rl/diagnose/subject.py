@@ -1,15 +1,12 @@
-"""Reads the argument of a command, the folder of a run, a capsule or the directory of a model: its weights, the
-experiment and the numerics that they are computed in, and the batch of a capsule."""
+"""Reads the argument of a command: the folder of a run, a capsule, or the directory of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fp8rl.models import load_architecture
-from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Model, check_scope
 from fp8rl.models.checkpoint.peft import read_config
 from fp8rl.models.checkpoint.reading import check_stored
@@ -19,28 +16,27 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import check_path, read_json
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.experiment.loading import compose_experiment
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
-from fp8rl.rl.experiment.sections import NumericsSection
 from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter
-from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.tasks.tool_calls import parsers
 from fp8rl.trainer.step.batch import TokenBatch
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A run or a capsule, and its weights, numerics and batch."""
+    """A run, a capsule or a model, and how it is computed."""
 
     name: str
     path: Path
     experiment: Experiment
-    """With the model directory to start from."""
+    """Its model and its adapter are the weights to start from."""
     numerics: NumericsConfig
-    """Those that were in force."""
+    """The numerics that were in force."""
     checkpoint: Path | None = None
     """Its weights are loaded over those of the directory."""
     batch: TokenBatch | None = None
@@ -49,6 +45,20 @@ class Subject:
     """The version of the weights, where no checkpoint says it."""
     wrong: Sequence[str] | None = None
     """See `Capsule.wrong`."""
+    tool_parser: str | None = None
+    """The format in which a served model calls tools."""
+
+    @property
+    def base_name(self) -> str | None:
+        """The name of a served model without its adapter, for clients."""
+        return None if self.experiment.adapter is None else f"{self.name}-base"
+
+    def with_tools(self, tool_parser: str) -> Subject:
+        """Let the model call tools in this format. Raises UserError: SGLang has none of that name."""
+        if tool_parser not in (known := parsers()):
+            expected = f"one of {', '.join(known)}"
+            raise user_error("--tool-parser", found=tool_parser, expected=expected, remedy="Correct it.")
+        return replace(self, tool_parser=tool_parser)
 
 
 def read_subject(path: Path, key: str) -> Subject:
@@ -84,12 +94,8 @@ def read_subject(path: Path, key: str) -> Subject:
         remedy="Give for example runs/demo, or runs/demo/capsules/step_7.",
     )
     step = max(run.checkpoint_steps(), default=None)
-    if step is None and run.model.is_dir():
-        experiment = experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
-    elif step is None and experiment.adapter is not None and run.adapter.is_dir():
-        adapter = experiment.adapter.model_copy(update={"start": str(run.adapter)})
-        experiment = experiment.model_copy(update={"adapter": adapter})
-    elif step is None:
+    trained = _trained(run, experiment) if step is None else experiment
+    if trained is None:
         raise user_error(
             key,
             found=f"{run.path} without model/, adapter/ or a checkpoint",
@@ -97,7 +103,7 @@ def read_subject(path: Path, key: str) -> Subject:
             remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
         )
     return Subject(
-        run.name, run.path, experiment, last_numerics(run, experiment), None if step is None else run.checkpoint(step)
+        run.name, run.path, trained, last_numerics(run, experiment), None if step is None else run.checkpoint(step)
     )
 
 
@@ -132,99 +138,59 @@ def last_numerics(run: RunDir, experiment: Experiment) -> NumericsConfig:
     )
 
 
-# Models that are served: by a run that is over, or in the directory of a model.
-
 LONGEST = 32768
 """Sequence that an engine of a model directory has room for, if the model does."""
 _KEY = "RUN|MODEL"
 
 
-@dataclass(frozen=True)
-class StoredAdapter:
-    """An adapter as a run leaves it. path: a directory in PEFT's format."""
-
-    path: Path
-    config: AdapterSection
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model and how it is to be computed."""
-
-    path: Path
-    """A Hugging Face directory in BF16."""
-    name: str
-    """As clients call it."""
-    numerics: NumericsConfig
-    rollout: RolloutSection
-    adapter: StoredAdapter | None = None
-    """Beside the weights."""
-    tool_parser: str | None = None
-    """The format in which the model calls tools."""
-    chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of its chat template."""
-    architecture: str | None = None
-    """A user's file that has the model's; None: it is one of ours."""
-
-    @property
-    def base_name(self) -> str | None:
-        """The name of the model without its adapter, for clients."""
-        return f"{self.name}-base" if self.adapter is not None else None
-
-    @property
-    def adapter_config(self) -> AdapterSection | None:
-        return None if self.adapter is None else self.adapter.config
-
-    def with_tools(self, tool_parser: str) -> Served:
-        """Let the model call tools in this format. Raises UserError: SGLang has none of that name."""
-        if tool_parser not in (known := parsers()):
-            expected = f"one of {', '.join(known)}"
-            raise user_error("--tool-parser", found=tool_parser, expected=expected, remedy="Correct it.")
-        return replace(self, tool_parser=tool_parser)
-
-
-def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None = None) -> Served:
-    """The trained model of a run, as the run computed; or a model directory in this mode and preset, whose architecture
-    may be in a user's file.
+def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = None) -> Subject:
+    """Read a model that is to be served: the trained model of a run, as the run computed; or a model directory in this
+    mode and preset, whose architecture may be in a user's file.
 
     Raises:
         UserError: it is neither, or the run has no trained model yet.
     """
-    check_path(subject, _KEY)
-    files = RunDir(subject.absolute())
-    if not files.experiment.is_file():
-        subject = model_given(subject, architecture, _KEY)
-        _refuse_converted(subject)
-        sizes = check_model(subject).sizes
+    check_path(path, _KEY)
+    run = RunDir(path.absolute())
+    if not run.experiment.is_file():
+        path = model_given(path, architecture, _KEY)
+        _refuse_converted(path)
         side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
-        section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
-        rollout = RolloutSection(context_length=min(sizes.max_positions, LONGEST))
-        return Served(subject, files.name, section.config(tp=1), rollout, architecture=architecture)
-    experiment = read_resolved(files.experiment)
+        values = {
+            "model": {"path": str(path.absolute()), "architecture": architecture},
+            "numerics": {"mode": mode, "preset": preset, "trainer": side, "rollout": side},
+            "data": {"train": "-"},
+            "eval": {"problems": 0},
+            "rollout": {"context_length": min(check_model(path).sizes.max_positions, LONGEST)},
+        }
+        experiment = compose_experiment(values, [])
+        return Subject(run.name, path, experiment, experiment.numerics_config())
+    experiment = read_resolved(run.experiment)
     load_architecture_of(experiment)
-    beside = engine_adapter(experiment)
-    if not (files.model if beside is None else files.adapter).is_dir():
+    trained, beside = _trained(run, experiment), engine_adapter(experiment) is not None
+    if trained is None or (trained.adapter is not None) is not beside:  # an adapter that was to be merged
         raise user_error(
             _KEY,
-            found=f"{subject}, a run without {'model' if beside is None else 'adapter'}/",
+            found=f"{path}, a run without {'adapter' if beside else 'model'}/",
             expected="a finished run",
-            remedy=f"Finish it with fp8rl train {files.experiment} --resume, or give the directory of a model.",
+            remedy=f"Finish it with fp8rl train {run.experiment} --resume, or give the directory of a model.",
         )
-    path = files.model if beside is None else experiment.model.directory
-    definition = check_model(path)
-    if beside is not None:
-        read_config(files.adapter, definition, _KEY)
+    definition = check_model(trained.model.directory)
+    if trained.adapter is not None:
+        read_config(run.adapter, definition, _KEY)
     harness = experiment.environment.harness
-    return Served(
-        path,
-        files.name,
-        last_numerics(files, experiment),
-        experiment.rollout,
-        None if beside is None else StoredAdapter(files.adapter, beside),
-        None if harness is None else harness.tool_parser,
-        experiment.data.chat_template,
-        experiment.model.architecture,
-    )
+    parser = None if harness is None else harness.tool_parser
+    return Subject(run.name, run.path, trained, last_numerics(run, experiment), tool_parser=parser)
+
+
+def _trained(run: RunDir, experiment: Experiment) -> Experiment | None:
+    """Return the experiment as it would begin with what a run has written at its end; None: it has written nothing."""
+    if engine_adapter(experiment) is None and run.model.is_dir():
+        return experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
+    if experiment.adapter is None or not run.adapter.is_dir():
+        return None
+    adapter = experiment.adapter.model_copy(update={"start": str(run.adapter)})
+    return experiment.model_copy(update={"adapter": adapter})
 
 
 def model_given(model: Path, architecture: str | Path | None, key: str) -> Path:

@@ -73,7 +73,7 @@ def demo_stack() -> Iterator[Stack]:
     experiment = load_experiment(ARITHMETIC, [])
     with ShutdownStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
-        stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
+        stack = Stack(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
         stack.engines.wait()
         stack.syncing.sync()
         yield stack

@@ -25,7 +25,7 @@ from fp8rl.cli import app
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.record.events import Event, append_event
+from fp8rl.rl.record.history import Event, append_event
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.trainer.config import TrainerSection

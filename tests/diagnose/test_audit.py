@@ -14,9 +14,8 @@ from rich.console import Console
 from torch import Tensor
 
 from fp8rl.diagnose import audit
-from fp8rl.diagnose.audit.audit_report import AuditReport, Deviation, differences_of, rendered, rows_of
-from fp8rl.diagnose.audit.formats import Grids, stored
-from fp8rl.diagnose.audit.observations import Observation, engine_sightings
+from fp8rl.diagnose.audit import AuditReport, Deviation, differences_of, rendered, rows_of
+from fp8rl.diagnose.audit.observations import Grids, Observation, engine_sightings, stored
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection

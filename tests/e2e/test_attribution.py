@@ -15,7 +15,7 @@ from fp8rl.diagnose.attribution import Attribution, attribute
 from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.guard.capsule import CapsuleSource, read_capsule, write_capsule
+from fp8rl.rl.guard.capsule import read_capsule, write_capsule
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.trainer.step.batch import TokenBatch
@@ -199,10 +199,11 @@ def kept(pipeline: Pipeline, batch: TokenBatch, folder: Path) -> Path:
         load_experiment(EXAMPLES / "arithmetic.yaml", [f"model.path={pipeline.rig.models['moe']}"]).to_yaml()
     )
     held = [pipeline.rig.run(pipeline.engine.held())]
-    step = CapsuleSource(7, ["planted"], [0, 1], pipeline.setup.numerics, spec, folder / "manifest.json", held)
+    step: dict[str, Any] = {"step": 7, "why": ["planted"], "rows": [0, 1], "experiment": spec, "held": held}
+    step |= {"numerics": pipeline.setup.numerics, "manifest": folder / "manifest.json"}
     version, logprobs = pipeline.trainer.weight_version, pipeline.trainer.score(batch)
     scored = ScoredBatch(batch, torch.full_like(batch.tokens, version), version, logprobs)
-    write_capsule(folder / "step_7", step, scored, pipeline.trainer.export_hf)
+    write_capsule(folder / "step_7", scored, pipeline.trainer.export_hf, **step)
     return folder / "step_7"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit import differences_of
 from fp8rl.diagnose.audit.observations import engine_sightings
 from fp8rl.models import read_model
 from fp8rl.numerics.core.memory import Holding

@@ -256,12 +256,12 @@ def test_the_trained_model_is_served_as_it_was_trained(run: StartedRun, tmp_path
 
 def the_last_evaluation_is_found_again(client: openai.OpenAI, run: StartedRun) -> None:
     """`fp8rl eval` asks the trained model what the run asked at its end, greedily and by seeds, and finds that."""
-    model, experiment = evaluating.read_evaluated(run.path, [], [])
+    model = evaluating.read_evaluated(run.path, [], [])
     assert client.api_key
     endpoint = Endpoint(str(client.base_url).removesuffix("/v1/"), client.api_key, "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluating, "serve", lambda *_: nullcontext(SimpleNamespace(endpoint=endpoint)))
-        found = evaluating.evaluate(model, experiment, Path(), lambda text: None)
+        found = evaluating.evaluate(model, Path(), lambda text: None)
     last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
     assert found == {name: value for name, value in last.items() if name.startswith("eval/")} and len(found) > 5
 

@@ -18,8 +18,8 @@ import ray
 from fp8rl.models import read_shape
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+from fp8rl.rl.run.feed.sampling import PendingGroup
 from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.sampling import PendingGroup
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.types import Group, Trajectory
@@ -47,7 +47,7 @@ def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
     folder = tmp_path_factory.mktemp("stack")
     rig.only_ray()
     with ShutdownStack() as closing:
-        stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, print)
+        stack = Stack(experiment, experiment.numerics_config(), folder, closing, print)
         stack.wait_for_engines()
         stack.syncing.sync()
         yield stack

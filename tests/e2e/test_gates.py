@@ -23,7 +23,7 @@ from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.loop import train
-from fp8rl.rl.record.events import Event, read_events
+from fp8rl.rl.record.history import Event, read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.feed.feed import RolloutBatch, SampledFeed
@@ -228,7 +228,7 @@ def faulty(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, 
     }
     after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
     rig.only_ray()
-    with pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
+    with pytest.MonkeyPatch.context() as patch, LiveRun(settings, run) as live:
         faults = Faults(patch, live.stack, before, after, first=1)
         stopped = train(live)
         finish(live, stopped)
@@ -364,7 +364,7 @@ def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple
 
 def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir, stacks: None) -> None:
     settings = load_experiment(run.experiment, [f"gates={json.dumps(LATER_GATES)}"])
-    with pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
+    with pytest.MonkeyPatch.context() as patch, LiveRun(settings, run) as live:
         faults = Faults(patch, live.stack, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)
         assert train(live) == ""
         (report,) = at_each_engine(live.stack, EngineClient.report)

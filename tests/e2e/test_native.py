@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit import differences_of
 from fp8rl.diagnose.audit.observations import engine_sightings
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig

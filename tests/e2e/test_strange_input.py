@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.record.events import Event, append_event
+from fp8rl.rl.record.history import Event, append_event
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir
@@ -98,8 +98,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise Started
 
     for name in (
-        "fp8rl.rl.run.run.LiveRun.open",
-        "fp8rl.rl.run.stack.Stack.open",
+        "fp8rl.rl.run.run.LiveRun.__init__",
+        "fp8rl.rl.run.stack.Stack.__init__",
         "fp8rl.diagnose.rescore.one_trainer",
         "fp8rl.diagnose.preflight.preflight",
         "fp8rl.diagnose.attribution._stack_of",

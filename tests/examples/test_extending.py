@@ -99,23 +99,8 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
             "own.py:Own', expected def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor",
         ),
         (OWN.replace("trajectory_adv", "trajectory_av"), "", "Own with def trajectory_avantages', expected def"),
-        (
-            f"{OWN}\n    def shaped(self, outcomes): return outcomes\n",
-            "",
-            "Own with def shaped(self, outcomes)', expected def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> "
-            "Outcomes. Write it so; docs/api.md has all signatures.",
-        ),
-        (f"{OWN}\n    def needs(self): return None\n", "", "expected @property def needs(self)"),
-        (
-            f"{OWN}\n    def surrogate(self, logprobs, old, advantages, used): return super().surrogate()\n",
-            "",
-            "used: Tensor, batch: TokenBatch) -> Surrogate. Write it so",
-        ),
     ],
-    ids=[
-        *("no-algorithm", "another-name", "import", "key", "value", "no-advantages", "misspelt"),
-        *("parameters", "property", "surrogate of before"),
-    ],
+    ids=[*("no-algorithm", "another-name", "import", "key", "value", "no-advantages", "misspelt")],
 )
 def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(
     tmp_path: Path, text: str, override: str, expected: str

@@ -407,7 +407,7 @@ ADDRESSES = [
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_addresses_that_are_none_of_a_dashboard(folder: Path, address: str) -> None:
     result = result_of("submit", folder / "spec.yaml", "--address", address)
-    assert result.exit_code == 2 and "expected the address of a Ray cluster's dashboard" in result.output
+    assert result.exit_code == 2 and "expected the dashboard of a Ray cluster" in result.output
 
 
 def test_every_other_spec_of_yaml_is_refused_where_it_stands(folder: Path) -> None:

@@ -27,13 +27,13 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_model_is_asked_every_problem_of_a_file(data: Path) -> None:
-    served, experiment = read_evaluated(MODEL, [str(data)], ["rewards=[{function: math}]"])
+    served = read_evaluated(MODEL, [str(data)], ["rewards=[{function: math}]"])
+    experiment = served.experiment
     (one,) = experiment.eval.sets
     assert (one.name, Path(one.path), one.problems) == ("sums", data.absolute(), None)
     assert experiment.eval.problems == EVERY_PROBLEM and experiment.data.eval is None
     assert experiment.rewards.functions[0].function == "math"
-    assert served.path == MODEL and served.numerics == experiment.numerics_config()
-    assert served.rollout.context_length == experiment.rollout.context_length > 1
+    assert experiment.model.directory == MODEL and served.numerics == experiment.numerics_config()
     assert experiment.rollout.max_new_tokens == experiment.rollout.context_length - len(["user", *"1+1=?", "assistant"])
 
 
@@ -43,11 +43,12 @@ def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data: Path
     spec = load_experiment(EXAMPLES / "arithmetic.yaml", ["numerics.trainer=bf16", "eval.problems=7"])
     run.experiment.write_text(spec.to_yaml())
     run.model.symlink_to(MODEL)
-    served, experiment = read_evaluated(run.path, [], [])
-    assert served.path == run.model and served.numerics.trainer == "bf16"
+    served = read_evaluated(run.path, [], [])
+    experiment = served.experiment
+    assert experiment.model.directory == run.model and served.numerics.trainer == "bf16"
     assert experiment.data.eval == spec.data.eval and experiment.eval.problems == 7
     several = "{name: many, path: sums.jsonl, samples: 4, temperature: 0.7, pass_at: [1, 4]}"
-    _, experiment = read_evaluated(run.path, [several, str(data)], ["rollout.max_new_tokens=9"])
+    experiment = read_evaluated(run.path, [several, str(data)], ["rollout.max_new_tokens=9"]).experiment
     assert [one.name for one in experiment.eval.sets] == ["many", "sums"]
     assert experiment.eval.sets[0].pass_at == (1, 4) and experiment.rollout.max_new_tokens == 9
 
@@ -60,8 +61,8 @@ def test_a_run_whose_gate_fell_back_to_bf16_is_asked_in_bf16(data: Path) -> None
     run.checkpoint(4).mkdir(parents=True)
     write_about(run.checkpoint(4), About(4, {"standing": GateState(bf16=True).to_dict()}, {}))
     plain = spec.numerics_config()
-    assert read_evaluated(run.path, [], [])[0].numerics == plain.in_bf16() != plain
-    assert read_evaluated(run.path, [], ["numerics.preset=fp8_block_pow2"])[0].numerics == plain
+    assert read_evaluated(run.path, [], []).numerics == plain.in_bf16() != plain
+    assert read_evaluated(run.path, [], ["numerics.preset=fp8_block_pow2"]).numerics == plain
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from fp8rl.diagnose.doctor.conditions import data_found
 from fp8rl.diagnose.subject import read_subject
 from fp8rl.evaluating import read_evaluated
 from fp8rl.rl.experiment import Experiment, load_experiment
-from fp8rl.rl.experiment.fetching import fetched
+from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.record.run_dir import RunDir
 from tests.support.hub_cache import COMMIT, NAME, cache_model
@@ -55,5 +55,5 @@ def test_a_capsule_begins_with_its_own_weights(experiment: Experiment, tmp_path:
 
 
 def test_evaluation_renders_with_its_tokenizer(snapshot: Path) -> None:
-    served, experiment = read_evaluated(Path(NAME), [str(EXAMPLES / "data/arithmetic_eval.jsonl")], [])
-    assert served.path == snapshot and experiment.model.directory == snapshot
+    served = read_evaluated(Path(NAME), [str(EXAMPLES / "data/arithmetic_eval.jsonl")], [])
+    assert served.experiment.model.directory == snapshot

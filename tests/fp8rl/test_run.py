@@ -10,9 +10,8 @@ import pytest
 
 from fp8rl import Run, UserError, train
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.record.events import Event, append_event
+from fp8rl.rl.record.history import Event, Session, append_event, append_session
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
-from fp8rl.rl.record.sessions import Session, append_session
 from fp8rl.training import _as_overrides
 from tests.support.paths import EXAMPLES, new_run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8rl.commands.init import SCHEMA
+from fp8rl.commands.runs import SCHEMA
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment, read_resolved
 from fp8rl.rollout.tasks.rewards import load_function

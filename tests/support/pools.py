@@ -11,7 +11,7 @@ from typing import Any, cast
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.judging import Judge
-from fp8rl.rl.run.sampling import Sampling, done
+from fp8rl.rl.run.feed.sampling import Sampling, done
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.types import Endpoint, Group, SamplingParams, Trajectory
 

@@ -13,8 +13,7 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment, read_resolved
-from fp8rl.rl.mismatch.drift import drift_metrics
-from fp8rl.rl.mismatch.logprobs import logprob_metrics
+from fp8rl.rl.mismatch.logprobs import drift_metrics, logprob_metrics
 from fp8rl.rl.run.step import train_metrics
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout

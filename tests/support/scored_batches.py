@@ -11,7 +11,7 @@ import torch
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.guard.capsule import CapsuleSource, write_capsule
+from fp8rl.rl.guard.capsule import write_capsule
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.step.batch import TokenBatch
@@ -77,10 +77,10 @@ class CapsuleRun:
     ) -> Path:
         """The capsule of `step`."""
         manifest = manifest or self.files.manifest(VERSION)
-        kept = CapsuleSource(step, why, rows, self.numerics, self.files.experiment, manifest, held)
-        write_capsule(
-            self.files.capsule(step), kept, dataclasses.replace(seen, tis_cap=tis_cap), export if weights else None
-        )
+        kept: dict[str, Any] = {"step": step, "why": why, "rows": rows, "manifest": manifest, "held": held}
+        kept |= {"numerics": self.numerics, "experiment": self.files.experiment}
+        seen = dataclasses.replace(seen, tis_cap=tis_cap)
+        write_capsule(self.files.capsule(step), seen, export if weights else None, **kept)
         return self.files.capsule(step)
 
 

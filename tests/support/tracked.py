@@ -10,8 +10,7 @@ import pytest
 from fp8rl.rl.record.rollouts import RolloutRecord
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import Tracked
-from fp8rl.rl.record.trackers.background import BackgroundTrackers
-from fp8rl.rl.record.tracking import RunTracker
+from fp8rl.rl.record.tracking import BackgroundTrackers, RunTracker
 
 
 def record(group: int, text: str, abs_diff_mean: float | None, **changes: Any) -> RolloutRecord:

@@ -15,7 +15,7 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import LARGEST, check_file, check_path, parse_json, read_bytes, whole_json_lines
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.guard.guard import GateState
-from fp8rl.rl.record.events import read_events
+from fp8rl.rl.record.history import read_events
 from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.checkpoint.files import read_about

@@ -133,12 +133,7 @@ def rendered(attribution: Attribution, compared: str = "") -> RenderableType:
     parts: list[RenderableType] = [Group(Text(headline(attribution)), *(lines or [nothing]))]
     if compared:
         parts.append(Text(compared))
-    causes = [(c.name, format_difference(c.before), format_difference(c.after), c.note) for c in attribution.causes]
-    ops = [
-        ("" if op.layer is None else str(op.layer), op.op, f"{op.relative_rms:.2e}", f"{op.differing:.1%}",
-         f"{op.largest:.2e}")
-        for op in sorted(attribution.ops, key=lambda op: -op.relative_rms)[:SHOWN_OPS] if op.relative_rms
-    ]  # fmt: skip
+    causes, ops = _causes(attribution), _ops(sorted(attribution.ops, key=lambda op: -op.relative_rms)[:SHOWN_OPS])
     experts = []
     for e in sorted(attribution.experts, key=lambda expert: -expert.relative_rms)[:SHOWN_EXPERTS]:
         if e.relative_rms:
@@ -151,6 +146,19 @@ def rendered(attribution: Attribution, compared: str = "") -> RenderableType:
     ):
         parts += [grid(columns, rows, title=title)] if rows else []
     return Group(parts[0], *(each for part in parts[1:] for each in (Text(), part)))
+
+
+def _causes(attribution: Attribution) -> list[tuple[str, ...]]:
+    return [(c.name, format_difference(c.before), format_difference(c.after), c.note) for c in attribution.causes]
+
+
+def _ops(ops: Sequence[OpDifference]) -> list[tuple[str, ...]]:
+    d = format_difference
+    return [
+        ("" if op.layer is None else str(op.layer), op.op, d(op.relative_rms), f"{op.differing:.1%}", d(op.largest))
+        for op in ops
+        if op.relative_rms
+    ]
 
 
 def headline(attribution: Attribution) -> str:
@@ -173,14 +181,9 @@ def write_page(attribution: Attribution, name: str, path: Path, compared: str = 
     from fp8rl.rl.report import page  # not for the ranks of a trainer
 
     write_atomically(path.with_suffix(".json"), json.dumps(attribution.to_dict(), indent=1, allow_nan=False) + "\n")
-    d, found = format_difference, [finding.text for finding in attribution.findings]
+    found = [finding.text for finding in attribution.findings]
     charts = [chart for chart in (_op_map(attribution), _expert_map(attribution), _positions(attribution)) if chart]
-    causes = [(each.name, d(each.before), d(each.after), each.note) for each in attribution.causes]
-    ops = [
-        ("" if op.layer is None else op.layer, op.op, d(op.relative_rms), f"{op.differing:.1%}", d(op.largest))
-        for op in attribution.ops
-        if op.relative_rms
-    ]
+    causes, ops = _causes(attribution), _ops(attribution.ops)
     of_causes: list[page.Column] = [("Cause", ""), ("Before", "n"), ("After", "n"), ("What was changed", "")]
     of_ops: list[page.Column] = [("Layer", "n"), ("Op", "code"), ("Relative RMS", "n"), ("Elements", "n")]
     changed = "Mean |d| on the same tokens, before and after one thing is changed"

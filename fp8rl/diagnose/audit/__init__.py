@@ -4,14 +4,21 @@ seen against the precision map."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from fp8rl.diagnose.audit.audit_report import AuditReport, Deviation, differences_of, rows_of
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from fp8rl.diagnose.audit.observations import Observation, engine_sightings
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, check_has_engine, sampled_batch, sync_weights
+from fp8rl.diagnose.report import Report, graded, grid
 from fp8rl.models import Model
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
@@ -19,6 +26,7 @@ from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.stack import Stack, open_pair
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.manifest import some_of
 
 
 def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> AuditReport:
@@ -90,4 +98,140 @@ def refused_engine(error: HandshakeError) -> Deviation:
         found=str(error),
         why="Nothing was sampled, and no step was watched.",
         remedy="Start the engine from this spec, in this environment.",
+    )
+
+
+_NOT_IN_EVERY_RUN = {
+    "head.weight",
+    "product.cached",
+    *(each.key for each in CLASSES if each.key.startswith("experts.")),
+}
+"""A head may be tied to the embedding, a run in BF16 has no codes, and a dense model no experts."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One class of tensors; `key`, `row`, `tensors`, `document` are those of `precision_map.TensorClass`."""
+
+    key: str
+    row: str
+    tensors: str
+    document: str
+    planned: list[str]
+    """Formats that will do."""
+    found: dict[str, int]
+    """Counts by format; none where no such tensor was seen: the run has none, or a kernel fuses what is around it."""
+    bytes: int
+    """Of what is held or sent."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Tensors of one class that are not as planned."""
+
+    key: str
+    names: list[str]
+    planned: str
+    found: str
+    why: str
+    """The reason for the plan."""
+    remedy: str
+    """The place to look at."""
+
+
+@dataclass(frozen=True)
+class AuditReport(Report):
+    """The findings of an audit. Its JSON has these keys, and `schema`, `ok` and `unseen`."""
+
+    spec_digest: str
+    mode: str
+    trainer: str
+    rollout: str
+    rows: list[Row]
+    """The precision map."""
+    differences: list[Deviation]
+    tokens: int
+    """Of the step that was watched."""
+    seconds: float
+    """Of the whole audit."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences
+
+    @property
+    def unseen(self) -> list[str]:
+        """Classes in the rows of the published map of which nothing was seen, though every model has them."""
+        return [r.key for r in self.rows if r.row in DOCUMENTED and not r.found and r.key not in _NOT_IN_EVERY_RUN]
+
+    def derived(self) -> dict[str, Any]:
+        return {"unseen": self.unseen}
+
+
+def rows_of(sightings: Iterable[Observation]) -> list[Row]:
+    """Fill the precision map with all that was seen of each class."""
+    by_key: dict[str, list[Observation]] = {each.key: [] for each in CLASSES}
+    for sighting in sightings:
+        by_key[sighting.key].append(sighting)
+    rows = []
+    for each in CLASSES:
+        seen, found = by_key[each.key], Counter[str]()
+        for sighting in seen:
+            found[sighting.found] += sighting.calls
+        rows.append(
+            Row(
+                key=each.key,
+                row=each.row,
+                tensors=each.tensors,
+                document=each.document,
+                planned=list(dict.fromkeys(form for sighting in seen for form in sighting.planned)),
+                found=dict(found),
+                bytes=sum(sighting.bytes for sighting in seen),
+            )
+        )
+    return rows
+
+
+def differences_of(sightings: Sequence[Observation]) -> list[Deviation]:
+    """Name what is not as planned, in the order of the map, tensors of one class and format together."""
+    wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
+    for sighting in sightings:
+        if sighting.found not in sighting.planned:
+            wrong.setdefault((sighting.key, sighting.planned, sighting.found), {})[sighting.name] = None
+    classes = {each.key: each for each in CLASSES}
+    order = list(classes)
+    return [
+        Deviation(key, list(names), " or ".join(planned), found, classes[key].why, classes[key].remedy)
+        for (key, planned, found), names in sorted(wrong.items(), key=lambda item: order.index(item[0][0]))
+    ]
+
+
+def rendered(report: AuditReport) -> RenderableType:
+    """Render the map, what differs with the reason and the remedy, and the verdict."""
+    wrong, last = {difference.key for difference in report.differences}, ""
+    rows: list[tuple[RenderableType, ...]] = []
+    for row in report.rows:
+        if not row.found:
+            continue
+        if row.row != last:
+            rows.append(("", Text(row.row, style="bold")))
+        last = row.row
+        found = ", ".join(f"{form} x {count:,}" for form, count in row.found.items())
+        size = f"{row.bytes:,}" if row.bytes else ""
+        verdict = graded("FAIL", "bad") if row.key in wrong else graded("pass", "good")
+        rows.append((verdict, f"  {row.key}", " or ".join(row.planned), found, size))
+    lines = []
+    for each in report.differences:
+        said = f"{each.key}: found {each.found}, planned {each.planned}: {some_of(each.names)}"
+        lines += ["", said, f"{each.why} {each.remedy}"]
+    if report.unseen:
+        unseen = f"not seen, as a kernel fuses it or rounds otherwise than its definition: {', '.join(report.unseen)}"
+        lines += ["", unseen]
+    what = "everything is as planned" if report.ok else f"{len(report.differences)} differences"
+    end = f"audit {'passed' if report.ok else 'failed'} in {report.seconds:.0f} s: {what}"
+    return Group(
+        grid(("", "tensors", "planned", "found", "bytes"), rows, numbers=4),
+        *(Text(line, style="yellow") for line in lines),
+        Text(),
+        graded(end, "good" if report.ok else "bad"),
     )

@@ -18,8 +18,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8rl.diagnose.audit.formats import Grids, stored
-from fp8rl.diagnose.audit.observations import ModuleRole, Observation, Part, Sites, held_by_optimizer, held_in_pass
+from fp8rl.diagnose.audit.observations import (
+    Grids,
+    ModuleRole,
+    Observation,
+    Part,
+    Sites,
+    held_by_optimizer,
+    held_in_pass,
+    stored,
+)
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.compiler import uncompiled
 from fp8rl.numerics.backend.implementation import Implementation, using

@@ -24,8 +24,7 @@ from fp8rl.numerics.backend.implementation import (
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment.preconditions.rules import shared_memory_refusals
-from fp8rl.rl.experiment.preconditions.target import Target
+from fp8rl.rl.experiment.preconditions.rules import Target, native_refusals, shared_memory_refusals
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.server.arguments import server_arguments
 from fp8rl.trainer.megatron.lowering import by_mx, lower
@@ -208,20 +207,13 @@ def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Rema
     gpu = _weakest(machine)
     if gpu is None or numerics.mode != "native":
         return
-    can, place = features(gpu, machine.torch_cuda), f"fp8 on {gpu.name} with CUDA {machine.torch_cuda}"
-    trainer, remedy = numerics.trainer_spec, "Set it to bf16, or numerics.mode=exact."
-    if numerics.rollout_spec.quantized and not can.fp8:
-        yield Remark(True, "numerics.rollout", place, "compute capability 8.9 or higher, for SGLang's kernels", remedy)
-    if trainer.quantized and _has_te(machine):
-        if by_mx(trainer) and not can.mx:
-            expected = "a Blackwell GPU (compute capability 10.0), for TransformerEngine's MXFP8"
-            yield Remark(True, "numerics.trainer", place, expected, remedy)
-        elif not by_mx(trainer) and can.blocks == "no":
-            expected = "compute capability 9.0 and CUDA 12.9 or higher, for TransformerEngine's 128-blocks"
-            yield Remark(True, "numerics.trainer", place, expected, remedy)
-        if can.blocks == "by MX" and trainer.weight.scale != "pow2":
-            expected = f"power-of-two scales, as {gpu.name} multiplies 128-blocks as MX"
-            yield Remark(True, "numerics.preset", "FP32 scales", expected, "Set numerics.preset=fp8_block_pow2.")
+    target = Target(True, _has_te(machine), capability=gpu.capability)
+    yield from map(Remark.refusal, native_refusals(numerics, True, target))
+    blocks = numerics.trainer_spec.quantized and target.transformer_engine and not by_mx(numerics.trainer_spec)
+    if blocks and gpu.capability >= HOPPER and features(gpu, machine.torch_cuda).blocks == "no":
+        expected = "CUDA 12.9 or higher, for TransformerEngine's 128-blocks"
+        remedy = "Set it to bf16, or numerics.mode=exact."
+        yield Remark(True, "numerics.trainer", f"fp8 with CUDA {machine.torch_cuda}", expected, remedy)
     try:
         lower(numerics, _has_te(machine))
     except UserError as error:

@@ -11,9 +11,8 @@ from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis
 from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.preconditions import check
+from fp8rl.rl.experiment.preconditions import check, check_functions
 from fp8rl.rl.experiment.preconditions.data import check_data, evaluated
-from fp8rl.rl.experiment.preconditions.functions import check_functions
 from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer, rendering
 from fp8rl.rollout.tasks.data import Source, load_problems
 from fp8rl.rollout.tasks.rewards import EACH, RewardSection, RewardsSection, load_function

@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8rl.diagnose.plan import layouts, verdict
-from fp8rl.diagnose.plan.bench import Rates, read_bench
-from fp8rl.diagnose.plan.decode import Decode, decode_step
+from fp8rl.diagnose.plan import layouts
+from fp8rl.diagnose.plan.bench import Decode, Rates, decode_step, read_bench
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on, read_plan_subject
 from fp8rl.diagnose.plan.time import StepTime, step_time
 from fp8rl.diagnose.report import Remark, Report
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
-from fp8rl.rl.experiment.budget.gpus import Gpu
-from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.job import Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
 from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.megatron.model_checks import check_layout
 from fp8rl.weight_sync.served import served_bytes
 
 DECODED = (1, 32, 256)
@@ -140,7 +140,7 @@ def make_plan(
         job = replace(job, engine_tp=layouts.engine_ranks(job, gpu))
     if subject.chosen:
         job = replace(job, layout=job.layout if gpus is None else layouts.on_gpus(job.layout, gpus))
-        layouts.check_ranks(shape, job.layout)
+        check_layout(shape, job.layout, QuantSpec.preset("bf16"))  # whether it divides, whatever is quantized
     else:
         layouts.on_gpus(job.layout, count := 8 if gpus is None else gpus)
         job = layouts.choose(job, gpu, count)
@@ -197,7 +197,7 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -
     decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
     full = fullest(job, apart)
     fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
-    remarks = [*verdict.refusals(subject, job, gpu, full), *verdict.remarks(subject, job, gpu, full)]
+    remarks = [*layouts.refusals(subject, job, gpu, full), *layouts.remarks(subject, job, gpu, full)]
     world = job.layout.world_size
     shape = job.shape
     return Plan(

@@ -16,10 +16,9 @@ from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, parse_experiment
 from fp8rl.rl.experiment.budget.fit import fullest, with_cache
-from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
+from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu
 from fp8rl.rl.experiment.budget.memory import engine_memory
-from fp8rl.rl.experiment.preconditions.rules import broken_rules
-from fp8rl.rl.experiment.preconditions.target import Target
+from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules
 from fp8rl.trainer.config import TrainerSection
 
 MOST_GPUS = 1024

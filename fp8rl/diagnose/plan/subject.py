@@ -13,8 +13,7 @@ from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import check_path
 from fp8rl.rl.experiment import Experiment, load_experiment
-from fp8rl.rl.experiment.budget.gpus import Gpu
-from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
+from fp8rl.rl.experiment.budget.job import Gpu, Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
 from fp8rl.trainer.state_bytes import storage_on
 
@@ -82,7 +81,7 @@ def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> Pla
     }
     chosen = any(key.startswith(f"trainer.{name}=") for key in overrides for name in ("tp", "pp", "ep", "dp"))
     engines_chosen = any(key.startswith("rollout.tp=") for key in overrides)
-    experiment = compose_experiment(values, overrides, directory)
+    experiment = compose_experiment(values, overrides)
     return PlanSubject(subject, shape, experiment, chosen, engines_chosen, assumed=_assumed(experiment))
 
 
@@ -137,9 +136,7 @@ def _unknown(key: str, found: str, name: str, expected: str) -> UserError:
     longer = [each for each in _names() if plain and each.startswith(plain)]
     close = longer or difflib.get_close_matches(plain, _names(), n=1, cutoff=0.4)
     meant = f"Did you mean {close[0]}? " if close else ""
-    return user_error(
-        key, found=found, expected=f"{expected}, or one of {', '.join(_names())}", remedy=f"{meant}Correct the name."
-    )
+    return user_error(key, found, f"{expected}, or one of {', '.join(_names())}", f"{meant}Correct the name.")
 
 
 def _plain(name: str) -> str:

@@ -8,9 +8,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp8rl.rl.algorithms.parts.advantages import group_advantages, leave_one_out, relative_to_mean
-from fp8rl.rl.algorithms.parts.aggregation import AggregationMode
-from fp8rl.rl.algorithms.parts.overlong import OverlongSection
-from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped, clipped_weight, sequence_ratio, token_ratio
+from fp8rl.rl.algorithms.parts.penalties import OverlongSection
+from fp8rl.rl.algorithms.parts.surrogates import (
+    AggregationMode,
+    Surrogate,
+    clipped,
+    clipped_weight,
+    sequence_ratio,
+    token_ratio,
+)
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.trainer.step.batch import TokenBatch
 

@@ -9,10 +9,9 @@ that is another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from pydantic import Field, PrivateAttr, model_validator
@@ -20,26 +19,14 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import per_token, whitened
-from fp8rl.rl.algorithms.parts.aggregation import Aggregation, AggregationMode
 from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
-from fp8rl.rl.algorithms.parts.kl import ESTIMATORS, KlSection, k3
-from fp8rl.rl.algorithms.parts.overlong import OverlongSection
-from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped, token_ratio
+from fp8rl.rl.algorithms.parts.penalties import ESTIMATORS, KlSection, OverlongSection, k3
+from fp8rl.rl.algorithms.parts.surrogates import Aggregation, AggregationMode, Surrogate, clipped, token_ratio
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 # The loss of an update by the policy gradient: what a surrogate, a KL term and an entropy bonus add up to.
-
-
-class HasSurrogate(Protocol):
-    """An algorithm that says what the loss of a token is."""
-
-    def surrogate(
-        self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
-    ) -> Surrogate:
-        """Shapes as of `rl.algorithms.policy_gradient.PolicyGradient.surrogate`."""
-        ...
 
 
 LEARNT_FROM = "learnt_from"
@@ -58,7 +45,7 @@ class PolicyObjective:
     finite leaves the loss, the denominators and the metrics.
     """
 
-    algorithm: HasSurrogate
+    algorithm: PolicyGradient
     correction: Correction
     aggregate: Aggregation
     kl: KlSection
@@ -70,8 +57,8 @@ class PolicyObjective:
         old = fields["rollout_logprobs"] if self.bypass else fields.get("old_logprobs", logprobs.detach())
         advantages = torch.where(used, fields["advantages"], 0.0)
         term = self.algorithm.surrogate(logprobs, old, advantages, used, batch)
-        # Without rollout logprobs nothing is corrected: every ratio is 1.
-        weight, accepted = self.correction(old, fields.get("rollout_logprobs", old), used)
+        corrects = self.correction.weighs or self.correction.rejects
+        weight, accepted = self.correction(old, fields["rollout_logprobs"] if corrects else old, used)
         kept = accepted
         if LEARNT_FROM in fields:  # what is not finite is never hidden
             kept = accepted & ((fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite())
@@ -105,32 +92,6 @@ class PolicyObjective:
             rejected = used.any(dim=1) & ~accepted.any(dim=1)
             metrics["train/rejected_sequences"] = rejected.sum() / self.aggregate.sequences
         return ObjectiveOutput(loss, metrics)
-
-
-def answer_lengths(batch: TokenBatch) -> Tensor:
-    """int64 [B], the tokens from the first that the model sampled to the end of the row. An environment's in between
-    count, as they do for `rollout.max_new_tokens`."""
-    return torch.where(batch.loss_mask.any(dim=1), batch.lengths - batch.loss_mask.int().argmax(dim=1), 0)
-
-
-def usable_tokens(batch: TokenBatch, needed: Sequence[str]) -> Tensor:
-    """The tokens that a loss can use, bool [B, S].
-
-    Raises:
-        ValueError: a needed field is missing, an advantage of a used token is not finite, or no token is usable.
-    """
-    missing = [name for name in needed if name not in batch.fields]
-    if missing:
-        raise ValueError(f"fields: found {sorted(batch.fields)}, expected also {missing}; add them to the batch")
-    used = used_tokens(batch)
-    if not bool(torch.isfinite(batch.fields["advantages"][used]).all()):
-        raise ValueError("advantages: found non-finite values on target tokens, expected finite ones")
-    if not bool(used.any()):
-        raise ValueError(
-            f"found no usable token among {int(batch.loss_mask.sum())} target tokens, expected at least one; "
-            "the rollout logprobs are missing or not finite, so check the engine"
-        )
-    return used
 
 
 RatioSource = Literal["recompute", "bypass", "on_policy"]
@@ -309,7 +270,11 @@ class PolicyGradient(AlgorithmConfig):
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
         """The outcomes with the rewards from which advantages are computed."""
-        return outcomes if self.overlong is None else self.overlong.shaped(outcomes, answer_lengths(batch))
+        if self.overlong is None:
+            return outcomes
+        # From the first token that the model sampled to the end of the row: an environment's in between count, too.
+        lengths = batch.lengths - batch.loss_mask.int().argmax(dim=1)
+        return self.overlong.shaped(outcomes, torch.where(batch.loss_mask.any(dim=1), lengths, 0))
 
     def finished(self, advantages: Tensor, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         """The advantages in the loss: whitened if asked, and 0 in answers that are not learnt from."""
@@ -353,12 +318,8 @@ class PolicyGradient(AlgorithmConfig):
         return clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
 
     def objective(self, batch: TokenBatch) -> Objective:
-        """Raises ValueError: a field is missing, an advantage of a used token is not finite, or no token is usable."""
-        bypass = self.ratio == "bypass"
-        needed = ["advantages"] + ["rollout_logprobs"] * (self.correction.corrects or bypass)
-        used = usable_tokens(batch, needed + ["reference_logprobs"] * self.kl.needs_reference)
-        aggregate = Aggregation.of(used, self.loss_aggregation, self.loss_length or 1)
-        return PolicyObjective(self, self.correction, aggregate, self.kl, self.entropy, bypass)
+        aggregate = Aggregation.of(used_tokens(batch), self.loss_aggregation, self.loss_length or 1)
+        return PolicyObjective(self, self.correction, aggregate, self.kl, self.entropy, self.ratio == "bypass")
 
     def notes(self) -> list[str]:
         said = []

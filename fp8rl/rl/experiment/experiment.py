@@ -62,11 +62,6 @@ class TeacherSection(Section):
         """The model's directory on this machine, as that of `model`."""
         return model_directory(self.path, self.revision, "teacher.path")
 
-    @property
-    def cache_tokens(self) -> int:
-        """`max_total_tokens`, as the policy's engines call it."""
-        return self.max_total_tokens
-
     def engine(self, rollout: RolloutSection) -> RolloutSection:
         """Return what its engines are started with, beside those of the policy."""
         return rollout.model_copy(

@@ -1,4 +1,4 @@
-"""Gates that a spec may not have: those that can never see their metric, or act on it, and two that contradict.
+"""Gates that a spec may not have: on a metric that the run has not, that can never act on it, and two that contradict.
 
 A condition says when a run has what a metric needs (fp8rl/rl/record/metrics.md names it); a rule, what is refused.
 """
@@ -6,7 +6,7 @@ A condition says when a run has what a metric needs (fp8rl/rl/record/metrics.md 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment.gate_sections import SEVERITY, WITHHOLDING, GateSection
-from fp8rl.rl.record.metrics import Metric, metric
+from fp8rl.rl.record.metrics import REWARD_PARTS, Metric, metric
 from fp8rl.rollout.tasks.environments import SINGLE_TURN
+from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
 if TYPE_CHECKING:
     from fp8rl.rl.experiment.experiment import Experiment
@@ -106,6 +107,10 @@ _OF_NUMBER = re.compile(r"mismatch/.+_pos_(?P<position>\d+)|(?:rollout/tokens|dr
 _MAY_BE_LATE = [action for action in SEVERITY if action not in WITHHOLDING or action == "checkpoint_and_stop"]
 
 
+_MAY_NAME_PARTS = ("http",)
+"""Rewards of ours that may return several numbers."""
+
+
 def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
     key, action, measured = f"gates.{index}", gate.action, metric(gate.metric)
     if not e.algorithm.samples and action != "warn":
@@ -115,6 +120,9 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
         found = f"{gate.metric} with {unmet.setting}"
         expected = f"{unmet.expected}, without which there is no such metric"
         yield user_error(f"{key}.metric", found, expected, "Choose another metric, or set what it needs.")
+    if (known := _known(gate.metric, e)) is not None:
+        expected = f"one of {', '.join(known)}" if known else "another metric: this run has none of that kind"
+        yield user_error(f"{key}.metric", gate.metric, expected, "Correct the name, or remove the gate.")
     if setting := _beyond(gate.metric, e):
         expected = "a number in its name that occurs in such a run"
         remedy = "Choose a lower one, or another metric."
@@ -159,6 +167,28 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
         found, expected = "bf16_both with both sides in BF16", "a side in FP8 to fall back from"
         remedy = "Choose another action, or set numerics.trainer or numerics.rollout to fp8."
         yield user_error(f"{key}.action", found, expected, remedy)
+
+
+def _known(name: str, experiment: Experiment) -> Sequence[str] | None:
+    """Return the metrics that a run has in place of this one; None: it may have this one."""
+    if name.startswith(REWARD_PARTS):
+        functions = experiment.rewards.functions
+        whole = {each.function for each in functions} <= BUILT_IN.keys() - set(_MAY_NAME_PARTS)
+        known = [REWARD_PARTS + each.label for each in functions] if len(functions) > 1 or not whole else []
+        return None if "/".join(name.split("/")[:3]) in known else known
+    if name.startswith("eval/") and name != "eval/at_step":
+        known = [*_evaluated(experiment)]
+        return None if name in known else known
+    return None
+
+
+def _evaluated(experiment: Experiment) -> Iterator[str]:
+    if experiment.data.eval is not None:
+        yield from ("eval/accuracy", "eval/problems")
+    for own in experiment.eval.sets:
+        names = ["accuracy", "problems", "finished_fraction", "response_tokens_mean"]
+        names += [f"avg@{own.samples}"] * (own.samples > 1) + [f"pass@{k}" for k in own.pass_at]
+        yield from (f"eval/{own.name}/{name}" for name in names)
 
 
 def _beyond(name: str, e: Experiment) -> str:

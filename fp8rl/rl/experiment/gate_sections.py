@@ -84,12 +84,6 @@ class GuardSection(Section):
     redraws: int = Field(default=8, ge=0)
     """Answers of a step, spread over it, whose tokens the trainer draws again from its own logits and their seeds, in
     exact mode; 0 turns the audit off."""
-    fresh_answers: int = Field(default=24, ge=1)
-    """With `rollout.staleness`, how many finished answers of later steps the trainer scores before each update: its own
-    batch is older than its weights, and cannot show whether both sides agree."""
-    capsule_sequences: int = Field(default=8, ge=1)
-    """The number of worst sequences in a capsule. After a value that is not finite, all rows that it came from precede
-    them: of a loss the rows of its micro-batch, of a gradient norm the whole batch."""
     capsules: int = Field(default=5, ge=2)
     """Most capsules on disk: the first of the run and the newest."""
     capsule_weights: bool = True

@@ -53,25 +53,22 @@ def load_experiment(
     if isinstance(spec, Experiment):
         spec = spec.to_dict()
     if isinstance(spec, Mapping):
-        return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, _HERE, say)
+        return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, say)
     check_path(spec, "spec")
     path = Path(at_home(str(spec)))
-    return _overridden(_inherited(_read_yaml(path), path, (), say), overrides, path, say)
+    return _overridden(_inherited(_read_yaml(path), path, (), say), overrides, say)
 
 
-def compose_experiment(
-    values: dict[str, Any], overrides: Sequence[str], source: str | Path, say: Say = note
-) -> Experiment:
-    """Like `load_experiment`, of `values` in place of a file; messages speak of `source`."""
-    return _overridden(values, overrides, Path(source), say)
+def compose_experiment(values: dict[str, Any], overrides: Sequence[str], say: Say = note) -> Experiment:
+    """Like `load_experiment`, of `values` in place of a file."""
+    return _overridden(values, overrides, say)
 
 
-def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, say: Say) -> Experiment:
+def _overridden(values: dict[str, Any], overrides: Sequence[str], say: Say) -> Experiment:
     values = merged({"run": {"dir": str(Path.cwd() / "runs")}}, values, say)
     names = {f"{section}.{key}" for section, key in MEMBERS.items()}  # settings behind a name are of what it names
     for override in sorted(overrides, key=lambda text: text.partition("=")[0] not in names):
         values = merged(values, Experiment.located(_parse_override(override), Path.cwd()), say)
-    _check_texts(values, path)
     return parse_experiment(values)
 
 
@@ -99,7 +96,7 @@ def read_resolved(path: str | Path) -> Experiment:
     if isinstance(tracking, dict) and isinstance(tracking.get("to"), list):  # MLflow and Trackio were trackers once
         tracking["to"] = [name for name in tracking["to"] if name not in ("mlflow", "trackio")]
     try:
-        return parse_experiment(without_removed(values), imports=False)
+        return parse_experiment(values, imports=False)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -170,10 +167,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     raise user_error(
-        "spec",
-        found=value,
-        expected="plain values, as a YAML file has them",
-        remedy="Name a function or class as path/to/file.py:name.",
+        "spec", value, "plain values, as a YAML file has them", "Name a function or class as path/to/file.py:name."
     )
 
 
@@ -181,15 +175,10 @@ def _values(text: str, path: Path) -> dict[str, Any]:
     try:
         values = parse_yaml(text)
     except ValueError as error:
-        raise user_error(
-            f"spec {path}", found=str(error), expected="valid YAML of plain values", remedy="Correct the file."
-        ) from error
+        raise user_error(f"spec {path}", str(error), "valid YAML of plain values", "Correct the file.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise user_error(
-            f"spec {path}",
-            found=type(values).__name__,
-            expected="a mapping of section names",
-            remedy="Start from examples/arithmetic.yaml.",
+            f"spec {path}", type(values).__name__, "a mapping of section names", "Start from examples/arithmetic.yaml."
         )
     return values
 
@@ -198,10 +187,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     key, separator, value = override.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
         raise user_error(
-            "override",
-            found=override,
-            expected="key.sub=value",
-            remedy="Write for example run.steps=2; replace a whole list with gates=[].",
+            "override", override, "key.sub=value", "Write for example run.steps=2; replace a whole list with gates=[]."
         )
     quoted = f"{key}={json.dumps(value, ensure_ascii=False)}"
     if comment := comment_behind(value):
@@ -223,15 +209,3 @@ def _parse_override(override: str) -> dict[str, Any]:
     read: Any = functools.reduce(dict.__getitem__, key.split("."), found)
     taken = types if text_alone else {*types, dict, list, NoneType}
     return parse_override(quoted) if str in types and type(read) not in taken else found  # 12345 and no are such texts
-
-
-_INTERPOLATION = re.compile(r"\$\{[a-z_][\w.]*[}:]")
-
-
-def _check_texts(value: Any, path: Path) -> None:
-    """Raise `UserError` for a text with `${section.key}`, which stood for that key's value once."""
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_texts(inner, path)
-    if isinstance(value, str) and (found := _INTERPOLATION.search(value)):
-        expected = "the value itself: specs no longer replace a key by another key's value"
-        raise user_error(f"spec {path}", found=found[0], expected=expected, remedy="Write the value.")

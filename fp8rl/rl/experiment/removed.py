@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-REMOVED: dict[str, str] = {"rollout.speculation": "No engine drafts tokens any more."}
+REMOVED: dict[str, str] = {
+    "rollout.speculation": "No engine drafts tokens any more.",
+    "guard.fresh_answers": "A step scores 24 answers to later steps.",
+    "guard.capsule_sequences": "A capsule has the 8 worst sequences.",
+    "eval.sets.right_from": "An answer is right from a reward of 1 on.",
+}
 
 
 def refusal_of_removed(key: str, found: str) -> str | None:

@@ -321,8 +321,6 @@ class EvalSet(DataSource):
     """Longest answer. Null: `rollout.max_new_tokens`."""
     pass_at: tuple[int, ...] = Field(default=(), strict=False)
     """The values of k for `pass@k`: the chance that one of k answers is right, estimated from `samples`."""
-    right_from: float = 1.0
-    """The first reward from which on an answer is right, for `pass@k`."""
 
     @property
     def configuration(self) -> str | None:

@@ -84,24 +84,6 @@ class Capsule:
         return self.experiment.model_copy(update={"model": model, "adapter": adapter})
 
 
-@dataclasses.dataclass(frozen=True)
-class CapsuleSource:
-    """A step to keep, apart from its scored batch."""
-
-    step: int
-    why: Sequence[str]
-    """Sentences of gates and faults."""
-    rows: Sequence[int]
-    """Rows of the batch; those that a fault came from, then the worst."""
-    numerics: NumericsConfig
-    experiment: Path
-    """File of the run's resolved experiment."""
-    manifest: Path
-    """File of the digests of the served weights."""
-    held: Sequence[Mapping[str, str]] = ()
-    """Digests of what each engine holds now, of those that answer."""
-
-
 class _About(BaseModel):
     """Contents of `capsule.json`, besides its format."""
 
@@ -132,35 +114,48 @@ def export_weights(trainer: TrainerGroup, adapter: AdapterSection | None, path: 
 
 
 def write_capsule(
-    path: Path, kept: CapsuleSource, scored: ScoredBatch, export: Callable[[Path], object] | None
+    path: Path,
+    scored: ScoredBatch,
+    export: Callable[[Path], object] | None,
+    *,
+    step: int,
+    why: Sequence[str],
+    rows: Sequence[int],
+    numerics: NumericsConfig,
+    experiment: Path,
+    manifest: Path,
+    held: Sequence[Mapping[str, str]] = (),
 ) -> None:
     """Keep a step as the capsule `path`; it appears whole or not at all.
 
-    export: writes the weights that scored the batch to a new directory; None leaves them out.
+    export: writes the weights that scored the batch to a new directory; None leaves them out. why: sentences of gates
+    and faults. rows: of the batch; those that a fault came from, then the worst. experiment, manifest: files of the
+    run's resolved experiment, and of the digests of the served weights. held: digests of what each engine holds now, of
+    those that answer.
     """
-    chosen = scored.select(kept.rows)
+    chosen = scored.select(rows)
     about = {
         "format": FORMAT,
-        "step": kept.step,
-        "why": list(kept.why),
-        "spec_digest": kept.numerics.spec.digest(),
-        "numerics": kept.numerics.to_dict(),
+        "step": step,
+        "why": list(why),
+        "spec_digest": numerics.spec.digest(),
+        "numerics": numerics.to_dict(),
         "weight_version": scored.version,
         "temperature": chosen.batch.temperature,
         "replay": chosen.batch.replay,
         **({"truncation": dataclasses.asdict(truncation)} if (truncation := chosen.batch.truncation).cuts else {}),
-        "rows": list(kept.rows),
+        "rows": list(rows),
         "tis_cap": scored.tis_cap,
         "metrics": chosen.metrics() | chosen.drift(),
     }
-    if kept.held:
-        manifest = Manifest(**json.loads(kept.manifest.read_text()))
-        about["wrong"] = sorted(set().union(*map(manifest.mismatched, kept.held)))
+    if held:
+        served = Manifest(**json.loads(manifest.read_text()))
+        about["wrong"] = sorted(set().union(*map(served.mismatched, held)))
     with new_directory(path) as partial:
         (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
         save_file(_tensors(chosen), partial / _TENSORS)
-        shutil.copy(kept.manifest, partial / _MANIFEST)
-        shutil.copy(kept.experiment, partial / _EXPERIMENT)
+        shutil.copy(manifest, partial / _MANIFEST)
+        shutil.copy(experiment, partial / _EXPERIMENT)
         if export is not None:
             export(partial / _WEIGHTS)
         files = sorted(file for file in partial.rglob("*") if file.is_file())
@@ -298,9 +293,7 @@ def _check_files(path: Path) -> None:
         file = path / name
         found = file_sha256(file) if file.is_file() else "no such file"
         if found != expected:
-            raise user_error(
-                f"capsule file {file}", found=found, expected=f"SHA-256 {expected}, as {_SUMS} says", remedy=_COPY
-            )
+            raise user_error(f"capsule file {file}", found, f"SHA-256 {expected}, as {_SUMS} says", _COPY)
 
 
 def _check_digest(file: Path, found: str, expected: str, source: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import ConfigDict, NonNegativeInt
 
 from fp8rl.rl.experiment.gate_sections import SEVERITY, WITHHOLDING, GateSection
-from fp8rl.rl.record.events import Event
+from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.metrics import metric
 
 

@@ -14,7 +14,7 @@ from fp8rl.numerics.core.section import validated
 from fp8rl.rl.algorithms.base import AlgorithmConfig
 from fp8rl.rl.experiment.gate_sections import GateSection, GuardSection
 from fp8rl.rl.guard.gates import Firing, Gates, RuleState
-from fp8rl.rl.record.events import Event
+from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.checkpoint.files import read_about
 

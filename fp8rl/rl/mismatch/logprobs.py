@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp8rl.rl.mismatch.buckets import POSITION_STARTS
+from fp8rl.rl.mismatch import OLDEST, POSITION_STARTS
 from fp8rl.rl.mismatch.statistics import (
     MAX_EXPONENT,
     clamp_exponent,
@@ -46,17 +46,8 @@ def logprob_metrics(
 
     Returns:
         Finite floats by metric name, computed in float64. One that is undefined or overflows is left out.
-
-    Raises:
-        ValueError: shapes differ, or `tis_cap` is below 1.
     """
     compared = mask if fresh is None else mask & fresh
-    tensors = [train_logprobs, rollout_logprobs, mask, compared]
-    if len({tensor.shape for tensor in tensors}) > 1:
-        shapes = [list(tensor.shape) for tensor in tensors]
-        raise ValueError(f"found shapes {shapes} of both logprobs and masks, expected equal ones")
-    if not tis_cap >= 1.0:
-        raise ValueError(f"tis_cap: found {tis_cap}, expected a number of at least 1")
     train, rollout = train_logprobs.detach().double(), rollout_logprobs.detach().double()
     difference = train - rollout
     used = compared & torch.isfinite(difference)
@@ -196,3 +187,46 @@ def _split(groups: Tensor, values: Tensor) -> list[tuple[int, Tensor]]:
     """The values of each group that has any; groups: int64 [N] from 0, values: [N]."""
     present = groups.bincount().nonzero().flatten().tolist()
     return [(group, values[groups == group]) for group in present]
+
+
+# Metrics of how far the policy has moved since older weights sampled a token. In exact mode the engine's logprob is
+# what a trainer at those weights would say, so that d is the change of the policy alone. In native mode the
+# disagreement of both sides is in it too.
+
+
+def drift_metrics(
+    train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, versions: Tensor, version: int
+) -> dict[str, float]:
+    """`drift/...` over the tokens of older versions whose d is finite; nothing where there are none.
+
+    Args:
+        train_logprobs, rollout_logprobs: float [B, S].
+        mask: bool [B, S], the sampled tokens.
+        versions: int64 [B, S], the weight version that sampled each token.
+        version: the trainer's while scoring.
+    """
+    difference = train_logprobs.detach().double() - rollout_logprobs.double()
+    old = mask & (versions < version) & difference.isfinite()
+    if not bool(old.any()):
+        return {}
+    d, ages = difference[old], (version - versions[old]).clamp(max=OLDEST)
+    metrics = {
+        "drift/tokens": float(d.numel()),
+        "drift/logprob_abs_diff_mean": d.abs().mean().item(),
+        "drift/logprob_abs_diff_max": d.abs().max().item(),
+        "drift/k1_kl": -d.mean().item() + 0.0,
+        "drift/k3_kl": (clamp_exponent(d).expm1() - d).mean().item(),
+        "drift/ess": effective_sample_size(clamp_exponent(d).exp()).item(),
+    }
+    for age in ages.unique().tolist():
+        here = d[ages == age]
+        metrics[f"drift/tokens_age_{age}"] = float(here.numel())
+        metrics[f"drift/abs_diff_mean_age_{age}"] = here.abs().mean().item()
+    return metrics
+
+
+def tokens_by_age(versions: Tensor, version: int) -> dict[int, int]:
+    """Return how many of the tokens are how many versions older than `version`, `OLDEST` for that and more; int64
+    [N]."""
+    ages, counts = (version - versions).clamp(max=OLDEST).unique(return_counts=True)
+    return dict(zip(ages.tolist(), counts.tolist(), strict=True))

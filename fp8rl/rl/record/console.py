@@ -1,9 +1,13 @@
-"""The console of a run: one line per step, and on a terminal a live table below."""
+"""The console of a run: one line per step, and on a terminal a live table below. log.txt has what the console said, the
+driver's warnings, and the traceback of what ended a run."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,8 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8rl.numerics.core.terminal import printable
-from fp8rl.rl.record.log import CONSOLE
-from fp8rl.rl.record.metrics import held_out_is
+from fp8rl.rl.record.metrics import SHOWN_FIRST, held_out_is, metric
 
 
 class PlainConsole(Console):
@@ -110,10 +113,9 @@ def steps_table(rows: Mapping[int, Mapping[str, float]]) -> Table:
     table.add_column("step", style="dim")
     for step in shown:
         table.add_column(str(step), justify="right")
-    for label, name, format_value, style_of in _COLUMNS:
-        values = [rows[step].get(name) for step in shown]
-        if any(value is not None for value in values):
-            cells = [Text("") if v is None else Text(format_value(v), style=style_of(v)) for v in values]
+    for name, label in SHOWN_FIRST.items():
+        if any(name in rows[step] for step in shown):
+            cells = [_written(name, rows[step][name]) if name in rows[step] else Text("") for step in shown]
             table.add_row(_label(label, *rows.values()), *cells)
     return table
 
@@ -133,12 +135,11 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], limit: str = 
     limit: of an answer's tokens, which is named where it has ended most answers.
     """
     line = Text(f"step {step:>{len(str(steps))}}/{steps}", style="bold")
-    for label, name, format_value, style_of in _COLUMNS:
+    for name, label in SHOWN_FIRST.items():
         if name not in metrics or (label == "loss" and "rollout/reward_mean" in metrics):
             continue
-        value = metrics[name]
         line.append(f"  {_label(label, metrics)} ", style="dim not bold")
-        line.append(format_value(value), style=style_of(value))
+        line.append(_written(name, metrics[name]))
         if label == "exact" and "drift/tokens" in metrics:
             line.append(_compared(metrics))
     if "critic/lr" in metrics and "train/lr" not in metrics and not metrics.get("gates/withheld"):
@@ -184,31 +185,44 @@ def format_percent(value: float) -> str:
     return f"{math.floor(value * 1e4) / 1e2:.2f}%"
 
 
-def _plain(value: float) -> str:
-    return f"{value:.3f}"
+def _written(name: str, value: float) -> Text:
+    """A figure of a step's line. It is green where it is what it should be, and yellow where it is not."""
+    if name == "mismatch/train_rollout_logprob_abs_diff_max":
+        return Text(format_difference(value), style=f"{'yellow' if value else 'green'} not bold")
+    if name == "mismatch/exact_frac":
+        return Text(format_fraction(value), style=f"{'green' if value == 1.0 else 'yellow'} not bold")
+    return Text(f"{value:.2f}s" if metric(name).unit == "s" else f"{value:.3f}", style="not bold")
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f}s"
+CONSOLE = logging.getLogger("fp8rl.console")
+"""Where the console repeats its lines."""
 
 
-def _neutral(value: float) -> str:
-    return "not bold"
+class _QuietFile(logging.FileHandler):
+    """A log that is silent about a full disk: the error that ends the run says so; the log must not repeat it line by
+    line."""
+
+    def handleError(self, record: logging.LogRecord) -> None: ...
 
 
-def _green_when(ideal: float) -> Callable[[float], str]:
-    return lambda value: "green not bold" if value == ideal else "yellow not bold"
-
-
-_COLUMNS: list[tuple[str, str, Callable[[float], str], Callable[[float], str]]] = [
-    ("reward", "rollout/reward_mean", _plain, _neutral),
-    ("loss", "train/loss", _plain, _neutral),
-    ("max|d|", "mismatch/train_rollout_logprob_abs_diff_max", format_difference, _green_when(0.0)),
-    ("exact", "mismatch/exact_frac", format_fraction, _green_when(1.0)),
-    ("grad", "train/grad_norm", _plain, _neutral),
-    ("rollout", "perf/rollout_seconds", _seconds, _neutral),
-    ("train", "perf/train_seconds", _seconds, _neutral),
-    ("sync", "sync/seconds", _seconds, _neutral),
-    ("accuracy", "eval/accuracy", _plain, _neutral),
-]
-"""Label, metric, how its value is written, and its style. The loss stands in only where there is no reward."""
+@contextmanager
+def run_log(path: Path) -> Iterator[None]:
+    """Append to `path` inside the block: console lines, and from all libraries warnings and what is worse."""
+    handler = _QuietFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    CONSOLE.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        CONSOLE.info("interrupted")
+        raise
+    except Exception:
+        CONSOLE.exception("the run failed")
+        raise
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(handler)
+        handler.close()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-from fp8rl.rl.mismatch.buckets import OLDEST, POSITION_STARTS
+from fp8rl.rl.mismatch import OLDEST, POSITION_STARTS
 
 REWARD_PARTS = "rollout/reward/"
 """Metrics that the reward functions of an experiment name."""
@@ -54,6 +54,8 @@ class Metric:
     """Title of the report's chart that draws it, and the name of its curve there."""
     summary: str = ""
     """`max`, `min` or `last`: the value that stands for the run in wandb's summary, if it is not the last row's."""
+    shown_as: str = ""
+    """The name of a metric that is looked at first: on the console, in wandb and where runs are compared."""
 
     def named(self, fields: Mapping[str, str]) -> Metric:
         """Return the member of a family whose name has these fields."""
@@ -92,6 +94,7 @@ def _read() -> tuple[dict[str, Metric], dict[str, Family]]:
             flat_at_first="level at first" in marks,
             chart=(title, curve) if chart else None,
             summary=summary,
+            shown_as=marks.partition("shown as ")[2],
         )
         if "{" in name:
             pattern = name.replace("{n}", r"(?P<n>0|[1-9]\d*)").replace("{set}", "(?P<set>[^/]+)")
@@ -108,6 +111,7 @@ def _numbers(name: str) -> Sequence[int]:
 
 
 METRICS, FAMILIES = _read()
+SHOWN_FIRST = {name: row.shown_as for name, row in METRICS.items() if row.shown_as}
 
 
 @cache

@@ -133,10 +133,7 @@ def open_run_dir(
                 run.mark.touch()
         except OSError as error:
             raise user_error(
-                "run.dir",
-                found=str(error),
-                expected="a directory that runs can be written to",
-                remedy="Correct run.dir and run.name.",
+                "run.dir", str(error), "a directory that runs can be written to", "Correct run.dir and run.name."
             ) from error
         yield run
 

@@ -5,13 +5,12 @@ Which metric is a curve of which chart stands in the registry (`rl.record.metric
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8rl.rl.record.metrics import METRICS, held_out_is, metric
-from fp8rl.rl.report.page import Charts, Paragraph, Section
+from fp8rl.rl.report.page import Charts, Section
 from fp8rl.rl.report.summary import Row, evaluated_at
 
 Chart = dict[str, Any]
@@ -117,16 +116,6 @@ SECTIONS: dict[str, dict[str, ChartStyle]] = {
 }
 
 
-_IDEAL: dict[str, float | None] = {
-    **dict.fromkeys(("Mismatch |d|", "Tokens outside the TIS range", "KL(rollout ‖ trainer)", "Rejected"), 0.0),
-    **dict.fromkeys(("Clipped tokens", "tokens that differ in any layer", "mismatched"), 0.0),
-    **dict.fromkeys(("Exact tokens", "Effective sample size", "Importance weight", "experts that both chose"), 1.0),
-    "verified": None,
-}
-"""Values that curves should have at every step, by their label or the title of their chart (None: any one). A chart of
-nothing else is told in a sentence."""
-
-
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Titled groups of charts. Charts without data, and groups without charts, are left out."""
     return _grouped([("", rows, _curves(rows))])
@@ -165,30 +154,10 @@ def _curves(rows: Sequence[Row]) -> dict[str, list[tuple[str, str]]]:
 def _grouped(runs: Sequence[Drawn]) -> list[Section]:
     found = []
     for section, looks in SECTIONS.items():
-        level = {title: said for title in looks if (said := _as_it_should_be(title, runs))}
-        charts = [
-            _chart(title, look, runs)
-            for title, look in looks.items()
-            if title not in level and any(title in run[2] for run in runs)
-        ]
-        charts = [chart for chart in charts if chart["traces"]]
-        steps = len({row["step"] for _, rows, _ in runs for row in rows if row["step"] > 0})
-        told = [Paragraph(f"In all {steps} steps: {'; '.join(level.values())}.")] if level else []
-        found.append(Section(section, *told, *([Charts(charts)] if charts else ())))
-    return [section for section in found if section.blocks]
-
-
-def _as_it_should_be(title: str, runs: Sequence[Drawn]) -> str:
-    """Return the chart in words if each of its curves has its ideal value at every step; else nothing."""
-    said = {}
-    for name, label in {curve for _, _, curves in runs for curve in curves.get(title, ())}:
-        found = {row.get(name) for _, rows, _ in runs for row in rows if row["step"] > 0}
-        ideal = _IDEAL.get(label, _IDEAL.get(title, math.nan))
-        if len(found) != 1 or None in found or ideal not in (None, *found):
-            return ""
-        said[label] = f"{found.pop():,.10g}"
-    values = [*{*said.values()}] if len({*said.values()}) == 1 else [f"{each} {said[each]}" for each in sorted(said)]
-    return f"{title} {', '.join(values)}" if values else ""
+        drawn = (_chart(title, look, runs) for title, look in looks.items() if any(title in run[2] for run in runs))
+        charts = [chart for chart in drawn if chart["traces"]]
+        found += [Section(section, Charts(charts))] if charts else []
+    return found
 
 
 def _chart(title: str, look: ChartStyle, runs: Sequence[Drawn]) -> Chart:

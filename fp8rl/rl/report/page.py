@@ -37,8 +37,6 @@ class Table:
     summary: str = ""
     """The line that it is folded under; empty: it is not folded."""
     open: bool = True
-    marks: Sequence[str] = ()
-    """The classes of each row."""
     form: ClassVar[str] = "table"
 
 

@@ -15,22 +15,17 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import check_page, writing
 from fp8rl.numerics.core.reading import BadLine, check_path, read_text
 from fp8rl.rl.record.console import format_difference, format_percent
-from fp8rl.rl.record.events import Event, events_found
+from fp8rl.rl.record.history import Event, Session, events_found, sessions_found
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import metrics_found
-from fp8rl.rl.record.rollouts import SHOWN, RolloutRecord, rollouts_found, shown
+from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found, shown
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import Session, sessions_found
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
-from fp8rl.rl.report.page import Charts, Code, Column, Paragraph, Section, Table, Tile, references
+from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, references
 from fp8rl.rl.report.summary import Row, RunSummary, by_kind, summarize
 from fp8rl.rl.report.verdict import verdict
 
-_RADIO = Markup('<label><input type="radio" name="shown" value="{}"{}> {}</label> ')
-_FILTER = _RADIO.format("first", " checked", "first of each prompt") + _RADIO.format("wrong", "", "lowest rewards")
-FILTER = _FILTER + _RADIO.format("longest", "", "longest")
-"""The choice of the answers that are shown; `templates/page.css` has a rule for each."""
 MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</span>')
 
 
@@ -55,7 +50,9 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
             + " ".join(_damage([(run.metrics, bad_rows)]))
         )
     events, bad_events = events_found(run.events)
-    found_samples = [(step, *rollouts_found(run.rollouts(step))) for step in _shown_steps(run)]
+    steps = run.rollout_steps()
+    shown_steps = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
+    found_samples = [(step, *rollouts_found(run.rollouts(step))) for step in shown_steps]
     sessions, bad_sessions = sessions_found(run.sessions)
     files = [(run.metrics, bad_rows), (run.events, bad_events), (run.sessions, bad_sessions)]
     damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in found_samples)])
@@ -146,37 +143,24 @@ def _answers(found: Found) -> Section:
     return Section("Answers", Charts(charts)) if any(records for _, records, _ in found) else Section("Answers")
 
 
-def _marked(records: Sequence[RolloutRecord]) -> list[tuple[RolloutRecord, str]]:
-    """Return the answers that are shown of a step's, each with its words of the filter."""
-    best = max((each.reward for each in records), default=0.0)
-    chosen = {
-        "first": shown(records),
-        "wrong": sorted((each for each in records if each.reward < best), key=lambda each: each.reward)[:SHOWN],
-        "longest": sorted(records, key=lambda each: -len(each.token_ids))[:SHOWN],
-    }
-    marks = {id(each): [word for word, some in chosen.items() if any(one is each for one in some)] for each in records}
-    return [(each, " ".join(marks[id(each)])) for each in records if marks[id(each)]]
-
-
 def _samples(run: RunDir, found: Found) -> Section:
     """Show answers of a few steps, the newest open, beside the reference where the run's data still have it."""
-    samples = [(step, _marked(records)) for step, records, _ in found]
-    known = references(run, {record.prompt for _, records in samples for record, _ in records})
+    samples = [(step, shown(records)) for step, records, _ in found]
+    known = references(run, {record.prompt for _, records in samples for record in records})
     columns: list[Column] = [("Prompt", "text"), ("Answer of the model", "text"), ("Reference", "text")]
     columns = [*columns[: 3 if known else 2], ("Reward", "n"), ("Mean |d|", "n")]
     tables = []
     for step, records in samples:
         rows = []
-        for each, _ in records:
+        for each in records:
             said = [MARK.format(text) if by == "environment" else text for by, text in each.said] or [each.text]
             parts = each.reward_parts if len(each.reward_parts) > 1 else {}
             reward = [f"{each.reward:g}", *(PART.format(part, f"{value:g}") for part, value in parts.items())]
             d = "" if each.abs_diff_mean is None else format_difference(each.abs_diff_mean)
             answer = (Markup("").join(said), *((known.get(each.prompt, ""),) if known else ()))
             rows.append((each.prompt, *answer, Markup("").join(reward), d))
-        marks = [mark for _, mark in records]
-        tables.append(Table(columns, rows, f"Step {step}", open=step == samples[-1][0], marks=marks))
-    return Section("Sample rollouts", *([Paragraph(FILTER)] if tables else ()), *tables)
+        tables.append(Table(columns, rows, f"Step {step}", open=step == samples[-1][0]))
+    return Section("Sample rollouts", *tables)
 
 
 def _facts(sessions: Sequence[Session]) -> list[Table]:
@@ -248,9 +232,3 @@ def _metric_table(rows: Sequence[Row]) -> Table:
 
 def _number(value: Any) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
-
-
-def _shown_steps(run: RunDir) -> list[int]:
-    """The first, the middle and the last step with samples."""
-    steps = run.rollout_steps()
-    return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []

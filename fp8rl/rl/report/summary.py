@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fp8rl.rl.record.events import Event
+from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.metrics import held_out_is
 
 Row = dict[str, Any]

@@ -9,26 +9,10 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from fp8rl.rl.run.events import Events
 from fp8rl.rollout.deadlines import GRACE_S, end
 
-
-class _Owner(Protocol):
-    """An object whose coroutines run in its own background."""
-
-    _background: Background
-
-
-class _Telling(_Owner, Protocol):
-    """One that has events to tell, too."""
-
-    _events: Events
-
-
-Owner = TypeVar("Owner", bound=_Owner)
-Telling = TypeVar("Telling", bound=_Telling)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -103,39 +87,39 @@ class Background:
 
 
 def begun(
-    method: Callable[Concatenate[Owner, Parameters], Coroutine[Any, Any, Result]],
-) -> Callable[Concatenate[Owner, Parameters], Future[Result]]:
+    method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Any, Parameters], Future[Result]]:
     """Make a coroutine method one that any thread may call: it begins in the owner's background."""
 
     @functools.wraps(method)
-    def begin(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Future[Result]:
+    def begin(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Future[Result]:
         return self._background.begin(method(self, *args, **kwargs))
 
     return begin
 
 
 def waited(
-    method: Callable[Concatenate[Owner, Parameters], Coroutine[Any, Any, Result]],
-) -> Callable[Concatenate[Owner, Parameters], Result]:
+    method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Any, Parameters], Result]:
     """Make a coroutine method one that any thread may call, and that returns once the coroutine has."""
 
     @functools.wraps(method)
-    def run(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def run(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         return self._background.run(method(self, *args, **kwargs))
 
     return run
 
 
 def blocking_with_events(
-    method: Callable[Concatenate[Telling, Parameters], Coroutine[Any, Any, Result]],
-) -> Callable[Concatenate[Telling, Parameters], Result]:
+    method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Any, Parameters], Result]:
     """Wait for the method as `waited` does, and deliver the owner's events meanwhile, which may say why it waits.
 
     For the run's own thread.
     """
 
     @functools.wraps(method)
-    def run(self: Telling, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def run(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         result = self._background.begin(method(self, *args, **kwargs))
         while not wait([result], timeout=_EVENT_SECONDS).done:
             self._events.deliver()

@@ -20,8 +20,8 @@ from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_prompts
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling
 from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.sampling import PendingGroup, Sampling
 from fp8rl.rollout.engine.actor import check_versions
 from fp8rl.rollout.tasks.chat import end_ids
 from fp8rl.rollout.tasks.data import load_problems
@@ -43,8 +43,6 @@ class HeldOut:
     """Key of its rewards in the spec; empty: those of the run."""
     pass_at: tuple[int, ...] = ()
     """Each k of which `pass@k` is wanted."""
-    right_from: float = 1.0
-    """The first reward from which on an answer is right."""
 
     @property
     def greedy(self) -> bool:
@@ -81,7 +79,6 @@ def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iter
             own.rewards or experiment.rewards,
             f"{key}.rewards" if own.rewards else "",
             own.pass_at,
-            own.right_from,
         )
 
 
@@ -168,7 +165,7 @@ def set_metrics(each: HeldOut, groups: Sequence[Sequence[JudgedAnswer]]) -> dict
     if samples > 1:
         metrics[f"avg@{samples}"] = mean
     for k in each.pass_at:
-        right = [sum(value >= each.right_from for value in group) for group in values]
+        right = [sum(value >= 1.0 for value in group) for group in values]
         metrics[f"pass@{k}"] = sum(pass_at(k, samples, count) for count in right) / len(right)
     return {f"eval/{each.name}/{name}": value for name, value in metrics.items()}
 

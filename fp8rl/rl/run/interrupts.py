@@ -14,13 +14,17 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
+
+import psutil
 
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.run.forced_end import bounded, end_by_force
+from fp8rl.rollout.deadlines import kill_family
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -28,6 +32,8 @@ Handler = Callable[[int, FrameType | None], None] | int | None
 
 INTERRUPTED = 130
 """Exit code of what was interrupted, as shells have it."""
+STOPPED = 3
+"""Exit code of a run that a gate, a loss that is not finite, or a failure of what it runs on has stopped."""
 _HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 """Under `nohup` a terminal may close."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
@@ -43,6 +49,9 @@ _LOOK_SECONDS = 0.1
 _AGAIN_SECONDS = 0.01
 """After how long an interrupt is raised again where Python could not pass it on."""
 _IGNORED: dict[signal.Signals, Handler] = dict.fromkeys((*SIGNALS, signal.SIGALRM), signal.SIG_IGN)
+_ROOT = Path(__file__).parents[2]
+_GONE_SECONDS = 5.0
+"""Time in which processes that are killed are gone."""
 _first = float("inf")
 """When the first signal came to this block that is interruptible, monotonic."""
 _posts: list[socket.socket] = []
@@ -202,3 +211,47 @@ def _noted(signum: int, frame: FrameType | None) -> None:
 def _handle(handlers: dict[signal.Signals, Handler]) -> dict[signal.Signals, Handler]:
     """Install them; the former ones."""
     return {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+
+
+# What takes too long to end is ended by force.
+
+
+@contextmanager
+def bounded(what: str, seconds: float) -> Iterator[None]:
+    """End this process by force if the block takes longer than so many seconds. what: the block waits for."""
+    over = threading.Event()
+
+    def watch() -> None:
+        if not over.wait(seconds):
+            end_by_force(f"error: found {what} not ended after {seconds:g} s", STOPPED)
+
+    threading.Thread(target=watch, name="deadline", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def exit_within(seconds: float, code: int) -> None:
+    """Have this process, whose work is done, end within so many seconds: a thread that a user's function has left
+    behind would keep it for ever."""
+
+    def watch() -> None:
+        threading.Event().wait(seconds)
+        left = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+        end_by_force(f"found {', '.join(left) or 'this process'} not ended {seconds:g} s after all else", code)
+
+    threading.Thread(target=watch, name="exit", daemon=True).start()
+
+
+def end_by_force(why: str, code: int) -> NoReturn:
+    """Say why and where the main thread stands, kill all that this process has started, and exit with this code."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    ours = [line for line in stack if Path(line.filename).is_relative_to(_ROOT) and ".venv" not in line.filename]
+    at = "".join(
+        f", at {Path(each.filename).relative_to(_ROOT.parent)}:{each.lineno} in {each.name}" for each in ours[-1:]
+    )
+    os.write(2, f"{why}{at}: killing every process that was started\n".encode())  # a stream may be locked
+    psutil.wait_procs(kill_family(os.getpid(), itself=False), timeout=_GONE_SECONDS)
+    os._exit(code)

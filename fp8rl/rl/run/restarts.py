@@ -10,20 +10,20 @@ import ray
 
 from fp8rl.numerics.core.terminal import typed
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.record.events import read_events
+from fp8rl.rl.record.history import read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers.to_wandb import latest, leet
 from fp8rl.rl.report.report import write_report
 from fp8rl.rl.report.summary import summarize
 from fp8rl.rl.report.verdict import verdict
+from fp8rl.rl.run.checkpoints import resume_command
 from fp8rl.rl.run.cluster.reservations import NoRoomError
-from fp8rl.rl.run.early_end import STOPPED, resume_command
-from fp8rl.rl.run.failures import TooManyFailuresError
+from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError
 from fp8rl.rl.run.feed.feed import FilterError
 from fp8rl.rl.run.feed.judging import RewardError
-from fp8rl.rl.run.interrupts import ShutdownStack
+from fp8rl.rl.run.interrupts import STOPPED, ShutdownStack
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.types import EngineError
@@ -63,7 +63,7 @@ def run_with_restarts(
     with ShutdownStack(outer=True) as outer:
         for left in reversed(range(experiment.run.restarts + 1)):
             try:
-                with LiveRun.open(experiment, files, outer, stack, lost, notes) as run:
+                with LiveRun(experiment, files, outer, stack, lost, notes) as run:
                     stack = run.stack
                     stopped = loop(run)
                     finish(run, stopped)

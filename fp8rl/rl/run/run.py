@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,19 +15,15 @@ from typing import Self
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
-from fp8rl.rl.guard.capsule import CapsuleSource, cut_capsules, export_weights, remove_superfluous, write_capsule
+from fp8rl.rl.guard.capsule import cut_capsules, export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.guard import GateState, Verdict
-from fp8rl.rl.record.console import StepConsole
-from fp8rl.rl.record.events import Event, append_event, cut_events
-from fp8rl.rl.record.log import CONSOLE, run_log
+from fp8rl.rl.record.console import CONSOLE, StepConsole, run_log
+from fp8rl.rl.record.history import Event, append_event, append_session, cut_events, this_session
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import Session, append_session, this_session
 from fp8rl.rl.record.trackers import Tracked
-from fp8rl.rl.record.trackers.background import BackgroundTrackers
 from fp8rl.rl.record.trackers.to_wandb import leet
-from fp8rl.rl.record.tracking import RunTracker, Samples
-from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, check_contents, with_older
-from fp8rl.rl.run.early_end import end_without_ray
+from fp8rl.rl.record.tracking import BackgroundTrackers, RunTracker, Samples
+from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, check_contents, end_without_ray, with_older
 from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from fp8rl.rl.run.feed.judging import REWARD_FAILURES
@@ -42,6 +38,8 @@ RESUMED = "tracking/resumed"
 TRACKER_LOST = "tracking/tracker_lost"
 BEFORE_THE_FIRST = -1
 """Stands in place of a step to resume after: everything is repeated, the row of step 0 too."""
+_WORST = 8
+"""Worst sequences in a capsule. After a value that is not finite, all rows that it came from precede them."""
 _ACTIONS = {
     ENGINES_REPLACED: "replace_engine",
     STALE_RESYNCS: "resync",
@@ -53,97 +51,117 @@ _ACTIONS = {
 }
 
 
-@dataclass
 class LiveRun:
     """A run from its start to its end."""
 
-    experiment: Experiment
-    files: RunDir
-    """Its directory."""
-    stack: Stack
-    gate_state: GateState
-    """Changes that gates have made."""
-    tracker: RunTracker
-    console: StepConsole
-    step: int
-    """The step that is under way, 0 before the first."""
-    checkpoints: Checkpoints
-    _closing: ShutdownStack
-    _directory: os.stat_result
-    session: Session
-    """This start of the run."""
-    manifest: Path | None = None
-    """Digests of the weights that the engines hold, as the last sync verified them."""
-    feed: FeedState | None = None
-    """The feed's state in the checkpoint that the run goes on from."""
-    recoveries: Counter[str] = field(default_factory=Counter)
-    """Counts of recoveries in this step, by metric: engines replaced, syncs repeated, failed user functions."""
-    _began: float = field(default_factory=time.monotonic)
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         experiment: Experiment,
         files: RunDir,
         outer: ShutdownStack | None = None,
         stack: Stack | None = None,
         lost: str = "",
         notes: Sequence[str] = (),
-    ) -> LiveRun:
+    ) -> None:
         """Start all parts; on any failure end those that were started. A run with checkpoints goes on from its last.
 
         outer: what the stack ends with, if not with the run. stack: of an attempt before, whose trainer was lost.
         lost: why, in words. notes: what was said of the input; they go into log and report.
         """
+        self.experiment, self.files = experiment, files
+        self.manifest: Path | None = None
+        """Digests of the weights that the engines hold, as the last sync verified them."""
+        self.recoveries: Counter[str] = Counter()
+        """Counts of recoveries in this step, by metric: engines replaced, syncs repeated, failed user functions."""
         with ShutdownStack() as closing:
             closing.enter_context(run_log(files.log))
             resume_step = max(files.checkpoint_steps(), default=None)
             if stack is not None and resume_step is None:
                 resume_step = BEFORE_THE_FIRST
-            step = max(resume_step or 0, 0)
-            console = StepConsole(experiment.run.steps, done=step, limit=experiment.rollout.limit)
+            self.step = step = max(resume_step or 0, 0)
+            """The step that is under way, 0 before the first."""
+            self.console = console = StepConsole(experiment.run.steps, done=step, limit=experiment.rollout.limit)
             held = contents(experiment)
             changed = check_contents(files, held, accept=True) if stack is not None and step else []
-            _greet(closing.enter_context(console), experiment, files, notes, changed)
-            gate_state = GateState.of_checkpoint(files, step or None)
+            self._greet(closing.enter_context(console), notes, changed)
+            self.gate_state = GateState.of_checkpoint(files, step or None)
+            """Changes that gates have made."""
             events = Events() if stack is None else stack.events
             events.subscribe(lambda metric, count, text: console.note(text))
-            numerics = gate_state.numerics(experiment.numerics_config())
+            numerics = self.gate_state.numerics(experiment.numerics_config())
             if stack is None:
                 lost_ray = partial(end_without_ray, files)
-                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note, events, lost_ray)
+                stack = Stack(experiment, numerics, files.path, outer or closing, console.note, events, lost_ray)
             else:
                 console.note("starting another trainer beside the engines")
                 stack.restart_trainer(numerics)
-            _load(stack, console, files, resume_step)
-            tracker = RunTracker(
-                files,
-                _start_trackers(console, experiment, files, resume_step is not None, events),
-                all_rollouts=experiment.tracking.rollouts == "all",
-                resume_step=resume_step,
-            )
-            run = cls(
-                experiment=experiment,
-                files=files,
-                stack=stack,
-                gate_state=gate_state,
-                tracker=closing.enter_context(tracker),
-                console=console,
-                step=step,
-                checkpoints=closing.enter_context(Checkpoints(files, experiment, held)),
-                feed=FeedState.of_checkpoint(files.checkpoint(step)) if step else None,
-                session=this_session(notes),
-                _closing=ShutdownStack(),
-                _directory=files.path.stat(),
-            )
-            append_session(files.sessions, run.session)
-            events.subscribe(run.note, console.progress)
+            self.stack = stack
+            self._load(resume_step)
+            trackers = self._start_trackers(resume_step is not None)
+            every = experiment.tracking.rollouts == "all"
+            tracker = RunTracker(files, trackers, all_rollouts=every, resume_step=resume_step)
+            self.tracker = closing.enter_context(tracker)
+            self.checkpoints = closing.enter_context(Checkpoints(files, experiment, held))
+            self.feed = FeedState.of_checkpoint(files.checkpoint(step)) if step else None
+            """The feed's state in the checkpoint that the run goes on from."""
+            self._directory, self._began, self.session = files.path.stat(), time.monotonic(), this_session(notes)
+            append_session(files.sessions, self.session)
+            events.subscribe(self.note, console.progress)
             if resume_step is not None:
                 why = f"lost the trainer ({lost}), and " if lost else ""
                 anew = begins_anew(files, step) if step else ""
-                run.note(RESUMED, 1, f"{why}resumed after step {step}{anew}")
-            run._closing = closing.pop_all()
-            return run
+                self.note(RESUMED, 1, f"{why}resumed after step {step}{anew}")
+            self._closing = closing.pop_all()
+
+    def _greet(self, console: StepConsole, notes: Sequence[str], changed: Sequence[str]) -> None:
+        """Say what the run is. notes: on its input. changed: contents of the input that are others than before."""
+        experiment = self.experiment
+        for note in notes:
+            CONSOLE.info(f"note: {note}")
+        digest = experiment.numerics_config().spec.digest()
+        for line in (
+            f"run {self.files.path}",
+            f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}",
+            experiment.formula,
+            *(f"note: {note}" for note in experiment.algorithm.notes()),
+            *changed,
+        ):
+            console.note(line)
+
+    def _start_trackers(self, resumed: bool) -> BackgroundTrackers:
+        """Start the trackers of the run, and say how to watch it in wandb."""
+        tracking, files = self.experiment.tracking, self.files
+        if "wandb" in tracking.recorded:
+            self.console.note(f"live     {leet(files)}    (in a second terminal)")
+        run = Tracked(
+            folder=str(files.path.absolute()),
+            name=files.name,
+            project=tracking.wandb.project,
+            config=self.experiment.to_dict(),
+            resumed=resumed,
+            last_step=self.experiment.run.steps,
+            online=tracking.wandb.mode == "online",
+        )
+        return BackgroundTrackers(tracking.recorded, run, lost=partial(self.stack.events.add, TRACKER_LOST, 1))
+
+    def _load(self, step: int | None) -> None:
+        """Load the checkpoint of the step that the run goes on from, cut what was recorded after it, wait for
+        engines."""
+        files, stack = self.files, self.stack
+        if step is not None:
+            if step > 0:
+                try:
+                    stack.trainer.load(files.checkpoint(step))
+                except DamagedCheckpointError as error:
+                    raise with_older(error, files, step) from None
+            cut_events(files.events, step)
+            cut_capsules(files, step)
+            files.cut(step)
+        if stack.engines:
+            stack.wait_for_engines()
+            self.console.note("the engine is up; its report matches the spec")
+            if (teacher := self.experiment.teacher) is not None:
+                self.console.note(f"the teacher is up; it holds the quantized weights of {teacher.path}")
 
     def __enter__(self) -> Self:
         return self
@@ -199,8 +217,12 @@ class LiveRun:
         scored = None if passed is None else passed.monitored
         if verdict.events and passed is not None and scored is not None and self.manifest is not None:
             faulty = () if passed.fault is None else passed.fault.rows
-            worst = scored.worst_rows(self.experiment.guard.capsule_sequences)
-            kept = CapsuleSource(
+            worst = scored.worst_rows(_WORST)
+            export = partial(export_weights, self.stack.trainer, self.experiment.adapter)
+            write_capsule(
+                self.files.capsule(self.step),
+                scored,
+                export if self.experiment.guard.capsule_weights else None,
                 step=self.step,
                 why=verdict.why,
                 rows=list(dict.fromkeys([*faulty, *worst])),
@@ -208,10 +230,6 @@ class LiveRun:
                 experiment=self.files.experiment,
                 manifest=self.manifest,
                 held=self.stack.engines.held(),
-            )
-            export = partial(export_weights, self.stack.trainer, self.experiment.adapter)
-            write_capsule(
-                self.files.capsule(self.step), kept, scored, export if self.experiment.guard.capsule_weights else None
             )
             remove_superfluous(self.files, self.experiment.guard.capsules)
         for event in verdict.events:
@@ -265,57 +283,3 @@ def check_directory(path: Path, made: os.stat_result, step: int) -> None:
             f"run.dir: found {path} deleted or renamed before step {step}, expected it in its place until the run "
             "ends. What was trained since its last checkpoint is lost"
         )
-
-
-def _greet(
-    console: StepConsole, experiment: Experiment, files: RunDir, notes: Sequence[str], changed: Sequence[str]
-) -> None:
-    """Say what the run is. notes: on its input. changed: contents of the input that are others than before."""
-    for note in notes:
-        CONSOLE.info(f"note: {note}")
-    digest = experiment.numerics_config().spec.digest()
-    for line in (
-        f"run {files.path}",
-        f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}",
-        experiment.formula,
-        *(f"note: {note}" for note in experiment.algorithm.notes()),
-        *changed,
-    ):
-        console.note(line)
-
-
-def _start_trackers(
-    console: StepConsole, experiment: Experiment, files: RunDir, resumed: bool, events: Events
-) -> BackgroundTrackers:
-    """Start the trackers of the run, and say how to watch it in wandb."""
-    tracking = experiment.tracking
-    if "wandb" in tracking.recorded:
-        console.note(f"live     {leet(files)}    (in a second terminal)")
-    run = Tracked(
-        folder=str(files.path.absolute()),
-        name=files.name,
-        project=tracking.wandb.project,
-        config=experiment.to_dict(),
-        resumed=resumed,
-        last_step=experiment.run.steps,
-        online=tracking.wandb.mode == "online",
-    )
-    return BackgroundTrackers(tracking.recorded, run, lost=partial(events.add, TRACKER_LOST, 1))
-
-
-def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | None) -> None:
-    """Load the checkpoint of the step that the run goes on from, cut what was recorded after it, wait for engines."""
-    if resume_step is not None:
-        if resume_step > 0:
-            try:
-                stack.trainer.load(files.checkpoint(resume_step))
-            except DamagedCheckpointError as error:
-                raise with_older(error, files, resume_step) from None
-        cut_events(files.events, resume_step)
-        cut_capsules(files, resume_step)
-        files.cut(resume_step)
-    if stack.engines:
-        stack.wait_for_engines()
-        console.note("the engine is up; its report matches the spec")
-        if (teacher := stack.experiment.teacher) is not None:
-            console.note(f"the teacher is up; it holds the quantized weights of {teacher.path}")

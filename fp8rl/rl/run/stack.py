@@ -6,10 +6,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
@@ -24,8 +23,8 @@ from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
+from fp8rl.rl.run.feed.sampling import Sampling
 from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
 from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
@@ -36,33 +35,11 @@ from fp8rl.weight_sync.frozen import write_base
 from fp8rl.weight_sync.served import write_description
 
 
-@dataclass
 class Stack:
     """Trainer and engines of one experiment, which run the same numerics and change them together."""
 
-    experiment: Experiment
-    numerics: NumericsConfig
-    """The numerics of both sides now."""
-    folder: Path
-    """For engines' logs and for the description that they start from."""
-    closing: ShutdownStack
-    """Ends both sides."""
-    tokenizer: PreTrainedTokenizerBase
-    reservations: Reservations
-    """The nodes and GPUs of both sides."""
-    trainer: TrainerGroup
-    engines: Engines
-    """Empty (`Engines.none()`) in a run that samples nothing."""
-    teacher: Teacher | None
-    """The model that the policy learns from, if there is one."""
-    syncing: Syncing
-    sampling: Sampling
-    events: Events
-    turns: DeviceTurns
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         experiment: Experiment,
         numerics: NumericsConfig,
         folder: Path,
@@ -70,11 +47,11 @@ class Stack:
         say: Callable[[str], object],
         events: Events | None = None,
         lost: Callable[[str], object] = end_at_once,
-    ) -> Stack:
+    ) -> None:
         """Start Ray and both sides, to be ended by `closing`. The engines may still be coming up: `wait_for_engines()`.
 
-        say: shows what is going on. events: the stream of what happens to engines and sampling. lost: see
-        `ray_cluster`.
+        folder: for engines' logs and for the description that they start from. say: shows what is going on. events: the
+        stream of what happens to engines and sampling. lost: see `ray_cluster`.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
@@ -82,51 +59,41 @@ class Stack:
         if (sized := with_own_cache(experiment)) is not experiment:
             say(f"an engine caches {sized.rollout.max_total_tokens:,} tokens, for which its GPU has room")
             experiment = sized
+        self.experiment, self.folder, self.closing = experiment, folder, closing
+        self.numerics = numerics
+        """The numerics of both sides now."""
         closing.enter_context(ray_cluster(folder / "ray_logs", lost))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
-        reservations = Reservations(experiment, folder)
-        closing.callback(reservations.close)
+        self.reservations = Reservations(experiment, folder)
+        closing.callback(self.reservations.close)
         closing.callback(shutil.rmtree, folder / "served", ignore_errors=True)
-        events = events or Events()
-        engines, rollout = Engines.none(), experiment.rollout
+        self.events, rollout = events or Events(), experiment.rollout
+        self.engines = Engines.none()
+        """Empty in a run that samples nothing."""
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
-            serving = _serving(experiment, numerics, reservations, folder)
-            engines = Engines(rollout.engines, serving, rollout, events, awake=not rollout.sleep)
-        closing.callback(engines.stop)
-        teacher = Teacher.start(experiment, reservations, folder, events)
-        if teacher is not None:
-            closing.callback(teacher.engines.stop)
-        trainer = _start_trainer(experiment, numerics, reservations)
-        closing.callback(trainer.shutdown)
-        tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory, trust_remote_code=False)
-        judge = Judge(experiment.rewards, tokenizer, teacher=teacher)
+            self.engines = Engines(rollout.engines, self._serving(), rollout, self.events, awake=not rollout.sleep)
+        closing.callback(self.engines.stop)
+        self.teacher = Teacher.start(experiment, self.reservations, folder, self.events)
+        """The model that the policy learns from, if there is one."""
+        if self.teacher is not None:
+            closing.callback(self.teacher.engines.stop)
+        self.trainer = TrainerGroup.start(trainer_spec(experiment, numerics), self.reservations.trainer())
+        closing.callback(self.trainer.shutdown)
+        self._share_base()
+        self.tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory, trust_remote_code=False)
+        judge = Judge(experiment.rewards, self.tokenizer, teacher=self.teacher)
         closing.callback(judge.close)
         conversations = None
         if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
             conversations = Conversations(
-                experiment.environment, tokenizer, engines.admit, experiment.rollout.context_length
+                experiment.environment, self.tokenizer, self.engines.admit, rollout.context_length
             )
             closing.callback(conversations.close)
-        turns = DeviceTurns((engines, trainer) if rollout.sleep and engines else None)
-        bridge = _bridge(experiment, numerics, trainer, folder)
-        syncing = Syncing(bridge, engines, events, turns, canary_of(experiment, numerics))
-        carries = experiment.carries_supports
-        sampling = Sampling(rollout, tokenizer, engines, conversations, judge, syncing, events, turns, carries)
-        return cls(
-            experiment=experiment,
-            numerics=numerics,
-            folder=folder,
-            closing=closing,
-            tokenizer=tokenizer,
-            reservations=reservations,
-            trainer=trainer,
-            engines=engines,
-            teacher=teacher,
-            syncing=syncing,
-            sampling=sampling,
-            events=events,
-            turns=turns,
-        )
+        self.turns = DeviceTurns((self.engines, self.trainer) if rollout.sleep and self.engines else None)
+        canary = canary_of(experiment, numerics)
+        self.syncing = Syncing(self._bridge(), self.engines, self.events, self.turns, canary)
+        parts = (self.engines, conversations, judge, self.syncing, self.events, self.turns)
+        self.sampling = Sampling(rollout, self.tokenizer, *parts, experiment.carries_supports)
 
     def wait_for_engines(self) -> None:
         """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
@@ -145,8 +112,8 @@ class Stack:
         if self.turns.shared:
             self.engines.sleep()
         self.trainer.restart(self.reservations.trainer())
-        _share_base(self.experiment, self.trainer)
-        self._renew_bridge()
+        self._share_base()
+        self.syncing.renew(self._bridge(), canary_of(self.experiment, self.numerics))
         with self.turn("train"):  # in which it has come up
             pass
         if numerics != self.numerics:
@@ -164,10 +131,9 @@ class Stack:
         """
         self.trainer.set_numerics(numerics)
         self.numerics = numerics
-        self._renew_bridge()
-        serving = _serving(self.experiment, numerics, self.reservations, self.folder)
+        self.syncing.renew(self._bridge(), canary_of(self.experiment, numerics))
         with self.turn("rollout"):
-            self.engines.switch(serving)
+            self.engines.switch(self._serving())
 
     def turn(self, side: Side) -> AbstractContextManager[None]:
         """Give the device to one side for a block; see `DeviceTurns.turn`."""
@@ -177,22 +143,22 @@ class Stack:
         """`perf/...` of the engines, and `memory/...` of turns, since the last call."""
         return self.engines.metrics() | self.turns.metrics()
 
-    def _renew_bridge(self) -> None:
-        bridge = _bridge(self.experiment, self.numerics, self.trainer, self.folder)
-        self.syncing.renew(bridge, canary_of(self.experiment, self.numerics))
+    def _serving(self) -> Serving:
+        """Write the served model without its weights, and return how engines are started from that."""
+        description = self.folder / "served" / "start"
+        write_description(self.experiment.model.directory, description, self.numerics.rollout_spec)
+        make = engine_maker(self.experiment, "policy", self.reservations, self.folder, self.numerics)
+        return Serving(make, description, NO_WEIGHTS)
 
+    def _bridge(self) -> Bridge:
+        e, spec = self.experiment, self.numerics.rollout_spec
+        scratch, adapter = self.folder / "served", engine_adapter(e)
+        return Bridge(self.trainer, spec, e.sync, e.model.directory, scratch, e.rollout.sleep, adapter)
 
-def _serving(experiment: Experiment, numerics: NumericsConfig, reservations: Reservations, folder: Path) -> Serving:
-    """Write the served model without its weights, and return how engines are started from that."""
-    description = folder / "served" / "start"
-    write_description(experiment.model.directory, description, numerics.rollout_spec)
-    return Serving(engine_maker(experiment, "policy", reservations, folder, numerics), description, NO_WEIGHTS)
-
-
-def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGroup, folder: Path) -> Bridge:
-    source, wakes = experiment.model.directory, experiment.rollout.sleep
-    scratch, adapter = folder / "served", engine_adapter(experiment)
-    return Bridge(trainer, numerics.rollout_spec, experiment.sync, source, scratch, wakes, adapter)
+    def _share_base(self) -> None:
+        """Have a trainer that shares its frozen weights with engines write and adopt them."""
+        if self.experiment.base_spec is not None:
+            write_base(self.trainer, self.experiment.base_spec)
 
 
 def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None:
@@ -204,9 +170,10 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
     return Canary.of(experiment.run.seed, vocabulary, experiment.rollout.context_length, equal)
 
 
-def _start_trainer(experiment: Experiment, numerics: NumericsConfig, reservations: Reservations) -> TrainerGroup:
+def trainer_spec(experiment: Experiment, numerics: NumericsConfig) -> TrainerSpec:
+    """Return what each rank of the trainer is started with."""
     algorithm = experiment.algorithm
-    spec = TrainerSpec(
+    return TrainerSpec(
         experiment.model.directory,
         experiment.trainer,
         numerics,
@@ -220,19 +187,6 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig, reservation
         shared_base=experiment.base_spec is not None,
         architecture=experiment.model.architecture,
     )
-    trainer = TrainerGroup.start(spec, reservations.trainer())
-    _share_base(experiment, trainer)
-    return trainer
-
-
-def _share_base(experiment: Experiment, trainer: TrainerGroup) -> None:
-    """Have a trainer that shares its frozen weights with engines write and adopt them."""
-    if experiment.base_spec is not None:
-        try:
-            write_base(trainer, experiment.base_spec)
-        except BaseException:
-            trainer.shutdown()
-            raise
 
 
 @contextmanager
@@ -256,6 +210,6 @@ def open_pair(
     experiment = experiment.model_copy(update=changes)
     with ShutdownStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-pair-")))
-        stack = Stack.open(experiment, numerics or experiment.numerics_config(), folder, closing, say)
+        stack = Stack(experiment, numerics or experiment.numerics_config(), folder, closing, say)
         stack.wait_for_engines()
         yield stack

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from fp8rl.rl.record.history import sessions_found
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import sessions_found
 from lab.bench.faults.lab import GONE_WITHIN_S, STEPS, Found, Lab, expect, processes_of, reach
 from tests.support.cli_runs import wait_until_gone
 from tests.support.paths import EXAMPLES

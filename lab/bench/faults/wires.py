@@ -221,7 +221,7 @@ def served_file_flipped(pair: Pair) -> Found:
 
 def _open(folder: Path, closing: ShutdownStack) -> Pair:
     experiment = load_experiment(EXAMPLES / "arithmetic.yaml", SETTINGS)
-    stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
+    stack = Stack(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
     stack.engines.wait()
     stack.syncing.sync()
     said: list[str] = []

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from fp8rl.diagnose.plan.decode import decode_step
+from fp8rl.diagnose.plan.bench import decode_step
 from fp8rl.diagnose.plan.subject import CONFIGS
 from fp8rl.models import read_shape
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment.budget.gpus import GPUS
-from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.job import GPUS, Job
 from fp8rl.rl.experiment.budget.memory import colocated_memory, trainer_memory
 from fp8rl.trainer.config import OptimizerSection, TrainerSection
 from fp8rl.weight_sync.served import served_bytes

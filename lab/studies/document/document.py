@@ -17,7 +17,7 @@ from lab.studies.harness.page import claims_table, grid, markdown
 from lab.studies.harness.result import Result
 
 if TYPE_CHECKING:
-    from fp8rl.diagnose.audit.audit_report import AuditReport
+    from fp8rl.diagnose.audit import AuditReport
 
 HEAD = """# Studies
 

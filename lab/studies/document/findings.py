@@ -18,7 +18,7 @@ from lab.studies.harness.page import found_of, verdict_of
 from lab.studies.harness.result import Result
 
 if TYPE_CHECKING:
-    from fp8rl.diagnose.audit.audit_report import AuditReport
+    from fp8rl.diagnose.audit import AuditReport
 
 PLAN, AUDIT = "plan", "audit"
 """Sources beside the studies."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8rl.diagnose.audit.audit_report import AuditReport
+from fp8rl.diagnose.audit import AuditReport
 from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 
 Verdict = Literal["confirmed", "contradicted", "undecided"]

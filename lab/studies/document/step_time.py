@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fp8rl.diagnose.plan.decode import Decode
+from fp8rl.diagnose.plan.bench import Decode
 from fp8rl.diagnose.plan.time import PASSES, Product, kept_bytes, operand_bytes, products, update_bytes
-from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE
-from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Job
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
 
 BACKWARD_ATTENTION = 2.5
@@ -142,7 +141,7 @@ def _of_stage(job: Job, gpu: Peaks, rates: Rates, stage: int) -> StepTime:
     quantization = sum(operand_bytes(job, each) * each.again for each in parts if each.fp8) / bandwidth
     layers = _layers(job, stage)
     share = len(layers) / job.shape.sizes.layers / job.layout.tp
-    forward = job.shape.attention_flops(job.mean_keys) * share * job.rank_tokens
+    forward = job.shape.attention_flops(job.length / 2) * share * job.rank_tokens
     forwards = 1 + (job.layout.recompute in ("attention", "layer")) + BACKWARD_ATTENTION
     attention = forward * forwards / (gpu.bf16 * rates.attention)
     elementwise = PASSES * kept_bytes(job, stage) / bandwidth

@@ -15,7 +15,7 @@ from lab.studies.harness.result import RESULTS, Result, read_result, result_of
 from lab.studies.harness.study import NAMES, load
 
 if TYPE_CHECKING:
-    from fp8rl.diagnose.audit.audit_report import AuditReport
+    from fp8rl.diagnose.audit import AuditReport
 
 KEPT = Path("lab/docs/studies")
 KEPT_AUDIT = KEPT / "audit.json"
@@ -86,7 +86,7 @@ def kept_figures(name: str) -> list[Path]:
 
 def kept_audit() -> AuditReport | None:
     """The audit that is kept, if one is."""
-    from fp8rl.diagnose.audit.audit_report import AuditReport
+    from fp8rl.diagnose.audit import AuditReport
 
     return (
         AuditReport.from_json(read_text(KEPT_AUDIT, "audit", "what fp8rl audit --json prints"))

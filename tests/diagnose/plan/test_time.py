@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8rl.diagnose.plan.bench import Rate, Rates
-from fp8rl.diagnose.plan.decode import decode_kernels, decode_step, experts_read
+from fp8rl.diagnose.plan.bench import Rate, Rates, decode_kernels, decode_step, experts_read
 from fp8rl.diagnose.plan.subject import CONFIGS
 from fp8rl.diagnose.plan.time import StepTime, kernels, step_time
 from fp8rl.models import read_shape

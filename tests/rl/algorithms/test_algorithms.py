@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fp8rl.rl.algorithms import ALGORITHMS, Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.parts.aggregation import AggregationMode
+from fp8rl.rl.algorithms.parts.surrogates import AggregationMode
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rollout.config import RolloutSection
@@ -265,7 +265,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 def test_on_fresh_tokens_every_correction_is_the_identity_bit_for_bit(name: str, correction: dict[str, Any]) -> None:
     batch, logprobs = sampled(fresh=True)
     plain, corrected = algorithm(name, tis_cap=None), algorithm(name, **correction)
-    assert corrected.correction.corrects and not plain.correction.corrects
+    assert corrected.correction.weighs and not plain.correction.weighs
     batch = with_advantages(batch, plain)
     for without, with_it in zip(computed(plain, batch, logprobs), computed(corrected, batch, logprobs)):
         assert torch.equal(without, with_it)

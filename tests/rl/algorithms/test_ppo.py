@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from fp8rl.rl.algorithms.parts.advantages import generalised_advantages, last_of
 from fp8rl.rl.algorithms.ppo import Ppo, ValueObjective
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.trainer.config import TrainerSection, TrainerSpec
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 
 
@@ -147,14 +146,12 @@ def test_the_critic_s_optimizer_is_the_policy_s_with_its_own_rate() -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, 4, 20, 30])
-def test_the_policy_s_rate_decays_over_the_updates_that_it_takes(warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8rl.rl.run import stack
+def test_the_policy_s_rate_decays_over_the_updates_that_it_takes(warmup: int) -> None:
+    from fp8rl.rl.run.stack import trainer_spec
 
     values = {"model": {"path": "/m"}, "data": {"train": "/t"}, "run": {"steps": 20}}
     chosen = {"name": "ppo", "critic_warmup": warmup, "updates_per_batch": 2}
     experiment = parse_experiment(values | {"algorithm": chosen})
-    given: list[TrainerSpec] = []
-    monkeypatch.setattr(stack.TrainerGroup, "start", lambda spec, *placements: given.append(spec))
-    stack._start_trainer(experiment, experiment.numerics, SimpleNamespace(trainer=list))  # type: ignore[arg-type]
+    spec = trainer_spec(experiment, experiment.numerics_config())
     taken = 2 * sum(experiment.algorithm.learns(step) for step in range(1, 21))
-    assert [(spec.total_steps, spec.critic_steps) for spec in given] == [(taken, 40)]
+    assert (spec.total_steps, spec.critic_steps) == (taken, 40)

@@ -15,7 +15,7 @@ from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.hub import is_hub_name, model_directory
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, load_experiment, read_resolved
-from fp8rl.rl.experiment.fetching import fetched
+from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rollout.tasks.data import load_problems
 from tests.support.hub_server import TOKEN, Hub, Repository, hub_server
 from tests.support.paths import EXAMPLES

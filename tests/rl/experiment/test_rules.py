@@ -12,10 +12,9 @@ from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import gate_rules, rules
-from fp8rl.rl.experiment.budget.gpus import gpu_named
+from fp8rl.rl.experiment.budget.job import gpu_named
 from fp8rl.rl.experiment.preconditions import rules as machine_rules
-from fp8rl.rl.experiment.preconditions.rules import broken_rules, check_target
-from fp8rl.rl.experiment.preconditions.target import Target
+from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules, check_target
 from tests.support.experiments import experiment
 from tests.support.remedies import broken, mended, overridden, rules_of
 
@@ -66,6 +65,7 @@ SPECS = [
         GATE % "metric: drift/k3_kl, above: 0.1",
         f"rollout.staleness=1 | {GATE % WARN}",
     ),
+    ("gates.0.metric: found 'eval/no/accuracy'", GATE % "metric: eval/no/accuracy, below: 0.5", GATE % WARN),
     (
         "gates.0.metric: found 'rollout/tokens_age_1 with rollout.staleness=0'",
         GATE % "metric: rollout/tokens_age_1, above: 0.1",
@@ -146,6 +146,13 @@ MACHINES = [
         "rollout.max_total_tokens: found 100",
         f"{SMALL} rollout.max_new_tokens=64 rollout.max_total_tokens=100",
         "rollout.max_total_tokens=512 | rollout={context_length: 100, max_new_tokens: 50}",
+    ),
+    (
+        "qwen3_30b_a3b",
+        "",
+        "gates.0.metric: found 'mismatch/router_agreement_layer_48', expected a layer below 48",
+        f"numerics.router_replay=record {GATE % 'metric: mismatch/router_agreement_layer_48, below: 0.5'}",
+        "gates=[]",
     ),
     ("wide heads", "", "numerics.mode: found 'native on CPUs, with heads of 128 in a model of", NATIVE, ""),
 ]

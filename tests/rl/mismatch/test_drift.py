@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8rl.rl.guard.scored_batch import NOT_DRAWN, redraw_metrics
-from fp8rl.rl.mismatch.drift import drift_metrics, tokens_by_age
+from fp8rl.rl.mismatch.logprobs import drift_metrics, tokens_by_age
 
 LN2 = math.log(2)
 

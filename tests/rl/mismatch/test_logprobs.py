@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.rl.mismatch.drift import drift_metrics
-from fp8rl.rl.mismatch.logprobs import logprob_metrics, token_versions
+from fp8rl.rl.mismatch.logprobs import drift_metrics, logprob_metrics, token_versions
 from fp8rl.rl.record.metrics import METRICS, describe
 from fp8rl.rollout.types import Trajectory
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.rl.mismatch import routing
-from fp8rl.rl.mismatch.routing import router_metrics
+from fp8rl.rl.guard.scored_batch import router_metrics
 from fp8rl.rl.record.metrics import describe
 
 
@@ -49,7 +48,7 @@ def test_both_sides_unknown_is_no_agreement() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
 def test_against_sets_and_in_chunks_of_any_size(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "_CHUNK", chunk)
+    monkeypatch.setattr("fp8rl.rl.guard.scored_batch._CHUNK", chunk)
     generator = np.random.default_rng(0)
     batch, width, layers, top_k = 7, 9, 5, 4
     train = np.stack([generator.permutation(8)[:top_k] for _ in range(batch * width * layers)])
@@ -82,10 +81,3 @@ def test_against_sets_and_in_chunks_of_any_size(chunk: int, monkeypatch: pytest.
     metrics = router_metrics(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask))
     assert metrics == pytest.approx(expected, rel=1e-12)
     assert 0 < metrics["mismatch/router_agreement"] < 1 and all(describe(name) for name in metrics)
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    good = torch.zeros(2, 3, 1, 2, dtype=torch.int16)
-    for other, mask in [(good[:, :2], everything(good)), (good, everything(good)[:1])]:
-        with pytest.raises(ValueError, match="expected \\[B, S, L, K\\]"):
-            router_metrics(good, other, mask)

@@ -14,13 +14,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fp8rl.rl.record.console import StepConsole
-from fp8rl.rl.record.events import Event, append_event, cut_events, read_events
-from fp8rl.rl.record.log import run_log
+from fp8rl.rl.record.console import StepConsole, run_log
+from fp8rl.rl.record.history import (
+    Event,
+    append_event,
+    append_session,
+    cut_events,
+    read_events,
+    sessions_found,
+    this_session,
+)
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import append_session, sessions_found, this_session
 from tests.support.paths import new_run
 from tests.support.tracked import RECORDS, tracking
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from fp8rl.rl.record.console import step_line
-from fp8rl.rl.record.events import Event
+from fp8rl.rl.record.history import Event
 from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Section
 from fp8rl.rl.report.summary import summarize

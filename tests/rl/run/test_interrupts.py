@@ -199,7 +199,7 @@ def test_an_end_that_hangs_says_what_it_waits_for_and_kills_what_was_started() -
 
 EXITS = """
 import sys, threading, time
-from fp8rl.rl.run.forced_end import exit_within
+from fp8rl.rl.run.interrupts import exit_within
 threading.Thread(target=time.sleep, args=(300,), name="of a user").start()
 exit_within(0.5, 7)
 sys.exit(7)

@@ -19,7 +19,7 @@ import fp8rl.rl.run.stack as stack_module
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.terminal import typed
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.early_end import how_to_go_on
+from fp8rl.rl.run.checkpoints import how_to_go_on
 from fp8rl.rl.run.restarts import commands_after_a_stop, run_with_restarts
 from fp8rl.rl.run.run import LiveRun, check_directory
 from fp8rl.rollout.types import EngineError
@@ -65,7 +65,7 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
     monkeypatch.setattr(stack_module, "write_description", lambda *_: (files.path / "served/start").mkdir(parents=True))
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
-        LiveRun.open(experiment(run={"steps": 3}), files)
+        LiveRun(experiment(run={"steps": 3}), files)
     begun = ["ray_cluster", "Reservations", "Engines"]
     assert events == [*begun, *(f"{name} ended" for name in reversed(begun))]
     assert not (files.path / "served").exists(), "the description is only for the start"

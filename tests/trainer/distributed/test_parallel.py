@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit import differences_of
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import stored_tensors
 from fp8rl.numerics.config import NumericsConfig

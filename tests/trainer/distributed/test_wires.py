@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit import differences_of
 from fp8rl.diagnose.audit.observations import Observation
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit import differences_of
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.step.batch import TokenBatch

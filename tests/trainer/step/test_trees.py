@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit import differences_of
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig

@@ -124,11 +124,6 @@ class Correction:
             *([f"rejects sequences with a ratio below {self.veto:g}"] if self.veto is not None else []),
         ]
 
-    @property
-    def corrects(self) -> bool:
-        """Return whether it weighs or rejects; only then the rollout logprobs matter."""
-        return self.weighs or self.rejects
-
     def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [B, S] in old's dtype without gradient, 1 on unused tokens; and bool [B, S], used and not rejected.
 

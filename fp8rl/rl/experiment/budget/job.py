@@ -1,16 +1,70 @@
-"""A job that is planned: a model, a layout, numerics and a batch, on GPUs of one kind."""
+"""A job that is planned: a model, a layout, numerics and a batch; and the GPUs that are known."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass, replace
 
 from fp8rl.models.shape import Shape
+from fp8rl.numerics.backend.implementation import BLACKWELL, HOPPER
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.state_bytes import Storage
 from fp8rl.weight_sync.served import served_bytes
+
+_MIB, _GIB = 2**20, 2**30
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU."""
+
+    name: str
+    capability: tuple[int, int]
+    """Compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`)."""
+    memory: float
+    """Bytes that a process can allocate, as torch's messages name them."""
+
+    @property
+    def fp8(self) -> bool:
+        """Its products can be FP8's."""
+        return self.capability >= (8, 9)
+
+
+GPUS = {
+    "h100": Gpu("H100 SXM", HOPPER, 79 * _GIB),
+    "h200": Gpu("H200 SXM", HOPPER, 139 * _GIB),
+    "h800": Gpu("H800 SXM", HOPPER, 79 * _GIB),
+    "h20": Gpu("H20", HOPPER, 95 * _GIB),
+    "b200": Gpu("B200 SXM", BLACKWELL, 178 * _GIB),
+    "b300": Gpu("B300 SXM", (10, 3), 267 * _GIB),
+    "l40s": Gpu("L40S", (8, 9), 44 * _GIB),
+    "4090": Gpu("RTX 4090", (8, 9), 23.5 * _GIB),
+    "rtx pro 6000": Gpu("RTX PRO 6000", (12, 0), 94 * _GIB),
+    "a100": Gpu("A100 SXM 80GB", (8, 0), 79 * _GIB),
+}
+_SAYS_NOTHING = re.compile(
+    r"nvidia|geforce|rtx|blackwell|server|workstation|edition|sxm\d?|nvl|(80|141|96|48|24)gb|[^a-z0-9]"
+)
+"""What people write into a GPU's name beside that which tells it from the others here."""
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of a name as people write it, such as `RTX-PRO-6000`. Raises UserError for one that is not known."""
+    known = {_SAYS_NOTHING.sub("", key): key for key in GPUS}
+    plain = _SAYS_NOTHING.sub("", name.lower())
+    if plain not in known:
+        near = difflib.get_close_matches(plain, known, n=1)
+        remedy = f"Did you mean {known[near[0]]}?" if near else "Choose the one whose memory is nearest."
+        if not plain:  # the first word of a name of several, without quotes
+            remedy = "Write the whole name, with - in place of blanks: --gpu rtx-pro-6000."
+        raise user_error("--gpu", found=name, expected=f"one of {', '.join(GPUS)}", remedy=remedy)
+    return GPUS[known[plain]]
 
 
 @dataclass(frozen=True)
@@ -89,14 +143,6 @@ class Job:
         return self.tokens - (self.rows - -(-self.rows // self.group)) * self.prompt
 
     @property
-    def mean_keys(self) -> float:
-        """Mean number of keys that one of the `laid_tokens` attends to."""
-        answer = self.length - self.prompt
-        of_answers = self.rows * answer * (self.prompt + answer / 2)
-        of_prompts = (self.laid_tokens - self.rows * answer) * self.prompt / 2
-        return (of_answers + of_prompts) / self.laid_tokens
-
-    @property
     def micro_batch(self) -> int:
         """Tokens of one micro-batch: whole rows, as many as `micro_batch_tokens` allow, and one at least. Packed rows,
         of which some are shorter, fill it."""
@@ -120,14 +166,6 @@ class Job:
         """Return the job with a BF16 trainer and a BF16 engine."""
         return replace(self, numerics=self.numerics.in_bf16())
 
-    def of_tokens(self, tokens: int) -> Job:
-        """Return the job with about so many tokens in a step, in one micro-batch of each replica while these are
-        small."""
-        share = max(1, tokens // self.layout.dp)
-        if share < self.length:
-            return replace(self, rows=self.layout.dp, length=share, prompt=0)
-        return replace(self, rows=self.layout.dp * (share // self.length))
-
 
 def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: float, length: int | None = None) -> Job:
     """The job of a step on GPUs of so many bytes. length: of each row; without one, as long as `rollout.context_length`
@@ -135,7 +173,7 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
     rollout, algorithm = experiment.rollout, experiment.algorithm
     length = length or rollout.context_length
     rows = algorithm.problems_per_step(rollout) * (rollout.group_size if algorithm.samples else 1)
-    room = engine_room(rollout, gpu_memory)
+    graphs, working = engine_room(rollout, gpu_memory)
     return Job(
         shape=shape,
         layout=experiment.trainer,
@@ -149,8 +187,8 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         states=rollout.states(cuda=True),
         bucket_bytes=experiment.sync.bucket_mib << 20,
         maps=experiment.sync.transport == "tensor",
-        graph_bytes=room.graphs,
-        working_bytes=room.working,
+        graph_bytes=graphs,
+        working_bytes=working,
         buffer_bytes=graph_buffers(rollout, shape) if experiment.numerics.mode == "exact" else 0.0,
         sleep=rollout.sleep and experiment.needs_engines,
         may_sleep=not (rollout.staleness or experiment.sync.delta or experiment.sync.engines_own_gpus),
@@ -174,10 +212,9 @@ def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> Te
         return None
     numerics = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
     engine = teacher.engine(experiment.rollout)
-    room = engine_room(engine, gpu_memory)
     kept = shape.kv_bytes(numerics.kv_format.dtype.itemsize)
     cache = float(teacher.max_total_tokens * kept + engine.states(True) * shape.request_bytes())
-    return TeacherBytes(served_bytes(shape, numerics.rollout_spec), cache, room.graphs, room.working)
+    return TeacherBytes(served_bytes(shape, numerics.rollout_spec), cache, *engine_room(engine, gpu_memory))
 
 
 # What an SGLang engine (0.5.19) takes of a GPU beside weights and keys and values. SGLang fills a part of the GPU, its
@@ -185,23 +222,12 @@ def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> Te
 # activations of a prefill, and for CUDA graphs. Unless the fraction is given, it follows from the longest prefill chunk
 # and the largest graph (`sglang/srt/arg_groups/memory_hook.py`, whose figures these are).
 
-_MIB, _GIB = 2**20, 2**30
 _SMALL, _LARGE = 60 * _GIB, 160 * _GIB
 _LEAST_CHUNK, _CHUNK_MIB, _CONSTANT_MIB, _GRAPH_MIB, _FLOOR_MIB = 2048, 1.5, 512, 2.0, 10 * 1024
 
 
-@dataclass(frozen=True)
-class EngineReserve:
-    """Bytes of one rank of an engine."""
-
-    graphs: float
-    """Bytes of its CUDA graphs."""
-    working: float
-    """Bytes that it wants to find free beside them."""
-
-
-def engine_room(config: RolloutSection, gpu_memory: float) -> EngineReserve:
-    """Return what an engine wants on a GPU of so many bytes."""
+def engine_room(config: RolloutSection, gpu_memory: float) -> tuple[float, float]:
+    """Return the bytes of the CUDA graphs of one rank, and the bytes that it wants to find free beside them."""
     graphs = _GRAPH_MIB * _MIB * max(config.graphs)
     chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # its own
     wanted = (_CONSTANT_MIB + chunk * _CHUNK_MIB + config.tp / 8 * 1024) * _MIB + graphs
@@ -209,7 +235,7 @@ def engine_room(config: RolloutSection, gpu_memory: float) -> EngineReserve:
         wanted = max(wanted, _FLOOR_MIB * _MIB)
     if config.memory_fraction is not None:
         wanted = gpu_memory * (1 - config.memory_fraction)
-    return EngineReserve(graphs, max(0.0, wanted - graphs))
+    return graphs, max(0.0, wanted - graphs)
 
 
 _SMS, _LEAN_ROWS = 132, 16  # of a Hopper GPU; of SGLang's `_LEAN_BLOCK_M`

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fp8rl.models.shape import BF16_BYTES, WeightGroup
-from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE
-from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Job
 from fp8rl.trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
 from fp8rl.weight_sync.served import served_bytes
 

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fp8rl.models import Model
 from fp8rl.models.checkpoint.peft import START, read_adapter
 from fp8rl.models.checkpoint.reading import check_stored
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.data import check_data
-from fp8rl.rl.experiment.preconditions.functions import check_functions
-from fp8rl.rl.experiment.preconditions.gates import check_gate_names
 from fp8rl.rl.experiment.preconditions.model import (
     check_algorithm,
     check_architecture,
@@ -23,11 +25,14 @@ from fp8rl.rl.experiment.preconditions.model import (
     unused_rates,
 )
 from fp8rl.rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
-from fp8rl.rl.experiment.preconditions.rules import check_target
-from fp8rl.rl.experiment.preconditions.target import Target
-from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
+from fp8rl.rl.experiment.preconditions.rules import Target, check_target
+from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
+from fp8rl.rl.experiment.validation import expected_of
 from fp8rl.rl.record.trackers import check_trackers
 from fp8rl.rl.record.trackers.to_wandb import check_wandb
+from fp8rl.rollout.tasks.environments.functions import load_environment
+from fp8rl.rollout.tasks.rewards import RewardSection, load_function
+from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
 __all__ = ["check", "read_model"]
 
@@ -41,7 +46,6 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
         UserError: the first thing that stands in the way.
     """
     check_algorithm(experiment.algorithm)
-    check_gate_names(experiment)
     for remark in unused_rates(experiment):
         say(remark)
     if "working_dir_files" in (folder := Path(experiment.run.dir).resolve()).parts:  # `ray job submit --working-dir`
@@ -69,3 +73,47 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
         check_functions(experiment)
         check_port(experiment.rollout)
     return model
+
+
+# The functions that a spec names: they are there, they take what they are given, and ours take these values.
+
+
+def check_functions(experiment: Experiment) -> None:
+    """Check the environment and every reward function.
+
+    Raises:
+        UserError: one is missing, or cannot be called with its `kwargs`; or a tokenizer that it needs is missing.
+    """
+    load_environment(experiment.environment)
+    for index, config in enumerate(experiment.rewards.functions):
+        _check_reward(config, f"rewards.functions.{index}")
+    for place, own in enumerate(experiment.eval.sets):
+        for index, config in enumerate(own.rewards.functions if own.rewards else ()):
+            _check_reward(config, f"eval.sets.{place}.rewards.functions.{index}")
+
+
+def _check_reward(config: RewardSection, key: str) -> None:
+    function = load_function(config, key)
+    if config.function not in BUILT_IN:
+        return
+    check_values(function.call, config.kwargs, f"{key}.kwargs")
+    if name := BUILT_IN[config.function].tokenizer:
+        key, directory = f"{key}.kwargs.{name}", config.kwargs[name]
+        check_chat_template(load_tokenizer(directory, key), directory, key)
+
+
+def check_values(function: Callable[..., Any], kwargs: Mapping[str, Any], key: str) -> None:
+    """Check values by the annotations of the parameters that they are for.
+
+    Raises:
+        UserError: naming one below `key`: it has another type, or is out of bounds.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    for name, value in kwargs.items():
+        try:
+            TypeAdapter(hints[name], config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+        except ValidationError as error:
+            detail = error.errors()[0]
+            expected = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else expected_of(detail)
+            place = ".".join([f"{key}.{name}", *(str(part) for part in detail["loc"] if isinstance(part, int))])
+            raise user_error(place, found=detail["input"], expected=expected, remedy=f"Correct {place}.") from None

@@ -6,25 +6,68 @@ nobody has yet.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from fp8rl.models.shape import Shape
+from fp8rl.numerics.backend.cuda_toolkit import other_compilers
 from fp8rl.numerics.backend.implementation import (
     BLACKWELL,
     FEWEST_CAPABILITY,
     HOPPER,
     SMALL_CAPABILITY,
+    capability_of,
     deepgemm_lacks,
+    expandable_segments,
+    has_deepgemm,
     implementation_for,
 )
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError, raise_first, user_error
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.gates import check_gate_layers
-from fp8rl.rl.experiment.preconditions.target import Target, dotted
+from fp8rl.trainer.device import has_transformer_engine
 from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
 from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_rows, check_training
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machines that a run is for."""
+
+    gpus: bool
+    """They have some."""
+    transformer_engine: bool
+    """It is installed there; so is `deepgemm`."""
+    deepgemm: bool = True
+    capability: tuple[int, int] | None = None
+    """Compute capability of the GPUs; None: nobody knows it here."""
+    expandable_segments: str | None = None
+    """The setting of torch's allocator that asks for them there."""
+    other_compilers: str | None = None
+    """CUDA's compilers there, or `none`, where none is of the release that torch is built for; None: one is."""
+    known: bool = True
+    """False for a cluster that is not ours, whose machines are looked at when the run is placed on them."""
+
+    @property
+    def named(self) -> str:
+        """The GPUs, as messages name them."""
+        return f"on GPUs of compute capability {dotted(self.capability or ())}"
+
+    @classmethod
+    def here(cls) -> Target:
+        """Return this machine; where RAY_ADDRESS names a cluster, as far as it tells of that."""
+        gpus, known = torch.cuda.is_available(), "RAY_ADDRESS" not in os.environ
+        capability = capability_of("cuda") if gpus and known else None
+        compilers = other_compilers(torch.version.cuda) if gpus and known and torch.version.cuda else None
+        return cls(gpus, has_transformer_engine(), has_deepgemm(), capability, expandable_segments(), compilers, known)
+
+
+def dotted(capability: tuple[int, ...]) -> str:
+    """Write a compute capability as messages do, e.g. `9.0`."""
+    return ".".join(map(str, capability))
 
 
 def check_target(experiment: Experiment, shape: Shape, target: Target) -> None:
@@ -140,12 +183,12 @@ def _kernels(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]
         yield user_error("numerics.mode", f"exact {target.named}", expected, remedy)
 
 
-def _native_products(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+def native_refusals(numerics: NumericsConfig, engines: bool, target: Target) -> Iterator[UserError]:
     """SGLang and TransformerEngine compute the FP8 products of native mode, and ask for such GPUs."""
-    capability, numerics = target.capability, e.numerics_config()
-    if e.numerics.mode != "native" or capability is None:
+    capability = target.capability
+    if numerics.mode != "native" or capability is None:
         return
-    if e.needs_engines and numerics.rollout_spec.quantized and capability < FEWEST_CAPABILITY:
+    if engines and numerics.rollout_spec.quantized and capability < FEWEST_CAPABILITY:
         expected = f"{dotted(FEWEST_CAPABILITY)} or higher, for SGLang's kernels"
         yield _no_fp8("numerics.rollout", target, expected)
     spec = numerics.trainer_spec
@@ -187,6 +230,16 @@ def _optimizer(e: Experiment, shape: Shape, target: Target) -> None:
     lower_optimizer(e.trainer.optimizer, held_in_fp8, target.gpus, target.transformer_engine)
 
 
+def _gates(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    layers = shape.sizes.moe_layers
+    for index, gate in enumerate(e.gates):
+        layer = gate.metric.removeprefix("mismatch/router_agreement_layer_")
+        if layer != gate.metric and int(layer) >= layers:
+            expected = f"a layer below {layers}, the model's layers with experts"
+            remedy = "Correct the number, or remove the gate."
+            yield user_error(f"gates.{index}.metric", gate.metric, expected, remedy)
+
+
 def _context(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     rollout, sizes = e.rollout, shape.sizes
     length = rollout.context_length
@@ -222,13 +275,13 @@ CHECKS: tuple[Callable[[Experiment, Shape, Target], Iterable[UserError] | None],
     _compiler,
     _base,
     _kernels,
-    _native_products,
+    lambda e, shape, target: native_refusals(e.numerics_config(), e.needs_engines, target),
     lambda e, shape, target: check_model_layout(shape, e),
     _optimizer,
     lambda e, shape, target: check_rows(
         e.trainer, e.numerics.mode, target.transformer_engine, e.rollout.context_length
     ),
-    lambda e, shape, target: check_gate_layers(e, shape.sizes),
+    _gates,
     _context,
     _cpu_heads,
 )

@@ -1,6 +1,6 @@
 """Trackers of a run, a file each: all that one has to be is a `Tracker`.
 
-A thread of the run tells them what happens (`background.py`), so none can hold up or end a run.
+A thread of the run tells them what happens (`rl.record.tracking`), so none can hold up or end a run.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import typed
-from fp8rl.rl.record.metrics import METRICS
+from fp8rl.rl.record.metrics import METRICS, SHOWN_FIRST
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import Tracked, Tracker
 
@@ -29,17 +29,7 @@ METRIC_GROUPS = tuple(dict.fromkeys(name.partition("/")[0] for name in METRICS))
 
 SUMMARIES = {name: row.summary for name, row in METRICS.items() if row.summary}
 
-BASICS = {
-    "reward": "rollout/reward_mean",
-    "accuracy": "eval/accuracy",
-    "max_abs_d": "mismatch/train_rollout_logprob_abs_diff_max",
-    "exact_fraction": "mismatch/exact_frac",
-    "mismatched_tensors": "sync/mismatched_tensors",
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "answer_tokens": "rollout/response_tokens_mean",
-    "step_seconds": "perf/step_seconds",
-}
+BASICS = {label.replace("|d|", "_abs_d"): name for name, label in SHOWN_FIRST.items()}
 """Metrics that wandb gets a second time as `basics/NAME`: its pages and `wandb leet` show groups by the alphabet, so
 that these come first, on one screen."""
 

@@ -24,9 +24,7 @@ from ray.exceptions import AuthenticationError
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.run.early_end import STOPPED
-from fp8rl.rl.run.forced_end import bounded
-from fp8rl.rl.run.interrupts import is_ending
+from fp8rl.rl.run.interrupts import STOPPED, bounded, is_ending
 from fp8rl.rollout.deadlines import kill_family
 from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, remove_scratch, sweep
 from fp8rl.rollout.loopback import reach_loopback

@@ -80,12 +80,6 @@ class Reservations:
             self.close()
             raise
 
-    @property
-    def nodes(self) -> dict[Node, tuple[int, int] | None]:
-        """The nodes of both sides, and the compute capability of their GPUs; None: it computes on its CPU."""
-        found = [*self._ranks.nodes, *(self._placement(index).node for index in self._placements)]
-        return {node: self._views[node.id].capability if self._spans else own_capability() for node in found}
-
     def trainer(self) -> list[ActorPlacement]:
         """Return the placement of each rank. Raises NoRoomError."""
         if not self._is_up(self._ranks.nodes):

@@ -7,10 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
-
-import torch
-from torch import Tensor
+from typing import Self
 
 from fp8rl.models import read_model
 from fp8rl.models.architecture import Role
@@ -20,24 +17,11 @@ from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving, engine_config, engine_maker
 from fp8rl.rl.run.events import Events
 from fp8rl.rollout.types import EngineError, Trajectory
-from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from fp8rl.weight_sync.served import convert_checkpoint
 
-TEACHER_LOGPROBS = "teacher_logprobs"
-"""Name of the batch's field."""
 _ROLE: Role = "teacher"
 _VERSION = 0
-
-
-class TeacherScored(Protocol):
-    """An answer with the teacher's log-probability of each of its tokens."""
-
-    @property
-    def trajectory(self) -> Trajectory: ...
-
-    @property
-    def teacher_logprobs(self) -> list[float] | None: ...
 
 
 @dataclass(frozen=True)
@@ -83,17 +67,3 @@ class Teacher:
                 "weights of teacher.path"
             )
         return found
-
-
-def teacher_logprobs(scored: Sequence[TeacherScored], batch: TokenBatch) -> Tensor:
-    """float32 [B, S]: the teacher's log-probability of each target token, 0 elsewhere; scored: by row of the batch.
-
-    Raises ValueError: a row was not scored.
-    """
-    found = torch.zeros(batch.tokens.shape)
-    for row, each in enumerate(scored):
-        if each.teacher_logprobs is None:
-            raise ValueError(f"row {row}: found no log-probabilities of the teacher, expected one for each token")
-        begin = len(each.trajectory.prompt_ids)
-        found[row, begin : begin + len(each.teacher_logprobs)] = torch.tensor(each.teacher_logprobs)
-    return torch.where(batch.loss_mask, found, 0.0)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.failures import Failures
+from fp8rl.rl.run.events import Failures
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.functions import load_environment

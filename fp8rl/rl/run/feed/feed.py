@@ -14,20 +14,21 @@ from transformers import PreTrainedTokenizerBase
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.mismatch.drift import tokens_by_age
-from fp8rl.rl.mismatch.logprobs import token_versions
+from fp8rl.rl.mismatch.logprobs import token_versions, tokens_by_age
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
-from fp8rl.rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling, done
 from fp8rl.rl.run.feed.state import FeedState, SavedGroup
-from fp8rl.rl.run.sampling import PendingGroup, Sampling, done
 from fp8rl.rollout.tasks.chat import answer_ids
 from fp8rl.rollout.types import Group, Problem, Prompt, Trajectory, prompt_ids
 from fp8rl.trainer.step.batch import TokenBatch
 
+FRESH_ANSWERS = 24
+"""Finished answers of later steps that the trainer scores before each update of a run that samples ahead: its own batch
+is older than its weights, and cannot show whether both sides agree."""
 Meanwhile = Callable[[], object]
 """What there is to do while engines sample."""
 
@@ -131,12 +132,16 @@ class SampledFeed(Feed):
                     (kept if group and self._experiment.algorithm.keeps_group(rewards) else dropped).append(group)
         self._sampling.events.tell_failures(*self._sampling.failures)
         rollouts = self._rollouts(kept, version)
-        rollouts.metrics.update(dropped_metrics(dropped), **self._figures())
+        rollouts.metrics.update(dropped_metrics(dropped))
+        if self._experiment.rollout.staleness:
+            ahead = sum(item.answered for item in self._admitted)
+            rollouts.metrics["perf/groups_ahead"] = float(ahead)
+            rollouts.metrics["perf/groups_in_flight"] = float(len(self._admitted) - ahead)
         rollouts.metrics["perf/sampling_seconds"] = time.monotonic() - began
         return rollouts
 
     def ahead(self, clock: StepClock) -> RolloutBatch | None:
-        asked, count = [*self._admitted, *self._probes], self._experiment.guard.fresh_answers
+        asked, count = [*self._admitted, *self._probes], FRESH_ANSWERS
         if not asked:
             return None
         with clock.phase("rollout"):
@@ -189,7 +194,7 @@ class SampledFeed(Feed):
         self._admit_next(wanted - len(self._admitted))
         if rollout.staleness >= to_come:
             first = (step + rollout.staleness - 1) * self._size
-            count = -(-self._experiment.guard.fresh_answers // rollout.group_size)
+            count = -(-FRESH_ANSWERS // rollout.group_size)
             self._probes = [self._admit(number) for number in range(first, first + min(count, self._size))]
 
     def _admit_in_place_of(self, dropped: list[list[JudgedAnswer]], count: int) -> None:
@@ -258,17 +263,11 @@ class SampledFeed(Feed):
         outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
         tokens, versions = self._batch(trajectories)
         if self._experiment.algorithm.needs.teacher:
-            tokens = tokens.with_fields(**{TEACHER_LOGPROBS: teacher_logprobs(answers, tokens)})
+            tokens = tokens.with_fields(teacher_logprobs=teacher_logprobs(answers, tokens))
         metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
         if self._sampling.conversations is not None:
             metrics |= conversation_metrics(trajectories)
         return RolloutBatch(tokens, versions, outcomes, tuple(answers), metrics)
-
-    def _figures(self) -> dict[str, float]:
-        if not self._experiment.rollout.staleness:
-            return {}
-        answered = [item.answered for item in self._admitted]
-        return {"perf/groups_ahead": float(answered.count(True)), "perf/groups_in_flight": float(answered.count(False))}
 
     def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[TokenBatch, Tensor]:
         """The batch, and the version of each of its tokens."""
@@ -370,3 +369,17 @@ def dropped_metrics(groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float
         metrics["rollout/dropped_tokens_mean"] = sum(lengths) / len(lengths)
         metrics["rollout/dropped_reward_mean"] = sum(rewards) / len(rewards)
     return metrics
+
+
+def teacher_logprobs(scored: Sequence[JudgedAnswer], batch: TokenBatch) -> Tensor:
+    """float32 [B, S]: the teacher's log-probability of each target token, 0 elsewhere; scored: by row of the batch.
+
+    Raises ValueError: a row was not scored.
+    """
+    found = torch.zeros(batch.tokens.shape)
+    for row, each in enumerate(scored):
+        if each.teacher_logprobs is None:
+            raise ValueError(f"row {row}: found no log-probabilities of the teacher, expected one for each token")
+        begin = len(each.trajectory.prompt_ids)
+        found[row, begin : begin + len(each.teacher_logprobs)] = torch.tensor(each.teacher_logprobs)
+    return torch.where(batch.loss_mask, found, 0.0)

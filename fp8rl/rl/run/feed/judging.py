@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
 from fp8rl.rl.run.engines.teacher import Teacher
-from fp8rl.rl.run.failures import Failures
+from fp8rl.rl.run.events import Failures
 from fp8rl.rollout.deadlines import within
 from fp8rl.rollout.tasks.environments.conversation import Said, transcript
 from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, is_finite

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.diagnose.audit.audit_report import AuditReport, Row
+from fp8rl.diagnose.audit import AuditReport, Row
 from lab.studies.document.document import PAGE, document
 from lab.studies.document.findings import findings
 from lab.studies.document.published_map import claims

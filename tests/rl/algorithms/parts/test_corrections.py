@@ -10,7 +10,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Needs, Outcomes
 from fp8rl.rl.algorithms.parts.corrections import Correction
-from fp8rl.rl.algorithms.parts.kl import k3
+from fp8rl.rl.algorithms.parts.penalties import k3
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.validation import parse_experiment
 from fp8rl.rollout.config import RolloutSection

@@ -63,7 +63,7 @@ def test_broken_model_files_are_refused(values, model, tmp_path):
 def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_would(values, monkeypatch):
     native = {"mode": "native", "activation": {"granularity": "tensor"}}
     check(parse_experiment(merged(values, numerics=native)))
-    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.target.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
     assert refusal(values, numerics=native).startswith("numerics.activation.granularity: found 'tensor'")
     check(parse_experiment(merged(values, numerics={"mode": "native"})))
 

@@ -11,9 +11,8 @@ from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE, gpu_named
-from fp8rl.rl.experiment.preconditions.rules import check_target
-from fp8rl.rl.experiment.preconditions.target import Target
+from fp8rl.rl.experiment.budget.job import GPUS, GPUS_PER_NODE, gpu_named
+from fp8rl.rl.experiment.preconditions.rules import Target, check_target
 from fp8rl.rl.run.cluster.placement import Node, place
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT, SPECS

@@ -17,11 +17,11 @@ import pytest
 import wandb
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.record.events import Event
+from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import background, to_wandb
+from fp8rl.rl.record.trackers import to_wandb
 from fp8rl.rl.record.trackers.to_wandb import BASICS, METRIC_GROUPS, WandbSection, check_wandb
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
@@ -242,7 +242,7 @@ def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:
 
 
 def test_a_wandb_that_hangs_is_given_up_at_the_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "_FINISH_SECONDS", 2.0)
+    monkeypatch.setattr("fp8rl.rl.record.tracking._FINISH_SECONDS", 2.0)
     taken, log = threading.Event(), to_wandb.Wandb.log
     monkeypatch.setattr(to_wandb.Wandb, "log", lambda *row: (log(*row), taken.set()))
     said: list[str] = []
@@ -266,7 +266,7 @@ def test_a_tracker_that_is_too_slow_is_said_once(run: RunDir, monkeypatch: pytes
         log(*row)
 
     monkeypatch.setattr(to_wandb.Wandb, "log", slow)
-    monkeypatch.setattr(background, "_RECORDS", 3)
+    monkeypatch.setattr("fp8rl.rl.record.tracking._RECORDS", 3)
     said: list[str] = []
     with tracking(run, "wandb", lost=said.append) as tracker:
         tracker.log(1, {"train/loss": 1.0})

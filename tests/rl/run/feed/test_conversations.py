@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from fp8rl.rl.run.failures import TooManyFailuresError
+from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError, Conversations
-from fp8rl.rl.run.sampling import done
+from fp8rl.rl.run.feed.sampling import done
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.types import EngineError, Group, Problem, Prompt, SamplingParams, Trajectory
 from tests.support.paths import EXAMPLES

@@ -15,16 +15,16 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 
-import fp8rl.rl.run.sampling as sampling_module
+import fp8rl.rl.run.feed.sampling as sampling_module
 from fp8rl.rl import loop
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.loop import rollout_records
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.sampling import Sampling
 from fp8rl.rl.run.feed.state import FeedState, read_answered
 from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import EngineError, Group, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment
@@ -97,6 +97,11 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture(autouse=True)
+def few_fresh_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8rl.rl.run.feed.feed.FRESH_ANSWERS", 4)
+
+
 def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, Engines]:
     algorithm = rollout.pop("algorithm", {})
     settings = experiment(
@@ -105,7 +110,7 @@ def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, 
         rollout={"prompts_per_step": PROMPTS, "group_size": SIZE, **rollout},
         algorithm={"name": "grpo", **algorithm},
         teacher={"path": "/t"} if algorithm.get("name") == "opd" else None,
-        guard={"fresh_answers": 4, "redraws": 2},
+        guard={"redraws": 2},
     )
     engines = Engines()
     engines.sampling = sampling_of(engines, settings, Letters(), judge())

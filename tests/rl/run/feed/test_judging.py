@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fp8rl.rl.run.engines.teacher import Teacher
-from fp8rl.rl.run.failures import TooManyFailuresError
+from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import EngineError, Problem, Prompt, Trajectory

@@ -12,8 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.events import STALE_RESYNCS, Events
-from fp8rl.rl.run.failures import Failures
+from fp8rl.rl.run.events import STALE_RESYNCS, Events, Failures
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing

@@ -1,14 +1,18 @@
-"""KL divergence from the model that the run started from, which keeps the policy near it: in the loss or the reward."""
+"""Penalties. The KL divergence from the model that the run started from stands in the loss or in the reward. Overlong
+answers get a lower reward near the length limit, or a filter leaves truncated ones out (DAPO; Yu et al. 2025).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 from torch import Tensor
 
 from fp8rl.numerics.core.section import Section
+from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.mismatch.statistics import clamp_exponent
 
 Estimator = Literal["k2", "k3"]
@@ -67,3 +71,31 @@ class KlSection(Section):
     def needs_reference(self) -> bool:
         """Return whether a reference is loaded."""
         return self.loss.coefficient > 0 or self.reward.coefficient > 0
+
+
+class OverlongSection(Section):
+    """The rewards by which advantages are measured; those that are logged, and that filters see, stay as they were."""
+
+    buffer: int | None = Field(default=None, ge=1)
+    """The length penalty begins this many tokens below the limit and grows with each token, an environment's included.
+    Null: a fifth of `rollout.max_new_tokens`, as in the paper."""
+    penalty: float = Field(default=1.0, ge=0.0)
+    """The penalty of an answer at the limit."""
+    filter: bool = False
+    """Do not learn from truncated answers: their advantage is 0, they have no KL term and no entropy bonus, and the
+    denominators stay."""
+    limit: int | None = Field(default=None, ge=1)
+    """The longest answer. Null: `rollout.max_new_tokens`."""
+
+    def resolved(self, max_new_tokens: int) -> Self:
+        limit = self.limit or max_new_tokens
+        return self.model_copy(update={"limit": limit, "buffer": self.buffer or max(1, limit // 5)})
+
+    def shaped(self, outcomes: Outcomes, lengths: Tensor) -> Outcomes:
+        """Lower the rewards of long answers: + penalty · min(0, -(length - (limit - buffer)) / buffer).
+
+        lengths: int64 [N], of the answers, stop tokens and an environment's tokens included.
+        """
+        assert self.limit is not None and self.buffer is not None, "not resolved"
+        excess = (lengths - (self.limit - self.buffer)).clamp(0, self.buffer)
+        return replace(outcomes, rewards=outcomes.rewards - self.penalty * excess / self.buffer)
