@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import pytest
 import lab.bench.__main__ as bench_module
 from lab.bench import runs
 from lab.bench.__main__ import BENCHMARKS, main
-from lab.bench.measure import Result
-from lab.bench.runs import Run, Runs, WholeRuns, same_rows
 from tests.support.tiny_model import TinyModel
 
 
@@ -48,21 +45,3 @@ def test_a_benchmark_that_fails_keeps_what_was_measured(
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line["result"]["name"] for line in lines if "result" in line] == ["the first half"]
     assert not (tmp_path / "results.json").exists(), "the last whole measurement stays"
-
-
-def test_a_whole_run_that_fails_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(folder: Path, run: Run) -> list[dict[str, float]]:
-        if run.name == "synchronous":
-            raise subprocess.CalledProcessError(3, "fp8rl train")
-        return [{"step": 1, "mismatch/exact_frac": 0.5}]
-
-    def share(name: str, runs: Runs) -> Result:
-        return Result(name, runs[name][0]["mismatch/exact_frac"], 1.0, True, {})
-
-    names = ("before", "synchronous", "compared", "behind")
-    listed = [Run(name, {}, (same_rows if name == "compared" else share,)) for name in names]
-    monkeypatch.setattr(runs, "measured", measured)
-    found = WholeRuns(lambda: listed).results()
-    assert [next(found).name, next(found).name] == ["before", "behind"]
-    with pytest.raises(RuntimeError, match=r"^synchronous: CalledProcessError\(3, .*; compared: KeyError"):
-        next(found)

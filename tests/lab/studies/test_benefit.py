@@ -10,9 +10,10 @@ import pytest
 
 from fp8rl.rl.experiment import load_experiment
 from lab.studies import benefit
-from lab.studies.benefit import SEEDS, STEPS, STUDY, Job, arms, collapsed, jobs, make, outcome
-from lab.studies.harness.claims import judge
+from lab.studies.adapters import ARMS as ADAPTERS
+from lab.studies.benefit import SEEDS, STEPS, STUDY, Job, arms, jobs, make
 from lab.studies.harness.subjects import EXAMPLES
+from lab.studies.pretrained import QUESTIONS, asked
 from lab.studies.run import run_study
 
 
@@ -25,29 +26,13 @@ def write_rows(job: Job, last: int, accuracy: float = 0.9) -> None:
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_every_arm_is_a_spec_and_has_folders_of_its_own() -> None:
-    for _, settings in arms():
+def test_every_arm_is_a_spec_and_runs_have_folders_of_their_own() -> None:
+    for settings in (*(given for _, given in arms()), *(arm.settings() for arm in ADAPTERS.values())):
         load_experiment(EXAMPLES / "arithmetic.yaml", [f"{key}={value}" for key, value in settings.items()])
     names = [job.name for job in jobs(range(SEEDS))]
     assert len(names) == len(set(names)) == 80
     assert {job.seed for job in jobs(range(SEEDS))[:16]} == {0}, "one seed of all arms comes first"
-
-
-def test_a_collapse_is_a_fall_to_half_of_the_best_so_far() -> None:
-    assert collapsed([0.2, 0.8, 0.4]) and collapsed([0.5, 0.9, 0.1, 0.9])
-    assert not collapsed([0.2, 0.8, 0.41]) and not collapsed([0.1, 0.3, 0.9]) and not collapsed([0.0, 0.0])
-
-
-def test_a_run_comes_to_its_last_accuracy_and_the_mean_of_all() -> None:
-    learned = {"train/grad_norm": 2.0, "train/entropy": 1.0, "mismatch/train_rollout_logprob_abs_diff_mean": 0.1}
-    rows = [
-        {"step": 0, "eval/accuracy": 0.4},
-        {"step": 1, **learned},
-        {"step": 2, "eval/accuracy": 0.8, **learned, "train/grad_norm": 4.0},
-    ]
-    found = outcome(rows)
-    assert (found["accuracy"], found["area"], found["grad_norm"]) == (0.8, pytest.approx(0.6), 3.0)
-    assert (found["accuracy/0"], found["accuracy/2"]) == (0.4, 0.8)
+    assert sorted(question for seed in range(5) for question in asked(seed)) == sorted(QUESTIONS)
 
 
 def test_a_finished_run_is_not_run_again_and_an_unfinished_one_resumes(
@@ -87,14 +72,3 @@ def test_missing_arms_are_named_and_there_is_no_verdict(tmp_path: Path, monkeypa
     assert {judged.verdict for judged in result.judged if not judged.claim.control} == {"withheld"}
     table = (tmp_path / "benefit/table.md").read_text()
     assert "none: 8 arms are missing" in table and "| one update: native FP8, seeds 3 |" in table
-
-
-def test_claims_are_about_arms_and_metrics_that_are_measured() -> None:
-    values = {
-        arm: {"accuracy": [0.9, 0.91, 0.92, 0.9, 0.91], "area": [0.8] * 5, "collapsed": [0.0] * 5} for arm, _ in arms()
-    }
-    values["one update: exact FP8"]["abs_d"] = [0.0] * 5
-    values["one update: exact FP8, slow"]["accuracy"] = [0.1, 0.12, 0.11, 0.1, 0.13]
-    verdicts = {judged.claim.id: judged.verdict for judged in judge(STUDY.claims, values, full=True)}
-    assert (verdicts["same arm twice"], verdicts["too slow"], verdicts["benefit-9"]) == ("confirmed",) * 3
-    assert (verdicts["benefit-7a"], verdicts["benefit-7b"]) == ("confirmed", "contradicted")

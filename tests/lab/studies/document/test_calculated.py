@@ -16,7 +16,6 @@ from lab.studies.document.step_time import (
     PEAKS,
     SLOW,
     Bracket,
-    expert_bytes,
     fp8_over_bf16,
     gathered_and_summed_bytes,
     step_time,
@@ -27,13 +26,6 @@ QWEN = read_shape(CONFIGS / "qwen3_30b_a3b")
 
 def test_every_claim_that_can_be_calculated_has_a_figure_and_a_verdict() -> None:
     found = {answer.id: answer for answer in answers()}
-    numbers = {
-        "000": (1, 8, 11, 12, 13),
-        "001": (4,),
-        "002": (2, 17, 22, 23, 24, 25, 29),
-        "003": (5, 6, 7, 13, 14, 15, 21, 28),
-    }
-    assert set(found) == {f"{document}-{each}" for document, each_of in numbers.items() for each in each_of}
     assert all(answer.figure and any(letter.isdigit() for letter in answer.figure) for answer in found.values())
     table = "FP8 weights 671 GB, BF16 shadow 1.34 TB, FP32 masters 2.68 TB, m and v 5.37 TB, BF16 gradients 1.34 TB"
     assert found["002-22"].figure == table + ": 11.4 TB" and found["002-22"].verdict == "confirmed"
@@ -84,12 +76,6 @@ def test_ironwoods_speed_up_is_43_percent_of_the_step_in_products() -> None:
     shape = read_shape(CONFIGS / "deepseek_v3")
     at_peak = 2590 * 6 * shape.active_parameters / 2307e12
     assert at_peak < share < 2 * at_peak
-
-
-def test_tokens_travel_to_experts_and_back_twice() -> None:
-    job = on_h200()
-    per_token = 4 * 48 * 8 * 2048 * 2 * 7 / 8
-    assert expert_bytes(job) == pytest.approx(job.tokens / 8 * per_token)
 
 
 def test_narrow_wires_carry_less() -> None:

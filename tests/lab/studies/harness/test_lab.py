@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.studies.harness.lab import Lab, in_own_process
+from lab.studies.harness.lab import Lab
 
 STUDY = """
 import sys
@@ -68,10 +68,3 @@ def test_a_job_that_fails_ends_the_one_beside_it(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="job 1 fails"):
         Lab(True, (0,), tmp_path, print).each(fail_beside, [(str(tmp_path), n) for n in range(2)], "jobs")
     assert files(tmp_path) == ["0 closed", "0 opened"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm_jobs")
-def test_what_a_process_raises_is_raised_here() -> None:
-    with pytest.raises(FileNotFoundError):
-        in_own_process(Path("/no/such/file").read_text)
