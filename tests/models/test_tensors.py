@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fp8rl.models.architecture import architectures
-from fp8rl.models.families.mlp import dense_tensors, moe_tensors
+from fp8rl.models.architecture import architectures, check_scope
 from fp8rl.models.tensors import EngineRank, Location, TensorRow, TensorTable
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.definitions import SIZES, tiny_models
+from tests.support.paths import ROOT
 
 EVERY = tiny_models()
 DENSE, MOE = (
@@ -51,12 +55,6 @@ def test_module_kinds_are_those_of_the_table_and_fused_where_the_engine_fuses_th
     }
     assert fused == set(EVERY[name].architecture.kinds)
     assert {weight.kind for weight in EVERY[name].shape.weights} - {None} <= {kind for kinds in fused for kind in kinds}
-
-
-def test_the_scales_of_a_weight_are_found_by_its_row() -> None:
-    assert DENSE[LAYER + "mlp.up_proj.weight_scale_inv"] is DENSE[LAYER + "mlp.up_proj.weight"]
-    with pytest.raises(KeyError):
-        DENSE[LAYER + "mlp.up_proj.bias"]
 
 
 @pytest.mark.parametrize(("block", "ranks"), [(1, 1), (1, 2), (128, 1), (128, 2)])
@@ -151,28 +149,6 @@ def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:
     assert len(table.engine_parts(torch.zeros(64), [vocabulary], 1, EngineRank(1, 2))[0]) == 36
 
 
-def test_what_other_architectures_need_can_be_said() -> None:
-    fused = Location("fused_qkv_a_proj_with_mqa.weight", fused=True)
-    bias = row(
-        "mlp.gate.e_score_correction_bias",
-        8,
-        served=torch.float32,
-        megatron=Location("router.expert_bias", buffer=True),
-    )
-    table = TensorTable([row("q_a", 128, engine=fused), row("kv_a", 128, engine=fused), bias], groups=1)
-    ((pair),) = table.in_engine[fused.parameter].values()
-    assert [one.name for one in pair] == ["q_a", "kv_a"] and all(one.engine.fused for one in pair)
-    assert table[bias.name].served is torch.float32 and table[bias.name].megatron.buffer
-    sizes = replace(SIZES, layers=3, dense_layers=1, shared_size=128, rotary_dim=64)
-    assert [sizes.has_experts(layer) for layer in range(3)] == [False, True, True] and sizes.moe_layers == 2
-    layers = [*dense_tensors(sizes, 0), *moe_tensors(sizes, 1), *moe_tensors(sizes, 2, experts="specialists")]
-    named = TensorTable(layers, sizes.kv_heads)
-    assert named["model.layers.2.mlp.specialists.11.up_proj.weight"].engine == Location(
-        "model.layers.2.mlp.experts.w13_weight", index=11
-    )
-    assert named["model.layers.0.mlp.up_proj.weight"].op == "gate_up"
-
-
 def test_a_tied_output_projection_is_the_embedding() -> None:
     tied = TensorTable(
         architectures()["Qwen3ForCausalLM"].tensors(replace(SIZES, experts=0, tied=True)), SIZES.kv_heads
@@ -180,3 +156,19 @@ def test_a_tied_output_projection_is_the_embedding() -> None:
     assert "lm_head.weight" not in tied.rows
     (output,) = tied.in_megatron["output_layer.weight"]
     assert output.name == "model.embed_tokens.weight"
+
+
+def test_a_scope_of_other_names_or_of_parts_of_a_fused_product_is_refused() -> None:
+    spec = QuantSpec.preset("fp8_block_pow2")
+    check_scope(spec.override({"scope": ["q_proj", "k_proj", "v_proj", "experts.down_proj"]}))
+    with pytest.raises(UserError, match=r"scope: found \['gate'\], expected names out of .*'gate_proj'"):
+        check_scope(spec.override({"scope": ["gate"]}))
+    with pytest.raises(UserError, match=r"found \['q_proj'\] without the rest of \['q_proj', 'k_proj', 'v_proj'\]"):
+        check_scope(spec.override({"scope": ["q_proj"]}))
+
+
+@pytest.mark.slow
+def test_knowing_the_architectures_takes_no_library_of_models() -> None:
+    asked = "import sys, fp8rl.models.architecture as a; a.architectures(); print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -18,26 +18,18 @@ def test_computed_once_per_version_and_never_stale():
     assert not torch.equal(cache.operand(weight, SPEC), first)
 
 
-def test_experts_are_cached_together():
-    experts = [torch.randn(128, 128).bfloat16() for _ in range(3)]
-    cache = WeightCache()
-    group = cache.group_operand(experts, SPEC)
-    assert cache.group_operand(list(experts), SPEC) is group
-    assert all(torch.equal(found, fake_quantize(weight, SPEC)) for found, weight in zip(group, experts, strict=True))
-    assert cache.weights() == experts
-
-
-def test_a_stack_is_cached_as_one_weight():
-    stack = torch.randn(3, 128, 128).bfloat16()
-    cache = WeightCache()
-    group = cache.group_operand(stack, SPEC)
-    assert cache.group_operand(stack, SPEC) is group
-    assert all(torch.equal(found, fake_quantize(weight, SPEC)) for found, weight in zip(group, stack, strict=True))
-    assert [each is stack for each in cache.weights()] == [True]
-
-
 def test_weights_are_told_apart_by_identity():
     a = torch.ones(128, 128, dtype=torch.bfloat16)
     b = torch.zeros(128, 128, dtype=torch.bfloat16)
     cache = WeightCache()
     assert cache.operand(a, SPEC).sum() == 128 * 128 and cache.operand(b, SPEC).sum() == 0
+
+
+def test_experts_are_cached_together_and_a_stack_as_one_weight():
+    stack = torch.randn(3, 128, 128).bfloat16()
+    for experts, held in (([*stack.clone()], 3), (stack, 1)):
+        cache = WeightCache()
+        group = cache.group_operand(experts, SPEC)
+        assert cache.group_operand(experts if held == 1 else [*experts], SPEC) is group
+        assert all(torch.equal(found, fake_quantize(one, SPEC)) for found, one in zip(group, stack, strict=True))
+        assert len(cache.weights()) == held and (held > 1 or cache.weights()[0] is stack)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels import cache
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
-from tests.support.paths import ROOT
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
 
@@ -25,23 +22,16 @@ POW2 = QuantSpec.preset("fp8_block_pow2")
         (None, {}, "torch"),
         ((8, 0), {}, "torch"),
         ((8, 9), {}, "triton"),
-        ((9, 0), {}, "triton"),
         ((10, 0), {}, "triton"),
         ((12, 0), {}, "torch"),
         ((9, 0), {"gradient": {"format": "e5m2"}}, "triton"),
-        ((9, 0), {"gradient": {"format": "bf16"}}, "triton"),
         ((9, 0), {"activation": {"group": 64}}, "torch"),
-        ((9, 0), {"activation": {"granularity": "channel"}}, "torch"),
         ((9, 0), {"weight": {"granularity": "token_group"}}, "torch"),
         ((9, 0), {"gradient": {"granularity": "block"}}, "torch"),
     ],
 )
 def test_kernels_run_where_they_know_the_device_and_the_spec(capability, changes, expected):
     assert implementation_for(capability, POW2.override(changes)) == expected
-
-
-def test_a_cpu_runs_the_definitions():
-    assert choose("cpu", POW2) == "torch"
 
 
 def test_every_op_has_its_kernel_and_every_kernel_its_op():
@@ -88,15 +78,6 @@ def test_a_granularity_without_a_kernel_is_refused_where_kernels_run():
         quantize(torch.randn(2, 128), spec)
 
 
-@pytest.mark.slow
-def test_no_module_of_the_ops_imports_a_kernel():
-    """Kernels import ops, so the other way round would be a circle."""
-    found = "[m for m in sys.modules if 'fp8rl.numerics.kernels' in m]"
-    program = f"import sys, fp8rl.numerics.ops, fp8rl.numerics.backend.dispatch; print({found})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
-
-
 def test_a_choice_lasts_as_long_as_its_block():
     x, weight = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
     plain = ops.rms_norm(x, weight, 1e-6)
@@ -112,7 +93,6 @@ def test_a_choice_lasts_as_long_as_its_block():
 @pytest.mark.parametrize(
     ("environment", "asked"),
     [
-        ({}, False),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, False),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
@@ -120,13 +100,12 @@ def test_a_choice_lasts_as_long_as_its_block():
     ],
 )
 def test_expandable_segments_are_found_in_the_allocators_settings(environment, asked):
-    found = expandable_segments(environment)
-    assert (found is not None) is asked and (found is None or found.startswith("PYTORCH_"))
+    assert (expandable_segments(environment) is not None) is asked
 
 
-def test_products_of_bf16_add_in_fp32() -> None:
+def test_a_cpu_runs_the_definitions_and_products_of_bf16_add_in_fp32() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    choose("cpu", POW2)
+    assert choose("cpu", POW2) == "torch"
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
