@@ -44,16 +44,14 @@ def test_ties_go_to_the_lower_id_also_in_another_block():
     logits[:, (17, 4095, 4096, 8999)] = 2.0
     greedy = torch.full((2,), GREEDY, device=DEVICE)
     assert draw(logits, torch.ones(2, device=DEVICE), greedy, torch.zeros_like(greedy)).tolist() == [17, 17]
-
-
-def test_a_nan_is_never_drawn_nor_a_logit_of_minus_infinity_where_there_is_another():
+    # NaN is never drawn, nor minus infinity where there is another.
     logits = torch.full((4, 5000), -torch.inf, device=DEVICE)
     logits[0, ::2], logits[0, 4999] = math.nan, 1.0
     logits[1, :4998], logits[1, 4998] = math.nan, -3e38
     logits[2] = math.nan
     logits[3, 4097], logits[3, 3] = torch.inf, 5.0
-    arguments = logits, torch.full((4,), 0.5), torch.tensor([4, 5, 6, 7]), torch.arange(4)
-    arguments = [value.to(DEVICE) for value in arguments]
+    arguments = [torch.full((4,), 0.5), torch.tensor([4, 5, 6, 7]), torch.arange(4)]
+    arguments = [logits, *(value.to(DEVICE) for value in arguments)]
     assert draw(*arguments).tolist() == ops.draw(*arguments).tolist() == [4999, 4998, 0, 4097]
 
 

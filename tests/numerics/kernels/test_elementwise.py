@@ -29,22 +29,15 @@ def gradients(function, *inputs):
 
 
 @pytest.mark.parametrize("shape", [(5, 256), (2, 3, 4, 128), (3, 1000), (2, 7168)])
-def test_rms_norm(shape):
-    x, weight = random(*shape, scale=3), random(shape[-1], seed=1) + 1
-    found = gradients(lambda x, w: norm.rms_norm(x, w, 1e-6), x, weight)
-    with using("torch"):
-        expected = gradients(lambda x, w: ops.rms_norm(x, w, 1e-6), x, weight)
-    for a, b in zip(found, expected, strict=True):
-        close(a, b)
-
-
-def test_a_residual_is_added_and_rounded_before():
-    x, residual, weight = random(6, 384), random(6, 384, seed=1), random(384, seed=2)
-    found = gradients(lambda x, r, w: norm.add_rms_norm(x, r, w, 1e-6), x, residual, weight)
-    expected = gradients(lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-6), x, residual, weight)
-    assert torch.equal(found[1], x + residual)
-    for a, b in zip(found, expected, strict=True):
-        close(a, b)
+def test_rms_norm_also_behind_a_residual(shape):
+    x, residual, weight = random(*shape, scale=3), random(*shape, seed=2), random(shape[-1], seed=1) + 1
+    for op, *inputs in (("rms_norm", x, weight), ("add_rms_norm", x, residual, weight)):
+        found = gradients(lambda *y, op=op: getattr(norm, op)(*y, 1e-6), *inputs)
+        with using("torch"):
+            expected = gradients(lambda *y, op=op: getattr(ops, op)(*y, 1e-6), *inputs)
+        for a, b in zip(found, expected, strict=True):
+            close(a, b)
+    assert torch.equal(found[1], x + residual), "rounded before the norm"
 
 
 @pytest.mark.parametrize("scale", ("pow2", "fp32"))

@@ -59,31 +59,23 @@ def kernels():
 
 
 def test_everything_stays_in_registers_and_shared_memory(kernels):
+    """With more than 64 registers of each of 512 threads one program that quantizes both ways would be on an SM, and
+    nothing to compute while it waits."""
     assert len(kernels) == 29
     for kernel in kernels:
         assert kernel["shared"] <= 64 * 1024 and kernel["spilled"] <= 64, kernel
-
-
-def test_two_programs_that_quantize_both_ways_fit_the_registers_of_an_sm(kernels):
-    """With more than 64 of each of 512 threads there would be one, and nothing to compute while it waits."""
     both_ways = [kernel for kernel in kernels if kernel["name"] == "_two_way_kernel"]
     assert both_ways and all(kernel["registers"] <= 64 and not kernel["spilled"] for kernel in both_ways), both_ways
 
 
-def test_codes_are_cast_by_the_instruction_that_saturates(kernels):
+def test_codes_are_cast_by_the_instruction_that_saturates_and_few_kernels_divide(kernels):
+    """Of the kernels that quantize, the one that writes FP32 scales too. Log-probabilities divide once for the
+    temperature, and once for the entropy, and not for each logit."""
     casting = [kernel for kernel in kernels if any("satfinite" in name for name in kernel["instructions"])]
     assert len(casting) == 8
     formats = {name for kernel in casting for name in kernel["instructions"] if "satfinite" in name}
     assert formats == {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
-
-
-def test_power_of_two_scales_take_no_division(kernels):
-    """Of the kernels that quantize, the one that writes FP32 scales too divides."""
-    casting = [kernel for kernel in kernels if any("satfinite" in name for name in kernel["instructions"])]
     assert [kernel["name"] for kernel in casting if kernel["divisions"]] == ["_two_way_kernel"]
 
-
-def test_log_probabilities_take_no_division_for_each_logit(kernels):
-    """One for the temperature, and one for the entropy."""
     forward, backward = kernels[-5:-3]
     assert (forward["divisions"], backward["divisions"]) == (2, 1)

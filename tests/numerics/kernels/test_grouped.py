@@ -85,10 +85,7 @@ def test_rows_are_those_of_gemm(n, k, format):
         one = QuantizedTensor(weights.data[expert], weights.scale_inv[expert], BLOCK)
         rows = QuantizedTensor(x.data[span], x.scale_inv[span], x.spec)
         same(found[span], gemm(rows, one, torch.bfloat16))
-
-
-def test_unquantized_rows_are_those_of_matmul():
-    x, weights = numbers(200, 200).to(DEVICE), numbers(len(COUNTS), 130, 200, seed=1).to(DEVICE)
+    x, weights = numbers(200, k).to(DEVICE), numbers(len(COUNTS), n, k, seed=1).to(DEVICE)
     found = grouped_gemm(x, weights, tiles_of(COUNTS), torch.bfloat16)
     for expert, span in enumerate(spans(COUNTS)):
         same(found[span], gemm(x[span], weights[expert], torch.bfloat16))
@@ -166,17 +163,6 @@ def test_weight_gradients_are_rounded_and_added_to_a_total(dtype):
         assert product(*operands, tiles, dtype, added) is added
         same(added[1:], (total + product(*operands, tiles, dtype).float())[1:])
         assert added[0].isnan().all()
-
-
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
-def test_unquantized_weight_gradients_within_the_bound(out):
-    dy, x = numbers(200, 130), numbers(200, 200, seed=1)
-    found = grouped_wgrad_matmul(dy.to(DEVICE), x.to(DEVICE), tiles_of(COUNTS), out).double().cpu()
-    for expert, span in enumerate(spans(COUNTS)):
-        a, b = dy[span].double().t(), x[span].double()
-        lost = 200 * 2.0 ** (1 - BF16_BITS) * (a.abs() @ b.abs())
-        rounding = 2.0**-8 if out == torch.bfloat16 else 0.0
-        assert ((found[expert] - a @ b).abs() <= lost + rounding * ((a @ b).abs() + lost)).all()
 
 
 def test_no_rows():

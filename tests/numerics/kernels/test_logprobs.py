@@ -120,10 +120,3 @@ def test_what_is_no_number_stays_none():
     logits[0, 5], logits[1, :], tokens[2] = torch.nan, -torch.inf, 300
     logprobs, _ = token_logprobs(logits, tokens, 1.0)
     assert logprobs.isnan().tolist() == [True, True, True, False, False, False]
-
-
-def test_a_temperature_that_is_a_power_of_two_rounds_no_logit():
-    logits, tokens = case(9001)
-    assert all(
-        torch.equal(a, b) for a, b in zip(token_logprobs(logits, tokens, 0.5), token_logprobs(2 * logits, tokens, 1.0))
-    )

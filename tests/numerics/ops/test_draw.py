@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -94,9 +95,9 @@ def test_the_noise_is_the_hash_of_seed_position_and_token(seed: int, position: i
 
 def test_a_large_vocabulary_is_drawn_in_pieces_as_in_one() -> None:
     logits = torch.randn(5, 100_000, generator=torch.Generator().manual_seed(0))
-    arguments = torch.ones(5), torch.arange(5), torch.arange(5)
-    alone = [draw(logits[row : row + 1], *(value[row : row + 1] for value in arguments)) for row in range(5)]
-    assert draw(logits, *arguments).equal(torch.cat(alone))
+    arguments = logits, torch.ones(5), torch.arange(5), torch.arange(5)
+    alone = [draw(*(value[row : row + 1] for value in arguments)) for row in range(5)]
+    assert draw(*arguments).equal(torch.cat(alone))
 
 
 def test_greedy_rows_take_the_best_token_and_nan_is_never_drawn() -> None:
@@ -108,9 +109,8 @@ def test_greedy_rows_take_the_best_token_and_nan_is_never_drawn() -> None:
 def test_seeds_of_answers_differ_and_stay_what_they_are() -> None:
     seeds = {answer_seed(*key) for key in [(0, 1, 2, 3), (1, 0, 2, 3), (0, 1, 3, 2), (0, 12, 3, 0), (0, 1, 23, 0)]}
     assert len(seeds) == 5 and all(0 <= seed < 2**62 for seed in seeds)
-    assert (
-        len({answer_seed(0, step, prompt, a) for step in range(20) for prompt in range(20) for a in range(8)}) == 3200
-    )
+    keys = itertools.product(range(20), range(20), range(8))
+    assert len({answer_seed(0, *key) for key in keys}) == 3200
     # Pinned: a run that is resumed by a later version draws what it would have drawn.
     assert answer_seed(0, 1, 0, 0) == 4220987116127442091
 
@@ -151,6 +151,8 @@ def test_each_setting_looks_at_the_whole_distribution() -> None:
     assert kept(probs, 1.0, -1, 0.25) == [1, 2, 3]
     assert kept(probs, 1e-300, -1, 0.0) == kept(probs, 1.0, 1, 0.0) == kept(probs, 1.0, -1, 1.0) == [1]
     assert kept(probs, 1.0, 4, 0.0) == kept(probs, 1.0, 5, 0.0) == [0, 1, 2, 3]
+    for setting in ((1.0, 2, 0.0), (0.35, -1, 0.0), (0.6, 3, 0.0)):  # equal logits stay or go together
+        assert kept([0.3, 0.1, 0.2, 0.2, 0.2], *setting) == [0, 2, 3, 4]
 
 
 def test_a_token_before_which_there_is_just_top_p_of_the_whole_goes() -> None:
@@ -161,13 +163,6 @@ def test_a_token_before_which_there_is_just_top_p_of_the_whole_goes() -> None:
     assert int(weight.sum()) == 2 * int(weight[0, 0]) == 2**41
     assert floors(logits, 0.5, -1, 0.0).tolist() == [0.0]
     assert floors(logits, 0.5 + 2**-24, -1, 0.0).tolist() == [logits[0, 1]]
-
-
-def test_equal_logits_stay_or_go_together() -> None:
-    probs = [0.3, 0.1, 0.2, 0.2, 0.2]
-    for setting in ((1.0, 2, 0.0), (0.35, -1, 0.0), (0.6, 3, 0.0)):
-        assert kept(probs, *setting) == [0, 2, 3, 4]
-    assert kept([0.25] * 4, 0.1, 1, 1.0) == [0, 1, 2, 3]
 
 
 def test_nan_and_infinity_have_their_place() -> None:

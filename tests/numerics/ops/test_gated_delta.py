@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as transformers
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.ops.gated_delta import in_chunks
 
 LENGTHS = [330, 5, 96, 1, 1150]
 
@@ -95,14 +94,6 @@ def test_values_and_gradients_are_those_of_the_recurrence_in_float64() -> None:
     theirs = torch.autograd.grad((right * weight).sum(), exact)
     for mine, their in zip(torch.autograd.grad((out * weight).sum(), rows), theirs, strict=True):
         assert (mine - their).norm() < 2e-6 * their.norm()
-
-
-def test_chunks_behind_a_state_are_the_recurrence() -> None:
-    """The gradient's form, with a state before the first token, against the forward."""
-    rows = tokens(256, torch.float32)
-    _, state = ops.gated_delta_rule(*(x[:128] for x in rows), torch.tensor([128]))
-    expected, _ = ops.gated_delta_rule(*(x[128:] for x in rows), torch.tensor([128]), state)
-    torch.testing.assert_close(in_chunks(*(x[None, 128:] for x in rows), state)[0], expected, rtol=0, atol=1e-6)
 
 
 def test_the_rule_is_that_of_transformers() -> None:

@@ -115,11 +115,8 @@ def test_attention(length):
     q, k, v = random(2, length, 4, 64), random(2, length, 2, 64, seed=1), random(2, length, 2, 64, seed=2)
     positions = torch.arange(length).expand(2, -1)
 
-    def op(a, b, c):
-        return ops.attention(a, b, c, positions, 0.1)
-
-    one_rounding(op(q, k, v), attention64(q.double(), k.double(), v.double()))
-    gradients(op, attention64, q, k, v)
+    one_rounding(ops.attention(q, k, v, positions, 0.1), attention64(q.double(), k.double(), v.double()))
+    gradients(lambda *x: ops.attention(*x, positions, 0.1), attention64, q, k, v)
 
 
 def test_attention_does_not_depend_on_chunks_padding_or_batch():
@@ -205,14 +202,20 @@ def test_an_moe_layer_is_row_invariant(spec):
 
 
 @pytest.mark.slow
-def test_this_machine_is_row_invariant():
+def test_this_machine_is_row_invariant_and_the_probe_sees_an_op_that_is_not(monkeypatch):
     assert row_variant_ops() == []
 
-
-@pytest.mark.slow
-def test_the_probe_sees_an_op_that_is_not(monkeypatch):
     def normalised_over_the_batch(x, weight, eps):
         return (x.float() / x.float().std()).to(x.dtype)
+
+    def not_rounded_between(x, residual, weight, eps):
+        total = x.float() + residual.float()
+        return ops.rms_norm(total, weight, eps).to(x.dtype), total.to(x.dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "add_rms_norm", not_rounded_between)
+        # Beside the norm, what goes on from its result in one launch is compared with.
+        assert row_variant_ops() == ["add_rms_norm", "norm_rows", "rows_linear", "routed_experts"]
 
     def of_a_user(random, count):
         x = random(count, 8)
@@ -226,14 +229,3 @@ def test_the_probe_sees_an_op_that_is_not(monkeypatch):
     monkeypatch.setattr(dispatch, "USERS_PROBES", [dispatch.Probes(rows=of_a_user)])
     found = row_variant_ops()
     assert {"rms_norm", "its own", "attention over 384 keys"} <= set(found) and "another" not in found
-
-
-@pytest.mark.slow
-def test_the_probe_sees_two_steps_that_are_not_the_one(monkeypatch):
-    def not_rounded_between(x, residual, weight, eps):
-        total = x.float() + residual.float()
-        return ops.rms_norm(total, weight, eps).to(x.dtype), total.to(x.dtype)
-
-    monkeypatch.setattr(ops, "add_rms_norm", not_rounded_between)
-    # Beside the norm, what goes on from its result in one launch is compared with.
-    assert row_variant_ops() == ["add_rms_norm", "norm_rows", "rows_linear", "routed_experts"]
