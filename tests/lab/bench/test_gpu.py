@@ -190,21 +190,6 @@ def test_a_part_that_fails_dies_or_hangs_keeps_its_rows_and_costs_no_other(
     assert wait_until(gone, 30), "what a part has started is ended, too"
 
 
-def test_a_part_that_is_measured_again_replaces_its_former_self_and_another_machine_all(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.jsonl"
-
-    def say(name: str, device: str, row: int) -> None:
-        journal = Journal(path, name)
-        journal.say({"begin": {"device": device, "date": f"2026-11-{row}", "versions": {}}, "shows": name})
-        journal.say({"row": {"row": row}})
-
-    for name, row in (("gemms", 10), ("sync", 11), ("gemms", 12)):
-        say(name, "H100", row)
-    assert read(path).rows == {"gemms": [{"row": 12}], "sync": [{"row": 11}]}
-    say("sync", "H200", 13)
-    assert read(path).rows == {"sync": [{"row": 13}]} and read(path).machine["device"] == "H200"
-
-
 def test_a_library_is_cut_to_the_code_of_one_architecture() -> None:
     """A fat binary of three entries between other bytes, and one without the architecture."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from fp8rl.rl.experiment import load_experiment
 from lab.studies import benefit
 from lab.studies.adapters import ARMS as ADAPTERS
-from lab.studies.benefit import SEEDS, STEPS, STUDY, Job, arms, jobs, make
+from lab.studies.benefit import SEEDS, STEPS, STUDY, Job, arms, jobs
 from lab.studies.harness.subjects import EXAMPLES
 from lab.studies.pretrained import QUESTIONS, asked
 from lab.studies.run import run_study
@@ -33,29 +32,6 @@ def test_every_arm_is_a_spec_and_runs_have_folders_of_their_own() -> None:
     assert len(names) == len(set(names)) == 80
     assert {job.seed for job in jobs(range(SEEDS))[:16]} == {0}, "one seed of all arms comes first"
     assert sorted(question for seed in range(5) for question in asked(seed)) == sorted(QUESTIONS)
-
-
-def test_a_finished_run_is_not_run_again_and_an_unfinished_one_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began = []
-
-    def trained(*run: object, resume: bool) -> None:
-        began.append((run[2], resume))
-        write_rows(next(job for job in (unfinished, new) if job.name == run[2]), STEPS)
-
-    monkeypatch.setattr(benefit, "trained", trained)
-    finished, unfinished, new = jobs([0], tmp_path, tmp_path / "runs.jsonl")[:3]
-    write_rows(finished, STEPS)
-    finished.keep()
-    write_rows(unfinished, 40)
-    for job in (finished, unfinished, new):
-        make(job, time.time() - 1)
-    assert began == [], "the time is over"
-    for job in (finished, unfinished, new):
-        make(job, time.time() + 60)
-    assert began == [(unfinished.name, True), (new.name, False)]
-    assert [job.outcome() for job in (unfinished, new)] == [finished.outcome()] * 2, "kept, wherever its folder is"
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fp8rl.diagnose.plan.subject import CONFIGS
@@ -11,15 +9,7 @@ from fp8rl.models import read_shape
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.trainer.config import TrainerSection
 from lab.studies.document.calculated import NATIVE, answers, deepseek_on_h800, on_h200, products_share_of_ironwood
-from lab.studies.document.step_time import (
-    FAST,
-    PEAKS,
-    SLOW,
-    Bracket,
-    fp8_over_bf16,
-    gathered_and_summed_bytes,
-    step_time,
-)
+from lab.studies.document.step_time import FAST, PEAKS, SLOW, Bracket, fp8_over_bf16, step_time
 
 QWEN = read_shape(CONFIGS / "qwen3_30b_a3b")
 
@@ -76,17 +66,3 @@ def test_ironwoods_speed_up_is_43_percent_of_the_step_in_products() -> None:
     shape = read_shape(CONFIGS / "deepseek_v3")
     at_peak = 2590 * 6 * shape.active_parameters / 2307e12
     assert at_peak < share < 2 * at_peak
-
-
-def test_narrow_wires_carry_less() -> None:
-    """Experts are on all of 4 ranks: 28.99 G elements; so are dense weights, of which 59% are quantized."""
-    layout = TrainerSection(dp=4)
-    job = Job(QWEN, layout, NATIVE, "kernels", 256, 4096)
-    dense = sum(weight.size * weight.count for weight in QWEN.weights if weight.share != "experts")
-    quantized = 48 * (2048 * (32 + 8) * 128 + 4096 * 2048) + QWEN.parameters - dense
-    gathered, summed = gathered_and_summed_bytes(job)
-    assert (gathered, summed) == (2 * QWEN.parameters * 3 / 4, 4 * QWEN.parameters * 3 / 4)
-    narrow = layout.model_copy(update={"gradient_wire": "e4m3", "weight_gather": "e4m3"})
-    gathered, summed = gathered_and_summed_bytes(replace(job, layout=narrow))
-    assert gathered == pytest.approx((2 * QWEN.parameters - quantized) * 3 / 4)
-    assert summed == pytest.approx((1 + 1 / 32) * QWEN.parameters * 3 / 4)
