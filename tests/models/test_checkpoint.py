@@ -188,18 +188,6 @@ def test_weights_in_fp8_are_read_as_codes_times_scales(model: Path, scale: str, 
     assert read.keys() == expected.keys() and all(torch.equal(read[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("shape", [(4, 2), None])
-def test_scales_of_other_blocks_are_refused(model: Path, shape: tuple[int, ...] | None) -> None:
-    in_fp8(model, "pow2")
-    save_file({} if shape is None else {MATRIX + "_scale_inv": torch.ones(shape)}, model / "scales.safetensors")
-    message = refusal(model, read_model(model))
-    assert (
-        f"{MATRIX}: found 'F8_E4M3 of shape [512, 128] with scales of shape {list(shape) if shape else None}" in message
-    )
-    assert "expected scales of shape [4, 1], one for each block of 128 x 128" in message
-    assert "BF16 checkpoint" in message
-
-
 def test_files_have_the_same_bytes_whatever_the_order_of_a_hash_map(tmp_path: Path) -> None:
     """safetensors' own files of the same metadata differ, in one process too."""
     tensors = {"b": torch.arange(6).view(2, 3), "a": torch.ones(1, dtype=torch.bfloat16)}

@@ -8,10 +8,7 @@ import torch
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.implementation import choose, expandable_segments, implementation_for, using
-from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.kernels import cache
-from fp8rl.numerics.quantize import quantize
-from fp8rl.numerics.spec import QuantSpec, TensorSpec
+from fp8rl.numerics.spec import QuantSpec
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
 
@@ -71,13 +68,6 @@ def test_where_kernels_run_an_op_without_one_is_an_error():
             ops.rms_norm(x, weight, 1e-6)
 
 
-def test_a_granularity_without_a_kernel_is_refused_where_kernels_run():
-    spec = TensorSpec(granularity="channel")
-    quantize(torch.randn(2, 128), spec)
-    with using("triton"), pytest.raises(UserError, match="blocks or token groups of 128"):
-        quantize(torch.randn(2, 128), spec)
-
-
 def test_a_choice_lasts_as_long_as_its_block():
     x, weight = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
     plain = ops.rms_norm(x, weight, 1e-6)
@@ -107,15 +97,3 @@ def test_a_cpu_runs_the_definitions_and_products_of_bf16_add_in_fp32() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     assert choose("cpu", POW2) == "torch"
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-
-
-@pytest.mark.parametrize(("capability", "chosen"), [((9, 0), "triton"), ((8, 0), "torch")])
-def test_a_gpu_says_by_its_capability_what_its_process_runs(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: str
-) -> None:
-    watching: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(cache, "watch", lambda: watching.append(True))
-    with using("torch"):
-        assert choose("cuda", POW2) == chosen
-        assert (dispatch.installed() is not None) is bool(watching) is (chosen == "triton")
