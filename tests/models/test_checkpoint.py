@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -119,17 +118,6 @@ def sharded(model: Path) -> dict[str, str]:
 
 def write_index(model: Path, listed: dict[str, str]) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
-
-
-def test_an_index_beside_a_whole_model_leaves_open_which_weights_are_meant(model: Path) -> None:
-    shutil.copy(model / "model.safetensors", model.parent / "whole")
-    sharded(model)
-    shutil.copy(model.parent / "whole", model / "model.safetensors")
-    message = refusal(model, read_model(model))
-    assert "model.safetensors beside model.safetensors.index.json, which does not name it" in message
-    assert message.endswith("Remove the files that are not the model's from the directory.")
-    save_file({"other": torch.zeros(1)}, model / "model.safetensors")
-    assert "beside model.safetensors.index.json" in refusal(model, read_model(model)), "transformers loads this one"
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no-index"])

@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +16,15 @@ import psutil
 import pytest
 import torch
 
-from fp8rl.diagnose.plan.bench import read_bench
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from lab.bench import runner
-from lab.bench.gpu import bits, launch, products, sync
+from lab.bench.gpu import bits, products, sync
 from lab.bench.gpu.__main__ import main, measure_all
 from lab.bench.gpu.fifteen.fat import only
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
-from lab.bench.gpu.parts import PARTS, Part, measure
+from lab.bench.gpu.parts import PARTS, measure
 from lab.bench.journal import Journal, Report, read
 from lab.studies.harness.lab import in_own_process
 from tests.support.gpu_parts import part
@@ -125,34 +123,6 @@ def test_a_product_whose_rows_depend_on_their_number_is_told_from_one_that_is_ou
 
 
 @pytest.mark.slow
-def test_a_plan_reads_the_report_of_today_and_those_that_are_kept(tmp_path: Path) -> None:
-    class Watch(Stopwatch):
-        """Of a machine with whose times these tests can count."""
-
-        def seconds(self, run: Callable[[], object], repeats: int = 20, with_host: bool = False) -> float:
-            return 1e-3
-
-        def host_seconds(self, run: Callable[[], object], repeats: int = 20) -> float:
-            return 50e-6
-
-        def graphed_seconds(self, run: Callable[[], object], calls: int = 50) -> float:
-            return 4e-6 + 1e-6 / calls
-
-    sizes = replace(Sizes.tiny(), tokens=(4096,))
-    for name, run in (("gemms", products.gemms), ("launch", launch.run)):
-        journal = Journal(tmp_path / "gpu.jsonl", name)
-        journal.say({"begin": {"device": "H200", "date": "", "versions": {}}, "shows": name})
-        run(Measured(tmp_path, journal.say), sizes, Watch("cpu"))
-    read(tmp_path / "gpu.jsonl").write(tmp_path / "gpu.json")
-    rates = read_bench(tmp_path / "gpu.json", "exact")
-    assert rates.fp8_dense and rates.launches and rates.nodes
-    assert rates.fp8_dense.low == pytest.approx(2.0 * 4096 * 128 * 256 / 1e-3)
-    assert (rates.launches.low, rates.nodes.low) == pytest.approx((1 / 50e-6, 1 / 4e-6))
-    kept = list(Path("lab/bench/gpu/record").glob("*.json"))
-    assert kept and all(read_bench(path, "exact").launches for path in kept)
-
-
-@pytest.mark.slow
 def test_a_part_that_fails_dies_or_hangs_keeps_its_rows_and_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,14 +179,6 @@ def test_a_library_is_cut_to_the_code_of_one_architecture() -> None:
     cut = only(library, {90})
     kept = fat(mine).ljust(len(fat(others[0], mine, others[1])), b"\0")
     assert cut == b"head" + kept + b"between" + fat(others[0]) + b"tail" and len(cut) == len(library)
-
-
-def test_what_a_machine_lacks_is_named(tmp_path: Path) -> None:
-    lacking = Part("lacking", "", "no.such:module", needs=("torch", "no_package_1", "no_package_2"))
-    measure(Journal(tmp_path / "gpu.jsonl", "lacking").say, asdict(lacking), True, str(tmp_path))
-    report = read(tmp_path / "gpu.jsonl")
-    assert report.left_out == {"lacking": {"lacking": "not installed: no_package_1, no_package_2"}}
-    assert not report.failed and not report.results
 
 
 def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,13 +22,10 @@ from lab.studies.bf16 import (
     nearest,
     relative_error,
 )
-from lab.studies.gemm_error import ARMS, errors_of
 from lab.studies.gemm_trace import KERNEL, QUANTIZATION, fake_quantized, in_promoted_fp22, same_inputs
 from lab.studies.harness.products import Operands, ProductRecorder, in_fp22, in_fp32, promoted
 from lab.studies.harness.spoiled import with_ops
-from lab.studies.harness.study import load
 from lab.studies.prototypes.gated_delta import Rows, State, gated_delta
-from lab.studies.run import run_study
 from lab.studies.scale_formats import CHANNELS, ROWS, _Probe, error_name
 
 
@@ -48,27 +43,6 @@ def test_promotion_keeps_what_a_long_sum_loses() -> None:
     exact = 4096 * float(x[0, 0])
     lost = [abs(product(x, ones).item() - exact) / exact for product in (in_fp32, promoted, in_fp22)]
     assert lost[0] < 1e-5 < lost[1] < 2e-4 < lost[2]
-
-
-def test_both_operands_err_twice_as_much_as_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(rows, 256, generator=generator).bfloat16() for rows in (200, 300))
-    both, weight = errors_of(ARMS["both operands"], x, w), errors_of(ARMS["weight alone"], x, w)
-    assert both["calc_diff"] == pytest.approx(0.00068, rel=0.05)
-    assert both["calc_diff"] / weight["calc_diff"] == pytest.approx(2, rel=0.1)
-    # One of two vectors at an angle a has a calc_diff near a² / 2 and a relative error near a.
-    assert both["relative_error"] ** 2 / 2 == pytest.approx(both["calc_diff"], rel=0.05)
-
-
-@pytest.mark.slow
-def test_a_quick_study_is_written_whole(tmp_path: Path) -> None:
-    run_study(load("gemm_error"), quick=True, seeds=None, folder=tmp_path, say=lambda text: None)
-    written = tmp_path / "gemm_error"
-    files = {path.name for path in written.iterdir()}
-    assert files == {"results.json", "table.md", "index.html", "gemm_error.svg", "accumulator.svg"}
-    claims = json.loads((written / "results.json").read_text())["claims"]
-    assert all(claim["verdict"] == "withheld" for claim in claims if not claim["control"])
-    assert b"quick run: no verdicts" in (written / "gemm_error.svg").read_bytes()
 
 
 def test_a_probe_quantizes_one_operand_and_measures_in_float64(operands: Operands) -> None:

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from fp8rl.numerics.core.errors import UserError
-from lab.studies.harness import subjects
 from lab.studies.run import FOLDER, run_studies
 from tests.support.commands import result_of
 from tests.support.paths import ROOT
@@ -38,15 +37,6 @@ def test_bad_input_is_one_sentence(arguments: str, said: str, monkeypatch: pytes
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("lab.studies.run.run_study", lambda *_, **__: pytest.fail("it ran"))
     assert re.match(f"error: {said.replace('?', '[?]')}", refused(arguments))
-
-
-def test_a_package_without_the_examples_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that was installed from a wheel."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subjects, "MODEL", tmp_path / "examples/models/tiny_qwen3_moe")
-    said = refused("gemm_error")
-    assert "study: found 'no " in said and "Clone the repository" in said
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_says_verdicts_and_whether_controls_hold_and_writes_to_any_folder(

@@ -77,16 +77,6 @@ def test_weights_are_rounded_to_bf16_as_the_precision_map_plans():
 
 
 @pytest.mark.slow
-def test_positions_may_have_any_order():
-    q, k, v, _ = inputs(2, 40, 140, 8, 2, 16)
-    positions = torch.randint(0, 140, (2, 40), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    exact, size = attention64(q, k, v, positions)
-    found = attention(q, k, v, positions, SCALE).double()
-    assert ((found - exact).abs() <= bound(exact, size)).all()
-    compare_gradients(q, k, v, positions)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients(shape):
     compare_gradients(*inputs(2, *shape))

@@ -1,15 +1,17 @@
-"""Norm, SwiGLU, RoPE and the sum over experts against their torch definitions, values and gradients."""
+"""Norm, SwiGLU, RoPE, the sum over experts, digests and the gradient of an embedding against their definitions."""
 
 import pytest
 import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.kernels import combine, norm, rope, swiglu
+from fp8rl.numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
+from fp8rl.numerics.kernels import combine, digest, norm, rope, swiglu
 from fp8rl.numerics.ops.experts import route
 from fp8rl.numerics.ops.rope import Llama3
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import TensorSpec
+from tests.support.atomics import Atomics
 from tests.support.kernels import DEVICE, random
 
 
@@ -124,16 +126,52 @@ def test_rows_and_gradients_of_any_stride(strided):
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.slow
-def test_rows_do_not_depend_on_their_number():
-    x, weight = random(70, 512, scale=3), random(512, seed=1)
-    positions = torch.arange(70, device=DEVICE)[:, None]
-    rowwise = [
-        lambda n: norm.rms_norm(x[:n], weight, 1e-6),
-        lambda n: swiglu.swiglu(x[:n]),
-        lambda n: rope.rope(x[:n].view(n, 1, 4, 128), positions[:n], 1e4),
-    ]
-    for op in rowwise:
-        whole = op(70)
-        for n in (1, 31, 64):
-            assert torch.equal(op(n), whole[:n])
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1, 4, 7, 4 * CHUNK, 4 * CHUNK + 3, 10 * CHUNK + 12, 128)
+    return [torch.randint(256, (size,), dtype=torch.uint8, generator=generator).to(DEVICE) for size in sizes]
+
+
+def test_the_kernel_gives_the_digests_of_torch():
+    expected = [tensor_digest(tensor) for tensor in tensors()]
+    with using("triton"):
+        assert tensor_digests(tensors()) == expected
+        assert tensor_digests(tensors()[::-1]) == expected[::-1]
+        assert [tensor_digest(tensor) for tensor in tensors()] == expected, "aligned, where others in a launch are not"
+
+
+def test_tensors_of_a_cpu_are_summed_where_kernels_are_compiled(monkeypatch):
+    """No compiled kernel reads them."""
+    words = [tensor.cpu()[:64].view(torch.int32) for tensor in tensors() if len(tensor) >= 64]
+    expected = chunk_sums(words)
+    monkeypatch.setattr(digest, "_kernel", None)
+    monkeypatch.setattr(digest.triton.knobs.runtime, "interpret", False)
+    with using("triton"):
+        assert chunk_sums(words).equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_adds_what_the_definition_adds(dtype: torch.dtype) -> None:
+    rows, held = random(40, 1100, scale=3.0), random(9, 1100, seed=1).to(dtype)
+    tokens = torch.randint(-2, 12, (40,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    found = {}
+    for implementation in ("torch", "triton"):
+        found[implementation] = held.clone()
+        with using(implementation), Atomics() as atomics:
+            ops.add_by_token(found[implementation], rows, tokens)
+        assert atomics.found == []
+    assert torch.equal(found["torch"], found["triton"])
+    for token in range(9):
+        total = torch.zeros(1100, device=DEVICE)
+        for row in rows[tokens == token]:
+            total += row.float()
+        assert torch.equal(found["torch"][token], held[token] + total.bfloat16().to(dtype))
+
+
+def test_nothing_is_added_where_no_token_is_this_rank_s() -> None:
+    total = random(4, 64).float()
+    for implementation in ("torch", "triton"):
+        with using(implementation):
+            ops.add_by_token(before := total.clone(), random(2, 64), torch.tensor([-1, 4], device=DEVICE))
+            ops.add_by_token(before, random(0, 64), torch.zeros(0, dtype=torch.int64, device=DEVICE))
+        assert torch.equal(before, total)

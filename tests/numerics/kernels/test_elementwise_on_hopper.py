@@ -8,11 +8,15 @@ pytestmark = pytest.mark.slow  # 29 kernels to compile
 
 SCRIPT = """
 import torch
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.digest import CHUNK
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.kernels import combine, digest, draw, embedding, logprobs, norm, quantize, rope, router, swiglu
 from fp8rl.numerics.kernels.products import gather
-from fp8rl.numerics.ops import HeadNorms, NewSlots
+from fp8rl.numerics.ops import ExpertWeights, HeadNorms, NewSlots
+from fp8rl.numerics.quantize import quantize as definition
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -51,11 +55,45 @@ with compiled_only() as found:
     draw.draw(tensor(64, 151936), ones, numbers, numbers)
     draw.truncation_floors(tensor(64, 151936), ones, ones, numbers, ones)
 """
+ONE = """
+run = QuantSpec.preset("fp8_block_pow2")
+
+def weight(*shape):
+    held = definition(tensor(*shape).detach(), run.weight)
+    return ExpertWeights(held.data, ops.weight_operand(held))
+
+with compiled_only() as found, using("triton"), torch.no_grad():
+    one = torch.ones(1, dtype=torch.int64)
+    x, norm, wide = tensor(1, 128), tensor(128), weight(128, 128)
+    ops.rms_norm(x, norm, 1e-6)
+    ops.add_rms_norm(x, x, norm, 1e-6)
+    ops.fp8_linear(x, wide.weights, wide.operand, run)
+    deep = weight(128, 256)
+    ops.fp8_linear(tensor(1, 256), deep.weights, deep.operand, run, k_splits=2)
+    ops.norm_fp8_linear(x, norm, 1e-6, wide.weights, wide.operand, run)
+    ops.rope(tensor(1, 1, 1, 128), one[None], 1e6)
+    cache, table = tensor(4096, 1, 128), torch.zeros(1, 4096, dtype=torch.int32)
+    ops.paged_attention(tensor(1, 1, 128), cache, cache, table, one, one, one, 0.1)
+    probs, chosen = ops.route(ops.linear(x, tensor(1, 128)), 1, True)
+    order, counts = torch.zeros(2, 1, dtype=torch.int64)
+    outputs = ops.experts(x[order], counts, weight(1, 2 * 128, 128), weight(1, 128, 128), run, "bf16")
+    ops.combine(outputs, probs, order, x.dtype)
+    logits = ops.linear(x, tensor(256, 128))
+    ops.token_logprobs(logits, one, torch.ones(1))
+    ops.draw(logits, torch.ones(1), one, one)
+"""
 
 
 @pytest.fixture(scope="module")
 def kernels():
     return compiled_elsewhere(SCRIPT)
+
+
+def test_a_decode_step_of_one_sequence_one_head_and_one_expert_compiles():
+    """Triton makes constants of arguments that are 1, its interpreter does not."""
+    names = "forward merge rows product route tiles draw combine".split()
+    found = {kernel["name"] for kernel in compiled_elsewhere(SCRIPT.partition("with compiled_only")[0] + ONE)}
+    assert found == {"_kernel", *(f"_{name}_kernel" for name in names)}
 
 
 def test_everything_stays_in_registers_and_shared_memory(kernels):

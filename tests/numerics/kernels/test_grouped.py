@@ -165,13 +165,6 @@ def test_weight_gradients_are_rounded_and_added_to_a_total(dtype):
         assert added[0].isnan().all()
 
 
-def test_no_rows():
-    tiles = make_tiles(torch.zeros(3, dtype=torch.int64, device=DEVICE), 0)
-    x, dy = numbers(0, 128).to(DEVICE), numbers(0, 256).to(DEVICE)
-    assert grouped_gemm(x, numbers(3, 256, 128).to(DEVICE), tiles, torch.bfloat16).shape == (0, 256)
-    assert grouped_wgrad_matmul(dy, x, tiles, torch.bfloat16).tolist() == torch.zeros(3, 256, 128).tolist()
-
-
 def test_what_does_not_fit_is_refused():
     tiles, x = tiles_of(COUNTS), numbers(200, 256).to(DEVICE)
     with pytest.raises(UserError, match="2 and 3 dimensions"):

@@ -1,6 +1,5 @@
 """The kernels of latent attention against float64 and their definitions, and against themselves in every bit."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -88,32 +87,6 @@ def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(programs, kv, m
         q, whole = (torch.cat([x[-new:] for x in parts]) for parts in (queries, expected))
         counts = torch.full_like(keys, new)
         assert torch.equal(paged_latent_attention(q, cache, table, requests, counts, keys, RANK, SCALE), whole)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter reads")
-@pytest.mark.parametrize("heads, tiles", ((64, 1), (65, 2)))
-def test_a_step_of_decode_reads_a_row_once_for_up_to_64_heads(heads, tiles, monkeypatch):
-    """Keys, values and the tail of two sequences, the bytes of their rows and no others; a chunk and a part of one."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    rank = 256  # as of DeepSeek's 512, tiles hold 64 rows
-    slots, lengths = torch.randperm(1300, generator=torch.Generator().manual_seed(0)), torch.tensor([1040, 50])
-    cache, table = random(1300, rank + TAIL, seed=2), torch.stack((slots[:1100], slots[1100:].repeat(6)[:1100])).int()
-    found, begin, load = np.zeros(cache.numel(), int), cache.data_ptr(), InterpreterBuilder.create_masked_load
-
-    def counting(self, ptrs, mask, *others):
-        numbers = (ptrs.data[mask.data].astype(np.int64) - begin) // 2
-        np.add.at(found, numbers[(numbers >= 0) & (numbers < cache.numel())], 1)
-        return load(self, ptrs, mask, *others)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
-    counts = torch.ones(2, dtype=torch.int64)
-    q = random(2, heads, rank + TAIL)
-    paged_latent_attention(q, cache, table, torch.arange(2), counts, lengths, rank, SCALE)
-    expected = np.zeros((1300, rank + TAIL), int)
-    for row, length in enumerate(lengths):
-        expected[table[row, :length].numpy()] = tiles
-    assert (found.reshape(expected.shape) == expected).all()
 
 
 @pytest.mark.slow

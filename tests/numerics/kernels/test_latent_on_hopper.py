@@ -81,8 +81,7 @@ def test_every_variant_adds_up_in_one_order(kernels):
 
 def test_the_next_step_is_copied_once_while_a_step_is_computed(kernels):
     """As in attention of heads: keys and their tails are two groups of copies, the operands of the rows' gradient
-    five. A step over 32 keys brings 576 numbers of 2 bytes for each, to 256 threads (`test_latent` counts what tiles of
-    heads share)."""
+    five. A step over 32 keys brings 576 numbers of 2 bytes for each, to 256 threads."""
     for kernel in named(kernels, "_forward_kernel"):
         assert kernel["brought"] and set(kernel["brought"]) == {32 * 576 * 2 // 256}
     groups = {"_forward_kernel": 2, "_dq_kernel": 2, "_dk_kernel": 5}

@@ -84,21 +84,6 @@ def test_norm_and_product_are_the_two_ops(backward):
         assert all(torch.equal(a, b) for a, b in zip(fused(), apart(), strict=True))
 
 
-def test_k_splits_are_the_partials_of_a_row_parallel_layer():
-    x, w = random(33, 512), random(128, 512, seed=1, scale=0.1)
-    with using("triton"):
-        quantized = quantize(w, POW2.weight)
-        halves = [quantize(part, POW2.weight) for part in w.chunk(2, 1)]
-        partials = [
-            ops.fp8_linear_partial(a.contiguous(), b, ops.weight_operand(q), POW2)
-            for a, b, q in zip(x.chunk(2, 1), w.chunk(2, 1), halves, strict=True)
-        ]
-        whole = ops.fp8_linear(x, w, ops.weight_operand(quantized), POW2, k_splits=2)
-        assert torch.equal(ops.merge_partials(partials, torch.bfloat16), whole)
-        plain = [ops.linear_partial(a, b) for a, b in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)]
-        assert torch.equal(ops.merge_partials(plain, torch.bfloat16), ops.linear(x, w, k_splits=2))
-
-
 @pytest.mark.parametrize("backward", ("fp8", "bf16"))
 def test_no_tokens(backward):
     """As on an expert-parallel rank whose experts nobody chose."""

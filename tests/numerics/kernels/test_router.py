@@ -139,15 +139,6 @@ def test_of_equal_experts_and_groups_the_lower(implementation):
         route_sigmoid(logits, bias, 9, 8, 2, True, 2.5)
 
 
-def test_a_token_alone_has_the_bits_that_it_has_in_a_batch():
-    """Of eight experts: vector and scalar code of torch.sigmoid differ, in one number of 25."""
-    logits, bias = logits_of(300, 8) * 2, torch.zeros(8, device=DEVICE)
-    probs, chosen = ops.route_sigmoid(logits, bias, 4, 1, 1, True, 1.5)
-    alone = [ops.route_sigmoid(row[None], bias, 4, 1, 1, True, 1.5) for row in logits]
-    assert torch.equal(torch.cat([each[0] for each in alone]), probs)
-    assert torch.equal(torch.cat([each[1] for each in alone]), chosen)
-
-
 @pytest.mark.parametrize("implementation", (ops.route_sigmoid, route_sigmoid), ids=("torch", "kernel"))
 @pytest.mark.parametrize("renormalize", (True, False))
 def test_the_gradient_of_logits_far_from_zero_is_finite(renormalize, implementation):

@@ -36,17 +36,6 @@ def test_tokens_come_as_often_as_the_softmax_says(over: str, stride: int, temper
     assert chisquare(counts.numpy(), expected.numpy()).pvalue > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("neighbours", ["seeds", "positions"])
-def test_neighbouring_draws_do_not_know_of_each_other(neighbours: str) -> None:
-    logits = torch.tensor([[0.0, 0.5, 1.0, -1.0]])
-    steps, fixed = torch.arange(2 * DRAWS), torch.full((2 * DRAWS,), 5)
-    seeds, positions = (steps, fixed) if neighbours == "seeds" else (fixed, steps)
-    tokens = drawn(logits, seeds, positions).view(-1, 2)
-    counts = (tokens[:, 0] * 4 + tokens[:, 1]).bincount(minlength=16)
-    p = logits[0].double().softmax(0)
-    assert chisquare(counts.numpy(), (torch.outer(p, p).flatten() * DRAWS).numpy()).pvalue > SIGNIFICANCE
-
-
 def test_the_noise_is_gumbels() -> None:
     noise = gumbel(torch.arange(100), torch.arange(100), 1000).flatten()
     assert kstest(noise.numpy(), "gumbel_r").pvalue > SIGNIFICANCE

@@ -162,14 +162,6 @@ def test_values_and_gradients_are_those_of_torch_in_float64(name: str) -> None:
         torch.testing.assert_close(mine.double(), their, rtol=2e-5, atol=2e-6)
 
 
-def test_gates_of_a_token_do_not_depend_on_others() -> None:
-    """Of heads that fill no register of a processor."""
-    a, b, a_log, dt_bias = random(67, 3), random(67, 3, seed=1), random(3, seed=2), random(3, seed=3)
-    whole = torch.stack(ops.delta_gates(a, b, a_log, dt_bias))
-    for count in range(1, 67):
-        assert torch.equal(torch.stack(ops.delta_gates(a[:count], b[:count], a_log, dt_bias)), whole[:, :count])
-
-
 def test_gates_do_not_lose_small_decays() -> None:
     a = torch.tensor([[-30.0, -15.0, 0.0, 15.0, 80.0, 3e4]])
     g, _ = ops.delta_gates(a, a, torch.zeros(6), torch.zeros(6))

@@ -107,19 +107,6 @@ def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec, k_sp
     assert not torch.equal(whole, alone)
 
 
-@pytest.mark.parametrize("k_splits", (1, 2))
-def test_a_row_has_the_same_bits_in_every_batch(k_splits):
-    (x, weight), low_rank = operands(), adapter(2)
-    operand = ops.weight_operand(quantize(weight, POW2.weight))
-
-    for adapted in (
-        lambda rows: ops.adapted_linear(rows, weight, low_rank, k_splits),
-        lambda rows: ops.adapted_fp8_linear(rows, weight, operand, POW2, low_rank, k_splits=k_splits),
-    ):
-        whole = adapted(x)
-        assert all(torch.equal(adapted(x[rows]), whole[rows]) for rows in (slice(1), slice(17, 18), slice(100, 131)))
-
-
 def test_fused_matrices_have_the_bits_of_each_alone_in_any_order_of_rows():
     (x, weight), low_rank = operands(), adapter(3)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
