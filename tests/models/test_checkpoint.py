@@ -138,13 +138,8 @@ def test_an_index_that_is_not_that_of_the_files_is_refused(model: Path) -> None:
     for wrong, said in [
         (listed | {name: "c.safetensors"}, "found 'c.safetensors, which is not in "),
         (listed | {name: "a.safetensors"}, f"found '{name} in a.safetensors', expected a tensor that the file has"),
-        (listed | {"more": "b.safetensors"}, "found 'more in b.safetensors', expected a tensor that the file has"),
-        (
-            {each: file for each, file in listed.items() if each != name},
-            f"found 'no {name}', expected all tensors of b",
-        ),
+        ({each: listed[each] for each in listed if each != name}, f"found 'no {name}', expected all tensors of b"),
         (listed | {name: "../b.safetensors"}, "is no name of a file beside the index"),
-        (listed | {name: 3}, "3 is no name of a file beside the index"),
     ]:
         write_index(model, wrong)
         assert said in refusal(model, read_model(model))

@@ -35,10 +35,10 @@ PUBLISHED = {
 fill their blocks."""
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir()))
 def test_parameters_and_cache_are_the_published_ones(name: str) -> None:
     shape = read_shape(CONFIGS / name)
-    assert (shape.parameters, shape.kv_bytes()) == PUBLISHED[name]
+    assert (shape.parameters, shape.kv_bytes()) == PUBLISHED.get(name)
 
 
 def test_a_request_of_qwen3_5_holds_its_states_worked_by_hand() -> None:
@@ -46,10 +46,6 @@ def test_a_request_of_qwen3_5_holds_its_states_worked_by_hand() -> None:
     shape = read_shape(CONFIGS / "qwen3_5_35b_a3b")
     assert shape.request_bytes() == 30 * (4 * 32 * 128 * 128 + 2 * 3 * 8192) == 2 * shape.request_bytes(2)
     assert read_shape(CONFIGS / "qwen3_8b").request_bytes() == 0
-
-
-def test_every_shipped_config_is_one_of_them() -> None:
-    assert {path.name for path in CONFIGS.iterdir()} == PUBLISHED.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

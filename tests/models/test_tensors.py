@@ -1,20 +1,24 @@
-"""The table of tensors: what each row says of the known architectures, and what rows of others can say."""
+"""The table of tensors: what each row says of the known architectures, and where tensors lie in a base."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from fp8rl.models.architecture import architectures, check_scope
+from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
 from fp8rl.models.tensors import EngineRank, Location, TensorRow, TensorTable
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.definitions import SIZES, tiny_models
 from tests.support.paths import ROOT
+from tests.support.served_model import DEFINITION, EXPERTS, HIDDEN, SPEC, WIDTH, build, hf_tensors_served
 
 EVERY = tiny_models()
 DENSE, MOE = (
@@ -28,6 +32,11 @@ def row(name: str, rows: int, **changes: object) -> TensorRow:
     """`rows` x 256, in the parameter `fused` of both sides."""
     made = TensorRow(name=name, shape=(rows, 256), op="op", engine=Location("fused"), megatron=Location("fused"))
     return replace(made, **changes)
+
+
+def owners(part: torch.Tensor, labels: list[str], size: int) -> list[str]:
+    """Of `size` rows each, numbered by `labels`, those that a part has."""
+    return [labels[start // size] for start in part[::size, 0].tolist()]
 
 
 def test_what_a_spec_quantizes_is_said_by_exact_name() -> None:
@@ -65,14 +74,10 @@ def test_heads_are_interleaved_by_group(block: int, ranks: int) -> None:
     size = 128 // block
     labels = ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"][: 8 // ranks]
     fused = torch.arange(len(labels) * size)[:, None]
-    q, k, v = DENSE.split(fused, rows, block, ranks)
-
-    def whose(part: torch.Tensor) -> list[str]:
-        return [labels[start // size] for start in part[::size, 0].tolist()]
-
-    expected = (["q0", "q1", "q2", "q3"], ["k0", "k1"], ["v0", "v1"])
-    assert (whose(q), whose(k), whose(v)) == tuple(heads[: len(heads) // ranks] for heads in expected)
-    assert torch.equal(DENSE.fuse([q, k, v], rows, block, ranks), fused)
+    cut = DENSE.split(fused, rows, block, ranks)
+    heads = (["q0", "q1", "q2", "q3"], ["k0", "k1"], ["v0", "v1"])
+    assert [owners(part, labels, size) for part in cut] == [own[: len(own) // ranks] for own in heads]
+    assert torch.equal(DENSE.fuse(cut, rows, block, ranks), fused)
 
 
 @pytest.mark.parametrize(("block", "ranks"), [(1, 1), (1, 2), (128, 1), (128, 2)])
@@ -85,16 +90,12 @@ def test_parts_of_tensors_are_interleaved_by_head_and_shared_by_ranks_one_by_one
     labels = ["q0", "k0", "z0", "z0", "q1", "k1", "z1", "z1"][: 8 // ranks]
     fused = torch.arange(len(labels) * size)[:, None]
     cut = table.split(fused, rows, block, ranks)
-
-    def whose(part: torch.Tensor) -> list[str]:
-        return [labels[start // size] for start in part[::size, 0].tolist()]
-
     of_all, of_one = [["q0", "q1", "k0", "k1"], ["z0", "z0", "z1", "z1"]], [["q0", "k0"], ["z0", "z0"]]
-    assert [whose(part) for part in cut] == (of_all if ranks == 1 else of_one)
+    assert [owners(part, labels, size) for part in cut] == (of_all if ranks == 1 else of_one)
     assert torch.equal(table.fuse(cut, rows, block, ranks), fused)
     if ranks == 1:
         first, second = (EngineRank(rank, 2).part(rows[0], cut[0]) for rank in range(2))
-        assert (whose(first), whose(second)) == (["q0", "k0"], ["q1", "k1"])
+        assert (owners(first, labels, size), owners(second, labels, size)) == (["q0", "k0"], ["q1", "k1"])
         assert torch.equal(rows[0].join([first, second]), cut[0])
 
 
@@ -172,3 +173,46 @@ def test_knowing_the_architectures_takes_no_library_of_models() -> None:
     asked = "import sys, fp8rl.models.architecture as a; a.architectures(); print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+TENSORS = hf_tensors_served(0)
+
+
+def filled() -> SharedBase:
+    base = SharedBase(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
+    for name, tensor in TENSORS.items():
+        base.tensors[name].copy_(tensor)
+    return base
+
+
+@pytest.mark.slow
+def test_a_base_holds_every_parameter_of_the_engine_and_no_more() -> None:
+    """The padding of the vocabulary, which no tensor fills, is the only difference."""
+    base, engine = filled(), dict(build(TENSORS).named_parameters())
+    assert base.parameters.keys() == engine.keys()
+    for name, parameter in engine.items():
+        view = base.parameters[name]
+        assert (view.shape, view.dtype) == (parameter.shape, parameter.dtype), name
+        if name not in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert torch.equal(view.view(torch.uint8), parameter.view(torch.uint8)), name
+    spans = sorted((span.start, span.stop) for span in parameter_spans(DEFINITION, SPEC).values())
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert base.flat.numel() <= 1.01 * sum(tensor.nbytes for tensor in engine.values())
+
+
+def test_fused_tensors_are_views_and_experts_a_stack() -> None:
+    base, rows = filled(), DEFINITION.tensors.rows
+    prefix = "model.layers.0.mlp.experts."
+    up = base.fused([rows[f"{prefix}1.up_proj.weight"]])
+    both = base.fused([rows[f"{prefix}1.{kind}_proj.weight"] for kind in ("gate", "up")], stacked=EXPERTS - 1)
+    assert isinstance(up, QuantizedTensor) and isinstance(both, QuantizedTensor)
+    assert both.data.shape == (EXPERTS - 1, 2 * WIDTH, HIDDEN)
+    assert torch.equal(both.dequantize()[0, WIDTH:], up.dequantize())
+    assert up.data.untyped_storage().data_ptr() == base.flat.untyped_storage().data_ptr()
+    with pytest.raises(ValueError, match="one after the other"):
+        base.fused([rows[f"{prefix}1.{kind}_proj.weight"] for kind in ("up", "gate")])
+
+
+def test_another_spec_is_refused_by_its_size() -> None:
+    with pytest.raises(ValueError, match="expected [0-9]+: another model, or another spec"):
+        SharedBase(filled().flat, DEFINITION, QuantSpec.preset("bf16"))

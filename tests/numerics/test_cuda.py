@@ -1,16 +1,12 @@
-"""On a GPU, with the kernels that it would choose: codes and digests of the CPU, row-invariant ops. Skipped without."""
-
-from contextlib import nullcontext
+"""On a GPU, with the kernels that it would choose: row-invariant ops, and the tokens of a CPU. Skipped without."""
 
 import pytest
 import torch
 
 from fp8rl.numerics.backend.implementation import choose, using
 from fp8rl.numerics.backend.probe import row_variant_ops
-from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.ops import draw
-from fp8rl.numerics.quantize import quantize
-from fp8rl.numerics.spec import QuantSpec, TensorSpec
+from fp8rl.numerics.spec import QuantSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -19,27 +15,6 @@ pytestmark = pytest.mark.gpu
 def chosen():
     with using("torch"):
         yield choose("cuda", QuantSpec.preset("fp8_block_pow2"))
-
-
-def numbers(*shape):
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).mul(3).exp().bfloat16()
-    x[0] = 0
-    return x
-
-
-@pytest.mark.parametrize("format", ("e4m3", "e5m2"))
-@pytest.mark.parametrize("granularity", ("tensor", "channel", "token_group", "block"))
-def test_power_of_two_codes_and_scales_are_bit_equal(granularity, format):
-    spec, x = TensorSpec(granularity=granularity, format=format), numbers(260, 391)
-    with nullcontext() if granularity in ("token_group", "block") else using("torch"):  # no kernels for the others
-        there = quantize(x.cuda(), spec)
-    digest = tensor_digest(there.data)
-    with using("torch"):
-        here = quantize(x, spec)
-        assert torch.equal(here.data.view(torch.uint8), there.data.cpu().view(torch.uint8))
-        assert torch.equal(here.scale_inv, there.scale_inv.cpu())
-        assert torch.equal(here.dequantize(), there.dequantize().cpu())
-        assert tensor_digest(here.data) == digest
 
 
 def test_an_fp8_gpu_runs_the_kernels_and_they_are_row_invariant(chosen):

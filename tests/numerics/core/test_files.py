@@ -20,6 +20,7 @@ from fp8rl.numerics.core.files import (
     writing,
 )
 from fp8rl.numerics.core.reading import check_regular, json_lines, read_bytes, read_json
+from fp8rl.numerics.core.terminal import printable, say
 from tests.support.disks import room
 
 
@@ -114,3 +115,22 @@ def test_a_file_is_read_up_to_a_limit_and_numbers_without_end_are_said_shortly(t
     with pytest.raises(UserError, match="expected valid JSON"):
         read_json(tmp_path / "file", "key", "an object")
     assert shown(1 << 20_000) == "a number of thousands of digits"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\nc é 漢 [/b] :smile:", "a\tb\nc é 漢 [/b] :smile:"),
+        ("\x1b[2J\x1b]0;title\x07", "�[2J�]0;title�"),
+        ("right\rwrong\x08\x7f", "right�wrong��"),
+        ("\x9b31m", "�31m"),
+        ("abc\u202etxt.exe\u2066", "abc�txt.exe�"),
+        ("\udc80", "?"),
+    ],
+)
+def test_a_character_that_a_terminal_would_obey_is_replaced(
+    text: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printable(text) == shown
+    say(text)
+    assert capsys.readouterr().out == shown + "\n"

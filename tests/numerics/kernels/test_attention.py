@@ -261,18 +261,3 @@ def test_what_the_kernels_do_not_know_is_refused():
     ):
         with pytest.raises(UserError, match=said):
             attention(*refused, positions, SCALE)
-
-
-@pytest.mark.gpu
-def test_a_cuda_graph_takes_new_lengths():
-    sequences = Sequences([300, 200])
-    q = torch.stack([q[-1] for q in sequences.queries])
-    new, keys = torch.ones(2, dtype=torch.int32, device=DEVICE), torch.tensor([17, 33], device=DEVICE)
-    arguments = (q, sequences.k_cache, sequences.v_cache, sequences.table, sequences.requests, new, keys, SCALE)
-    paged_attention(*arguments)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = paged_attention(*arguments)
-    keys.copy_(torch.tensor([300, 200]))
-    graph.replay()
-    assert torch.equal(out, torch.stack([x[-1] for x in sequences.expected]))

@@ -167,12 +167,13 @@ def test_weight_gradients_are_rounded_and_added_to_a_total(dtype):
 
 def test_what_does_not_fit_is_refused():
     tiles, x = tiles_of(COUNTS), numbers(200, 256).to(DEVICE)
-    with pytest.raises(UserError, match="2 and 3 dimensions"):
-        grouped_gemm(x, x, tiles, torch.bfloat16)
-    with pytest.raises(UserError, match="as many rows"):
-        grouped_wgrad_matmul(x, x[1:], tiles, torch.bfloat16)
     columns = columns_of(numbers(256, 128), ROWS, [256])
-    with pytest.raises(UserError, match="with the same tiles"):
-        grouped_wgrad(columns, columns, tiles, torch.bfloat16)
+    for product, a, b, said in (
+        (grouped_gemm, x, x, "2 and 3 dimensions"),
+        (grouped_wgrad_matmul, x, x[1:], "as many rows"),
+        (grouped_wgrad, columns, columns, "with the same tiles"),
+    ):
+        with pytest.raises(UserError, match=said):
+            product(a, b, tiles, torch.bfloat16)
     with pytest.raises(UserError, match="counts"):
         make_tiles(torch.ones(3), 3)

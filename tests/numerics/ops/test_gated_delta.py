@@ -54,14 +54,6 @@ def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_o
             assert torch.equal(torch.cat(found), expected) and last is not None and torch.equal(last[0], state)
 
 
-def test_a_head_does_not_depend_on_the_others() -> None:
-    q, k, v, g, beta = tokens(200)
-    lengths = torch.tensor([120, 80])
-    whole, states = ops.gated_delta_rule(q, k, v, g, beta, lengths)
-    half, of_half = ops.gated_delta_rule(q[:, 1:], k[:, 1:], v[:, 2:], g[:, 2:], beta[:, 2:], lengths)
-    assert torch.equal(half, whole[:, 2:]) and torch.equal(of_half, states[:, 2:])
-
-
 def test_a_cache_gives_the_bits_of_whole_sequences_and_a_new_request_reads_nothing_of_its_slot() -> None:
     rows, lengths = tokens(70), torch.tensor([40, 30])
     x, weight = random(70, 96, seed=7), random(96, 4, seed=8)

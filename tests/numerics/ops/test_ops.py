@@ -140,28 +140,6 @@ def test_attention_does_not_depend_on_chunks_padding_or_batch():
         assert torch.equal(mixed[0], whole[1, t : t + 1]) and torch.equal(mixed[1], whole[2, 77:78])
 
 
-def test_route_takes_the_largest_and_breaks_ties_downwards():
-    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
-    probs, experts = ops.route(logits, 2, renormalize=True)
-    assert experts.tolist() == [[1, 3], [0, 1]]
-    assert probs.tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    plain, _ = ops.route(logits, 2, renormalize=False)
-    assert torch.allclose(plain[1], torch.tensor([0.25, 0.25]))
-    many = random(64, 32, dtype=torch.float32)
-    probs, experts = ops.route(many, 4, renormalize=True)
-    expected = many.double().softmax(-1).topk(4)
-    assert torch.equal(experts, expected.indices.sort(-1).values)
-    assert torch.allclose(probs.sum(-1), torch.ones(64))
-
-
-def test_token_logprobs():
-    logits, tokens = random(50, 300, scale=4), torch.arange(50)
-    logprobs, entropy = ops.token_logprobs(logits, tokens, 0.7)
-    exact = (logits.double() / 0.7).log_softmax(-1)
-    assert torch.allclose(logprobs.double(), exact[torch.arange(50), tokens], atol=2e-6)
-    assert torch.allclose(entropy.double(), -(exact.exp() * exact).sum(-1), atol=1e-5)
-
-
 def moe(x, router, w13, w2, top_k, spec=None):
     """An MoE layer put together from the shared ops, as the engine does it."""
     probs, chosen = ops.route(ops.linear(x, router), top_k, True)

@@ -9,7 +9,6 @@ from fp8rl.numerics.core.errors import UserError
 from lab.studies.document import findings
 from lab.studies.document.document import PAGE, write_docs
 from lab.studies.harness import keeping
-from lab.studies.harness.claims import Claim
 from lab.studies.harness.keeping import KEPT, check, kept
 from lab.studies.harness.result import RESULTS, provenance
 from lab.studies.run import FOLDER, run_studies
@@ -89,14 +88,3 @@ def test_controls_that_fail_and_a_copy_that_is_interrupted_leave_what_was_kept(m
         run_and_keep()
     assert copied and contents() == before
     assert [path.name for path in KEPT.iterdir()] == [NAME]
-
-
-@pytest.mark.slow
-def test_a_claim_that_came_later_waits_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_and_keep()
-    more = Claim(id="003-17", says="One more.", metric="loss", arm="a new arm", rule="above", bounds=(0.0,))
-    monkeypatch.setattr(keeping, "load", lambda name: made_up(more=[more]))
-    (result,) = kept()
-    assert result.claims_changed and [judged.claim.id for judged in result.judged][2:] == ["003-16"]
-    write_docs()
-    assert "**The claims were changed after they were measured.**" in PAGE.read_text()

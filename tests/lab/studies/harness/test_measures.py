@@ -1,4 +1,4 @@
-"""What studies measure, by hand."""
+"""What studies run, and what they measure, by hand."""
 
 import math
 
@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from fp8rl.numerics.quantize import fake_quantize
+from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.batching import SftExample, batch_from_examples
 from fp8rl.trainer.distributed.wires import SPECS
-from lab.studies import pretrained
-from lab.studies.benefit import collapsed
+from lab.studies.adapters import ARMS as ADAPTERS
+from lab.studies.benefit import SEEDS, arms, collapsed, jobs
 from lab.studies.failure_modes import facts
 from lab.studies.harness.breakdown import AnswerTokens, bins, rank_correlations
 from lab.studies.harness.cases import _metrics
 from lab.studies.harness.gradient import turned
+from lab.studies.harness.subjects import EXAMPLES
 from lab.studies.model_scale import ENTROPY, entropy, expected_abs_d, slope, temperature_for
+from lab.studies.pretrained import QUESTIONS, asked
 from lab.studies.wire_formats import unscaled
 
 
@@ -91,12 +94,6 @@ def test_a_collapse_is_a_fall_to_half_of_the_best_so_far() -> None:
     assert not collapsed([0.2, 0.8, 0.41]) and not collapsed([0.1, 0.3, 0.9]) and not collapsed([0.0, 0.0])
 
 
-def test_the_reward_is_the_share_of_different_tokens() -> None:
-    rows = [SftExample([3], answer) for answer in ([4, 4], [4, 5], [4, 4])]
-    advantages = pretrained._rewarded(batch_from_examples(rows)).fields["advantages"]
-    assert advantages[1, 1] > 0 > advantages[0, 1] == advantages[2, 1]
-
-
 def test_unscaled_gradients_are_plain_fp8_numbers_and_only_within_the_block() -> None:
     x = torch.tensor([[2.0**-11, 1.03, 1000.0]])
     scaled = fake_quantize(x, SPECS["e4m3"])
@@ -105,3 +102,12 @@ def test_unscaled_gradients_are_plain_fp8_numbers_and_only_within_the_block() ->
         assert fake_quantize(x, SPECS["e5m2"])[0, 2] == pytest.approx(1000)
         raise ZeroDivisionError
     assert torch.equal(fake_quantize(x, SPECS["e4m3"]), scaled) and scaled[0, 2] == pytest.approx(1000)
+
+
+def test_every_arm_is_a_spec_and_runs_have_folders_of_their_own() -> None:
+    for settings in (*(given for _, given in arms()), *(arm.settings() for arm in ADAPTERS.values())):
+        load_experiment(EXAMPLES / "arithmetic.yaml", [f"{key}={value}" for key, value in settings.items()])
+    names = [job.name for job in jobs(range(SEEDS))]
+    assert len(names) == len(set(names)) == 80
+    assert {job.seed for job in jobs(range(SEEDS))[:16]} == {0}, "one seed of all arms comes first"
+    assert sorted(question for seed in range(5) for question in asked(seed)) == sorted(QUESTIONS)
