@@ -131,12 +131,16 @@ def compile_failed(*_):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong, said", [(0, ""), (1, "other bits than those of the Triton kernel, in 1 x 192 x 256")])
+@pytest.mark.parametrize(
+    "wrong, said", [(0, None), (1, "other bits than those of the Triton kernel, in 1 x 192 x 256")]
+)
 def test_the_probe_allows_it_where_its_bits_are_ours(hopper, wrong, said):
     stand_in = hopper(StandIn(wrong))
     with using("triton"):
-        assert (probe.allow_deepgemm(DEVICE) or "").startswith(said)
-    assert set(stand_in.calls) == ({"dense"} if wrong else {"dense", "grouped"})
+        assert probe.choose_deepgemm(DEVICE, False) is None and stand_in.calls == []
+        found = probe.choose_deepgemm(DEVICE, True)
+    assert found.startswith(said) if wrong else found is None
+    assert set(stand_in.calls) == {"dense", "grouped"}
     assert (deepgemm.product(*operands(8, 64, 256), torch.bfloat16, 1, None) is None) == bool(wrong)
 
 
@@ -150,7 +154,9 @@ def test_what_is_missing_is_named(monkeypatch, hopper):
     hopper(stand_in)
     with using("triton"):
         assert probe.allow_deepgemm(DEVICE) == "DeepGEMM fails with RuntimeError: nvcc: not found"
+    assert deepgemm.product(*operands(8, 64, 256), torch.bfloat16, 1, None) is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert probe.choose_deepgemm(DEVICE, None) is None
     assert probe.allow_deepgemm(DEVICE) == "no DeepGEMM (the package sgl-deep-gemm)"
 
 

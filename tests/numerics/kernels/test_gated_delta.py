@@ -150,7 +150,6 @@ def test_on_an_h200_all_stays_in_registers_and_every_caller_of_the_rule_runs_one
         for kernel in kernels
         if "conv" in kernel["name"]
     ]
-    assert len(channels) == 6 and all(each == channels[0] for each in channels)
-    assert sum(map(len, (rule[0]["arithmetic"], channels[0]))) and sum(channels[0][0].values()) > 200
+    assert len(channels) == 6 and all(each == channels[0] for each in channels) and sum(channels[0][0].values()) > 200
     for kernel in kernels:
         assert not kernel["spilled"] and kernel["shared"] <= 32 * 1024, kernel

@@ -49,7 +49,6 @@ def test_error_is_that_of_weights_and_result_in_bf16(length, heads, monkeypatch)
         assert error.abs().max() <= 2**-6 * theirs.abs().max() + 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("heads, lengths", [(3, [1, 70, 33]), (1, [64])], ids=("several", "one that fills a tile"))
 def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients(heads, lengths):
     q, rows, positions = inputs(len(lengths), 80, heads)
@@ -65,7 +64,6 @@ def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gra
         assert expected.any() and torch.equal(found[real], expected[real])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("programs, kv", ((528, BF16_CACHE), (1, BF16_CACHE), (1, KVFormat(True))))
 def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(programs, kv, monkeypatch):
     """Beyond 300 keys and beyond a chunk of them, from scattered slots, codes or not; a program for every chunk, or one
@@ -89,7 +87,6 @@ def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(programs, kv, m
         assert torch.equal(paged_latent_attention(q, cache, table, requests, counts, keys, RANK, SCALE), whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("scale", (None, "pow2", "fp32"))
 def test_products_of_heads_are_those_of_the_definition(scale, transposed):
