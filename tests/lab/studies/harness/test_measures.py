@@ -11,7 +11,6 @@ from fp8rl.rl.run.batching import SftExample, batch_from_examples
 from fp8rl.trainer.distributed.wires import SPECS
 from lab.studies.adapters import ARMS as ADAPTERS
 from lab.studies.benefit import SEEDS, arms, collapsed, jobs
-from lab.studies.failure_modes import facts
 from lab.studies.harness.breakdown import AnswerTokens, bins, rank_correlations
 from lab.studies.harness.cases import _metrics
 from lab.studies.harness.gradient import turned
@@ -62,16 +61,6 @@ def test_turning_is_the_angle() -> None:
     for other, angle in ((north, 1.0), (-east, 2.0), (east + 1e-9 * north, (2.5e-9) ** 2 / 2), (east, 0.0)):
         assert turned([east], [other]) == pytest.approx(angle)
     assert turned([east, north], [east, -north]) == pytest.approx(1 - (4 - 25) / 29)
-
-
-def test_the_chapters_arithmetic() -> None:
-    known = facts()
-    assert known["m"] == pytest.approx(0.9 * 1.1e-4 + 0.1 * 3.2e-4)
-    assert known["grain below 1, bf16"] == 2.0**-8, "7 bits of mantissa are stored: 2^-8 below 1, 2^-7 above"
-    assert known["headroom of 1e-7, bf16"] == pytest.approx(math.log10(1e-7 / 2.0**-9), abs=0.01)
-    assert known["headroom of 1e-7, fp32"] == pytest.approx(math.log10(1e-7 / 2.0**-25), abs=0.01)
-    assert known["moved in 10,000 steps, fp32"] == pytest.approx(10_000 * known["step"], rel=1e-3)
-    assert known["updates landed, bf16"] == 0.0 and known["script: v"] == pytest.approx(9e-8)
 
 
 def test_the_expectation_of_abs_d_is_weighted_by_the_rollout() -> None:
