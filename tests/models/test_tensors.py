@@ -1,16 +1,24 @@
-"""The table of tensors: what each row says of the known architectures, and what rows of others can say."""
+"""The table of tensors: what each row says of the known architectures, and where tensors lie in a base."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
-from fp8rl.models.architecture import architectures
-from fp8rl.models.families.mlp import dense_tensors, moe_tensors
+from fp8rl.models.architecture import architectures, check_scope
+from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
 from fp8rl.models.tensors import EngineRank, Location, TensorRow, TensorTable
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.definitions import SIZES, tiny_models
+from tests.support.paths import ROOT
+from tests.support.served_model import DEFINITION, EXPERTS, HIDDEN, SPEC, WIDTH, build, hf_tensors_served
 
 EVERY = tiny_models()
 DENSE, MOE = (
@@ -24,6 +32,11 @@ def row(name: str, rows: int, **changes: object) -> TensorRow:
     """`rows` x 256, in the parameter `fused` of both sides."""
     made = TensorRow(name=name, shape=(rows, 256), op="op", engine=Location("fused"), megatron=Location("fused"))
     return replace(made, **changes)
+
+
+def owners(part: torch.Tensor, labels: list[str], size: int) -> list[str]:
+    """Of `size` rows each, numbered by `labels`, those that a part has."""
+    return [labels[start // size] for start in part[::size, 0].tolist()]
 
 
 def test_what_a_spec_quantizes_is_said_by_exact_name() -> None:
@@ -53,12 +66,6 @@ def test_module_kinds_are_those_of_the_table_and_fused_where_the_engine_fuses_th
     assert {weight.kind for weight in EVERY[name].shape.weights} - {None} <= {kind for kinds in fused for kind in kinds}
 
 
-def test_the_scales_of_a_weight_are_found_by_its_row() -> None:
-    assert DENSE[LAYER + "mlp.up_proj.weight_scale_inv"] is DENSE[LAYER + "mlp.up_proj.weight"]
-    with pytest.raises(KeyError):
-        DENSE[LAYER + "mlp.up_proj.bias"]
-
-
 @pytest.mark.parametrize(("block", "ranks"), [(1, 1), (1, 2), (128, 1), (128, 2)])
 def test_heads_are_interleaved_by_group(block: int, ranks: int) -> None:
     """Four query heads and two key-value heads of 128: Megatron's rows are q0 q1 k0 v0 q2 q3 k1 v1."""
@@ -67,14 +74,10 @@ def test_heads_are_interleaved_by_group(block: int, ranks: int) -> None:
     size = 128 // block
     labels = ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"][: 8 // ranks]
     fused = torch.arange(len(labels) * size)[:, None]
-    q, k, v = DENSE.split(fused, rows, block, ranks)
-
-    def whose(part: torch.Tensor) -> list[str]:
-        return [labels[start // size] for start in part[::size, 0].tolist()]
-
-    expected = (["q0", "q1", "q2", "q3"], ["k0", "k1"], ["v0", "v1"])
-    assert (whose(q), whose(k), whose(v)) == tuple(heads[: len(heads) // ranks] for heads in expected)
-    assert torch.equal(DENSE.fuse([q, k, v], rows, block, ranks), fused)
+    cut = DENSE.split(fused, rows, block, ranks)
+    heads = (["q0", "q1", "q2", "q3"], ["k0", "k1"], ["v0", "v1"])
+    assert [owners(part, labels, size) for part in cut] == [own[: len(own) // ranks] for own in heads]
+    assert torch.equal(DENSE.fuse(cut, rows, block, ranks), fused)
 
 
 @pytest.mark.parametrize(("block", "ranks"), [(1, 1), (1, 2), (128, 1), (128, 2)])
@@ -87,16 +90,12 @@ def test_parts_of_tensors_are_interleaved_by_head_and_shared_by_ranks_one_by_one
     labels = ["q0", "k0", "z0", "z0", "q1", "k1", "z1", "z1"][: 8 // ranks]
     fused = torch.arange(len(labels) * size)[:, None]
     cut = table.split(fused, rows, block, ranks)
-
-    def whose(part: torch.Tensor) -> list[str]:
-        return [labels[start // size] for start in part[::size, 0].tolist()]
-
     of_all, of_one = [["q0", "q1", "k0", "k1"], ["z0", "z0", "z1", "z1"]], [["q0", "k0"], ["z0", "z0"]]
-    assert [whose(part) for part in cut] == (of_all if ranks == 1 else of_one)
+    assert [owners(part, labels, size) for part in cut] == (of_all if ranks == 1 else of_one)
     assert torch.equal(table.fuse(cut, rows, block, ranks), fused)
     if ranks == 1:
         first, second = (EngineRank(rank, 2).part(rows[0], cut[0]) for rank in range(2))
-        assert (whose(first), whose(second)) == (["q0", "k0"], ["q1", "k1"])
+        assert (owners(first, labels, size), owners(second, labels, size)) == (["q0", "k0"], ["q1", "k1"])
         assert torch.equal(rows[0].join([first, second]), cut[0])
 
 
@@ -151,28 +150,6 @@ def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:
     assert len(table.engine_parts(torch.zeros(64), [vocabulary], 1, EngineRank(1, 2))[0]) == 36
 
 
-def test_what_other_architectures_need_can_be_said() -> None:
-    fused = Location("fused_qkv_a_proj_with_mqa.weight", fused=True)
-    bias = row(
-        "mlp.gate.e_score_correction_bias",
-        8,
-        served=torch.float32,
-        megatron=Location("router.expert_bias", buffer=True),
-    )
-    table = TensorTable([row("q_a", 128, engine=fused), row("kv_a", 128, engine=fused), bias], groups=1)
-    ((pair),) = table.in_engine[fused.parameter].values()
-    assert [one.name for one in pair] == ["q_a", "kv_a"] and all(one.engine.fused for one in pair)
-    assert table[bias.name].served is torch.float32 and table[bias.name].megatron.buffer
-    sizes = replace(SIZES, layers=3, dense_layers=1, shared_size=128, rotary_dim=64)
-    assert [sizes.has_experts(layer) for layer in range(3)] == [False, True, True] and sizes.moe_layers == 2
-    layers = [*dense_tensors(sizes, 0), *moe_tensors(sizes, 1), *moe_tensors(sizes, 2, experts="specialists")]
-    named = TensorTable(layers, sizes.kv_heads)
-    assert named["model.layers.2.mlp.specialists.11.up_proj.weight"].engine == Location(
-        "model.layers.2.mlp.experts.w13_weight", index=11
-    )
-    assert named["model.layers.0.mlp.up_proj.weight"].op == "gate_up"
-
-
 def test_a_tied_output_projection_is_the_embedding() -> None:
     tied = TensorTable(
         architectures()["Qwen3ForCausalLM"].tensors(replace(SIZES, experts=0, tied=True)), SIZES.kv_heads
@@ -180,3 +157,62 @@ def test_a_tied_output_projection_is_the_embedding() -> None:
     assert "lm_head.weight" not in tied.rows
     (output,) = tied.in_megatron["output_layer.weight"]
     assert output.name == "model.embed_tokens.weight"
+
+
+def test_a_scope_of_other_names_or_of_parts_of_a_fused_product_is_refused() -> None:
+    spec = QuantSpec.preset("fp8_block_pow2")
+    check_scope(spec.override({"scope": ["q_proj", "k_proj", "v_proj", "experts.down_proj"]}))
+    with pytest.raises(UserError, match=r"scope: found \['gate'\], expected names out of .*'gate_proj'"):
+        check_scope(spec.override({"scope": ["gate"]}))
+    with pytest.raises(UserError, match=r"found \['q_proj'\] without the rest of \['q_proj', 'k_proj', 'v_proj'\]"):
+        check_scope(spec.override({"scope": ["q_proj"]}))
+
+
+@pytest.mark.slow
+def test_knowing_the_architectures_takes_no_library_of_models() -> None:
+    asked = "import sys, fp8rl.models.architecture as a; a.architectures(); print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+TENSORS = hf_tensors_served(0)
+
+
+def filled() -> SharedBase:
+    base = SharedBase(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
+    for name, tensor in TENSORS.items():
+        base.tensors[name].copy_(tensor)
+    return base
+
+
+@pytest.mark.slow
+def test_a_base_holds_every_parameter_of_the_engine_and_no_more() -> None:
+    """The padding of the vocabulary, which no tensor fills, is the only difference."""
+    base, engine = filled(), dict(build(TENSORS).named_parameters())
+    assert base.parameters.keys() == engine.keys()
+    for name, parameter in engine.items():
+        view = base.parameters[name]
+        assert (view.shape, view.dtype) == (parameter.shape, parameter.dtype), name
+        if name not in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert torch.equal(view.view(torch.uint8), parameter.view(torch.uint8)), name
+    spans = sorted((span.start, span.stop) for span in parameter_spans(DEFINITION, SPEC).values())
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert base.flat.numel() <= 1.01 * sum(tensor.nbytes for tensor in engine.values())
+
+
+def test_fused_tensors_are_views_and_experts_a_stack() -> None:
+    base, rows = filled(), DEFINITION.tensors.rows
+    prefix = "model.layers.0.mlp.experts."
+    up = base.fused([rows[f"{prefix}1.up_proj.weight"]])
+    both = base.fused([rows[f"{prefix}1.{kind}_proj.weight"] for kind in ("gate", "up")], stacked=EXPERTS - 1)
+    assert isinstance(up, QuantizedTensor) and isinstance(both, QuantizedTensor)
+    assert both.data.shape == (EXPERTS - 1, 2 * WIDTH, HIDDEN)
+    assert torch.equal(both.dequantize()[0, WIDTH:], up.dequantize())
+    assert up.data.untyped_storage().data_ptr() == base.flat.untyped_storage().data_ptr()
+    with pytest.raises(ValueError, match="one after the other"):
+        base.fused([rows[f"{prefix}1.{kind}_proj.weight"] for kind in ("up", "gate")])
+
+
+def test_another_spec_is_refused_by_its_size() -> None:
+    with pytest.raises(ValueError, match="expected [0-9]+: another model, or another spec"):
+        SharedBase(filled().flat, DEFINITION, QuantSpec.preset("bf16"))

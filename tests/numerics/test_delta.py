@@ -66,24 +66,19 @@ def test_a_delta_of_a_longer_tensor_is_refused() -> None:
 
 
 def test_a_delta_comes_to_where_the_tensor_is() -> None:
+    """CUDA writes to places of a tensor only where places and values are on its device."""
     old, new = torch.zeros(4, 512), torch.zeros(4, 512)
     new[2, 7] = 1.0
     delta = encode(new, old)
     assert delta is not None
-    with Writes() as writes:
+    devices: list[str] = []
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten.index_put_:
+                devices.extend(each.device.type for each in (args[0], args[1][0], args[2]))
+            return func(*args, **(kwargs or {}))
+
+    with Writes():
         apply(delta, old.to("meta"))
-    assert writes.devices == [["meta", "meta", "meta"]]
-
-
-class Writes(TorchDispatchMode):
-    """Of each write to places of a tensor, the devices of the tensor, the places and the values: CUDA takes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.devices: list[list[str]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten.index_put_:
-            target, (places,), values = args[:3]
-            self.devices.append([tensor.device.type for tensor in (target, places, values)])
-        return func(*args, **(kwargs or {}))
+    assert devices == ["meta"] * 3

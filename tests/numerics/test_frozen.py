@@ -1,4 +1,4 @@
-"""Products of frozen weights: the bits of trained ones, from codes alone."""
+"""Products of frozen weights, from codes alone, have the bits of trained ones, whose operands are cached."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import Implementation, using
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import Backward
-from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.quantize import fake_quantize, quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import Frozen, WeightCache, freeze, frozen_of
 
 N, K, BLOCK = 512, 256, 128
+SPEC = QuantSpec.preset("fp8_block_pow2").weight
 COUNTS = torch.tensor([5, 0, 12])
 
 
@@ -79,3 +80,31 @@ def test_a_frozen_parameter_keeps_its_shape_and_no_memory() -> None:
     assert cache.operand(parameter, codes.spec) is frozen_of(parameter)
     assert torch.equal(cache.served(parameter), codes.dequantize())
     assert not list(cache.operands())
+
+
+def test_computed_once_per_version_and_never_stale():
+    weight = torch.nn.Parameter(torch.randn(128, 256).bfloat16())
+    cache = WeightCache()
+    first = cache.operand(weight, SPEC)
+    assert cache.operand(weight, SPEC) is first
+    weight.data.mul_(3)  # as optimizers write: torch's version counter does not move
+    cache.advance(1)
+    assert torch.equal(cache.operand(weight, SPEC), fake_quantize(weight.detach(), SPEC))
+    assert not torch.equal(cache.operand(weight, SPEC), first)
+
+
+def test_weights_are_told_apart_by_identity():
+    a = torch.ones(128, 128, dtype=torch.bfloat16)
+    b = torch.zeros(128, 128, dtype=torch.bfloat16)
+    cache = WeightCache()
+    assert cache.operand(a, SPEC).sum() == 128 * 128 and cache.operand(b, SPEC).sum() == 0
+
+
+def test_experts_are_cached_together_and_a_stack_as_one_weight():
+    stack = torch.randn(3, 128, 128).bfloat16()
+    for experts, held in (([*stack.clone()], 3), (stack, 1)):
+        cache = WeightCache()
+        group = cache.group_operand(experts, SPEC)
+        assert cache.group_operand(experts if held == 1 else [*experts], SPEC) is group
+        assert all(torch.equal(found, fake_quantize(one, SPEC)) for found, one in zip(group, stack, strict=True))
+        assert len(cache.weights()) == held and (held > 1 or cache.weights()[0] is stack)

@@ -60,22 +60,15 @@ def test_attention_over_codes_is_that_over_the_numbers_which_they_stand_for(
     q, k, v = torch.randn(3, 4, 32).bfloat16(), torch.randn(40, 2, 32).bfloat16(), torch.randn(40, 2, 32).bfloat16()
     keys, values = kv.keys(k), kv.values(v)
     table, lengths = torch.randperm(40)[:36].view(3, 12).int(), torch.tensor([12, 7, 3])
-    found = kv.result(
-        ops.paged_attention(
-            q, keys.to(kv.dtype), values.to(kv.dtype), table, torch.arange(3), None, lengths, 0.2 * key_scale
-        )
-    )
+    cache = keys.to(kv.dtype), values.to(kv.dtype)
+    found = kv.result(ops.paged_attention(q, *cache, table, torch.arange(3), None, lengths, 0.2 * key_scale))
     for row, length in enumerate(lengths.tolist()):
         slots = table[row, :length].long()
-        said = ops.attention(
-            q[row][None, None],
-            (keys * key_scale)[slots][None],
-            (values * value_scale)[slots][None],
-            torch.tensor([[length - 1]]),
-            0.2,
-        )
+        own_keys, own_values = (keys * key_scale)[slots], (values * value_scale)[slots]
+        last = torch.tensor([[length - 1]])
+        said = ops.attention(q[row][None, None], own_keys[None], own_values[None], last, 0.2)
         assert torch.equal(found[row], said[0, 0])
-        own = (keys * key_scale)[slots].double().repeat_interleave(2, 1)
-        weights = (torch.einsum("hd,thd->ht", q[row].double(), own) * 0.2).softmax(-1)
-        exact = torch.einsum("ht,thd->hd", weights, (values * value_scale)[slots].double().repeat_interleave(2, 1))
+        wide_keys, wide_values = (each.double().repeat_interleave(2, 1) for each in (own_keys, own_values))
+        weights = (torch.einsum("hd,thd->ht", q[row].double(), wide_keys) * 0.2).softmax(-1)
+        exact = torch.einsum("ht,thd->hd", weights, wide_values)
         assert (found[row].double() - exact).abs().max() <= 2**-8 * exact.abs().max()

@@ -1,19 +1,12 @@
-"""Benchmarks and parts of the GPU bench that go wrong after their first row."""
+"""Parts of the GPU bench that go wrong after their first row."""
 
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from lab.bench.gpu.measure import Measured
 from lab.bench.gpu.parts import Part
-from lab.bench.measure import Result
-
-
-def half() -> Iterator[Result]:
-    yield Result("the first half", 1.0, 2.0, False, {"seconds": 3.0})
-    raise RuntimeError("no room on the disk")
 
 
 def raises(done: Measured, *_: Any) -> None:

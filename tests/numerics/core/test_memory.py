@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl.numerics.core.memory import NAN, ZEROS, batches_by_bytes, give_back, own_memory, placeholders
+from fp8rl.numerics.core.memory import NAN, ZEROS, batches_by_bytes, own_memory, placeholders
 
 LIMIT = 100
 
@@ -19,16 +19,13 @@ def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
     return [(str(index), torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
 
 
-def sizes_of(sizes: list[int]) -> list[list[int]]:
-    return [[tensor.nbytes for _, tensor in batch] for batch in batches_by_bytes(named(sizes), LIMIT)]
-
-
-def test_by_hand() -> None:
-    assert sizes_of([]) == []
-    assert sizes_of([60, 40, 1, 99, 1]) == [[60, 40], [1, 99], [1]]
-    assert sizes_of([10, 250, 10, 20]) == [[10], [250], [10, 20]]
-    assert sizes_of([250]) == [[250]]
-    assert sizes_of([0, 100, 0]) == [[0, 100, 0]]
+@given(st.lists(st.integers(0, 130)))
+def test_every_tensor_once_in_order_and_no_batch_that_could_have_taken_the_next(sizes: list[int]) -> None:
+    packed = list(batches_by_bytes(named(sizes), LIMIT))
+    assert [name for batch in packed for name, _ in batch] == [str(index) for index in range(len(sizes))]
+    totals = [[tensor.nbytes for _, tensor in batch] for batch in packed]
+    assert all(sum(batch) <= LIMIT or len(batch) == 1 for batch in totals)
+    assert all(sum(batch) + after[0] > LIMIT for batch, after in itertools.pairwise(totals))
 
 
 def test_bytes_count_and_not_elements() -> None:
@@ -36,27 +33,11 @@ def test_bytes_count_and_not_elements() -> None:
     assert [[name for name, _ in batch] for batch in batches_by_bytes(tensors, LIMIT)] == [["a", "b"], ["c"]]
 
 
-@pytest.mark.slow
-@given(st.lists(st.integers(0, 130)))
-def test_every_tensor_once_in_order_and_no_batch_that_could_have_taken_the_next(sizes: list[int]) -> None:
-    packed = list(batches_by_bytes(named(sizes), LIMIT))
-    assert [name for batch in packed for name, _ in batch] == [str(index) for index in range(len(sizes))]
-    totals = sizes_of(sizes)
-    assert all(sum(batch) <= LIMIT or len(batch) == 1 for batch in totals)
-    assert all(sum(batch) + after[0] > LIMIT for batch, after in itertools.pairwise(totals))
-
-
 def test_tensors_are_taken_one_batch_at_a_time() -> None:
     """A model larger than memory streams: nothing is read before the batch that it belongs to is asked for."""
     taken: list[str] = []
-
-    def stream():  # type: ignore[no-untyped-def]
-        for name, tensor in named([60, 60, 60]):
-            taken.append(name)
-            yield name, tensor
-
-    packed = batches_by_bytes(stream(), LIMIT)
-    next(packed)
+    stream = (taken.append(each[0]) or each for each in named([60, 60, 60]))  # type: ignore[func-returns-value]
+    next(batches_by_bytes(stream, LIMIT))
     assert taken == ["0", "1"]
 
 
@@ -91,13 +72,3 @@ def test_modules_of_later_have_memory_of_their_own() -> None:
     with pytest.raises(KeyError), placeholders(ZEROS):
         raise KeyError
     assert all((p == 1.0).all() for p in (Layer().scale, Layer().weight))
-
-
-def test_freed_memory_of_a_gpu_goes_back_where_one_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    emptied: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    give_back()
-    assert emptied == [], "this process has used none"
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    give_back()
-    assert emptied == [True]

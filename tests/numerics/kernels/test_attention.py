@@ -77,16 +77,6 @@ def test_weights_are_rounded_to_bf16_as_the_precision_map_plans():
 
 
 @pytest.mark.slow
-def test_positions_may_have_any_order():
-    q, k, v, _ = inputs(2, 40, 140, 8, 2, 16)
-    positions = torch.randint(0, 140, (2, 40), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    exact, size = attention64(q, k, v, positions)
-    found = attention(q, k, v, positions, SCALE).double()
-    assert ((found - exact).abs() <= bound(exact, size)).all()
-    compare_gradients(q, k, v, positions)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients(shape):
     compare_gradients(*inputs(2, *shape))
@@ -194,11 +184,9 @@ class Sequences:
             self.table[self.requests[i], :length] = own.int()
             self.k_cache[own], self.v_cache[own] = k[0], v[0]
             self.queries.append(q[0])
-            positions = torch.arange(length, device=DEVICE)[None, -newest:]
-            expected = attention(q[:, -newest:], k, v, positions, SCALE)[0]
-            self.expected.append(
-                torch.nn.functional.pad(expected, (0, 0, 0, 0, length - len(expected), 0), value=torch.nan)
-            )
+            expected, positions = torch.full_like(q[0], torch.nan), torch.arange(length, device=DEVICE)[None, -newest:]
+            expected[-newest:] = attention(q[:, -newest:], k, v, positions, SCALE)[0]
+            self.expected.append(expected)
         self.k_cache, self.v_cache = self.k_cache.to(kv.dtype), self.v_cache.to(kv.dtype)
 
     def run(self, starts, stops):
@@ -245,35 +233,14 @@ def test_chunks_of_keys_have_the_bits_of_the_whole_in_any_number_of_programs(mon
             assert torch.equal(out, expected)
 
 
-def test_a_batch_that_is_filled_up_beside_chunks_of_keys():
-    sequences = Sequences([1030, 3], newest=1)
-    q = torch.cat((sequences.queries[0][-1:], random(2, 8, 64, seed=7)))
-    new, keys = torch.tensor([1, 1], device=DEVICE), torch.tensor([1030, 0], device=DEVICE)
-    table, requests = sequences.table, sequences.requests
-    out = paged_attention(q, sequences.k_cache, sequences.v_cache, table, requests, new, keys, SCALE)
-    assert torch.equal(out[0], sequences.expected[0][-1]) and not out[1:].any()
-
-
-@pytest.mark.slow
-def test_every_position_decodes_to_the_bits_of_the_whole():
-    q, k, v, positions = inputs(2, 260, 260, 4, 1, 16)
-    whole = attention(q, k, v, positions, SCALE)
-    for t in (0, 1, 31, 32, 127, 128, 129, 255, 256, 259):
-        step = attention(q[1:, t : t + 1], k[1:, : t + 1], v[1:, : t + 1], positions[1:, t : t + 1], SCALE)
-        assert torch.equal(step, whole[1:, t : t + 1])
-        # Of several sequences at once, padded to the longest with what happens to be there.
-        where = torch.tensor([[t], [77]], device=DEVICE)
-        mixed = attention(torch.stack((q[1, t], q[0, 77]))[:, None], k.flip(0), v.flip(0), where, SCALE)
-        assert torch.equal(mixed[0], whole[1, t : t + 1]) and torch.equal(mixed[1], whole[0, 77:78])
-
-
-def test_sequences_and_tokens_that_only_fill_up_a_batch():
+@pytest.mark.parametrize("length", (40, 1030), ids=("one chunk", "chunks of keys"))
+def test_sequences_and_tokens_that_only_fill_up_a_batch(length):
     """A CUDA graph's batch has one size: sequences without keys, tokens behind the last sequence's."""
-    sequences = Sequences([40, 3])
+    sequences = Sequences([length, 3], newest=1)
     q = torch.cat((sequences.queries[0][-1:], random(2, 8, 64, seed=7)))
-    requests = sequences.requests[[0, 1]]
-    new, keys = torch.tensor([1, 1], device=DEVICE), torch.tensor([40, 0], device=DEVICE)
-    out = paged_attention(q, sequences.k_cache, sequences.v_cache, sequences.table, requests, new, keys, SCALE)
+    new, keys = torch.tensor([1, 1], device=DEVICE), torch.tensor([length, 0], device=DEVICE)
+    caches = sequences.k_cache, sequences.v_cache, sequences.table, sequences.requests
+    out = paged_attention(q, *caches, new, keys, SCALE)
     assert torch.equal(out[0], sequences.expected[0][-1]) and not out[1:].any()
 
 
@@ -286,26 +253,11 @@ def test_a_cache_of_codes_has_the_bits_of_the_numbers_that_they_are():
 
 def test_what_the_kernels_do_not_know_is_refused():
     q, k, v, positions = inputs(1, 4, 4, 2, 1, 64)
-    with pytest.raises(UserError, match="found .*float32"):
-        attention(q.float(), k, v, positions, SCALE)
-    with pytest.raises(UserError, match="found .*float8_e4m3fn.*, expected BF16 q, k and v. Cast"):
-        attention(q, k.to(CODES), v.to(CODES), positions, SCALE)
-    with pytest.raises(UserError, match="head size: found 48"):
-        attention(q[..., :48], k[..., :48], v[..., :48], positions, SCALE)
-    with pytest.raises(UserError, match="kv heads that divide"):
-        attention(q[:, :, :1], k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), positions, SCALE)
-
-
-@pytest.mark.gpu
-def test_a_cuda_graph_takes_new_lengths():
-    sequences = Sequences([300, 200])
-    q = torch.stack([q[-1] for q in sequences.queries])
-    new, keys = torch.ones(2, dtype=torch.int32, device=DEVICE), torch.tensor([17, 33], device=DEVICE)
-    arguments = (q, sequences.k_cache, sequences.v_cache, sequences.table, sequences.requests, new, keys, SCALE)
-    paged_attention(*arguments)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = paged_attention(*arguments)
-    keys.copy_(torch.tensor([300, 200]))
-    graph.replay()
-    assert torch.equal(out, torch.stack([x[-1] for x in sequences.expected]))
+    for refused, said in (
+        ((q.float(), k, v), "found .*float32"),
+        ((q, k.to(CODES), v.to(CODES)), "found .*float8_e4m3fn.*, expected BF16 q, k and v. Cast"),
+        ((x[..., :48] for x in (q, k, v)), "head size: found 48"),
+        ((q[:, :, :1], k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)), "kv heads that divide"),
+    ):
+        with pytest.raises(UserError, match=said):
+            attention(*refused, positions, SCALE)

@@ -75,20 +75,14 @@ def test_products_run_on_the_tensor_core_and_tiles_fit(kernels):
     assert len(merged) == 4 and max(merged) <= 344  # contiguous, packed, a tree, and the prefill of 8,192 tokens
 
 
-def test_contiguous_packed_and_paged_keys_and_trees_are_summed_in_one_order(kernels):
-    """A row's weights are summed in the layout of the product. Were it another in one of the variants, the trainer's
-    bits would not be the engine's; warps, each with 16 whole rows, is what all of them have: eight, or four in tiles of
-    64 rows."""
-    sums = [kernel["sums"] for kernel in named(kernels, "_forward_kernel")]
-    assert len(sums) == 12 and all(len(layouts) == 1 for layouts in sums)
-    for (layout,), warps in zip(sums, [8] * 8 + [4] * 4, strict=True):
-        assert "nvidia_mma" in layout and f"warpsPerCTA = [{warps}, 1]" in layout
-        assert "instrShape = [16, 128, 16]" in layout
-
-
 def test_every_variant_adds_up_in_one_order(kernels):
     """The loops over keys without a mask and with one: decode, prefill, contiguous, packed, a tree; gradients of query
-    heads that share a key head, and that do not. Codes are unpacked, and then computed with as BF16 numbers are."""
+    heads that share a key head, and that do not. Codes are unpacked, and then computed with as BF16 numbers are. A row
+    is summed in the layout of the product: 8 warps, each with 16 whole rows, or 4 in tiles of 64 rows."""
+    for kernel, warps in zip(named(kernels, "_forward_kernel"), [8] * 8 + [4] * 4, strict=True):
+        (layout,) = kernel["sums"]
+        wanted = ("nvidia_mma", f"warpsPerCTA = [{warps}, 1]", "instrShape = [16, 128, 16]")
+        assert all(each in layout for each in wanted), layout
     for name, count, loops in (("_forward_kernel", 12, 2), ("_dq_kernel", 3, 2), ("_dkv_kernel", 3, 1)):
         assert len(variants := named(kernels, name)) == count
         assert len(found := in_one_order(variants)) == loops and all(sum(each.values()) > 100 for each in found)
@@ -105,14 +99,11 @@ def test_decode_of_64_rows_spills_nothing_and_fills_the_gpu(kernels):
 
 def test_the_next_step_is_copied_while_a_step_is_computed(kernels):
     """A step over 128 keys waits for its own keys and values, and leaves those of the next step under way; gradients
-    likewise, of which those of the keys copy queries, their gradients and three numbers of each."""
+    likewise, of which those of the keys copy queries, their gradients and three numbers of each. In decode, by Little's
+    law, 3.35 TB/s over 132 SMs at a latency of a microsecond, of which 0.6 to 1 is usual, take 25 KB of each; a block
+    copies 64 KiB in a step."""
     groups = {"_forward_kernel": 2, "_dq_kernel": 2, "_dkv_kernel": 5}
     loops = [(kernel, kernel["under_way"]) for kernel in kernels if kernel["name"] in groups]
     assert len(loops) == 18 and all(set(found) == {groups[kernel["name"]]} for kernel, found in loops)
-
-
-def test_decode_keeps_twice_what_the_memory_needs_under_way(kernels):
-    """By Little's law 3.35 TB/s over 132 SMs at a latency of a microsecond, of which 0.6 to 1 is usual, take 25 KB of
-    each. A block copies 64 KiB in a step."""
     for kernel in named(kernels, "_forward_kernel")[-4:]:
         assert min(kernel["brought"]) * 128 > 2 * 3.35e12 / 132 * 1e-6

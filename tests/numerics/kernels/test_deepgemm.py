@@ -126,22 +126,22 @@ def hopper(monkeypatch):
     return has
 
 
+def compile_failed(*_):
+    raise RuntimeError("nvcc: not found\nin /opt")
+
+
 @pytest.mark.slow
-def test_the_probe_allows_it_where_its_bits_are_ours(hopper):
-    stand_in = hopper(StandIn())
+@pytest.mark.parametrize(
+    "wrong, said", [(0, None), (1, "other bits than those of the Triton kernel, in 1 x 192 x 256")]
+)
+def test_the_probe_allows_it_where_its_bits_are_ours(hopper, wrong, said):
+    stand_in = hopper(StandIn(wrong))
     with using("triton"):
-        assert probe.allow_deepgemm(DEVICE) is None
+        assert probe.choose_deepgemm(DEVICE, False) is None and stand_in.calls == []
+        found = probe.choose_deepgemm(DEVICE, True)
+    assert found.startswith(said) if wrong else found is None
     assert set(stand_in.calls) == {"dense", "grouped"}
-    assert deepgemm.product(*operands(8, 64, 256), torch.bfloat16, 1, None) is not None
-
-
-@pytest.mark.slow
-def test_the_probe_refuses_another_bit_and_our_kernels_run_on(hopper):
-    hopper(StandIn(wrong=1))
-    with using("triton"):
-        found = probe.allow_deepgemm(DEVICE)
-    assert found is not None and found.startswith("other bits than those of the Triton kernel, in 1 x 192 x 256")
-    assert deepgemm.product(*operands(8, 64, 256), torch.bfloat16, 1, None) is None
+    assert (deepgemm.product(*operands(8, 64, 256), torch.bfloat16, 1, None) is None) == bool(wrong)
 
 
 def test_what_is_missing_is_named(monkeypatch, hopper):
@@ -149,35 +149,15 @@ def test_what_is_missing_is_named(monkeypatch, hopper):
     assert deepgemm_lacks((9, 0), has_deepgemm()) is None
     with using("torch"):
         assert "no kernels for the spec" in str(probe.allow_deepgemm(DEVICE))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert probe.allow_deepgemm(DEVICE) == "no DeepGEMM (the package sgl-deep-gemm)"
-
-
-@pytest.mark.slow
-def test_one_that_cannot_compile_is_an_obstacle_and_our_kernels_run_on(monkeypatch, hopper):
-    def compile_failed(*args: object) -> None:
-        raise RuntimeError("nvcc: not found\nin /opt")
-
-    stand_in = hopper(StandIn())
-    monkeypatch.setattr(stand_in, "dense", compile_failed)
+    stand_in = StandIn()
+    stand_in.dense = compile_failed
     hopper(stand_in)
     with using("triton"):
         assert probe.allow_deepgemm(DEVICE) == "DeepGEMM fails with RuntimeError: nvcc: not found"
     assert deepgemm.product(*operands(8, 64, 256), torch.bfloat16, 1, None) is None
-
-
-def test_a_trainer_takes_it_where_it_can_unless_told_otherwise(monkeypatch):
-    from fp8rl.trainer import trainer
-
-    asked = []
-    monkeypatch.setattr(trainer, "choose_tiles", lambda device: None)
-    monkeypatch.setattr(trainer, "row_variant_ops", lambda device, kv: [])
-    monkeypatch.setattr(probe, "allow_deepgemm", lambda device: asked.append(device) or "no DeepGEMM")
-    trainer.check_row_invariance(deepgemm=None)
-    trainer.check_row_invariance(deepgemm=False)
-    assert len(asked) == 1
-    with pytest.raises(UserError, match="numerics.deepgemm"):
-        trainer.check_row_invariance(deepgemm=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert probe.choose_deepgemm(DEVICE, None) is None
+    assert probe.allow_deepgemm(DEVICE) == "no DeepGEMM (the package sgl-deep-gemm)"
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may have it")

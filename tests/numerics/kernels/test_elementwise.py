@@ -1,15 +1,17 @@
-"""Norm, SwiGLU, RoPE and the sum over experts against their torch definitions, values and gradients."""
+"""Norm, SwiGLU, RoPE, the sum over experts, digests and the gradient of an embedding against their definitions."""
 
 import pytest
 import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.kernels import gates, norm
+from fp8rl.numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
+from fp8rl.numerics.kernels import digest, gates, norm
 from fp8rl.numerics.ops.experts import route
 from fp8rl.numerics.ops.rope import Llama3
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import TensorSpec
+from tests.support.atomics import Atomics
 from tests.support.kernels import DEVICE, random
 
 
@@ -79,22 +81,18 @@ LLAMA3 = Llama3(factor=32.0, original=8192, low=1.0, high=4.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "dim", "scaling"), [(4, 128, None), (9, 64, LLAMA3), (1, 96, None)])
-def test_rope_at_early_and_late_positions(heads, dim, scaling):
+@pytest.mark.parametrize(
+    ("heads", "dim", "rotary", "scaling"),
+    [(4, 128, None, None), (9, 64, None, LLAMA3), (1, 96, None, None), (9, 128, 64, None), (9, 128, 96, None)],
+)
+def test_rope_at_early_and_late_positions(heads, dim, rotary, scaling):
     x, positions = random(2, 3, heads, dim), torch.tensor([[0, 1, 2], [500, 40_000, 130_000]], device=DEVICE)
-    found, expected = compared(lambda x: ops.rope(x, positions, 1e6, None, scaling), x)
-    rounded_otherwise = (found[0] != expected[0]).double().mean()
-    assert rounded_otherwise < 0.01
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rotary", (64, 96, 32))
-def test_rope_of_the_first_channels(rotary):
-    x, positions = random(2, 3, 9, 128), torch.tensor([[0, 1, 2], [500, 40_000, 130_000]], device=DEVICE)
-    found, _ = compared(lambda x: ops.rope(x, positions, 1e6, rotary), x)
-    with using("triton"):
-        assert torch.equal(found[0][..., :rotary], ops.rope(x[..., :rotary], positions, 1e6))
-    assert torch.equal(found[0][..., rotary:], x[..., rotary:])
+    found, expected = compared(lambda x: ops.rope(x, positions, 1e6, rotary, scaling), x)
+    assert (found[0] != expected[0]).double().mean() < 0.01, "rounded otherwise"
+    if rotary:
+        with using("triton"):
+            assert torch.equal(found[0][..., :rotary], ops.rope(x[..., :rotary], positions, 1e6))
+        assert torch.equal(found[0][..., rotary:], x[..., rotary:])
 
 
 @pytest.mark.parametrize("top_k", (1, 2, 5))
@@ -126,16 +124,52 @@ def test_rows_and_gradients_of_any_stride(strided):
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.slow
-def test_rows_do_not_depend_on_their_number():
-    x, weight = random(70, 512, scale=3), random(512, seed=1)
-    positions = torch.arange(70, device=DEVICE)[:, None]
-    rowwise = [
-        lambda n: ops.rms_norm(x[:n], weight, 1e-6),
-        lambda n: ops.swiglu(x[:n]),
-        lambda n: ops.rope(x[:n].view(n, 1, 4, 128), positions[:n], 1e4),
-    ]
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1, 4, 7, 4 * CHUNK, 4 * CHUNK + 3, 10 * CHUNK + 12, 128)
+    return [torch.randint(256, (size,), dtype=torch.uint8, generator=generator).to(DEVICE) for size in sizes]
+
+
+def test_the_kernel_gives_the_digests_of_torch():
+    expected = [tensor_digest(tensor) for tensor in tensors()]
     with using("triton"):
-        for op in rowwise:
-            whole = op(70)
-            assert all(torch.equal(op(n), whole[:n]) for n in (1, 31, 64))
+        assert tensor_digests(tensors()) == expected
+        assert tensor_digests(tensors()[::-1]) == expected[::-1]
+        assert [tensor_digest(tensor) for tensor in tensors()] == expected, "aligned, where others in a launch are not"
+
+
+def test_tensors_of_a_cpu_are_summed_where_kernels_are_compiled(monkeypatch):
+    """No compiled kernel reads them."""
+    words = [tensor.cpu()[:64].view(torch.int32) for tensor in tensors() if len(tensor) >= 64]
+    expected = chunk_sums(words)
+    monkeypatch.setattr(digest, "_kernel", None)
+    monkeypatch.setattr(digest.triton.knobs.runtime, "interpret", False)
+    with using("triton"):
+        assert chunk_sums(words).equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_adds_what_the_definition_adds(dtype: torch.dtype) -> None:
+    rows, held = random(40, 1100, scale=3.0), random(9, 1100, seed=1).to(dtype)
+    tokens = torch.randint(-2, 12, (40,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    found = {}
+    for implementation in ("torch", "triton"):
+        found[implementation] = held.clone()
+        with using(implementation), Atomics() as atomics:
+            ops.add_by_token(found[implementation], rows, tokens)
+        assert atomics.found == []
+    assert torch.equal(found["torch"], found["triton"])
+    for token in range(9):
+        total = torch.zeros(1100, device=DEVICE)
+        for row in rows[tokens == token]:
+            total += row.float()
+        assert torch.equal(found["torch"][token], held[token] + total.bfloat16().to(dtype))
+
+
+def test_nothing_is_added_where_no_token_is_this_rank_s() -> None:
+    total = random(4, 64).float()
+    for implementation in ("torch", "triton"):
+        with using(implementation):
+            ops.add_by_token(before := total.clone(), random(2, 64), torch.tensor([-1, 4], device=DEVICE))
+            ops.add_by_token(before, random(0, 64), torch.zeros(0, dtype=torch.int64, device=DEVICE))
+        assert torch.equal(before, total)

@@ -8,11 +8,15 @@ pytestmark = pytest.mark.slow  # 29 kernels to compile
 
 SCRIPT = """
 import torch
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.digest import CHUNK
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.kernels import digest, draw, gates, logprobs, norm, quantize, rope, router, trees
 from fp8rl.numerics.kernels.products import pairs
-from fp8rl.numerics.ops import HeadNorms, NewSlots
+from fp8rl.numerics.ops import ExpertWeights, HeadNorms, NewSlots
+from fp8rl.numerics.quantize import quantize as definition
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -52,6 +56,33 @@ with compiled_only() as found:
     draw.draw(tensor(64, 151936), ones, numbers, numbers)
     draw.truncation_floors(tensor(64, 151936), ones, ones, numbers, ones)
 """
+ONE = """
+run = QuantSpec.preset("fp8_block_pow2")
+
+def weight(*shape):
+    held = definition(tensor(*shape).detach(), run.weight)
+    return ExpertWeights(held.data, ops.weight_operand(held))
+
+with compiled_only() as found, using("triton"), torch.no_grad():
+    one = torch.ones(1, dtype=torch.int64)
+    x, norm, wide = tensor(1, 128), tensor(128), weight(128, 128)
+    ops.rms_norm(x, norm, 1e-6)
+    ops.add_rms_norm(x, x, norm, 1e-6)
+    ops.fp8_linear(x, wide.weights, wide.operand, run)
+    deep = weight(128, 256)
+    ops.fp8_linear(tensor(1, 256), deep.weights, deep.operand, run, k_splits=2)
+    ops.norm_fp8_linear(x, norm, 1e-6, wide.weights, wide.operand, run)
+    ops.rope(tensor(1, 1, 1, 128), one[None], 1e6)
+    cache, table = tensor(4096, 1, 128), torch.zeros(1, 4096, dtype=torch.int32)
+    ops.paged_attention(tensor(1, 1, 128), cache, cache, table, one, one, one, 0.1)
+    probs, chosen = ops.route(ops.linear(x, tensor(1, 128)), 1, True)
+    order, counts = torch.zeros(2, 1, dtype=torch.int64)
+    outputs = ops.experts(x[order], counts, weight(1, 2 * 128, 128), weight(1, 128, 128), run, "bf16")
+    ops.combine(outputs, probs, order, x.dtype)
+    logits = ops.linear(x, tensor(256, 128))
+    ops.token_logprobs(logits, one, torch.ones(1))
+    ops.draw(logits, torch.ones(1), one, one)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +90,31 @@ def kernels():
     return compiled_elsewhere(SCRIPT)
 
 
+def test_a_decode_step_of_one_sequence_one_head_and_one_expert_compiles():
+    """Triton makes constants of arguments that are 1, its interpreter does not."""
+    names = "blocks forward merge rows product route tiles draw combine".split()
+    found = {kernel["name"] for kernel in compiled_elsewhere(SCRIPT.partition("with compiled_only")[0] + ONE)}
+    assert found == {"_kernel", *(f"_{name}_kernel" for name in names)}
+
+
 def test_everything_stays_in_registers_and_shared_memory(kernels):
+    """With more than 64 registers of each of 512 threads one program that quantizes both ways would be on an SM, and
+    nothing to compute while it waits."""
     assert len(kernels) == 29
     for kernel in kernels:
         assert kernel["shared"] <= 64 * 1024 and kernel["spilled"] <= 64, kernel
-
-
-def test_two_programs_that_quantize_both_ways_fit_the_registers_of_an_sm(kernels):
-    """With more than 64 of each of 512 threads there would be one, and nothing to compute while it waits."""
     both_ways = [kernel for kernel in kernels if kernel["name"] == "_two_way_kernel"]
     assert both_ways and all(kernel["registers"] <= 64 and not kernel["spilled"] for kernel in both_ways), both_ways
 
 
-def test_codes_are_cast_by_the_instruction_that_saturates(kernels):
+def test_codes_are_cast_by_the_instruction_that_saturates_and_few_kernels_divide(kernels):
+    """Of the kernels that quantize, the one that writes FP32 scales too. Log-probabilities divide once for the
+    temperature, and once for the entropy, and not for each logit."""
     casting = [kernel for kernel in kernels if any("satfinite" in name for name in kernel["instructions"])]
     assert len(casting) == 8
     formats = {name for kernel in casting for name in kernel["instructions"] if "satfinite" in name}
     assert formats == {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
-
-
-def test_power_of_two_scales_take_no_division(kernels):
-    """Of the kernels that quantize, the one that writes FP32 scales too divides."""
-    casting = [kernel for kernel in kernels if any("satfinite" in name for name in kernel["instructions"])]
     assert [kernel["name"] for kernel in casting if kernel["divisions"]] == ["_two_way_kernel"]
 
-
-def test_log_probabilities_take_no_division_for_each_logit(kernels):
-    """One for the temperature, and one for the entropy."""
     forward, backward = kernels[-5:-3]
     assert (forward["divisions"], backward["divisions"]) == (2, 1)

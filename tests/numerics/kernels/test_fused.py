@@ -38,13 +38,10 @@ def odd(*shape, seed=0):
 @pytest.mark.parametrize("hidden", (128, 200, 1024))
 def test_a_norm_that_is_kept_and_quantized(hidden, scale):
     spec, weight = TensorSpec(scale=scale), random(hidden, seed=1)
-    for residual in (None, odd(7, hidden, seed=2).flip(0)):
-        x = odd(7, hidden)
+    x, beside = odd(7, hidden), odd(7, hidden, seed=2).flip(0)
+    alone = norm.rms_norm_forward(x, weight, 1e-6)[0], x
+    for residual, expected in ((None, alone), (beside, norm.add_rms_norm(x, beside, weight, 1e-6))):
         normed, total, rows = norm.norm_rows(x, residual, weight, 1e-6, spec)
-        if residual is None:
-            expected = norm.rms_norm_forward(x, weight, 1e-6)[0], x
-        else:
-            expected = norm.add_rms_norm(x, residual, weight, 1e-6)
         codes = quantize(expected[0], spec)
         assert same(normed, expected[0]) and same(total, expected[1])
         assert same(rows.data, codes.data) and same(rows.scale_inv, codes.scale_inv)
@@ -140,6 +137,5 @@ def test_the_definitions_are_their_parts():
     normed, total, rows = ops.norm_rows(x, residual, weight, 1e-6, SPEC.activation)
     expected = ops.add_rms_norm(x, residual, weight, 1e-6)
     assert same(normed, expected[0]) and same(total, expected[1])
-    w = quantize(random(128, 256, seed=3), SPEC.weight)
-    operand = ops.weight_operand(w)
+    operand = ops.weight_operand(w := quantize(random(128, 256, seed=3), SPEC.weight))
     assert same(ops.rows_linear(rows, operand, x.dtype), ops.fp8_linear(normed, w.data, operand, SPEC, "bf16"))

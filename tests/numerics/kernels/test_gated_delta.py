@@ -76,10 +76,8 @@ def test_the_convolution_is_the_definition(given):
     expected, last = ops.causal_conv(x, weight, lengths(*LENGTHS), rows)
     close(found, expected)
     assert torch.equal(held, last)
-    both = [
-        gradients(lambda x, w, conv=conv: conv(x, w, lengths(*LENGTHS), rows)[0], x, weight)
-        for conv in (short_conv.causal_conv, ops.causal_conv)
-    ]
+    convolutions = (short_conv.causal_conv, ops.causal_conv)
+    both = [gradients(lambda *y, conv=conv: conv(*y, lengths(*LENGTHS), rows)[0], x, weight) for conv in convolutions]
     for a, b in zip(*both, strict=True):
         close(a, b)
 
@@ -123,29 +121,35 @@ def rule(tokens, sequences):
     where = torch.arange(sequences), lengths, torch.ones(sequences, dtype=torch.bool)
     gated_delta.gated_delta_rule(q, q, v, g, g, lengths)
     gated_delta.paged_gated_delta_rule(q, q, v, g, g, tensor(300, 32, 128, 128, dtype=torch.float32), *where)
-    return v, g, where
+    x, weight = tensor(tokens, 8192), tensor(8192, 4)
+    short_conv.causal_conv(x, weight, lengths)
+    short_conv.paged_causal_conv(x, weight, tensor(300, 8192, 3).transpose(1, 2), *where)
+    return v, g
 
-def run(tokens, sequences):
-    v, g, where = rule(tokens, sequences)
-    short_conv.paged_causal_conv(tensor(tokens, 8192), tensor(8192, 4), tensor(300, 8192, 3).transpose(1, 2), *where)
-    gated_delta.delta_gates(g, g, g[0], g[0])
-    gates.gated_rms_norm(v, v, v[0, 0], 1e-6)
-    gates.sigmoid_gate(tensor(tokens, 4096), tensor(tokens, 4096))
-    gates.token_gate(tensor(tokens, 2048), tensor(tokens, 2048), tensor(1, 2048))
-
-with compiled_only() as found:
+with compiled_only(loops=True) as found:
     rule(8192, 1)
     rule(1, 1)
-    run(257, 257)
+    v, g = rule(257, 257)
+    gated_delta.delta_gates(g, g, g[0], g[0])
+    gates.gated_rms_norm(v, v, v[0, 0], 1e-6)
+    gates.sigmoid_gate(tensor(257, 4096), tensor(257, 4096))
+    gates.token_gate(tensor(257, 2048), tensor(257, 2048), tensor(1, 2048))
 """
 
 
 @pytest.mark.slow
 def test_on_an_h200_all_stays_in_registers_and_every_caller_of_the_rule_runs_one_kernel():
-    """Qwen3.5-35B-A3B: rows of 8,192 tokens, and decode of one and of 257 requests."""
+    """Qwen3.5-35B-A3B: rows of 8,192 tokens, and decode of one and of 257 requests, each in the trainer and over an
+    engine's states. A convolution finds its sequence by adding up lengths, of all threads."""
     kernels = compiled_elsewhere(SCRIPT)
     rule = [kernel for kernel in kernels if kernel["name"] == "_rule_kernel"]
     assert len(rule) == 6 and {kernel["blocks"] for kernel in rule} == {32 * 16, 257 * 32 * 16}
     assert len({str({**kernel, "blocks": 0}) for kernel in rule}) == 1
+    channels = [
+        [{text: n for text, n in loop.items() if "SHFL" not in text} for loop in kernel["arithmetic"]]
+        for kernel in kernels
+        if kernel["name"] == "_kernel"
+    ]
+    assert len(channels) == 6 and all(each == channels[0] for each in channels) and sum(channels[0][0].values()) > 200
     for kernel in kernels:
         assert not kernel["spilled"] and kernel["shared"] <= 32 * 1024, kernel

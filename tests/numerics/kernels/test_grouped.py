@@ -85,10 +85,7 @@ def test_rows_are_those_of_gemm(n, k, format):
         one = QuantizedTensor(weights.data[expert], weights.scale_inv[expert], BLOCK)
         rows = QuantizedTensor(x.data[span], x.scale_inv[span], x.spec)
         same(found[span], gemm(rows, one, torch.bfloat16))
-
-
-def test_unquantized_rows_are_those_of_matmul():
-    x, weights = numbers(200, 200).to(DEVICE), numbers(len(COUNTS), 130, 200, seed=1).to(DEVICE)
+    x, weights = numbers(200, k).to(DEVICE), numbers(len(COUNTS), n, k, seed=1).to(DEVICE)
     found = grouped_gemm(x, weights, tiles_of(COUNTS), torch.bfloat16)
     for expert, span in enumerate(spans(COUNTS)):
         same(found[span], gemm(x[span], weights[expert], torch.bfloat16))
@@ -168,32 +165,15 @@ def test_weight_gradients_are_rounded_and_added_to_a_total(dtype):
         assert added[0].isnan().all()
 
 
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
-def test_unquantized_weight_gradients_within_the_bound(out):
-    dy, x = numbers(200, 130), numbers(200, 200, seed=1)
-    found = grouped_wgrad_matmul(dy.to(DEVICE), x.to(DEVICE), tiles_of(COUNTS), out).double().cpu()
-    for expert, span in enumerate(spans(COUNTS)):
-        a, b = dy[span].double().t(), x[span].double()
-        lost = 200 * 2.0 ** (1 - BF16_BITS) * (a.abs() @ b.abs())
-        rounding = 2.0**-8 if out == torch.bfloat16 else 0.0
-        assert ((found[expert] - a @ b).abs() <= lost + rounding * ((a @ b).abs() + lost)).all()
-
-
-def test_no_rows():
-    tiles = make_tiles(torch.zeros(3, dtype=torch.int64, device=DEVICE), 0)
-    x, dy = numbers(0, 128).to(DEVICE), numbers(0, 256).to(DEVICE)
-    assert grouped_gemm(x, numbers(3, 256, 128).to(DEVICE), tiles, torch.bfloat16).shape == (0, 256)
-    assert grouped_wgrad_matmul(dy, x, tiles, torch.bfloat16).tolist() == torch.zeros(3, 256, 128).tolist()
-
-
 def test_what_does_not_fit_is_refused():
     tiles, x = tiles_of(COUNTS), numbers(200, 256).to(DEVICE)
-    with pytest.raises(UserError, match="2 and 3 dimensions"):
-        grouped_gemm(x, x, tiles, torch.bfloat16)
-    with pytest.raises(UserError, match="as many rows"):
-        grouped_wgrad_matmul(x, x[1:], tiles, torch.bfloat16)
     columns = columns_of(numbers(256, 128), ROWS, [256])
-    with pytest.raises(UserError, match="with the same tiles"):
-        grouped_wgrad(columns, columns, tiles, torch.bfloat16)
+    for product, a, b, said in (
+        (grouped_gemm, x, x, "2 and 3 dimensions"),
+        (grouped_wgrad_matmul, x, x[1:], "as many rows"),
+        (grouped_wgrad, columns, columns, "with the same tiles"),
+    ):
+        with pytest.raises(UserError, match=said):
+            product(a, b, tiles, torch.bfloat16)
     with pytest.raises(UserError, match="counts"):
         make_tiles(torch.ones(3), 3)

@@ -1,6 +1,5 @@
 """The kernels of latent attention against float64 and their definitions, and against themselves in every bit."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -48,7 +47,6 @@ def test_error_is_that_of_weights_and_result_in_bf16(length, heads, monkeypatch)
         assert error.abs().max() <= 2**-6 * theirs.abs().max() + 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("heads, lengths", [(3, [1, 70, 33]), (1, [64])], ids=("several", "one that fills a tile"))
 def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients(heads, lengths):
     q, rows, positions = inputs(len(lengths), 80, heads)
@@ -64,7 +62,6 @@ def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gra
         assert expected.any() and torch.equal(found[real], expected[real])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("programs, kv", ((528, BF16_CACHE), (1, BF16_CACHE), (1, KVFormat(True))))
 def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(programs, kv, monkeypatch):
     """Beyond 300 keys and beyond a chunk of them, from scattered slots, codes or not; a program for every chunk, or one
@@ -88,33 +85,6 @@ def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(programs, kv, m
         assert torch.equal(paged_latent_attention(q, cache, table, requests, counts, keys, RANK, SCALE), whole)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter reads")
-@pytest.mark.parametrize("heads, tiles", ((64, 1), (65, 2)))
-def test_a_step_of_decode_reads_a_row_once_for_up_to_64_heads(heads, tiles, monkeypatch):
-    """Keys, values and the tail of two sequences, the bytes of their rows and no others; a chunk and a part of one."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    rank = 256  # as of DeepSeek's 512, tiles hold 64 rows
-    slots, lengths = torch.randperm(1300, generator=torch.Generator().manual_seed(0)), torch.tensor([1040, 50])
-    cache, table = random(1300, rank + TAIL, seed=2), torch.stack((slots[:1100], slots[1100:].repeat(6)[:1100])).int()
-    found, begin, load = np.zeros(cache.numel(), int), cache.data_ptr(), InterpreterBuilder.create_masked_load
-
-    def counting(self, ptrs, mask, *others):
-        numbers = (ptrs.data[mask.data].astype(np.int64) - begin) // 2
-        np.add.at(found, numbers[(numbers >= 0) & (numbers < cache.numel())], 1)
-        return load(self, ptrs, mask, *others)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
-    counts = torch.ones(2, dtype=torch.int64)
-    q = random(2, heads, rank + TAIL)
-    paged_latent_attention(q, cache, table, torch.arange(2), counts, lengths, rank, SCALE)
-    expected = np.zeros((1300, rank + TAIL), int)
-    for row, length in enumerate(lengths):
-        expected[table[row, :length].numpy()] = tiles
-    assert (found.reshape(expected.shape) == expected).all()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("scale", (None, "pow2", "fp32"))
 def test_products_of_heads_are_those_of_the_definition(scale, transposed):

@@ -60,7 +60,8 @@ def named(kernels, name):
 
 def test_decode_spills_next_to_nothing_and_runs_on_the_tensor_core(kernels):
     """Chunks of up to 32,768 keys are spread over programs."""
-    attention = named(kernels, "_forward_kernel")
+    attention, others = named(kernels, "_forward_kernel"), named(kernels, "_kernel") + named(kernels, "_merge_kernel")
+    assert len(others) == 9 and all(kernel["spilled"] <= 32 for kernel in others)
     decode, whole = attention[:3], attention[3:]
     assert len(whole) == 3 and all(kernel["spilled"] <= 32 for kernel in decode)
     for kernel in attention:  # those of `whole` merge chunks, and keep the sums of those before outside the loops
@@ -78,15 +79,11 @@ def test_every_variant_adds_up_in_one_order(kernels):
     assert only_unpacks(named(kernels, "of codes")[0], named(kernels, "_forward_kernel")[0])
 
 
-def test_a_step_over_32_keys_brings_each_of_their_bytes_once(kernels):
-    """576 numbers of 2 bytes are key and value; 256 threads. What tiles of heads share is counted in `test_latent`."""
+def test_the_next_step_is_copied_once_while_a_step_is_computed(kernels):
+    """As in attention of heads: keys and their tails are two groups of copies, the operands of the rows' gradient
+    five. A step over 32 keys brings 576 numbers of 2 bytes for each, to 256 threads."""
     for kernel in named(kernels, "_forward_kernel"):
         assert kernel["brought"] and set(kernel["brought"]) == {32 * 576 * 2 // 256}
-
-
-def test_the_next_step_is_copied_while_a_step_is_computed(kernels):
-    """As in attention of heads: keys and their tails are two groups of copies, the operands of the rows' gradient
-    five."""
     groups = {"_forward_kernel": 2, "_dq_kernel": 2, "_dk_kernel": 5}
     loops = [(kernel, kernel["under_way"]) for kernel in kernels if kernel["name"] in groups]
     assert len(loops) == 12 and all(set(found) == {groups[kernel["name"]]} for kernel, found in loops)
@@ -103,8 +100,3 @@ def test_gradients_spill_next_to_nothing_and_run_on_the_tensor_core(kernels):
         assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in kernel["instructions"]
     assert all(kernel["brought"] == [16 * 576 * 2 // 256] for kernel in queries)
     assert all(kernel["brought"] == [2 * 16 * 576 * 2 // 256 + 16] for kernel in rows)
-
-
-def test_products_of_heads_and_merges_spill_nothing(kernels):
-    others = named(kernels, "_kernel") + named(kernels, "_merge_kernel")
-    assert len(others) == 9 and all(kernel["spilled"] <= 32 for kernel in others)

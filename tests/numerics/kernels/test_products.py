@@ -6,7 +6,6 @@ import torch
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.ops import ExpertWeights
-from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.kernels import DEVICE, GPU, random
@@ -62,29 +61,6 @@ def test_fp8_linear(spec, backward):
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("backward", ("fp8", "bf16"))
-def test_a_weight_that_is_frozen_gets_no_gradient(backward):
-    def run():
-        x, w = random(9, 256).requires_grad_(), random(192, 256, seed=1, scale=0.1)
-        return with_gradients(ops.fp8_linear(x, w, ops.trained_operand(w, POW2.weight), POW2, backward), x)
-
-    for found, expected in both(run):
-        assert_close(found, expected)
-
-
-@pytest.mark.slow
-def test_products_of_experts_one_by_one():
-    """As those with a merged adapter are, whose gradient reaches the weight."""
-
-    def run():
-        x, w = random(40, 128).requires_grad_(), random(3, 256, 128, seed=1, scale=0.1).requires_grad_()
-        operand, counts = ops.group_operand(w.detach(), POW2.weight), torch.tensor([25, 0, 15], device=x.device)
-        return with_gradients(grouped_linear(x, counts, w, operand, POW2), x, w)
-
-    for found, expected in both(run):
-        assert_close(found, expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", ("fp8", "bf16"))
 def test_norm_and_product_are_the_two_ops(backward):
@@ -106,21 +82,6 @@ def test_norm_and_product_are_the_two_ops(backward):
         assert_close(found, expected)
     with using("triton"):
         assert all(torch.equal(a, b) for a, b in zip(fused(), apart(), strict=True))
-
-
-def test_k_splits_are_the_partials_of_a_row_parallel_layer():
-    x, w = random(33, 512), random(128, 512, seed=1, scale=0.1)
-    with using("triton"):
-        quantized = quantize(w, POW2.weight)
-        halves = [quantize(part, POW2.weight) for part in w.chunk(2, 1)]
-        partials = [
-            ops.fp8_linear_partial(a.contiguous(), b, ops.weight_operand(q), POW2)
-            for a, b, q in zip(x.chunk(2, 1), w.chunk(2, 1), halves, strict=True)
-        ]
-        whole = ops.fp8_linear(x, w, ops.weight_operand(quantized), POW2, k_splits=2)
-        assert torch.equal(ops.merge_partials(partials, torch.bfloat16), whole)
-        plain = [ops.linear_partial(a, b) for a, b in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)]
-        assert torch.equal(ops.merge_partials(plain, torch.bfloat16), ops.linear(x, w, k_splits=2))
 
 
 @pytest.mark.parametrize("backward", ("fp8", "bf16"))
@@ -201,21 +162,6 @@ def test_gradients_of_a_stack_are_those_of_its_matrices_and_go_where_they_are_ad
     for alone, together, (total, left), start in zip(apart, whole, added, before, strict=True):
         assert left is None and torch.equal(together, torch.zeros_like(together) if alone is None else alone)
         assert torch.equal(total, start + together.float())
-
-
-@pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "fp8"))
-def test_an_experts_row_is_the_row_of_its_matrix_alone(spec):
-    counts, x = torch.tensor([3, 0, 130], device=DEVICE), random(133, 256)
-    stacked = random(3, 128, 256, seed=1, scale=0.1)
-    with using("triton"):
-        if spec is None:
-            found, alone = grouped_linear(x, counts, stacked), ops.linear(x[3:4], stacked[2])
-        else:
-            quantized = quantize(stacked, spec.weight)
-            found = grouped_linear(x, counts, stacked, ops.weight_operand(quantized), spec)
-            operand = ops.weight_operand(quantize(stacked[2], spec.weight))
-            alone = ops.fp8_linear(x[3:4], stacked[2], operand, spec)
-    assert torch.equal(found[3:4], alone)
 
 
 @pytest.mark.slow

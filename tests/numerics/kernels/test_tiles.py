@@ -10,9 +10,9 @@ from fp8rl.numerics.kernels.products import tiles
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm
 from fp8rl.numerics.kernels.products.tiles import make_tiles
-from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
-from tests.support.kernels import DEVICE, random
+from tests.support.kernels import DEVICE, quantized, random
 
 BLOCK = TensorSpec(granularity="block")
 
@@ -22,11 +22,6 @@ def tall_again():
     yield
     tiles.allow_short(False)
     tiles.allow_wide(False)
-
-
-def quantized(x, spec):
-    result = quantize(x.cpu(), spec)
-    return QuantizedTensor(result.data.to(DEVICE), result.scale_inv.to(DEVICE), spec)
 
 
 def in_both(run):
@@ -40,7 +35,7 @@ def in_both(run):
 @pytest.mark.parametrize("rows", (1, 9, 64))
 @pytest.mark.parametrize("splits", (1, 2))
 def test_a_product_of_few_rows_has_the_bits_of_one_of_many(rows, splits):
-    a, b = quantized(random(130, 256), TensorSpec()), quantized(random(130, 256, seed=1), BLOCK)
+    a, b = quantized(random(130, 256).cpu(), TensorSpec()), quantized(random(130, 256, seed=1).cpu(), BLOCK)
     some = QuantizedTensor(a.data[:rows], a.scale_inv[:rows], a.spec)
     many = gemm(a, b, torch.bfloat16, splits)
     tall, short = in_both(lambda: gemm(some, b, torch.bfloat16, splits))
@@ -48,8 +43,8 @@ def test_a_product_of_few_rows_has_the_bits_of_one_of_many(rows, splits):
 
 
 def test_experts_rows_have_the_bits_of_tall_tiles():
-    counts, x = [0, 70, 3, 64], quantized(random(137, 256), TensorSpec())
-    weights = quantized(random(4, 136, 256, seed=1), BLOCK)
+    counts, x = [0, 70, 3, 64], quantized(random(137, 256).cpu(), TensorSpec())
+    weights = quantized(random(4, 136, 256, seed=1).cpu(), BLOCK)
     outs = []
     for height in (tiles.TALL, tiles.SHORT):
         made = make_tiles(torch.tensor(counts, device=DEVICE), 137, height)

@@ -7,7 +7,6 @@ import random as python_random
 import pytest
 import torch
 
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.attention.forward import packed_attention
 from fp8rl.numerics.kernels.attention.latent import packed_latent_attention, tree_latent_attention
 from fp8rl.numerics.kernels.trees import tree_attention
@@ -148,12 +147,3 @@ def test_a_row_of_padding_changes_no_bit_of_the_others_and_two_runs_are_equal(op
     for one, two, own in zip(found, again, alone, strict=True):
         assert torch.equal(one, two) and own.any() and torch.equal(one[:-padding], own)
     assert not any(gradient[-padding:].any() for gradient in found[1:])
-
-
-def test_what_the_kernels_do_not_know_is_refused():
-    tree, _ = tree_here([[1, 2], [1, 3]])
-    q, k = random(3, 2, 16), random(3, 1, 16)
-    with pytest.raises(UserError, match="found .*float32"):
-        tree_attention(q.float(), k, k, tree, SCALE)
-    with pytest.raises(UserError, match="rows of 48, 24 of them the value"):
-        tree_latent_attention(random(3, 2, 48), random(3, 48), tree, 24, SCALE)

@@ -33,24 +33,6 @@ def test_sequences_end_to_end_have_the_bits_of_padded_ones():
             assert (found - expected[real]).norm() <= bound * expected.norm()
 
 
-def test_equal_lengths_have_the_gradients_of_a_batch_too():
-    torch.manual_seed(0)
-    q, dout = torch.randn(2, 3, 40, 4, 32).bfloat16()
-    k, v = torch.randn(2, 3, 40, 2, 32).bfloat16()
-
-    def passed(dout, op, *leaves):
-        leaves = [x.clone().requires_grad_() for x in leaves]
-        op(*leaves).backward(dout)
-        return [x.grad for x in leaves]
-
-    positions = torch.arange(40).expand(3, 40)
-    batch = passed(dout, lambda *x: ops.attention(*x, positions, 0.1), q, k, v)
-    lengths = torch.full((3,), 40)
-    parts = [x.flatten(0, 1) for x in (q, k, v)]
-    packed = passed(dout.flatten(0, 1), lambda *x: ops.packed_attention(*x, lengths, 0.1), *parts)
-    assert all(torch.equal(found, expected.flatten(0, 1)) for found, expected in zip(packed, batch))
-
-
 def test_new_tokens_of_sequences_that_lie_scattered_in_a_cache():
     """One sequence has nothing new, one no keys, and there is a token more than the sequences have."""
     torch.manual_seed(0)

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as transformers
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.ops.gated_delta import in_chunks
 
 LENGTHS = [330, 5, 96, 1, 1150]
 
@@ -55,14 +54,6 @@ def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_o
             assert torch.equal(torch.cat(found), expected) and last is not None and torch.equal(last[0], state)
 
 
-def test_a_head_does_not_depend_on_the_others() -> None:
-    q, k, v, g, beta = tokens(200)
-    lengths = torch.tensor([120, 80])
-    whole, states = ops.gated_delta_rule(q, k, v, g, beta, lengths)
-    half, of_half = ops.gated_delta_rule(q[:, 1:], k[:, 1:], v[:, 2:], g[:, 2:], beta[:, 2:], lengths)
-    assert torch.equal(half, whole[:, 2:]) and torch.equal(of_half, states[:, 2:])
-
-
 def test_a_cache_gives_the_bits_of_whole_sequences_and_a_new_request_reads_nothing_of_its_slot() -> None:
     rows, lengths = tokens(70), torch.tensor([40, 30])
     x, weight = random(70, 96, seed=7), random(96, 4, seed=8)
@@ -95,14 +86,6 @@ def test_values_and_gradients_are_those_of_the_recurrence_in_float64() -> None:
     theirs = torch.autograd.grad((right * weight).sum(), exact)
     for mine, their in zip(torch.autograd.grad((out * weight).sum(), rows), theirs, strict=True):
         assert (mine - their).norm() < 2e-6 * their.norm()
-
-
-def test_chunks_behind_a_state_are_the_recurrence() -> None:
-    """The gradient's form, with a state before the first token, against the forward."""
-    rows = tokens(256, torch.float32)
-    _, state = ops.gated_delta_rule(*(x[:128] for x in rows), torch.tensor([128]))
-    expected, _ = ops.gated_delta_rule(*(x[128:] for x in rows), torch.tensor([128]), state)
-    torch.testing.assert_close(in_chunks(*(x[None, 128:] for x in rows), state)[0], expected, rtol=0, atol=1e-6)
 
 
 def test_the_rule_is_that_of_transformers() -> None:
@@ -169,14 +152,6 @@ def test_values_and_gradients_are_those_of_torch_in_float64(name: str) -> None:
     theirs = torch.autograd.grad((right * weight).sum(), exact)
     for mine, their in zip(torch.autograd.grad((out * weight).sum(), inputs), theirs, strict=True):
         torch.testing.assert_close(mine.double(), their, rtol=2e-5, atol=2e-6)
-
-
-def test_gates_of_a_token_do_not_depend_on_others() -> None:
-    """Of heads that fill no register of a processor."""
-    a, b, a_log, dt_bias = random(67, 3), random(67, 3, seed=1), random(3, seed=2), random(3, seed=3)
-    whole = torch.stack(ops.delta_gates(a, b, a_log, dt_bias))
-    for count in range(1, 67):
-        assert torch.equal(torch.stack(ops.delta_gates(a[:count], b[:count], a_log, dt_bias)), whole[:, :count])
 
 
 def test_gates_do_not_lose_small_decays() -> None:

@@ -15,6 +15,7 @@ from tests.numerics.ops.test_ops import gradients, one_rounding, random
 
 WEIGHT = QuantSpec.preset("fp8_block_pow2").weight
 RANK, TAIL, HEADS, SCALE = 48, 16, 3, 0.2
+EVERY_WAY = pytest.mark.parametrize(("quantized", "transposed"), [(q, t) for q in (False, True) for t in (False, True)])
 
 
 def latent64(q, rows):
@@ -54,8 +55,7 @@ def test_chunks_and_decode_from_scattered_slots_have_the_bits_of_whole_sequences
     assert done == lengths
 
 
-@pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("quantized", (False, True))
+@EVERY_WAY
 def test_products_of_heads(quantized, transposed):
     """Of heads whose parts of the weight cut its blocks; with its gradients, and each head alone."""
     weight = random(HEADS * 96, 64, seed=1)
@@ -74,9 +74,10 @@ def test_products_of_heads(quantized, transposed):
     if not quantized:
         gradients(lambda x, w: ops.head_linear(x, w, None, 60, 32, transposed), exact, x, weight)
         return
-    leaves = [each.clone().requires_grad_() for each in (x, weight)]
-    ops.head_linear(*leaves[:1], leaves[1], operand, 60, 32, transposed).sum().backward()
-    theirs = [x.double().requires_grad_(), operand.double().requires_grad_()]
+    leaves, theirs = (
+        [each.requires_grad_() for each in some] for some in ((x, weight), (x.double(), operand.double()))
+    )
+    ops.head_linear(*leaves, operand, 60, 32, transposed).sum().backward()
     exact(*theirs).sum().backward()
     for ours, double in zip(leaves, theirs):
         one_rounding(ours.grad, double.grad)
@@ -94,8 +95,7 @@ def adapted(x, held, low_rank):
     return ops.head_linear(x, *held, ops.head_term(x, low_rank, *held[2:]))
 
 
-@pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("quantized", (False, True))
+@EVERY_WAY
 @pytest.mark.parametrize("scale", (2.0, 1.5))
 def test_adapted_products_of_heads_and_their_gradients(quantized, transposed, scale):
     held, x, low_rank = product_of_heads(transposed, quantized, scale)
@@ -112,8 +112,7 @@ def test_adapted_products_of_heads_and_their_gradients(quantized, transposed, sc
         assert (ours.double() - double).abs().max() <= 2**-6 * double.abs().max()
 
 
-@pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("quantized", (False, True))
+@EVERY_WAY
 def test_the_term_of_a_head_is_rounded_and_then_added_before_the_product_is(quantized, transposed):
     held, x, low_rank = product_of_heads(transposed, quantized, 2.0**-9)
     served = (held[0] if held[1] is None else held[1]).double().unflatten(0, (HEADS, 96))[:, 60:92]
@@ -129,8 +128,7 @@ def test_the_term_of_a_head_is_rounded_and_then_added_before_the_product_is(quan
     assert (found != whole.bfloat16() + term).float().mean() > 0.1
 
 
-@pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("quantized", (False, True))
+@EVERY_WAY
 def test_an_adapted_head_has_its_bits_alone_in_every_batch_and_a_row_without_adapter_those_of_the_product(
     quantized, transposed
 ):

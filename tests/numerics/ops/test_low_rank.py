@@ -54,11 +54,8 @@ def test_an_adapted_product_and_its_gradients(parts, spec, k_splits):
         y, served = ops.adapted_linear(x, weight, low_rank, k_splits), weight.double()
         seen = x.detach().double()
     else:
-        quantized = quantize(weight, spec.weight)
-        served, seen = (
-            quantized.dequantize(torch.float64),
-            quantize(x.detach(), spec.activation).dequantize(torch.float64),
-        )
+        quantized, activation = quantize(weight, spec.weight), quantize(x.detach(), spec.activation)
+        served, seen = quantized.dequantize(torch.float64), activation.dequantize(torch.float64)
         y = ops.adapted_fp8_linear(x, weight, ops.weight_operand(quantized), spec, low_rank, "bf16", k_splits)
     y.backward(dy)
     a, b, rows, dy = low_rank.a.detach().double(), low_rank.b.detach().double(), x.detach().double(), dy.double()
@@ -80,16 +77,6 @@ def test_the_term_is_rounded_and_then_added_before_the_product_is():
     found = ops.adapted_linear(x, weight, low_rank)
     assert (found != (whole + term).bfloat16()).float().mean() < 1e-2  # sums in FP32, next to a rounding boundary
     assert (found != (whole.bfloat16().double() + term).bfloat16()).float().mean() > 0.1
-
-
-def test_an_adapter_of_zeros_leaves_the_bits_of_the_product():
-    x, weight = operands()
-    low_rank = dataclasses.replace(adapter(3), b=torch.zeros(N, 3 * RANK, dtype=torch.bfloat16))
-    operand = ops.weight_operand(quantize(weight, POW2.weight))
-    assert torch.equal(ops.adapted_linear(x, weight, low_rank), ops.linear(x, weight))
-    assert torch.equal(
-        ops.adapted_fp8_linear(x, weight, operand, POW2, low_rank), ops.fp8_linear(x, weight, operand, POW2)
-    )
 
 
 def bits(tensor):
@@ -118,22 +105,6 @@ def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec, k_sp
         whole, found = (ops.adapted_fp8_linear(x, *held, each, "bf16", k_splits) for each in (low_rank, some))
     assert torch.equal(bits(found), torch.where(rows[:TOKENS, None], bits(whole), bits(alone)))
     assert not torch.equal(whole, alone)
-
-
-@pytest.mark.parametrize("k_splits", (1, 2))
-def test_a_row_has_the_same_bits_in_every_batch(k_splits):
-    (x, weight), low_rank = operands(), adapter(2)
-    operand = ops.weight_operand(quantize(weight, POW2.weight))
-
-    def adapted(rows):
-        return (
-            ops.adapted_linear(rows, weight, low_rank, k_splits),
-            ops.adapted_fp8_linear(rows, weight, operand, POW2, low_rank, k_splits=k_splits),
-        )
-
-    whole = adapted(x)
-    for rows in (slice(0, 1), slice(17, 18), slice(100, 131), slice(3, 19)):
-        assert all(torch.equal(few, all_[rows]) for few, all_ in zip(adapted(x[rows]), whole, strict=True))
 
 
 def test_fused_matrices_have_the_bits_of_each_alone_in_any_order_of_rows():
@@ -195,22 +166,6 @@ def test_few_rows_of_many_experts_have_the_bits_of_each_expert_alone(rank, scale
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("rows", "by_rows", "chosen"), ((40, False, True), (40, True, False), (4000, False, False), (4000, True, False))
-)
-def test_experts_are_joined_where_calls_cost_most_and_the_library_does_not_choose_by_rows(
-    rows, by_rows, chosen, monkeypatch
-):
-    monkeypatch.setattr(grouped, "chooses_by_rows", lambda *_: by_rows)
-    assert grouped.one_product_is_faster(randn(rows, K), [rows // 8] * 8, 2 * RANK * K) == chosen
-
-
-def of_expert(low_rank, expert):
-    return (
-        dataclasses.replace(low_rank, a=low_rank.a[expert], b=low_rank.b[expert]) if low_rank.per_expert else low_rank
-    )
-
-
 @pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "pow2"))
 @pytest.mark.parametrize("shared", (False, True), ids=("of each expert", "of all experts"))
 def test_adapted_experts_are_the_products_of_each_with_their_gradients(spec, shared):
@@ -218,27 +173,22 @@ def test_adapted_experts_are_the_products_of_each_with_their_gradients(spec, sha
     w13, w2 = experts_of(shared, spec)
     counts = torch.tensor([70, 0, 3, TOKENS - 73])
     x = randn(TOKENS, K).requires_grad_()
-    out = ops.experts(x, counts, w13, w2, spec, "bf16")
-    dy = randn(TOKENS, K, seed=3)
-    out.backward(dy)
-    adapters = [w.low_rank for w in (w13, w2)]
-    found = [x.grad, *(t.grad.clone() for each in adapters for t in (each.a, each.b))]
-    for tensor in (x, *(t for each in adapters for t in (each.a, each.b))):
-        tensor.grad = None
-    parts = []
+    out, dy = ops.experts(x, counts, w13, w2, spec, "bf16"), randn(TOKENS, K, seed=3)
+    trained, parts = [x, *(t for w in (w13, w2) for t in (w.low_rank.a, w.low_rank.b))], []
     for expert, rows in enumerate(x.split(counts.tolist())):
 
         def product(rows, w, expert=expert):
-            low_rank = of_expert(w.low_rank, expert)
+            low_rank = w.low_rank
+            if low_rank.per_expert:
+                low_rank = dataclasses.replace(low_rank, a=low_rank.a[expert], b=low_rank.b[expert])
             if spec is None:
                 return ops.adapted_linear(rows, w.weights[expert], low_rank)
             return ops.adapted_fp8_linear(rows, w.weights[expert], w.operand[expert], spec, low_rank, "bf16")
 
         parts.append(product(ops.swiglu(product(rows, w13)), w2))
     assert torch.equal(out, torch.cat(parts))
-    torch.cat(parts).backward(dy)
-    expected = [x.grad, *(t.grad for each in adapters for t in (each.a, each.b))]
-    for one, other in zip(found, expected, strict=True):
+    expected = torch.autograd.grad(torch.cat(parts), trained, dy)
+    for one, other in zip(torch.autograd.grad(out, trained, dy), expected, strict=True):
         close(one, other.double())
 
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fp8rl.numerics import ops
-from fp8rl.numerics.backend import dispatch, probe
+from fp8rl.numerics import ops, probe
+from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.ops.rope import Llama3, frequencies
 from fp8rl.numerics.probe import row_variant_ops
-from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -115,11 +118,8 @@ def test_attention(length):
     q, k, v = random(2, length, 4, 64), random(2, length, 2, 64, seed=1), random(2, length, 2, 64, seed=2)
     positions = torch.arange(length).expand(2, -1)
 
-    def op(a, b, c):
-        return ops.attention(a, b, c, positions, 0.1)
-
-    one_rounding(op(q, k, v), attention64(q.double(), k.double(), v.double()))
-    gradients(op, attention64, q, k, v)
+    one_rounding(ops.attention(q, k, v, positions, 0.1), attention64(q.double(), k.double(), v.double()))
+    gradients(lambda *x: ops.attention(*x, positions, 0.1), attention64, q, k, v)
 
 
 def test_attention_does_not_depend_on_chunks_padding_or_batch():
@@ -138,28 +138,6 @@ def test_attention_does_not_depend_on_chunks_padding_or_batch():
         # one decode step of several sequences of other lengths, padded to the longest with what happens to be there
         mixed = ops.attention(torch.stack((q[1, t], q[2, 77]))[:, None], k[1:], v[1:], torch.tensor([[t], [77]]), 0.1)
         assert torch.equal(mixed[0], whole[1, t : t + 1]) and torch.equal(mixed[1], whole[2, 77:78])
-
-
-def test_route_takes_the_largest_and_breaks_ties_downwards():
-    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
-    probs, experts = ops.route(logits, 2, renormalize=True)
-    assert experts.tolist() == [[1, 3], [0, 1]]
-    assert probs.tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    plain, _ = ops.route(logits, 2, renormalize=False)
-    assert torch.allclose(plain[1], torch.tensor([0.25, 0.25]))
-    many = random(64, 32, dtype=torch.float32)
-    probs, experts = ops.route(many, 4, renormalize=True)
-    expected = many.double().softmax(-1).topk(4)
-    assert torch.equal(experts, expected.indices.sort(-1).values)
-    assert torch.allclose(probs.sum(-1), torch.ones(64))
-
-
-def test_token_logprobs():
-    logits, tokens = random(50, 300, scale=4), torch.arange(50)
-    logprobs, entropy = ops.token_logprobs(logits, tokens, 0.7)
-    exact = (logits.double() / 0.7).log_softmax(-1)
-    assert torch.allclose(logprobs.double(), exact[torch.arange(50), tokens], atol=2e-6)
-    assert torch.allclose(entropy.double(), -(exact.exp() * exact).sum(-1), atol=1e-5)
 
 
 def moe(x, router, w13, w2, top_k, spec=None):
@@ -190,29 +168,21 @@ def test_experts_and_combine(top_k):
         assert torch.allclose(out[token].double(), exact, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize("spec", (None, SPEC), ids=("bf16", "fp8"))
-def test_an_moe_layer_is_row_invariant(spec):
-    router, w13, w2 = weights()
-
-    def prepared(matrices):
-        return ExpertWeights(matrices, [fake_quantize(w, SPEC.weight) for w in matrices] if spec else None)
-
-    x = random(64, 256)
-    whole, _, _ = moe(x, router, prepared(w13), prepared(w2), 4, spec)
-    for rows in ([5], [63, 1], list(range(0, 64, 3))):
-        part, _, _ = moe(x[rows], router, prepared(w13), prepared(w2), 4, spec)
-        assert torch.equal(part, whole[rows])
-
-
 @pytest.mark.slow
-def test_this_machine_is_row_invariant():
+def test_this_machine_is_row_invariant_and_the_probe_sees_an_op_that_is_not(monkeypatch):
     assert row_variant_ops() == []
 
-
-@pytest.mark.slow
-def test_the_probe_sees_an_op_that_is_not(monkeypatch):
     def normalised_over_the_batch(x, weight, eps):
         return (x.float() / x.float().std()).to(x.dtype)
+
+    def not_rounded_between(x, residual, weight, eps):
+        total = x.float() + residual.float()
+        return ops.rms_norm(total, weight, eps).to(x.dtype), total.to(x.dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "add_rms_norm", not_rounded_between)
+        # Beside the norm, what goes on from its result in one launch is compared with.
+        assert row_variant_ops() == ["add_rms_norm", "norm_rows", "rows_linear", "routed_experts"]
 
     def of_a_user(random, count):
         x = random(count, 8)
@@ -228,12 +198,50 @@ def test_the_probe_sees_an_op_that_is_not(monkeypatch):
     assert {"rms_norm", "its own", "attention over 384 keys"} <= set(found) and "another" not in found
 
 
-@pytest.mark.slow
-def test_the_probe_sees_two_steps_that_are_not_the_one(monkeypatch):
-    def not_rounded_between(x, residual, weight, eps):
-        total = x.float() + residual.float()
-        return ops.rms_norm(total, weight, eps).to(x.dtype), total.to(x.dtype)
+SCALINGS = {
+    "8b": (5e5, 128, Llama3(factor=8.0, original=8192, low=1.0, high=4.0)),
+    "1b": (5e5, 64, Llama3(factor=32.0, original=8192, low=1.0, high=4.0)),
+    "other": (1e4, 64, Llama3(factor=4.0, original=256, low=1.5, high=3.0)),
+}
 
-    monkeypatch.setattr(ops, "add_rms_norm", not_rounded_between)
-    # Beside the norm, what goes on from its result in one launch is compared with.
-    assert row_variant_ops() == ["add_rms_norm", "norm_rows", "rows_linear", "routed_experts"]
+
+def of_transformers(theta, dim, scaling):
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": scaling.factor}
+    rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+    rope |= {"original_max_position_embeddings": scaling.original}
+    config = LlamaConfig(hidden_size=4 * dim, num_attention_heads=4, max_position_embeddings=1 << 17)
+    config.rope_parameters = rope
+    return ROPE_INIT_FUNCTIONS["llama3"](config)[0]
+
+
+def of_sglang(theta, dim, scaling):
+    variants = pytest.importorskip("sglang.srt.layers.rotary_embedding.rope_variant")
+    module = variants.Llama3RotaryEmbedding.__new__(variants.Llama3RotaryEmbedding)
+    nn.Module.__init__(module)
+    module.rotary_dim, module.orig_max_position, module._force_native = dim, scaling.original, False
+    module.scaling_factor, module.low_freq_factor, module.high_freq_factor = scaling.factor, scaling.low, scaling.high
+    return module._compute_inv_freq(theta)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("theirs", (of_transformers, of_sglang))
+def test_frequencies_of_llama_3_are_those_of_other_implementations(monkeypatch, theirs, name):
+    """To the bit, in FP32, where their arithmetic is FP64 as ours; in FP32 they are off by its roundings."""
+    ours = frequencies(*SCALINGS[name])
+    rounded = theirs(*SCALINGS[name])
+    assert rounded.dtype == torch.float32 and ((rounded - ours) / ours).abs().max() < 4e-7
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "float", torch.float64)  # the name by which both ask for their dtype
+        exact = theirs(*SCALINGS[name])
+    assert exact.dtype == torch.float64 and torch.equal(exact.float(), ours.float())
+
+
+def test_a_scaled_rotation_turns_by_its_frequencies():
+    theta, dim, scaling = SCALINGS["other"]
+    x, positions = torch.randn(1, 3, 2, dim).bfloat16(), torch.tensor([[0, 300, 2000]])
+    angle = positions[..., None, None] * frequencies(theta, dim, scaling)
+    first, second = x.double().chunk(2, -1)
+    exact = torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1)
+    found = ops.rope(x, positions, theta, None, scaling)
+    assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+    assert not torch.equal(found[:, 1:], ops.rope(x, positions, theta)[:, 1:])

@@ -64,27 +64,6 @@ def test_every_row_has_its_own_bits_and_gradients_are_the_sums_of_rows(spans: li
         assert (found.double() - expected).norm() <= 3e-3 * expected.norm()  # of one rounding to BF16
 
 
-def test_latent_rows_of_a_tree_have_the_bits_of_each_row() -> None:
-    torch.manual_seed(0)
-    tree, paths = tree_of(branching_rows(random.Random(4), SPANS["branches"]))
-    tokens = int(tree.new.sum())
-    q, rows = (
-        torch.randn(tokens, 4, 48).bfloat16().requires_grad_(),
-        torch.randn(tokens, 48).bfloat16().requires_grad_(),
-    )
-    out = ops.tree_latent_attention(q, rows, tree, 32, 0.2)
-    found = torch.autograd.grad(out.float().square().sum(), (q, rows))
-    keys = rows[:, None]
-    wanted = torch.autograd.grad(
-        ops.tree_attention(q, keys, keys[..., :32], tree, 0.2).float().square().sum(), (q, rows)
-    )
-    assert torch.equal(found[0], wanted[0])
-    assert (found[1] - wanted[1]).norm() <= 4e-3 * wanted[1].norm()  # which rounds key and value apart
-    for path in paths:
-        positions = torch.arange(len(path))[None]
-        assert torch.equal(out[path], ops.latent_attention(q[path][None], rows[path][None], positions, 32, 0.2)[0])
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_key_is_on_the_paths_of_an_interval_of_tokens(seed: int) -> None:
     """Against sets of ancestors, of rows of two or three different numbers."""

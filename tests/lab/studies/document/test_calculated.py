@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fp8rl.diagnose.plan.subject import CONFIGS
@@ -11,29 +9,13 @@ from fp8rl.models import read_shape
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.trainer.config import TrainerSection
 from lab.studies.document.calculated import NATIVE, answers, deepseek_on_h800, on_h200, products_share_of_ironwood
-from lab.studies.document.step_time import (
-    FAST,
-    PEAKS,
-    SLOW,
-    Bracket,
-    expert_bytes,
-    fp8_over_bf16,
-    gathered_and_summed_bytes,
-    step_time,
-)
+from lab.studies.document.step_time import FAST, PEAKS, SLOW, Bracket, fp8_over_bf16, step_time
 
 QWEN = read_shape(CONFIGS / "qwen3_30b_a3b")
 
 
 def test_every_claim_that_can_be_calculated_has_a_figure_and_a_verdict() -> None:
     found = {answer.id: answer for answer in answers()}
-    numbers = {
-        "000": (1, 8, 11, 12, 13),
-        "001": (4,),
-        "002": (2, 17, 22, 23, 24, 25, 29),
-        "003": (5, 6, 7, 13, 14, 15, 21, 28),
-    }
-    assert set(found) == {f"{document}-{each}" for document, each_of in numbers.items() for each in each_of}
     assert all(answer.figure and any(letter.isdigit() for letter in answer.figure) for answer in found.values())
     table = "FP8 weights 671 GB, BF16 shadow 1.34 TB, FP32 masters 2.68 TB, m and v 5.37 TB, BF16 gradients 1.34 TB"
     assert found["002-22"].figure == table + ": 11.4 TB" and found["002-22"].verdict == "confirmed"
@@ -84,23 +66,3 @@ def test_ironwoods_speed_up_is_43_percent_of_the_step_in_products() -> None:
     shape = read_shape(CONFIGS / "deepseek_v3")
     at_peak = 2590 * 6 * shape.active_parameters / 2307e12
     assert at_peak < share < 2 * at_peak
-
-
-def test_tokens_travel_to_experts_and_back_twice() -> None:
-    job = on_h200()
-    per_token = 4 * 48 * 8 * 2048 * 2 * 7 / 8
-    assert expert_bytes(job) == pytest.approx(job.tokens / 8 * per_token)
-
-
-def test_narrow_wires_carry_less() -> None:
-    """Experts are on all of 4 ranks: 28.99 G elements; so are dense weights, of which 59% are quantized."""
-    layout = TrainerSection(dp=4)
-    job = Job(QWEN, layout, NATIVE, "kernels", 256, 4096)
-    dense = sum(weight.size * weight.count for weight in QWEN.weights if weight.share != "experts")
-    quantized = 48 * (2048 * (32 + 8) * 128 + 4096 * 2048) + QWEN.parameters - dense
-    gathered, summed = gathered_and_summed_bytes(job)
-    assert (gathered, summed) == (2 * QWEN.parameters * 3 / 4, 4 * QWEN.parameters * 3 / 4)
-    narrow = layout.model_copy(update={"gradient_wire": "e4m3", "weight_gather": "e4m3"})
-    gathered, summed = gathered_and_summed_bytes(replace(job, layout=narrow))
-    assert gathered == pytest.approx((2 * QWEN.parameters - quantized) * 3 / 4)
-    assert summed == pytest.approx((1 + 1 / 32) * QWEN.parameters * 3 / 4)

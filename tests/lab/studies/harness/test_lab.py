@@ -1,4 +1,4 @@
-"""Processes of a study: an interrupt or a failure ends them all, and each closes what it opened."""
+"""Processes of a study: an interrupt ends them all; and a study of a live trainer, on a few answers."""
 
 import subprocess
 import sys
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lab.studies.harness.lab import Lab, in_own_process
+from lab.studies import precision_cases
+from lab.studies.harness.lab import in_own_process
+from lab.studies.harness.subjects import MODEL
+from lab.studies.precision_cases import MIXED
+from tests.support.servers import wait_until
 
 STUDY = """
 import sys
@@ -30,24 +34,6 @@ def open_for_an_hour(folder: str, job: int) -> None:
         (Path(folder) / f"{job} closed").touch()
 
 
-def fail_beside(folder: str, job: int) -> None:
-    if job == 1:
-        wait_for(Path(folder), "0 opened")
-        raise RuntimeError("job 1 fails")
-    open_for_an_hour(folder, job)
-
-
-def wait_for(folder: Path, *names: str) -> None:
-    end = time.monotonic() + 180
-    while not all((folder / name).exists() for name in names):
-        assert time.monotonic() < end, f"{names}: not there"
-        time.sleep(0.05)
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 @pytest.mark.slow
 def test_an_interrupt_ends_the_jobs_under_way_and_starts_no_more(tmp_path: Path) -> None:
     """It reaches the study alone, as SIGTERM does, and not its jobs, as Ctrl-C would."""
@@ -56,22 +42,18 @@ def test_an_interrupt_ends_the_jobs_under_way_and_starts_no_more(tmp_path: Path)
     folder.mkdir()
     command = [sys.executable, tmp_path / "study.py", folder]
     study = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
-    wait_for(folder, "0 opened", "1 opened")
+    assert wait_until(lambda: all((folder / f"{job} opened").exists() for job in range(2)), 180)
     study.terminate()
     assert b"KeyboardInterrupt" in study.communicate(timeout=60)[1]
-    assert files(folder) == ["0 closed", "0 opened", "1 closed", "1 opened"]
+    assert sorted(path.name for path in folder.iterdir()) == ["0 closed", "0 opened", "1 closed", "1 opened"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_jobs")
-def test_a_job_that_fails_ends_the_one_beside_it(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="job 1 fails"):
-        Lab(True, (0,), tmp_path, print).each(fail_beside, [(str(tmp_path), n) for n in range(2)], "jobs")
-    assert files(tmp_path) == ["0 closed", "0 opened"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm_jobs")
-def test_what_a_process_raises_is_raised_here() -> None:
-    with pytest.raises(FileNotFoundError):
-        in_own_process(Path("/no/such/file").read_text)
+def test_the_cases_on_a_sample() -> None:
+    found = in_own_process(precision_cases._exact_snapshots, "M", MODEL, [0], 1)
+    cases = {name.removeprefix("M exact: "): {m: values[0] for m, values in of.items()} for name, of in found.items()}
+    assert cases["case 2"]["abs_d"] == cases["case 3"]["abs_d"] == [0.0] * 8, "the trainer has sampled them itself"
+    assert cases["case 1"]["kl"] == [0.0] * 8 and min(cases["case 1"]["abs_d"]) > 0
+    assert cases["case 2"]["kl"] == cases["case 3"]["kl"] and min(cases["case 3"]["kl"]) > 0
+    assert sum(cases[MIXED]["abs_d"]) > sum(cases["case 1"]["abs_d"]) > 0

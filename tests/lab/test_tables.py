@@ -1,13 +1,14 @@
-"""The table of mutations fits the code that it would change."""
+"""Tables of lab fit the code and the page that they are of."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
 
 import pytest
 
-from lab.mutations import ROOT, Mutation, mutations
+from lab.mutations import Mutation, mutations
+from lab.written_tables import PAGE, with_precision_map
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.name)
@@ -18,7 +19,6 @@ def test_a_mutation_changes_one_piece_and_is_still_a_program(mutation: Mutation)
     assert all((ROOT / test).exists() for test in mutation.tests)
 
 
-def test_each_area_has_ten_and_each_has_a_name_of_its_own() -> None:
-    areas = Counter(mutation.area for mutation in mutations())
-    assert areas.keys() == {"numerics", "sync", "run"} and min(areas.values()) >= 10
-    assert len({mutation.name for mutation in mutations()}) == areas.total()
+def test_the_table_of_the_page_is_the_map() -> None:
+    text = (ROOT / PAGE).read_text()
+    assert with_precision_map(text) == text, f"python -m lab.written_tables {PAGE} writes it"
