@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from tests.support.models import LENGTH, write_family, write_model
+from tests.support.models import write_family, write_model
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, trainer_on
 
 
 @pytest.fixture(scope="session")
@@ -53,22 +51,9 @@ def make_trainer(layout: Layout) -> MakeTrainer:
         kv: dict[str, Any] | None = None,
         **config: Any,
     ) -> Any:
-        from fp8rl.trainer.trainer import Trainer
-
-        settings = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256, **config}
-        spec = QuantSpec.preset("fp8_block_pow2")
-        numerics = NumericsConfig(mode=mode, spec=spec, trainer=precision, k_splits=k_splits, **(kv or {}))
-        return Trainer(
-            path,
-            TrainerSection(**settings),
-            numerics,
-            layout,
-            seed=0,
-            total_steps=100,
-            max_sequence_length=LENGTH,
-            dtype=dtype,
-            adapter=adapter,
-            shared_base=shared_base,
-        )
+        settings = TrainerSection(**{"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256, **config})
+        numerics = {"mode": mode, "k_splits": k_splits, **(kv or {})}
+        options = {"dtype": dtype, "adapter": adapter, "shared_base": shared_base}
+        return trainer_on(layout, settings, path, precision, numerics, **options)
 
     return make

@@ -16,7 +16,7 @@ from fp8rl.numerics.sampling import Truncation
 from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
 from tests.support.batches import Entropy, cross_entropy, random_batch
 from tests.support.models import VOCAB, write_model
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, critic_on, gradients, scored
 
 CHUNK = 37
 """No divisor of anything."""
@@ -26,13 +26,8 @@ WORDS = 320
 
 @pytest.fixture(scope="module")
 def batch() -> TokenBatch:
-    """Rows of which some are drawn again."""
-    batch = random_batch(temperature=0.9)
-    return replace(batch, seeds=torch.arange(batch.rows).where(torch.arange(batch.rows) % 3 > 0, -1) * 7919)
-
-
-def gradients(trainer: Any) -> dict[str, Tensor]:
-    return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
+    """All rows are drawn again."""
+    return replace(random_batch(temperature=0.9), seeds=torch.arange(12))
 
 
 @pytest.mark.slow
@@ -53,8 +48,8 @@ def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_
         assert changed <= {"output_layer.weight" if kind == "moe" else "embedding.word_embeddings.weight"}
         for name in changed:  # rounded to BF16 on the way, where a last bit may turn
             assert (got[name] - wanted[name]).norm() <= 1e-4 * wanted[name].norm()
-    scored, again = (each.score_routed(batch) for each in (whole, chunked))
-    assert torch.equal(scored[1].logprobs, again[1].logprobs) and torch.equal(scored[1].draws, again[1].draws)
+    plain, again = (each.score_routed(batch)[1] for each in (whole, chunked))
+    assert torch.equal(plain.logprobs, again.logprobs) and torch.equal(plain.draws, again.draws)
 
 
 def test_the_head_s_gradient_is_added_up_in_fp32(tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch) -> None:
@@ -98,49 +93,11 @@ def test_no_logits_of_more_tokens_than_a_chunk_s_are_kept(
 
 
 def test_a_critic_keeps_no_logits_either(tmp_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
-    from fp8rl.trainer.critic import Critic
-
     path, batch = write_model(tmp_path / "m", moe=False, vocab_size=WORDS), random_batch()
-    policy = make_trainer(path, "fp8")
-    critic = Critic(
-        path, policy.config, policy.numerics, layout, seed=0, total_steps=9, max_sequence_length=batch.width
-    )
+    critic = critic_on(layout, make_trainer(path, "fp8"), path)
     with noted() as shapes:
         critic.forward_backward(batch, cross_entropy(batch))
     assert shapes and not [shape for shape in shapes if shape[-1:] == (WORDS,)]
-
-
-CUTS = {"top-p": Truncation(top_p=0.6), "top-k": Truncation(top_k=5), "both": Truncation(0.7, 6, 0.02)}
-
-
-def carried(batch: TokenBatch) -> KeptTokenPool:
-    """Of the targets of every second row: the token itself and two others."""
-    rows = batch.loss_mask & (torch.arange(batch.rows) % 2 == 0)[:, None]
-    own = batch.tokens[rows].int()
-    ids = torch.stack([own, (own + 3) % VOCAB, (own + 11) % VOCAB], 1)
-    return KeptTokenPool.of(rows, torch.full((len(own),), 3, dtype=torch.int32), ids.flatten())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("truncation", CUTS.values(), ids=CUTS)
-def test_chunks_and_rows_end_to_end_change_nothing_of_truncated_tokens(
-    truncation: Truncation, dense_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
-) -> None:
-    batch = replace(batch, truncation=truncation, supports=carried(batch))
-    whole, *others = (
-        make_trainer(dense_path, "fp8", head_chunk_tokens=chunk, packing=packing)
-        for chunk, packing in ((4096, False), (CHUNK, False), (CHUNK, True))
-    )
-    expected = whole.forward_backward(batch, Entropy(100))
-    wanted = gradients(whole)["decoder.final_layernorm.weight"]
-    assert wanted.abs().max() > 0 and expected.result.logprobs.isfinite().all()
-    for other in others:
-        found = other.forward_backward(batch, Entropy(100))
-        order = [found.rows.index(row) for row in expected.rows]
-        assert torch.equal(found.result.logprobs[order], expected.result.logprobs)
-        assert torch.equal(found.result.draws[order], expected.result.draws)
-        got = gradients(other)["decoder.final_layernorm.weight"]
-        assert (got - wanted).norm() <= 1e-2 * wanted.norm()
 
 
 def test_a_truncated_token_is_scored_among_what_is_left_or_what_it_was_drawn_from(
@@ -154,8 +111,7 @@ def test_a_truncated_token_is_scored_among_what_is_left_or_what_it_was_drawn_fro
     batch = TokenBatch(tokens, torch.full((VOCAB,), 10), mask, 0.8)
 
     def scores(**how: Any) -> Tensor:
-        rows, values = trainer.score(replace(batch, **how))
-        return values[torch.tensor(rows).argsort(), -1].double()
+        return scored(trainer, replace(batch, **how))[:, -1].double()
 
     everything = scores()
     found, best = scores(truncation=Truncation(top_k=5)), everything.topk(5).indices
