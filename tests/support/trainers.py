@@ -54,7 +54,10 @@ def critic_on(layout: Layout, policy: Any, path: Path, **keys: Any) -> Any:
     from fp8rl.trainer.critic import Critic
 
     critic = Critic(path, policy.config.model_copy(update=keys), policy.numerics, layout, **SIZES)
-    torch.nn.init.constant_(critic.model.output_layer.weight, 0.02)
+    if critic.model.post_process:
+        with torch.no_grad():
+            critic.model.output_layer.weight.copy_(torch.linspace(-0.1, 0.1, critic.model.config.hidden_size)[None])
+    critic.optimizer.inner.reload_model_params()
     return critic
 
 

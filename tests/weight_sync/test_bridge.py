@@ -137,17 +137,14 @@ def test_pause_send_commit_compare_resume(engines: list[SimulatedEngine]) -> Non
 
 
 def test_one_engine_that_differs_keeps_all_of_them_paused(engines: list[SimulatedEngine]) -> None:
-    _, report, problems = push(SimulatedTransport(losses={1: "model.norm.weight"}))
-    assert (report.verified_tensors, report.mismatched_tensors) == (2, 1)
-    (problem,) = problems
-    assert problem.startswith("engine http://127.0.0.1:1002: model.norm.weight: found no such tensor, expected ")
-    assert not any("resume" in engine.calls for engine in engines)
-    assert all(engine.calls[-1] == "commit 5" for engine in engines)
-
-
-def test_the_same_tensor_in_two_engines_is_counted_once(engines: list[SimulatedEngine]) -> None:
-    _, report, problems = push(SimulatedTransport(losses=dict.fromkeys((0, 1), "model.norm.weight")))
-    assert (len(problems), report.verified_tensors, report.mismatched_tensors) == (2, 2, 1)
+    for losses in ({1: "model.norm.weight"}, dict.fromkeys((0, 1), "model.norm.weight")):
+        engines.clear()
+        _, report, problems = push(SimulatedTransport(losses=losses))
+        # The same tensor in two engines is counted once.
+        assert (len(problems), report.verified_tensors, report.mismatched_tensors) == (len(losses), 2, 1)
+        found = "engine http://127.0.0.1:1002: model.norm.weight: found no such tensor, expected "
+        assert problems[-1].startswith(found)
+        assert all(engine.calls[-1] == "commit 5" and "resume" not in engine.calls for engine in engines)
 
 
 def test_a_transport_that_fails_midway_leaves_generation_paused(engines: list[SimulatedEngine]) -> None:
@@ -162,32 +159,32 @@ def test_a_transport_that_fails_midway_leaves_generation_paused(engines: list[Si
 def test_what_the_ranks_of_an_engine_hold_is_proven_part_by_part(engines: list[SimulatedEngine]) -> None:
     """q is shared by its rows, the norm is on both; one norm that differs is found although the other is right."""
 
-    def held(rank: int, norm: torch.Tensor) -> str:
-        parts = served.copy()
-        parts["model.norm.weight"] = norm
-        entries = {}
-        for name, tensor in parts.items():
-            place, row = EngineRank(rank, 2), MODEL.tensors[name]
-            entries[place.label(name, row)] = tensor_digest(place.part(row, tensor))
-        return Held(entries=entries).model_dump_json()
+    def held(*norms: torch.Tensor) -> Any:
+        """What an engine says of whose ranks these are the norms."""
+        said = []
+        for rank, norm in enumerate(norms):
+            place, entries = EngineRank(rank, 2), {}
+            for name, tensor in (served | {"model.norm.weight": norm}).items():
+                row = MODEL.tensors[name]
+                entries[place.label(name, row)] = tensor_digest(place.part(row, tensor))
+            said.append(Held(entries=entries).model_dump_json())
+        return merged(said).entries
 
     served = WEIGHTS | {"model.layers.0.self_attn.q_proj.weight": torch.randn(256, 128).bfloat16()}
     recorder = Recorder(MODEL.tensors, ranks=2)
     list(recorder.watch(served.items()))
     manifest = Manifest.merged(5, QuantSpec.preset("bf16"), [recorder.sent()])
     norm = served["model.norm.weight"]
-    assert manifest.differences(merged([held(0, norm), held(1, norm)]).entries) == []
-    (problem,) = manifest.differences(merged([held(0, norm), held(1, norm + 1)]).entries)
+    assert manifest.differences(held(norm, norm)) == []
+    (problem,) = manifest.differences(held(norm, norm + 1))
     assert problem.startswith("model.norm.weight: found ") and " on another rank, expected " in problem
-    lost = merged([held(0, norm)]).entries
-    assert manifest.mismatched(lost) == {"model.layers.0.self_attn.q_proj.weight#1/2"}
+    assert manifest.mismatched(held(norm)) == {"model.layers.0.self_attn.q_proj.weight#1/2"}
 
 
 def test_ranks_that_each_send_their_share_are_proven_by_one_manifest(engines: list[SimulatedEngine]) -> None:
     shares = [SimulatedTrainer({name: tensor}) for name, tensor in WEIGHTS.items()]
     manifest, report, problems = push(SimulatedTransport(), *shares)
-    assert problems == []
-    assert manifest == push(SimulatedTransport())[0]
+    assert problems == [] and manifest == push(SimulatedTransport())[0]
     assert (report.verified_tensors, report.bytes) == (3, 128 * 128 + 4 + 2 * 128)
 
 

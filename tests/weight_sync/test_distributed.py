@@ -23,7 +23,7 @@ from fp8rl.weight_sync.buckets import Packer
 from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports import DistributedTransport, distributed
 from fp8rl.weight_sync.transports.distributed import contents
-from tests.support.definitions import every_tensor
+from tests.support.syncs import assert_same, ragged
 
 CPU = torch.device("cpu")
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -33,13 +33,11 @@ def test_both_ends_say_the_same_to_nccl(tmp_path: Path, monkeypatch: pytest.Monk
     """SGLang sets these for itself, where nobody has set them."""
     for name in [name for name in os.environ if name.startswith("NCCL_")]:
         monkeypatch.delenv(name)
-
-    def settings(environment: dict[str, str]) -> dict[str, str]:
-        return {name: value for name, value in environment.items() if name.startswith("NCCL_")}
-
-    engine = server_environment(None, tmp_path, cuda=True)
-    assert settings(engine) == settings(RANK_ENVIRONMENT)
-    assert settings(RANK_ENVIRONMENT).keys() == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"}
+    engine, rank = (
+        {name: value for name, value in environment.items() if name.startswith("NCCL_")}
+        for environment in (server_environment(None, tmp_path, cuda=True), RANK_ENVIRONMENT)
+    )
+    assert engine == rank and rank.keys() == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"}
 
 
 class Receiver:
@@ -105,21 +103,15 @@ def test_contents_name_the_gaps() -> None:
     assert contents(bucket) == [("a", "bfloat16", [2, 3])]
 
 
-def test_every_engine_gets_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {f"model.layers.{i}.mlp.up_proj.weight": (201 + i, 131) for i in range(5)} | {"model.norm.weight": (129,)}
-    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-    model = every_tensor(layers=5)
+def test_every_engine_gets_every_tensor() -> None:
+    weights, model = ragged()
     expected = dict(served_tensors(weights.items(), SPEC, model))
     transport = DistributedTransport(100_000)
     receivers = [Receiver(), Receiver()]
     send(receivers, served_tensors(weights.items(), SPEC, model, transport.allocate), transport)
     for rank, receiver in enumerate(receivers, start=1):
         assert receiver.calls == [f"join {rank}/3 gloo", "update 7 False", "update 7 False", "leave"]
-        assert receiver.tensors.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert receiver.tensors[name].dtype == tensor.dtype
-            assert torch.equal(receiver.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert_same(receiver.tensors, expected)
 
 
 def test_an_engine_that_refuses_frees_the_others_and_leaves_no_group() -> None:

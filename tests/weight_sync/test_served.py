@@ -63,55 +63,46 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, (shape, _) in WEIGHTS.items()}
 
 
-def test_names_shapes_and_formats(weights: dict[str, torch.Tensor]) -> None:
-    served = list(served_tensors(weights.items(), POW2, MODEL))
-    expected = []
-    for name, (shape, blocks) in WEIGHTS.items():
-        expected.append((name, shape, torch.float8_e4m3fn if blocks else torch.bfloat16))
-        if blocks:
-            expected.append((name + "_scale_inv", blocks, torch.float32))
-    assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in served] == expected
-
-
-@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32", "ironwood", "bf16"])
 def test_bytes_are_the_quantizers(weights: dict[str, torch.Tensor], preset: str) -> None:
-    spec = QuantSpec.preset(preset)
+    spec, expected = QuantSpec.preset(preset), []
     served = dict(served_tensors(weights.items(), spec, MODEL))
-    for name, (_, blocks) in WEIGHTS.items():
-        if blocks is None:
+    for name, (shape, blocks) in WEIGHTS.items():
+        quantized = blocks is not None and preset != "bf16"
+        expected.append((name, shape, torch.float8_e4m3fn if quantized else torch.bfloat16))
+        if not quantized:
             assert served[name] is weights[name]
             continue
-        expected = quantize(weights[name], spec.weight)
-        assert torch.equal(served[name].view(torch.uint8), expected.data.view(torch.uint8))
-        assert torch.equal(served[name + "_scale_inv"], expected.scale_inv)
-        largest = weights[name][:128, :128].float().abs().max()
-        held = (served[name][:128, :128].float() * served[name + "_scale_inv"][0, 0]).abs().max()
-        assert held == pytest.approx(largest, rel=2**-4)  # E4M3 keeps three bits behind the leading one
-
-
-def test_a_static_range_is_served_as_a_scale_of_one_half_in_every_block(weights: dict[str, torch.Tensor]) -> None:
-    served = dict(served_tensors(weights.items(), QuantSpec.preset("ironwood"), MODEL))
-    for name, (_, blocks) in WEIGHTS.items():
-        if blocks is not None:
-            assert served[name + "_scale_inv"].shape == blocks and (served[name + "_scale_inv"] == 0.5).all()
+        scales, ours = served[name + "_scale_inv"], quantize(weights[name], spec.weight)
+        expected.append((name + "_scale_inv", blocks, torch.float32))
+        if preset == "ironwood":  # a range that is fixed: a scale of one half in every block
+            assert (scales == 0.5).all()
             assert torch.equal(served[name].float(), (weights[name].float() * 2).to(torch.float8_e4m3fn).float())
+            continue
+        assert torch.equal(served[name].view(torch.uint8), ours.data.view(torch.uint8))
+        assert torch.equal(scales, ours.scale_inv)
+        largest = weights[name][:128, :128].float().abs().max()
+        held = (served[name][:128, :128].float() * scales[0, 0]).abs().max()
+        assert held == pytest.approx(largest, rel=2**-4)  # E4M3 keeps three bits behind the leading one
+    assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in served.items()] == expected
 
 
-def test_a_kind_outside_the_scope_is_served_as_it_is(weights: dict[str, torch.Tensor]) -> None:
-    spec = POW2.override({"scope": ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]})
-    scales = {name for name, _ in served_tensors(weights.items(), spec, MODEL) if name.endswith("_scale_inv")}
-    assert scales == {f"{LAYER}mlp.experts.11.{kind}_proj.weight_scale_inv" for kind in ("gate", "up", "down")}
-
-
-@pytest.mark.parametrize(("first", "last", "in_fp8"), [(3, 0, "34"), (4, 0, "4"), (0, 1, "3"), (0, 0, "34")])
-def test_a_layer_that_is_an_exception_is_served_as_it_is(
-    weights: dict[str, torch.Tensor], first: int, last: int, in_fp8: str
+@pytest.mark.parametrize(
+    ("changes", "in_fp8"),
+    [
+        ({"scope": ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]}, LAYER + "mlp.experts.11."),
+        ({"first_layers_bf16": 3}, "model.layers."),
+        ({"first_layers_bf16": 4}, "model.layers.4."),
+        ({"last_layers_bf16": 1}, LAYER),
+    ],
+)
+def test_a_kind_or_a_layer_that_is_an_exception_is_served_as_it_is(
+    weights: dict[str, torch.Tensor], changes: dict[str, Any], in_fp8: str
 ) -> None:
     """Layers 3 and 4 of a model of five."""
-    spec = POW2.override({"first_layers_bf16": first, "last_layers_bf16": last})
-    served = dict(served_tensors(weights.items(), spec, MODEL))
+    served = dict(served_tensors(weights.items(), POW2.override(changes), MODEL))
     quantized = {name for name in served if name + "_scale_inv" in served}
-    assert {name.split(".")[2] for name in quantized} == set(in_fp8)
+    assert quantized == {name for name, (_, blocks) in WEIGHTS.items() if blocks and name.startswith(in_fp8)}
     assert all(served[name] is weights[name] for name in weights.keys() - quantized)
 
 
@@ -130,19 +121,10 @@ def test_what_the_trainer_quantized_is_served_as_it_is(preset: str) -> None:
         list(served_tensors([(name, mine)], other, MODEL))
 
 
-def test_bf16_passes_everything_through(weights: dict[str, torch.Tensor]) -> None:
-    served = list(served_tensors(weights.items(), BF16, MODEL))
-    assert [name for name, _ in served] == list(weights)
-    assert all(tensor is weights[name] for name, tensor in served)
-
-
-LAYERS = 1
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("source") / "model"
-    write_tiny_model(path, TinyModel(layers=LAYERS, experts=4))
+    write_tiny_model(path, TinyModel(layers=1, experts=4))
     return path
 
 
@@ -177,8 +159,8 @@ def test_a_converted_model_is_complete(source: Path, tmp_path: Path, preset: str
     }
     by_preset = {"fp8_block_pow2": block | {"scale_fmt": "ue8m0"}, "fp8_block_fp32": block, "bf16": None}
     assert quantization == by_preset[preset]
-    asked = "12+3="
-    assert AutoTokenizer.from_pretrained(tmp_path / "served")(asked) == AutoTokenizer.from_pretrained(source)(asked)
+    asked, *said = (AutoTokenizer.from_pretrained(path)("12+3=") for path in (tmp_path / "served", source))
+    assert said == [asked]
 
 
 @pytest.mark.slow
@@ -256,46 +238,31 @@ def test_tensors_that_share_memory_are_written_each_for_itself(source: Path, tmp
     assert all(torch.equal(found[name], part) for name, part in parts.items())
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_failure_midway_leaves_what_was_there(source: Path, tmp_path: Path, earlier: bool) -> None:
+def test_a_failure_midway_leaves_what_was_there_and_a_new_checkpoint_takes_its_place(
+    source: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "served"
-    if earlier:
-        convert_checkpoint(source, path, POW2)
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.ones(4)
         raise OSError("no space left on device")
 
-    with pytest.raises(OSError, match="no space left"):
-        write_served_checkpoint(failing(), source, path, POW2)
-    assert [entry.name for entry in tmp_path.iterdir()] == (["served"] if earlier else [])
-    if earlier:
+    for there in ([], ["served"]):
+        with pytest.raises(OSError, match="no space left"):
+            write_served_checkpoint(failing(), source, path, POW2)
+        assert [entry.name for entry in tmp_path.iterdir()] == there
+        convert_checkpoint(source, path, POW2)
         assert_holds(path, source, POW2)
+        assert not (path / "model-00077.safetensors").exists()
+        (path / "model-00077.safetensors").write_bytes(b"left over")
 
 
-def test_a_new_checkpoint_takes_the_place_of_the_old_one(source: Path, tmp_path: Path) -> None:
-    path = tmp_path / "served"
-    convert_checkpoint(source, path, POW2)
-    (path / "model-00077.safetensors").write_bytes(b"left over")
-    convert_checkpoint(source, path, POW2)
-    assert_holds(path, source, POW2)
-    assert not (path / "model-00077.safetensors").exists()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["served"]
-
-
-def test_bf16_takes_two_bytes_of_a_parameter() -> None:
-    shape = read_shape(CONFIGS / "qwen3_4b")
-    assert served_bytes(shape, BF16) == 2 * shape.parameters
-
-
-def test_the_demo_model_worked_by_hand() -> None:
-    """Two layers of 13 x 3 blocks of 128 x 128 less the norms, the router and both ends."""
+def test_bytes_worked_by_hand_and_as_the_review_found_them() -> None:
+    """The demo's two layers of 13 x 3 blocks of 128 x 128 less the norms, the router and both ends."""
     quantized = 2 * (128 * 512 + 256 * 128 + 8 * 3 * 128 * 128)
     shape = read_shape(EXAMPLES / "models/tiny_qwen3_moe")
+    assert served_bytes(shape, BF16) == 2 * shape.parameters
     assert served_bytes(shape, POW2) == 2 * (shape.parameters - quantized) + quantized + 4 * quantized // 128**2
-
-
-def test_an_engine_of_qwen3_30b_takes_what_the_review_found() -> None:
     assert served_bytes(read_shape(CONFIGS / "qwen3_30b_a3b"), POW2) / 2**30 == pytest.approx(29.0, abs=0.05)
 
 

@@ -22,8 +22,8 @@ from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport
 from fp8rl.weight_sync.transports import tensor as tensor_transport
-from tests.support.definitions import every_tensor
 from tests.support.ranks import WARM
+from tests.support.syncs import assert_same, ragged
 from tests.support.tiny_model import write_tiny_model
 
 SPEC = QuantSpec.preset("bf16")
@@ -64,9 +64,8 @@ def test_the_tensor_transport_sends_bucket_by_bucket_and_flushes_nothing() -> No
     options = {"load_format": "flattened_bucket", "flush_cache": False}
     engines = send(TensorTransport(1400), TENSORS.items())
     assert engines[0].updates == [("0+1", 7, options), ("2+3", 7, options), ("4", 7, options)]
-    for engine in engines:
-        assert engine.tensors.keys() == TENSORS.keys()
-        assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in TENSORS.items())
+    assert_same(engines[0].tensors, TENSORS)
+    assert_same(engines[1].tensors, TENSORS)
     assert send(TensorTransport(700), [])[0].updates == []
 
 
@@ -94,14 +93,11 @@ def test_the_next_bucket_is_filled_while_engines_load_one_and_the_first_failure_
     assert [update[0] for update in engine.updates] == ["0+1"]
 
 
-class ForeignEngine:
+class ForeignEngine(RecordingEngine):
     """Loads in another process, which then lets go of the memory."""
 
-    ranks = 1
-
     def __init__(self, process: Executor) -> None:
-        self.process = process
-        self.loaded: list[int] = []
+        self.process, self.loaded = process, []
 
     async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
         self.loaded += self.process.submit(_load, payloads[0]).result()
@@ -126,20 +122,13 @@ def test_memory_that_is_used_again_stays_until_every_engine_has_read_it() -> Non
 def test_what_is_quantized_into_the_buckets_arrives(preset: str) -> None:
     """The same bytes as quantized on their own, from ragged shapes, over several buckets, without a copy."""
     spec = QuantSpec.preset(preset)
-    generator = torch.Generator().manual_seed(0)
-    projections = [(f"model.layers.{i}.mlp.up_proj.weight", (200 + i, 130)) for i in range(6)]
-    shapes = dict([("model.norm.weight", (129,)), *projections, ("lm_head.weight", (7, 130))])
-    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-    model = every_tensor(layers=6)
+    weights, model = ragged()
     expected = dict(served_tensors(weights.items(), spec, model))
     transport = TensorTransport(100_000)
     served = served_tensors(weights.items(), spec, model, transport.allocate)
     for engine in send(transport, served):
         assert len(engine.updates) > 1
-        assert engine.tensors.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert engine.tensors[name].dtype == tensor.dtype
-            assert torch.equal(engine.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert_same(engine.tensors, expected)
 
 
 def test_the_device_is_where_torch_and_sglang_put_it() -> None:
@@ -149,15 +138,6 @@ def test_the_device_is_where_torch_and_sglang_put_it() -> None:
     index = tensor_transport._DEVICE
     assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[index] == "storage_device"
     assert index == _REDUCE_TENSOR_ARG_DEVICE_INDEX
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_sent_by_its_uuid() -> None:
-    transport = TensorTransport(1 << 20)
-    flat = transport.allocate((16,), torch.uint8, torch.device("cuda"))
-    (bucket,) = transport._packer.pack([("x", flat)])
-    _, arguments = tensor_transport._Mapped(bucket.flat).__reduce__()
-    assert arguments[tensor_transport._DEVICE] == str(torch.cuda.get_device_properties(0).uuid)
 
 
 def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Path) -> None:

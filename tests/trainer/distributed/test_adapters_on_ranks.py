@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, trainer_on
 
 pytestmark = pytest.mark.slow
 
@@ -50,14 +47,9 @@ class Case:
     names: tuple[str, ...]
 
     def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-        from fp8rl.trainer.trainer import Trainer
-
         out = {}
-        spec = QuantSpec.preset("fp8_block_pow2")
-        numerics = NumericsConfig(mode="exact", spec=spec, trainer="fp8", k_splits=2)
-        options: dict[str, Any] = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
         for name in self.names:
-            trainer = Trainer(self.paths[name], config, numerics, layout, adapter=CONFIGS[name], **options)
+            trainer = trainer_on(layout, config, self.paths[name], numerics={"k_splits": 2}, adapter=CONFIGS[name])
             begun = adapters(trainer)
             trainer.load(self.folder / name)
             scored = scores(trainer)
@@ -83,65 +75,39 @@ def adapters(trainer: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.weights.adapters(trainer.model)}
 
 
-@dataclass(frozen=True)
-class One:
-    """One rank of what a config trains. Its checkpoint is of the first step; begun, learned: its adapters before that
-    and after the second."""
-
-    trainer: Any
-    begun: dict[str, Tensor]
-    logprobs: dict[int, Tensor]
-    norm: float
-    learned: dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def paths(moe_path: Path, latent_path: Path, linear_path: Path) -> dict[str, Path]:
-    """The model of each config."""
-    special = {"latent": latent_path, "linear": linear_path}
-    return {name: special.get(name, moe_path) for name in CONFIGS}
-
-
-@pytest.fixture(scope="module")
-def alone(paths: dict[str, Path], checkpoints: Path, make_trainer: MakeTrainer) -> dict[str, One]:
-    def made(name: str) -> One:
-        trainer = make_trainer(paths[name], "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
-        begun = adapters(trainer)
-        learn(trainer, 0)
-        trainer.save(checkpoints / name, {})
-        return One(trainer, begun, scores(trainer), learn(trainer, 9), adapters(trainer))
-
-    return {name: made(name) for name in CONFIGS}
-
-
 @pytest.mark.parametrize(("ranks", "names"), RANKS.values(), ids=RANKS)
 def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
     ranks: dict[str, int],
     names: tuple[str, ...],
-    paths: dict[str, Path],
-    checkpoints: Path,
+    moe_path: Path,
+    latent_path: Path,
+    linear_path: Path,
     tmp_path: Path,
-    alone: dict[str, One],
+    make_trainer: MakeTrainer,
 ) -> None:
-    case = Case(paths, checkpoints, tmp_path, names)
+    """One rank's checkpoint is of its first step. Its adapters before that and after the second are compared."""
+    paths = {name: {"latent": latent_path, "linear": linear_path}.get(name, moe_path) for name in names}
+    alone = {}
+    for name in names:
+        one = make_trainer(paths[name], "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
+        begun = adapters(one)
+        learn(one, 0)
+        one.save(tmp_path / "one" / name, {})
+        alone[name] = one, scores(one), learn(one, 9), begun, adapters(one)
+    case = Case(paths, tmp_path / "one", tmp_path / "again", names)
     found = run_on_ranks(TrainerSection(**SETTINGS, **ranks), tmp_path / "ranks", case)
     for name in names:
-        one, of_ranks = alone[name], [each[name] for each in found]
-        assert_same({row: each for of_rank in of_ranks for row, each in of_rank[0].items()}, one.logprobs)
-        assert all(each[1] == pytest.approx(one.norm, rel=1e-2) for each in of_ranks), name
-        for place, whole in ((2, one.begun), (3, one.learned)):
+        (one, logprobs, norm, begun, learned), of_ranks = alone[name], [each[name] for each in found]
+        assert_same({row: each for of_rank in of_ranks for row, each in of_rank[0].items()}, logprobs)
+        assert all(each[1] == pytest.approx(norm, rel=1e-2) for each in of_ranks), name
+        for place, whole in ((2, begun), (3, learned)):
             held = {key: tensor for each in of_ranks for key, tensor in each[place].items()}
             assert held.keys() == whole.keys()
             moved = torch.cat([(held[key] - whole[key]).float().abs().flatten() for key in whole])
             # A first step of Adam goes by a gradient's sign: rounding turns it where the gradient is almost none.
             assert (moved < 1e-4).float().mean() > (0.95 if place == 3 else 0.999), (name, place)
-        one.trainer.load(tmp_path / name)
-        assert_same(scores(one.trainer), one.logprobs)
+        one.load(tmp_path / "again" / name)
+        assert_same(scores(one), logprobs)
 
 
 def assert_same(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
+from tests.support.trainers import trainer_on
 
 PIECE = 50_000
 
@@ -20,14 +20,10 @@ def _both_ways(path: Path, layout: Layout, config: TrainerSection) -> list[Any]:
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from fp8rl.numerics.config import NumericsConfig
-    from fp8rl.numerics.spec import QuantSpec
     from fp8rl.trainer.distributed import gathering
     from fp8rl.trainer.inventory import optimizer_state
-    from fp8rl.trainer.trainer import Trainer
 
-    numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
-    trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=LENGTH)
+    trainer = trainer_on(layout, config, path, "bf16")
     torch.manual_seed(layout.rank)
     for _, kind, tensor in optimizer_state(trainer):
         if kind == "moments":

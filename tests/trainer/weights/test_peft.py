@@ -21,8 +21,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import random_batch
 from tests.support.models import write_model
-from tests.support.trainers import MakeTrainer
-from tests.trainer.test_adapters import spread
+from tests.support.trainers import MakeTrainer, scored, spread
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 """PEFT 0.21 puts no adapters beside the dense MLP and the shared experts of a DeepSeek-V3, whose experts are fused."""
@@ -51,27 +50,19 @@ def test_peft_computes_what_the_trainer_does_in_fp32(
     path = request.getfixturevalue(model)
     trainer = make_trainer(path, "bf16", torch.float32, adapter=AdapterSection(rank=4, **changes))
     batch = random_batch(seed=0)
-    before = scored(trainer, batch)
+    before = scored(trainer, batch)[batch.loss_mask]
     spread(trainer, 0.1)
     trainer.export_adapter(tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
-    ours = scored(trainer, batch)
+    ours = scored(trainer, batch)[batch.loss_mask]
     assert (ours - before).abs().mean() > 1
     assert (ours - by_transformers(adapted, batch)).abs().max() < 1e-4
 
 
-def scored(trainer: Any, batch: TokenBatch) -> Tensor:
-    """The log-probabilities of a batch's targets, one after the other."""
-    rows, logprobs = trainer.score(batch)
-    found = torch.empty_like(logprobs)
-    found[rows] = logprobs
-    return found[batch.loss_mask]
-
-
 @torch.no_grad()
 def by_transformers(model: Any, batch: TokenBatch) -> Tensor:
-    """The same by a model of transformers. The padding behind a row changes nothing before it."""
+    """Log-probabilities of a batch's targets. The padding behind a row changes nothing before it."""
     logprobs = model(input_ids=batch.tokens).logits[:, :-1].log_softmax(-1)
     return logprobs.gather(-1, batch.tokens[:, 1:, None])[..., 0][batch.loss_mask[:, 1:]]
 
@@ -107,51 +98,49 @@ def test_a_merged_checkpoint_is_the_sum_and_is_quantized_like_any(
     assert all(torch.equal(direct[each].view(torch.uint8), later[each].view(torch.uint8)) for each in direct)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"use_dora": True}, "use_dora=True"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-        ({"peft_type": "IA3"}, "peft_type='IA3'"),
-        ({"r": 8}, "of shape"),
-        ("unknown", "score.lora_A.weight"),
-        ("base", "digest"),
-        ("shared", "experts with adapters of their own"),
-    ],
-)
-def test_what_is_no_adapter_of_this_model_is_refused(
-    change: dict[str, Any] | str, message: str, written: Path, moe_path: Path, tmp_path: Path
-) -> None:
-    adapter = tmp_path / "adapter"
-    shutil.copytree(written, adapter)
-    described, experts = json.loads((adapter / CONFIG).read_text()), "per_expert"
-    if isinstance(change, dict):
-        (adapter / CONFIG).write_text(json.dumps(described | change))
-    elif change == "unknown":
+def changed(adapter: Path, change: str) -> None:
+    """Change what an adapter's directory says or holds."""
+    if change == "unknown":
         tensors = load_file(adapter / TENSORS) | {"base_model.model.score.lora_A.weight": torch.zeros(4, 256)}
         save_file(tensors, adapter / TENSORS)
     elif change == "base":
         save_file(load_file(adapter / TENSORS), adapter / TENSORS, {BASE: "0" * 32})
     else:
-        experts = change
+        (adapter / CONFIG).write_text(json.dumps(json.loads((adapter / CONFIG).read_text()) | json.loads(change)))
+
+
+@pytest.mark.parametrize(
+    ("change", "experts", "message"),
+    [
+        ('{"use_dora": true}', "per_expert", "use_dora=True"),
+        ('{"rank_pattern": {"q_proj": 8}}', "per_expert", "rank_pattern"),
+        ('{"peft_type": "IA3"}', "per_expert", "peft_type='IA3'"),
+        ('{"r": 8}', "per_expert", "of shape"),
+        ("unknown", "per_expert", "score.lora_A.weight"),
+        ("base", "per_expert", "digest"),
+        ("{}", "shared", "experts with adapters of their own"),
+    ],
+)
+def test_what_is_no_adapter_of_this_model_is_refused(
+    change: str, experts: str, message: str, written: Path, moe_path: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(written, tmp_path / "adapter")
+    changed(tmp_path / "adapter", change)
     model = read_model(moe_path).adapted(AdapterSection(rank=4, experts=experts))
     with pytest.raises(UserError, match=message):
-        read_adapter(adapter, moe_path, model, "adapter.start")
+        read_adapter(tmp_path / "adapter", moe_path, model, "adapter.start")
 
 
 def test_what_peft_wrote_itself_of_a_dense_model_is_read(tmp_path: Path) -> None:
     """Files as PEFT leaves them: without our metadata, with keys that we do not write."""
-    path = write_model(tmp_path / "model", moe=False)
-    model = read_model(path)
-    targets = ("q_proj", "v_proj")
-    rows = [row for row in model.tensors.rows.values() if row.name.split(".")[-2] in targets]
-    prefix = "base_model.model."
+    path, adapter = write_model(tmp_path / "model", moe=False), tmp_path / "adapter"
+    model, targets, prefix = read_model(path), ("q_proj", "v_proj"), "base_model.model."
     tensors = {}
-    for row in rows:
-        name = prefix + row.name.removesuffix(".weight")
-        tensors[f"{name}.lora_A.weight"] = torch.randn(8, row.shape[1])
-        tensors[f"{name}.lora_B.weight"] = torch.randn(row.shape[0], 8)
-    adapter = tmp_path / "adapter"
+    for row in model.tensors.rows.values():
+        if row.name.split(".")[-2] in targets:
+            name = prefix + row.name.removesuffix(".weight")
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, row.shape[1])
+            tensors[f"{name}.lora_B.weight"] = torch.randn(row.shape[0], 8)
     adapter.mkdir()
     save_file(tensors, adapter / TENSORS)
     plain = {"alpha_pattern": {}, "bias": "none", "corda_config": None, "layers_to_transform": None}
