@@ -30,7 +30,7 @@ class Float8BlockScaling:
         self.backward_override = backward_override
 
 
-def test_the_environment_is_set_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_set_and_cleared_until_it_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FP32_SCALES, "1")
     monkeypatch.setenv(BACKWARD, "high_precision")
     te_runtime.prepare(Lowering())
@@ -39,10 +39,6 @@ def test_the_environment_is_set_and_cleared(monkeypatch: pytest.MonkeyPatch) -> 
     assert FP32_SCALES not in os.environ and BACKWARD not in os.environ
     te_runtime.prepare(lower(native("fp8_forward", preset="fp8_block_fp32"), True))
     assert (os.environ[FP32_SCALES], os.environ[BACKWARD]) == ("1", "dequantized")
-
-
-def test_it_is_left_alone_once_it_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FP32_SCALES, "1")
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     te_runtime.prepare(DEFAULT)
     assert os.environ[FP32_SCALES] == "1"
@@ -71,20 +67,18 @@ def test_another_recipe_is_refused_with_its_settings(recipe: Any, found: str) ->
     assert f"start the process with {FP32_SCALES}=1 {BACKWARD} unset" in str(error.value)
 
 
-def test_a_live_model_falls_back_to_bf16_and_returns() -> None:
+def test_a_live_model_falls_back_to_bf16_and_returns_and_takes_no_other_fp8() -> None:
     config: Any = SimpleNamespace(fp8="e4m3")
     for numerics, fp8 in ((native("bf16"), None), (native(), "e4m3")):
         te_runtime.switch(DEFAULT, lower(numerics, True), config)
         assert config.fp8 == fp8
-
-
-@pytest.mark.parametrize("changes", [{"preset": "fp8_block_fp32"}, {"first_layers_bf16": 1}])
-def test_a_live_model_takes_no_other_fp8(changes: dict[str, Any]) -> None:
-    config: Any = SimpleNamespace(fp8="e4m3")
-    with pytest.raises(UserError, match="Start a new trainer"):
-        te_runtime.switch(DEFAULT, lower(native(**changes), True), config)
     in_bf16 = replace(DEFAULT, config={}, recipe=None)
-    with pytest.raises(UserError, match="Start a new trainer"):
-        te_runtime.switch(in_bf16, DEFAULT, config)
-    te_runtime.switch(Lowering(), lower(native(**changes), False), config)
+    for before, changes in (
+        (DEFAULT, {"preset": "fp8_block_fp32"}),
+        (DEFAULT, {"first_layers_bf16": 1}),
+        (in_bf16, {}),
+    ):
+        with pytest.raises(UserError, match="Start a new trainer"):
+            te_runtime.switch(before, lower(native(**changes), True), config)
+        te_runtime.switch(Lowering(), lower(native(**changes), False), config)
     assert config.fp8 == "e4m3"
