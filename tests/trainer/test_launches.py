@@ -15,18 +15,16 @@ import torch
 
 from fp8rl.diagnose.plan.subject import CONFIGS
 from fp8rl.diagnose.plan.time import OF_LAYER
-from fp8rl.models import read_model
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
-from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import Made, interpreted_launches
+from tests.support.meta_model import built, wrapped
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import POW2, MakeTrainer
 
 EXPERTS, TOKENS = 128, 4096
 
@@ -54,19 +52,12 @@ def hooked() -> Iterator[list[torch.nn.Parameter]]:
 
 def _experts_on_meta(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
     """What a layer's experts ask of a GPU for a micro-batch, once weights are quantized; in a process of its own."""
-    from fp8rl.trainer.distributed.optimizer import wrap
-    from fp8rl.trainer.megatron.lowering import Lowering
-    from fp8rl.trainer.megatron.model import build_model
-    from fp8rl.trainer.modules.precision import Precision
-
-    torch.cuda.current_device = lambda: torch.device("meta")
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8")
-    precision = Precision(numerics, WeightCache(), layers=2)
-    experts = build_model(read_model(path), config, layout, precision, Lowering(), 512).decoder.layers[0].mlp.experts
+    model = built(path, config, layout, NumericsConfig(spec=POW2, trainer="fp8"))
+    experts = model.decoder.layers[0].mlp.experts
     x = torch.empty(TOKENS, 256, dtype=torch.bfloat16, device="meta").requires_grad_()
     counts = torch.empty(EXPERTS, dtype=torch.int64, device="meta")
     with hooked() as called, using("triton"):
-        wrapped = wrap(experts, Lowering(), experts.parameters())
+        whole = wrapped(experts, whole=False)
         with interpreted_launches(run_kernels=False):
             experts(x, counts)  # quantizes the weights
         with Made() as made, interpreted_launches(run_kernels=False) as found:
@@ -76,7 +67,7 @@ def _experts_on_meta(path: Path, layout: Layout, config: TrainerSection) -> dict
         "ops": found.torch.total(),
         "kernels": found.kernels.total(),
         "hooks": len(called),
-        "parameters": len(list(wrapped.parameters())),
+        "parameters": len(list(whole.parameters())),
         "stacks": [shape for shape in made.shapes if len(shape) == 3 and shape[0] == EXPERTS],
     }
 
@@ -95,27 +86,19 @@ def test_a_layer_of_128_experts_takes_as_many_launches_as_one_of_few(moe_path: P
 def _layers_on_meta(folder: Path, layout: Layout, config: TrainerSection) -> list[list[int]]:
     """Launches of our kernels of a micro-batch, by the number of layers: in FP8 and in BF16, without and with
     recomputation."""
-    from fp8rl.trainer.distributed.optimizer import wrap
-    from fp8rl.trainer.megatron.lowering import Lowering
-    from fp8rl.trainer.megatron.model import build_model
-    from fp8rl.trainer.modules.precision import Precision
-
-    torch.cuda.current_device = lambda: torch.device("meta")
 
     def counted(layers: int, trainer: str, recompute: str) -> int:
         values = json.loads((folder / "config.json").read_text())
         path = Path(f"{layers}")
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": layers}))
-        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=trainer)  # type: ignore[arg-type]
-        precision, ours = Precision(numerics, WeightCache(), layers), TrainerSection(recompute=recompute)  # type: ignore[arg-type]
-        model = build_model(read_model(path), ours, layout, precision, Lowering(), 512)
-        experts = [each for name, each in model.named_parameters() if ".experts." in name]
-        wrapped, model.post_process = wrap(model, Lowering(), experts), False
+        numerics = NumericsConfig(spec=POW2, trainer=trainer)  # type: ignore[arg-type]
+        model = built(path, TrainerSection(recompute=recompute), layout, numerics)  # type: ignore[arg-type]
+        whole, model.post_process = wrapped(model), False
         tokens = torch.empty(2, 256, dtype=torch.int64, device="meta")
         for _ in range(2):  # the first one quantizes the weights
             with interpreted_launches(run_kernels=False) as found:
-                wrapped(tokens, position_ids=None, attention_mask=None).sum().backward()
+                whole(tokens, position_ids=None, attention_mask=None).sum().backward()
         return found.kernels.total()
 
     with using("triton"):

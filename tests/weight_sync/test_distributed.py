@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -20,10 +19,8 @@ from fp8rl.rollout.engine.server.arguments import server_environment
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import RANK_ENVIRONMENT
 from fp8rl.weight_sync.buckets import Packer
-from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports import DistributedTransport, distributed
 from fp8rl.weight_sync.transports.distributed import contents
-from tests.support.syncs import assert_same, ragged
 
 CPU = torch.device("cpu")
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -87,9 +84,8 @@ class Receiver:
         self.group = None
 
 
-def send(receivers: list[Receiver], tensors: Iterable[Any], transport: DistributedTransport | None = None) -> None:
-    transport = transport or DistributedTransport(1 << 20)
-    asyncio.run(transport.send(iter(tensors), receivers, 7))  # type: ignore[arg-type]
+def send(receivers: list[Receiver], tensors: Iterable[Any]) -> None:
+    asyncio.run(DistributedTransport(1 << 20).send(iter(tensors), receivers, 7))  # type: ignore[arg-type]
 
 
 def test_contents_name_the_gaps() -> None:
@@ -103,24 +99,13 @@ def test_contents_name_the_gaps() -> None:
     assert contents(bucket) == [("a", "bfloat16", [2, 3])]
 
 
-def test_every_engine_gets_every_tensor() -> None:
-    weights, model = ragged()
-    expected = dict(served_tensors(weights.items(), SPEC, model))
-    transport = DistributedTransport(100_000)
-    receivers = [Receiver(), Receiver()]
-    send(receivers, served_tensors(weights.items(), SPEC, model, transport.allocate), transport)
-    for rank, receiver in enumerate(receivers, start=1):
-        assert receiver.calls == [f"join {rank}/3 gloo", "update 7 False", "update 7 False", "leave"]
-        assert_same(receiver.tensors, expected)
-
-
 def test_an_engine_that_refuses_frees_the_others_and_leaves_no_group() -> None:
     receivers = [Receiver(), Receiver(refuses=True)]
-    began = time.monotonic()
     with pytest.raises(EngineError, match="answered 400"):
         send(receivers, [("a", torch.ones(1 << 16))])
-    assert time.monotonic() - began < 30
-    assert all(receiver.calls[-1] == "leave" for receiver in receivers)
+    assert [receiver.calls for receiver in receivers] == [
+        [f"join {rank}/3 gloo", "update 7 False", "leave"] for rank in (1, 2)
+    ]
     fresh = Receiver()
     send([fresh], [("a", torch.ones(3))])
     assert torch.equal(fresh.tensors["a"], torch.ones(3))
@@ -129,7 +114,7 @@ def test_an_engine_that_refuses_frees_the_others_and_leaves_no_group() -> None:
 class Absent(Receiver):
     """It does not come to the group."""
 
-    async def join_weights_group(self, name: str, address: str, port: int, rank: int, size: int, backend: str) -> None:
+    async def join_weights_group(self, *unused: Any) -> None:
         await asyncio.sleep(600)
 
 
@@ -139,10 +124,8 @@ def test_an_engine_that_does_not_join_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Receiver, "patience", timedelta(seconds=3))
     absent = Absent()
     absent.url = "http://absent"
-    began = time.monotonic()
     with pytest.raises(EngineError, match=r"found http://absent missing after 2 s, expected every engine to join"):
         send([Receiver(), absent], [("a", torch.ones(3))])
-    assert time.monotonic() - began < 40
 
 
 def test_tensors_that_break_off_midway_leave_no_group() -> None:

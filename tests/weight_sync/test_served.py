@@ -21,6 +21,7 @@ from fp8rl.models.checkpoint.reading import weight_files
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.buckets import Packer
 from fp8rl.weight_sync.served import (
     convert_checkpoint,
     quantization_config,
@@ -67,6 +68,10 @@ def weights() -> dict[str, torch.Tensor]:
 def test_bytes_are_the_quantizers(weights: dict[str, torch.Tensor], preset: str) -> None:
     spec, expected = QuantSpec.preset(preset), []
     served = dict(served_tensors(weights.items(), spec, MODEL))
+    packer = Packer(1 << 20, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
+    sent = dict(served_tensors(weights.items(), spec, MODEL, packer.allocate))  # quantized into a bucket
+    assert sent.keys() == served.keys()
+    assert all(torch.equal(sent[name].view(torch.uint8), served[name].view(torch.uint8)) for name in served)
     for name, (shape, blocks) in WEIGHTS.items():
         quantized = blocks is not None and preset != "bf16"
         expected.append((name, shape, torch.float8_e4m3fn if quantized else torch.bfloat16))

@@ -14,11 +14,11 @@ import torch
 from fp8rl.models import read_model
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
-from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.config import TrainerSection
 from tests.support.launches import Made, interpreted_launches
+from tests.support.meta_model import built, layout_of, wrapped
 from tests.support.ranks import in_a_fork
+from tests.support.trainers import POW2
 
 ROWS, LENGTH, RANKS, WORDS = 2, 64, 2, 1111
 
@@ -26,28 +26,13 @@ ROWS, LENGTH, RANKS, WORDS = 2, 64, 2, 1111
 def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
     """How often the layers of one rank of `ep` ask for numbers, forward and backward, and which tensors of the size of
     the vocabulary the backward makes."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from fp8rl.trainer import device
-    from fp8rl.trainer.distributed import parallel
-    from fp8rl.trainer.distributed.optimizer import wrap
-    from fp8rl.trainer.megatron.lowering import Lowering
-    from fp8rl.trainer.megatron.model import build_model
     from fp8rl.trainer.modules import dispatch
-    from fp8rl.trainer.modules.precision import Precision
 
     config = TrainerSection(ep=ep, dp=ep)
-    device.collectives = lambda here: "fake"
-    layout = parallel.initialize(config, 0, FakeStore())
-    torch.cuda.current_device = lambda: torch.device("meta")
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8")
-    definition = read_model(path)
-    precision = Precision(numerics, WeightCache(), definition.sizes.layers)
-    model = build_model(definition, config, layout, precision, Lowering(), 512)
-    experts = [p for name, p in model.named_parameters() if ".mlp.experts." in name]
-    wrapped = wrap(model, Lowering(), experts)
+    model = built(path, config, layout_of(config, 0), NumericsConfig(spec=POW2, trainer="fp8"))
+    top_k, model_of_gradients = read_model(path).sizes.top_k, wrapped(model)
     waits = {"forward": 0, "backward": 0}
-    phase, pairs = "forward", ROWS * LENGTH * definition.sizes.top_k
+    phase, pairs = "forward", ROWS * LENGTH * top_k
 
     def on_host(sizes: torch.Tensor, rows: int) -> Any:
         waits[phase] += 1
@@ -58,7 +43,7 @@ def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
     tokens = torch.empty(ROWS, LENGTH, dtype=torch.int64, device="meta")
     model.post_process = False  # its head is none of the layers
     with using("triton"), interpreted_launches(run_kernels=False):
-        hidden = wrapped(tokens, position_ids=None, attention_mask=None)
+        hidden = model_of_gradients(tokens, position_ids=None, attention_mask=None)
         phase = "backward"
         with Made() as made:
             hidden.sum().backward()

@@ -7,7 +7,6 @@ compute in BF16.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,83 +29,42 @@ pytestmark = pytest.mark.slow
 PLAIN: dict[str, Any] = {"precision": SimpleNamespace(quantizes=lambda kind: False), "kind": ""}
 
 
-class TEColumn(ColumnLinear):
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        config: Any,
-        init_method: Callable[..., Any],
-        gather_output: bool,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        skip_weight_param_allocation: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Any = None,
-        stride: int = 1,
-    ) -> None:
-        assert not gather_output, "TransformerEngine refuses it"
-        own = {"config": config, "init_method": init_method, "bias": bias, "skip_bias_add": skip_bias_add}
-        super().__init__(inputs, outputs, is_expert=is_expert, tp_group=tp_group, gather_output=False, **own, **PLAIN)
+def stand_in(name: str, made_of: type, takes: str, **only: Any) -> type:
+    """A class that takes these keywords of Megatron's wrapper, of which some have one value."""
+
+    def start(self: Any, inputs: int, outputs: int, **given: Any) -> None:
+        assert given.keys() <= {*takes.split()} and {key: given[key] for key in only} == only
+        own = {key: value for key, value in given.items() if key not in ("tp_comm_buffer_name", "stride")}
+        own.pop("skip_weight_param_allocation", None)
+        made_of.__init__(self, inputs, outputs, **own, **PLAIN)
+
+    return type(name, (made_of,), {"__init__": start})
 
 
-class TENormColumn(NormColumnLinear):
-    def __init__(self, inputs: int, outputs: int, **given: Any) -> None:
-        super().__init__(inputs, outputs, **given, **PLAIN)
+EACH = "config init_method bias skip_bias_add is_expert tp_comm_buffer_name tp_group"
+COLUMN = f"{EACH} gather_output skip_weight_param_allocation stride"
+TEColumn = stand_in("TEColumn", ColumnLinear, COLUMN, gather_output=False)
+TENormColumn = stand_in("TENormColumn", NormColumnLinear, COLUMN, gather_output=False)
+TERow = stand_in("TERow", RowLinear, f"{EACH} input_is_parallel", input_is_parallel=True)
 
 
-class TERow(RowLinear):
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        config: Any,
-        init_method: Callable[..., Any],
-        bias: bool,
-        input_is_parallel: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Any = None,
-    ) -> None:
-        assert input_is_parallel, "TransformerEngine refuses the other"
-        own = {"config": config, "init_method": init_method, "bias": bias, "skip_bias_add": skip_bias_add}
-        super().__init__(
-            inputs, outputs, is_expert=is_expert, tp_group=tp_group, input_is_parallel=True, **own, **PLAIN
-        )
-
-
-class Provider:
-    """`TESpecProvider`, as far as dense models ask it."""
-
-    def column_parallel_linear(self) -> type:
-        return TEColumn
-
-    def column_parallel_layer_norm_linear(self) -> type:
-        return TENormColumn
-
-    def row_parallel_linear(self) -> type:
-        return TERow
-
-    def layer_norm(self, rms_norm: bool) -> type:
-        assert rms_norm
-        return RMSNorm
-
-    def core_attention(self) -> type:
-        return DotProductAttention
+ASKED: dict[str, Any] = {
+    "column_parallel_linear": lambda self: TEColumn,
+    "column_parallel_layer_norm_linear": lambda self: TENormColumn,
+    "row_parallel_linear": lambda self: TERow,
+    "layer_norm": lambda self, rms_norm: {True: RMSNorm}[rms_norm],
+    "core_attention": lambda self: DotProductAttention,
+}
+"""What dense models ask of `TESpecProvider`."""
 
 
 @pytest.fixture
-def on_te(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_te(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers of native mode have TransformerEngine's layers."""
     module: Any = ModuleType("transformer_engine_spec_provider")
-    module.TESpecProvider = Provider
+    module.TESpecProvider = type("Provider", (), ASKED)
     monkeypatch.setitem(sys.modules, f"megatron.core.extensions.{module.__name__}", module)
     monkeypatch.setattr("fp8rl.trainer.scorer.lower", lambda *_: Lowering(transformer_engine=True))
-    yield
 
 
 def test_linear_attention_has_tes_products_megatrons_gates_and_the_shared_rule(
