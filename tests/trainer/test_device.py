@@ -21,18 +21,21 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Four GPUs, as torch.cuda would show them; the list receives what was made the current one."""
     patches.install()  # once in a process, so for the machine that is really here
     chosen: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1] if chosen else 0)
+    shown = {"is_available": lambda: True, "device_count": lambda: 4, "set_device": chosen.append}
+    for name, value in (shown | {"current_device": lambda: chosen[-1] if chosen else 0}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
     return chosen
 
 
-@pytest.mark.parametrize(("rank", "index"), [(0, 0), (3, 3), (4, 0), (6, 2)])
-def test_ranks_of_a_node_take_a_gpu_each(gpus: list[int], rank: int, index: int) -> None:
-    assert device.claim(rank) == torch.device("cuda", index) == device.current()
-    assert gpus == [index]
-    assert device.collectives(device.current()) == "nccl"
+def test_ranks_of_a_node_take_a_gpu_each_and_without_gpus_the_cpu(
+    gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, index in ((0, 0), (3, 3), (4, 0), (6, 2)):
+        assert device.claim(rank) == torch.device("cuda", index) == device.current()
+    assert gpus == [0, 3, 0, 2] and device.collectives(device.current()) == "nccl"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.claim(3) == torch.device("cpu") == device.current()
+    assert device.collectives(device.current()) == "gloo"
 
 
 def test_the_world_is_not_bound_to_a_gpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,12 +64,6 @@ def test_a_rank_starts_with_what_its_device_takes(gpus: list[int], gpu: bool, mo
     monkeypatch.setattr(device.implementation, "choose", lambda device, spec: done.append(device))
     device.start(1, NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")))
     assert done == (["toolkit", torch.device("cuda", 1)] if gpu else ["compiler", torch.device("cpu")])
-
-
-def test_without_gpus_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device.claim(3) == torch.device("cpu") == device.current()
-    assert device.collectives(device.current()) == "gloo"
 
 
 def test_transformer_engine_takes_a_gpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

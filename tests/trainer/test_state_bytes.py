@@ -1,13 +1,17 @@
-"""State of a rank, calculated: against formulas of the field, sums worked by hand, and a review of real sizes.
+"""State of a rank: calculated by formulas of the field and by hand, held by live trainers, and sent.
 
-`test_parallel.py` holds it against live ranks.
+`test_parallel.py` holds it against several ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterSection
@@ -15,16 +19,18 @@ from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.inventory import _parameters, inventory, transfers
 from fp8rl.trainer.state_bytes import StateBytes, Storage, state_bytes
-from tests.support.batches import random_batch
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.blockwise import BlockwiseWeight
 from tests.support.holdings import bytes_held
+from tests.support.models import EXPERTS, LAYERS, VOCAB
 from tests.support.paths import CONFIGS, EXAMPLES
 from tests.support.trainers import MakeTrainer
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 BF16 = replace(EXACT, trainer="bf16")
 GIB = 2**30
-SOME = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
 def shape_of(name: str) -> Shape:
@@ -54,25 +60,20 @@ def test_fp8_parameters_take_what_bf16_takes() -> None:
     assert fp8.parameters - bf16.parameters == 2 * quantized * 4 // 128**2
 
 
-@pytest.mark.parametrize(("dp", "found"), [(2, 70.0e9), (4, 47.0e9)])
-def test_qwen3_30b_with_tp4_ep8_takes(dp: int, found: float) -> None:
-    assert total("qwen3_30b_a3b", tp=4, ep=8, dp=dp).total == pytest.approx(found, rel=0.01)
-
-
-def test_qwen3_30b_on_eight_gpus_in_exact_mode_takes_what_the_review_found() -> None:
+def test_qwen3_30b_takes_what_the_review_found() -> None:
+    for dp, found in ((2, 70.0e9), (4, 47.0e9)):
+        assert total("qwen3_30b_a3b", tp=4, ep=8, dp=dp).total == pytest.approx(found, rel=0.01)
     state = total("qwen3_30b_a3b", EXACT, ep=8, dp=8)
-    found = [state.parameters, state.gradients, state.masters + state.moments, state.operands, state.total]
-    assert [each / GIB for each in found] == pytest.approx([9.6, 19.2, 42.7, 8.4, 80.0], abs=0.06)
+    taken = [state.parameters, state.gradients, state.masters + state.moments, state.operands, state.total]
+    assert [each / GIB for each in taken] == pytest.approx([9.6, 19.2, 42.7, 8.4, 80.0], abs=0.06)
 
 
 def test_operands_on_a_cpu_are_as_wide_as_they_are_exact() -> None:
     """BF16 for power-of-two scales, FP32 for others, in the layers that are quantized."""
     quantized = 128 * 512 + 256 * 128 + 8 * 3 * 128 * 128
-    assert total("tiny_qwen3_moe", EXACT, "torch").operands == 2 * quantized * 2
-    wide = replace(EXACT, spec=QuantSpec.preset("fp8_block_fp32"))
-    assert total("tiny_qwen3_moe", wide, "torch").operands == 2 * quantized * 4
-    first = replace(EXACT, spec=EXACT.spec.override({"first_layers_bf16": 1}))
-    assert total("tiny_qwen3_moe", first, "torch").operands == quantized * 2
+    first = EXACT.spec.override({"first_layers_bf16": 1})
+    for spec, size in ((EXACT.spec, 2 * 2), (QuantSpec.preset("fp8_block_fp32"), 2 * 4), (first, 2)):
+        assert total("tiny_qwen3_moe", replace(EXACT, spec=spec), "torch").operands == quantized * size
 
 
 def test_ranks_share_all_there_is() -> None:
@@ -103,18 +104,16 @@ def test_a_tied_embedding_is_held_by_the_first_and_by_the_last_stage() -> None:
     assert total("qwen3_4b").gradients == 4 * n.parameters
 
 
-LIVE: dict[str, tuple[str, str, AdapterSection | None]] = {
-    "moe in bf16": ("moe_path", "bf16", None),
-    "moe": ("moe_path", "fp8", None),
-    "dense in bf16": ("dense_path", "bf16", None),
-    "dense": ("dense_path", "fp8", None),
-    "adapters": ("moe_path", "fp8", AdapterSection(rank=8, targets=SOME)),
-    "shared adapters": ("moe_path", "fp8", AdapterSection(rank=8, targets=SOME, experts="shared")),
-    "adapters of latents": ("latent_path", "fp8", AdapterSection(rank=8)),
-}
+ADAPTER = AdapterSection(rank=8, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+LIVE: list[tuple[str, str, AdapterSection | None]] = [
+    *((model, precision, None) for model in ("moe", "dense") for precision in ("bf16", "fp8")),
+    ("moe", "fp8", ADAPTER),
+    ("moe", "fp8", ADAPTER.model_copy(update={"experts": "shared"})),
+    ("latent", "fp8", AdapterSection(rank=8)),
+]
 
 
-@pytest.mark.parametrize(("model", "precision", "adapter"), LIVE.values(), ids=LIVE)
+@pytest.mark.parametrize(("model", "precision", "adapter"), LIVE)
 def test_a_live_trainer_holds_them(
     model: str,
     precision: str,
@@ -122,7 +121,7 @@ def test_a_live_trainer_holds_them(
     make_trainer: MakeTrainer,
     request: pytest.FixtureRequest,
 ) -> None:
-    path, numerics = request.getfixturevalue(model), replace(EXACT, trainer=precision)
+    path, numerics = request.getfixturevalue(f"{model}_path"), replace(EXACT, trainer=precision)
     trainer = make_trainer(path, precision, adapter=adapter)
     trainer.score(random_batch(rows=2, longest=8))
     states = state_bytes(read_shape(path, adapter=adapter), trainer.config, numerics, "torch").values()
@@ -132,3 +131,66 @@ def test_a_live_trainer_holds_them(
     if adapter is not None:
         full = sum(state_bytes(read_shape(path), trainer.config, numerics, "torch").values(), StateBytes())
         assert sum(states, StateBytes()).total < 0.35 * full.total
+
+
+HIDDEN, HEADS, KV, HEAD, FFN = 256, 4, 2, 128, 128
+ATTENTION = HIDDEN * HEAD * (HEADS + 2 * KV) + HEADS * HEAD * HIDDEN
+EXPERT = 3 * HIDDEN * FFN
+QUANTIZED = LAYERS * (ATTENTION + EXPERTS * EXPERT)
+NORMS = LAYERS * (2 * HIDDEN + 2 * HEAD) + HIDDEN
+PARAMETERS = QUANTIZED + NORMS + LAYERS * EXPERTS * HIDDEN + 2 * VOCAB * HIDDEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["exact", "native"])
+def test_a_rank_holds_two_bytes_of_a_weight_and_sixteen_for_its_update(
+    mode: str, moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """By hand. What is quantized is what the codes stand for, in BF16."""
+    trainer, batch = make_trainer(moe_path, "fp8", mode=mode), random_batch(rows=2, longest=9)
+    state = {kind: size * PARAMETERS for kind, size in (("parameters", 2), ("gradients", 4), ("masters", 4))}
+    before = bytes_held(trainer)
+    assert before == before | state | {"moments": 8 * PARAMETERS, "operands": 0}
+    trainer.score(batch)
+    assert bytes_held(trainer)["operands"] == 2 * QUANTIZED
+    formats = {"parameters": "bf16", "operands": "bf16", "gradients": "fp32", "masters": "fp32", "moments": "fp32"}
+    held, sizes = [each for each in inventory(trainer) if each.kind != "rest"], {"bf16": 2, "fp32": 4}
+    assert all(each.format == formats[each.kind] for each in held)
+    assert all(each.bytes == prod(each.shape) * sizes[each.format] for each in held)
+    names = {each.name for each in held if each.kind == "masters"}
+    assert {each.name.partition(":")[0] for each in held} == names and len(set(held)) == len(held)
+    trainer.train_step(batch, cross_entropy(batch))
+    assert bytes_held(trainer) == before
+    trainer.set_numerics(replace(trainer.numerics, trainer="bf16"))
+    trainer.score(batch)
+    assert bytes_held(trainer)["operands"] == 0
+
+
+def test_an_fp32_parameter_is_its_own_master(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    held = bytes_held(make_trainer(moe_path, dtype=torch.float32))
+    assert held["parameters"] == 4 * PARAMETERS and held["masters"] == 0 and held["moments"] == 8 * PARAMETERS
+
+
+def test_a_step_hands_its_gradients_to_a_collective_in_fp32_and_gathers_weights_in_bf16(
+    moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer, batch = make_trainer(moe_path, "fp8"), random_batch(rows=2, longest=9)
+    with transfers(trainer) as sent:
+        trainer.train_step(batch, cross_entropy(batch))
+    gradients = [each for each in sent if each.kind == "gradients"]
+    assert {each.format for each in gradients} == {"fp32"} and {each.ranks for each in sent} == {1}
+    assert sum(each.bytes for each in gradients) >= bytes_held(trainer)["gradients"]  # with padding
+    gathered = [each for each in sent if each.kind == "parameters"]
+    assert {each.format for each in gathered} == {"bf16"}
+    (norm,) = [each for each in sent if each.kind == "rest"]
+    assert norm.collective == "allreduce_" and norm.format == "fp32" and norm.bytes == 4
+
+
+def test_a_weight_of_transformer_engine_is_its_codes_and_scales_without_what_megatron_hangs_on_it() -> None:
+    model = torch.nn.Linear(512, 256, bias=False, dtype=torch.bfloat16)
+    model.weight = weight = BlockwiseWeight(torch.randn(256, 512).bfloat16())
+    weight.main_grad = weight.main_param = torch.zeros(256, 512)
+    weight._columnwise_data = None
+    (found,) = _parameters(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    assert (found.name, found.kind, found.shape) == ("weight", "parameters", (256, 512))
+    assert found.format == "e4m3" and found.bytes == 256 * 512 + 4 * 2 * 4  # FP32, 2 x 4 blocks

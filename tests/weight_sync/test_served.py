@@ -216,31 +216,19 @@ def test_an_indexer_is_in_what_is_converted_for_other_servers_alone(tmp_path: Pa
     assert should_convert_module("model.layers.0.self_attn.q_b_proj", kept)
 
 
-def test_several_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_share_memory_are_written_each_for_itself_into_several_files(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's unquantized q, k and v are views of one parameter. What described the source does not stay."""
     monkeypatch.setattr(writing, "_SHARD_BYTES", 64 << 10)
-    convert_checkpoint(source, tmp_path / "served", POW2)
-    assert len(list((tmp_path / "served").glob("*.safetensors"))) > 3
-    assert_holds(tmp_path / "served", source, POW2)
-
-
-def test_a_quantized_source_directory_loses_its_old_description(source: Path, tmp_path: Path) -> None:
-    """Shards, index and quantization_config of the source do not leak into the new directory."""
-    quantized = tmp_path / "quantized"
-    convert_checkpoint(source, quantized, POW2)
-    for file in source.glob("*.safetensors"):
-        (quantized / "model-99999.safetensors").write_bytes(file.read_bytes())
-    write_served_checkpoint([("norm", torch.ones(2))], quantized, tmp_path / "served", BF16)
-    assert contents(tmp_path / "served").keys() == {"norm"}
-    assert "quantization_config" not in json.loads((tmp_path / "served" / "config.json").read_text())
-
-
-def test_tensors_that_share_memory_are_written_each_for_itself(source: Path, tmp_path: Path) -> None:
-    """The trainer's unquantized q, k and v are views of one parameter."""
-    fused = torch.randn(6, 4).bfloat16()
-    parts = dict(zip("qkv", fused.split([3, 2, 1]), strict=True))
-    write_served_checkpoint(parts.items(), source, tmp_path / "served", BF16)
+    convert_checkpoint(source, tmp_path / "quantized", POW2)
+    assert len(list((tmp_path / "quantized").glob("*.safetensors"))) > 3
+    assert_holds(tmp_path / "quantized", source, POW2)
+    parts = dict(zip("qkv", torch.randn(6, 4).bfloat16().split([3, 2, 1]), strict=True))
+    write_served_checkpoint(parts.items(), tmp_path / "quantized", tmp_path / "served", BF16)
     found = contents(tmp_path / "served")
-    assert all(torch.equal(found[name], part) for name, part in parts.items())
+    assert found.keys() == parts.keys() and all(torch.equal(found[name], part) for name, part in parts.items())
+    assert "quantization_config" not in json.loads((tmp_path / "served" / "config.json").read_text())
 
 
 def test_a_failure_midway_leaves_what_was_there_and_a_new_checkpoint_takes_its_place(

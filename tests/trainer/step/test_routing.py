@@ -1,4 +1,4 @@
-"""Routing replay in the trainer: against transformers with the same experts forced, and against the trainer itself."""
+"""Routing in the trainer: replay against transformers with the same experts forced; biases, moved by load alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fp8rl.numerics import ops
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from tests.support.batches import cross_entropy, random_batch, random_routes
 from tests.support.models import EXPERTS, LAYERS, TOP_K, reference, write_model
+from tests.support.tiny_model import TinyModel, write_tiny_model
 from tests.support.trainers import MakeTrainer, in_order
 
 BATCH: dict[str, Any] = {"rows": 9, "longest": 50, "temperature": 0.9}
@@ -160,3 +161,43 @@ def test_a_pass_without_routes_reports_none(moe_path: Path, make_trainer: MakeTr
     score(trainer, replace(batch, routes=random_routes(batch), replay=True))
     after = trainer.score_routed(batch)[1]
     assert after.routes is None and torch.equal(after.logprobs, make_trainer(moe_path).score(batch)[1])
+
+
+GLM = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=8, top_k=3, family="glm4_moe")
+RATE = 2.0**-10
+BIASES = ("model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.2.mlp.gate.e_score_correction_bias")
+
+
+@pytest.fixture(scope="module")
+def glm_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("glm") / "model"
+    write_tiny_model(path, GLM)
+    return path
+
+
+def biases(trainer: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.export_weights() if name in BIASES}
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+def test_an_update_moves_every_bias_towards_the_mean_load(mode: str, glm_path: Path, make_trainer: MakeTrainer) -> None:
+    batch = random_batch()
+    trainer = make_trainer(glm_path, "fp8", mode=mode, router_bias_rate=RATE)
+    for _ in range(2):
+        before = biases(trainer)
+        routes = torch.full((batch.rows, batch.width, 2, GLM.top_k), UNKNOWN, dtype=torch.int16)
+        chosen = trainer.score_routed(replace(batch, routes=routes))[1].routes
+        trainer.forward_backward(batch, cross_entropy(batch))
+        assert all(torch.equal(bias, before[name]) for name, bias in biases(trainer).items())  # a gate may withhold it
+        trainer.update()
+        after = biases(trainer)
+        for layer, name in enumerate(BIASES):
+            load = chosen[:, :, layer][chosen[:, :, layer] != UNKNOWN].long().bincount(minlength=GLM.experts).double()
+            assert load.sum() == batch.lengths.sum() * GLM.top_k
+            assert torch.equal(after[name] - before[name], RATE * torch.sign(load.mean() - load).float())
+
+
+def test_biases_stay_without_a_rate(glm_path: Path, make_trainer: MakeTrainer) -> None:
+    batch, trainer = random_batch(), make_trainer(glm_path, "fp8")
+    trainer.train_step(batch, cross_entropy(batch))
+    assert not torch.cat(list(biases(trainer).values())).any()

@@ -1,40 +1,50 @@
-"""Weights that TransformerEngine holds in FP8, to and from Hugging Face tensors, with its class stood in for."""
+"""Weights to and from Hugging Face tensors: as TransformerEngine holds them in FP8, with its class stood in for, as a
+base in the engine's layout holds them, and by mbridge's own table of names."""
 
 from __future__ import annotations
 
+import importlib
 import json
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
 
 from fp8rl.models import read_model
+from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize, quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
+from fp8rl.trainer.weights.export import TableBridge
 from fp8rl.trainer.weights.hf_weights import HFWeights
-from fp8rl.weight_sync.served import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint, served_tensors
+from tests.support.batches import random_batch
 from tests.support.blockwise import BlockwiseWeight
 from tests.support.models import LAYERS, LENGTH
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import POW2, MakeTrainer, trainer_on
 
 PRESETS = ("fp8_block_pow2", "fp8_block_fp32")
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0}
 LAYOUTS = {"tp2ep2": {"tp": 2, "ep": 2}, "ep2": {"ep": 2, "dp": 2}}
 
 
-def native_trainer(path: Path, layout: Layout, config: TrainerSection) -> Any:
-    from fp8rl.trainer.trainer import Trainer
-
-    numerics = NumericsConfig(mode="native", spec=QuantSpec.preset("fp8_block_pow2"))
-    return Trainer(path, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=LENGTH)
+def native_trainer(path: Path, layout: Layout, config: TrainerSection, held: range | None = None) -> Any:
+    """A trainer of native mode. held: layers whose matrices are in FP8."""
+    trainer = trainer_on(layout, config, path, numerics={"mode": "native", "k_splits": 1})
+    if held is not None:
+        hold_in_fp8(trainer.model, "fp8_block_pow2", held)
+    return trainer
 
 
 def hold_in_fp8(model: torch.nn.Module, preset: str, layers: range) -> None:
@@ -69,9 +79,9 @@ def assert_served_as_held(exported: dict[str, Any], path: Path, preset: str, lay
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("kind", "layers"), [("moe", range(LAYERS)), ("moe", range(1, LAYERS)), ("dense", range(1))])
 def test_codes_and_scales_are_exported_as_they_are(
-    preset: str, kind: str, layers: range, moe_path: Path, dense_path: Path, layout: Layout
+    preset: str, kind: str, layers: range, request: pytest.FixtureRequest, layout: Layout
 ) -> None:
-    path = moe_path if kind == "moe" else dense_path
+    path: Path = request.getfixturevalue(f"{kind}_path")
     trainer = native_trainer(path, layout, TrainerSection(**SETTINGS))
     hold_in_fp8(trainer.model, preset, layers)
     spec = QuantSpec.preset(preset).weight
@@ -94,25 +104,16 @@ def test_products_take_and_engines_are_sent_the_weight_that_the_cache_says_is_se
     assert torch.equal(trainer.cache.group_operand([weight], spec).view_as(expected), expected)
 
 
-@dataclass(frozen=True)
-class Export:
-    """What the ranks of one layout do."""
-
-    path: Path
-
-    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-        trainer = native_trainer(self.path, layout, config)
-        hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
-        return dict(trainer.export_weights())
+def export_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
+    return dict(native_trainer(path, layout, config, range(LAYERS)).export_weights())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_codes_and_scales_are_gathered_from_all_ranks(name: str, moe_path: Path, tmp_path: Path) -> None:
-    ranks = run_on_ranks(TrainerSection(**SETTINGS, **LAYOUTS[name]), tmp_path, Export(moe_path))
-    assert_served_as_held(
-        {name: tensor for rank in ranks for name, tensor in rank.items()}, moe_path, "fp8_block_pow2", range(LAYERS)
-    )
+    ranks = run_on_ranks(TrainerSection(**SETTINGS, **LAYOUTS[name]), tmp_path, partial(export_of, moe_path))
+    whole = {name: tensor for rank in ranks for name, tensor in rank.items()}
+    assert_served_as_held(whole, moe_path, "fp8_block_pow2", range(LAYERS))
 
 
 def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path, layout: Layout) -> None:
@@ -132,37 +133,116 @@ def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path
         assert torch.equal(parameter.get_high_precision_init_val(), bf16[name])
 
 
+def dequantized(path: Path) -> dict[str, torch.Tensor]:
+    """What is stored, quantized and back, where it is quantized."""
+    stored, table, spec = load_file(path / "model.safetensors"), read_model(path).tensors, POW2.weight
+    return {name: quantize(x, spec).dequantize(torch.bfloat16) if table[name].kind else x for name, x in stored.items()}
+
+
+def assert_written(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    written = load_file(folder / "model.safetensors")
+    assert {name: x.dtype for name, x in written.items()} == {name: x.dtype for name, x in expected.items()}
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+
+
 def test_a_written_directory_is_dequantized(moe_path: Path, tmp_path: Path, layout: Layout) -> None:
-    trainer = native_trainer(moe_path, layout, TrainerSection(**SETTINGS))
-    hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
-    trainer.export_hf(tmp_path / "out")
-    stored, written = load_file(moe_path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: t.dtype for name, t in written.items()} == {name: t.dtype for name, t in stored.items()}
-    spec, table = QuantSpec.preset("fp8_block_pow2").weight, read_model(moe_path).tensors
-    for name, tensor in stored.items():
-        expected = quantize(tensor, spec).dequantize() if table[name].kind else tensor
-        assert torch.equal(written[name], expected)
+    native_trainer(moe_path, layout, TrainerSection(**SETTINGS), range(LAYERS)).export_hf(tmp_path / "out")
+    assert_written(tmp_path / "out", dequantized(moe_path))
 
 
 def test_a_trainer_starts_from_published_fp8_and_writes_bf16(
     moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
     """Its engine's first weights, too, are those of the dequantized directory."""
-    spec, published = QuantSpec.preset("fp8_block_pow2"), tmp_path / "published"
-    convert_checkpoint(moe_path, published, spec)
-    trainer = make_trainer(published, "fp8")
-    plain = {
-        name: quantize(tensor, spec.weight).dequantize(torch.bfloat16)
-        if read_model(moe_path).tensors[name].kind
-        else tensor
-        for name, tensor in load_file(moe_path / "model.safetensors").items()
-    }
-    trainer.export_hf(tmp_path / "written")
-    written = load_file(tmp_path / "written" / "model.safetensors")
-    assert written.keys() == plain.keys() and all(torch.equal(written[name], plain[name]) for name in plain)
+    published = tmp_path / "published"
+    convert_checkpoint(moe_path, published, POW2)
+    make_trainer(published, "fp8").export_hf(tmp_path / "written")
+    assert_written(tmp_path / "written", dequantized(moe_path))
     assert "quantization_config" not in json.loads((tmp_path / "written" / "config.json").read_text())
-    convert_checkpoint(published, tmp_path / "served", spec)
-    held = load_file(published / "model.safetensors")
-    assert all(
-        torch.equal(held[name], tensor) for name, tensor in load_file(tmp_path / "served" / "model.safetensors").items()
-    )
+    convert_checkpoint(published, tmp_path / "served", POW2)
+    held, served = (load_file(path / "model.safetensors") for path in (published, tmp_path / "served"))
+    assert all(torch.equal(held[name], tensor) for name, tensor in served.items())
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_a_model_on_a_base_scores_the_same_and_holds_nothing_twice(
+    kind: str, layout: Layout, request: pytest.FixtureRequest
+) -> None:
+    from fp8rl.trainer.scorer import Scorer
+
+    path: Path = request.getfixturevalue(f"{kind}_path")
+    spec = QuantSpec.preset("fp8_block_pow2")
+    model = Scorer(path, TrainerSection(), NumericsConfig(spec=spec), layout, max_sequence_length=LENGTH)
+    model.model.requires_grad_(False)
+    batch = random_batch(rows=3, longest=40)
+    before = model.score(batch)[1].clone()
+
+    def served() -> Mapping[str, Tensor]:
+        return dict(served_tensors(model.weights.share(model.model), spec, model.definition))
+
+    base = SharedBase(torch.zeros(base_bytes(model.definition, spec), dtype=torch.uint8), model.definition, spec)
+    handed_out = {name: tensor.clone() for name, tensor in served().items()}
+    for name, tensor in handed_out.items():
+        base.tensors[name].copy_(tensor)
+    assert model.adopt(base) == 0
+    assert torch.equal(model.score(batch)[1], before)
+    again = served()
+    assert again.keys() == handed_out.keys()
+    for name, tensor in handed_out.items():
+        assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    shared = base.flat.untyped_storage().data_ptr()
+    own = [p for p in model.model.parameters() if p.untyped_storage().data_ptr() != shared]
+    assert sum(p.untyped_storage().nbytes() for p in own) == 2 * len(own), "a stand-in is one element"
+    assert not list(model.cache.operands())
+
+
+class Split:
+    """A parameter as one of several ranks holds it."""
+
+    tensor_model_parallel = True
+
+    def __init__(self, partition_dim: int, shape: list[int]) -> None:
+        self.partition_dim = partition_dim
+        shape[partition_dim] //= 2
+        self.shape = tuple(shape)
+
+
+@pytest.fixture
+def their_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mbridge's own bridges, which the trainer leaves out."""
+    monkeypatch.delitem(sys.modules, "mbridge.models")
+    importlib.import_module("mbridge.models")
+
+
+@pytest.mark.usefixtures("their_bridges")
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_every_parameter_is_the_tensors_that_mbridge_says(kind: str, request: Any, make_trainer: Any) -> None:
+    from mbridge import AutoBridge
+
+    from fp8rl.trainer.modules.weights import named_weights
+
+    path: Path = request.getfixturevalue(f"{kind}_path")
+    trainer = make_trainer(path)
+    config = AutoConfig.from_pretrained(path)
+    config.tie_word_embeddings = False
+    theirs = AutoBridge.from_config(config, dtype=torch.bfloat16)
+    ours = TableBridge(trainer.definition.tensors, trainer.model.config)
+    for name, parameter in named_weights(trainer.model):
+        names = theirs._weight_name_mapping_mcore_to_hf(name)
+        assert [row.name for row in ours.rows(name)] == names, name
+        value = torch.arange(parameter.numel(), dtype=torch.int32).view(parameter.shape)
+        for (found_name, found), (expected_name, expected) in zip(
+            zip(*ours._weight_to_hf_format(name, value)), zip(*theirs._weight_to_hf_format(name, value)), strict=True
+        ):
+            assert found_name == expected_name and torch.equal(found, expected), name
+        parts = ours._weight_to_hf_format(name, value)[1]
+        assert torch.equal(ours._weight_to_mcore_format(name, parts), value), name
+        if parameter.dim() == 2 and ".experts." not in name and "router" not in name:
+            split = Split(parameter.partition_dim, list(parameter.shape))
+            shares = ours._weight_split_across_tp(name, value, split, 2)
+            expected_shares = theirs._weight_split_across_tp(name, value, split, 2)
+            assert all(torch.equal(a, b) for a, b in zip(shares, expected_shares, strict=True)), name
+            theirs.mpu.tp_size = 2
+            assert torch.equal(ours._weight_merge_across_tp(name, list(shares), split), value), name
+            assert torch.equal(theirs._weight_merge_across_tp(name, list(shares), split), value), name
+            theirs.mpu.tp_size = 1

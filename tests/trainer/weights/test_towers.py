@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,17 +14,15 @@ from transformers import AutoModelForImageTextToText
 
 from fp8rl.models import read_model
 from fp8rl.models.checkpoint.reading import check_stored, read_tensors
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH, token_by_token, write_family
+from tests.support.models import token_by_token, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
 from tests.support.towers import with_tower
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import POW2, MakeTrainer, trainer_on
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +86,7 @@ def test_a_written_model_is_the_published_one_again_to_the_bit(
 
 
 def test_ranks_write_their_experts_into_one_tensor(paths: dict[str, Path], tmp_path: Path) -> None:
-    run_on_ranks(TrainerSection(ep=2, dp=2), tmp_path / "ranks", Write(paths["moe"], tmp_path / "written"))
+    run_on_ranks(TrainerSection(ep=2, dp=2), tmp_path / "ranks", partial(write, paths["moe"], tmp_path / "written"))
     stored, written = load_file(paths["moe"] / "model.safetensors"), all_of(tmp_path / "written")
     assert written.keys() == stored.keys()
     assert all(bits_equal(written[key], stored[key]) for key in stored)
@@ -96,7 +94,7 @@ def test_ranks_write_their_experts_into_one_tensor(paths: dict[str, Path], tmp_p
 
 
 def test_an_engine_gets_a_model_of_the_text_alone(paths: dict[str, Path], tmp_path: Path) -> None:
-    convert_checkpoint(paths["moe"], tmp_path / "served", QuantSpec.preset("fp8_block_pow2"))
+    convert_checkpoint(paths["moe"], tmp_path / "served", POW2)
     model, served = read_model(tmp_path / "served", served=True), all_of(tmp_path / "served")
     assert model.architecture is read_model(paths["moe"]).architecture and not model.sizes.tower
     assert {key.removesuffix("_scale_inv") for key in served} == model.tensors.rows.keys()
@@ -113,17 +111,7 @@ def all_of(path: Path) -> dict[str, Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@dataclass(frozen=True)
-class Write:
-    """Ranks that write a model as they have read it."""
-
-    path: Path
-    out: Path
-
-    def __call__(self, layout: Layout, config: TrainerSection) -> None:
-        from fp8rl.trainer.trainer import Trainer
-
-        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), k_splits=config.tp)
-        sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
-        trainer = Trainer(self.path, config, numerics, layout, **sizes)
-        trainer.weights.write(trainer.model, self.out)
+def write(path: Path, out: Path, layout: Layout, config: TrainerSection) -> None:
+    """Ranks write a model as they have read it."""
+    trainer = trainer_on(layout, config, path)
+    trainer.weights.write(trainer.model, out)
