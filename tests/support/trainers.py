@@ -16,6 +16,8 @@ from tests.support.models import LENGTH
 
 MakeTrainer = Callable[..., Any]
 """Makes a one-rank trainer of a model directory; see tests/trainer/conftest.py."""
+Models = dict[str, Path]
+"""Directories of a small model of each kind: moe, dense, latent, linear."""
 POW2 = QuantSpec.preset("fp8_block_pow2")
 SIZES: dict[str, Any] = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
 

@@ -12,7 +12,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.models import write_family, write_model
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import MakeTrainer, trainer_on
+from tests.support.trainers import MakeTrainer, Models, trainer_on
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +36,11 @@ def linear_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Linear attention in the first of its layers."""
     shape = TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, experts=4, family="qwen3_5_moe_text")
     return write_family(tmp_path_factory.mktemp("models") / "linear", shape)
+
+
+@pytest.fixture(scope="session")
+def models(moe_path: Path, dense_path: Path, latent_path: Path, linear_path: Path) -> Models:
+    return {"moe": moe_path, "dense": dense_path, "latent": latent_path, "linear": linear_path}
 
 
 @pytest.fixture(scope="session")

@@ -30,22 +30,19 @@ from fp8rl.weight_sync.frozen import write_base
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.cuda_ipc import install_cuda_ipc
 from tests.support.models import write_model
-from tests.support.trainers import MakeTrainer, spread
+from tests.support.trainers import MakeTrainer, Models, spread
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=["moe_path", "latent_path", "linear_path"])
-def path(request: pytest.FixtureRequest) -> Path:
+@pytest.fixture(params=["moe", "latent", "linear"])
+def path(request: pytest.FixtureRequest, models: Models) -> Path:
     """A model with grouped queries, one with latent attention, and one with linear attention."""
-    found: Path = request.getfixturevalue(request.param)
-    return found
+    return models[request.param]
 
 
 @pytest.mark.parametrize("experts", ["per_expert", "shared"])
-def test_a_merged_adapter_trains_what_the_full_gradient_says(
-    experts: str, path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_merged_adapter_is_fully_trained(experts: str, path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """The model that is served, trained whole: its weight gradients, contracted, are those of A and B."""
     batch = random_batch(seed=0)
     merged = make_trainer(path, "bf16", adapter=AdapterSection(rank=8, mode="merged", experts=experts))
@@ -78,9 +75,7 @@ def own_rows(wide: Tensor, adapter: Adapter) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["merged", "separate"])
-def test_adapters_of_the_gates_of_linear_attention_are_those_of_float64(
-    mode: str, linear_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_adapters_of_linear_attention_are_float64s(mode: str, linear_path: Path, make_trainer: MakeTrainer) -> None:
     """Values and gradients of a product of a few columns in BF16, of two matrices, with fewer rows than the rank."""
     trainer = make_trainer(linear_path, "fp8", adapter=AdapterSection(rank=8, mode=mode))
     spread(trainer, 0.2)
@@ -104,9 +99,7 @@ def test_adapters_of_the_gates_of_linear_attention_are_those_of_float64(
 
 
 @pytest.mark.parametrize("mode", ["merged", "separate"])
-def test_at_the_start_an_adapter_changes_nothing_and_the_base_has_no_state(
-    mode: str, moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_at_first_an_adapter_changes_nothing(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch(seed=0)
     plain, adapted = make_trainer(moe_path, "fp8"), make_trainer(moe_path, "fp8", adapter=AdapterSection(mode=mode))
     assert torch.equal(plain.score(batch)[1], adapted.score(batch)[1])
@@ -168,9 +161,7 @@ def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, 
         assert torch.equal(served[name], (base[name].float() + config.scale * (b @ a)).bfloat16()), name
 
 
-def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_adapters_resume_from_their_checkpoint(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     config = AdapterSection(rank=4, mode="merged", targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))
     straight, first, resumed, whole = (make_trainer(moe_path, "fp8", adapter=each) for each in (*[config] * 3, None))
     expected = train(straight, 0, 4)
@@ -240,9 +231,7 @@ def train(trainer: Any, first: int, last: int) -> list[tuple[float, float]]:
     return [(each.loss, each.grad_norm) for each in results]
 
 
-def test_without_its_adapter_a_policy_is_its_base_and_a_gate_may_turn_to_bf16(
-    path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_without_its_adapter_a_policy_is_its_base_and_bf16_is_bf16(path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch(seed=0)
     before = make_trainer(path, "fp8").score(batch)[1]
     for mode in ("merged", "separate"):
@@ -256,9 +245,7 @@ def test_without_its_adapter_a_policy_is_its_base_and_a_gate_may_turn_to_bf16(
         assert torch.equal(policy.score(batch)[1], plain.score(batch)[1])
 
 
-def test_a_merged_update_survives_as_far_as_it_is_larger_than_the_steps_of_the_grid(
-    moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_merged_update_survives_if_larger_than_the_grids_steps(moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8", adapter=AdapterSection(rank=4, mode="merged", experts="shared"))
     assert trainer.update_survival() is None
     found = []

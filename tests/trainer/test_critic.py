@@ -17,7 +17,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import ObjectiveOutput
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import reference
-from tests.support.trainers import POW2, SIZES, in_order
+from tests.support.trainers import POW2, SIZES, Models, in_order
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +48,10 @@ def batch_with_returns(seed: int = 0) -> TokenBatch:
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_gradients_are_those_of_plain_autograd(kind: str, request: pytest.FixtureRequest, layout: Layout) -> None:
+def test_gradients_are_those_of_plain_autograd(kind: str, models: Models, layout: Layout) -> None:
     from fp8rl.trainer.critic import Critic
 
-    path: Path = request.getfixturevalue(f"{kind}_path")  # the dense one ties its output to its embedding
-    critic = Critic(path, CRITIC, numerics("bf16"), layout, **OPTIONS, dtype=torch.float32)
+    critic = Critic(models[kind], CRITIC, numerics("bf16"), layout, **OPTIONS, dtype=torch.float32)
     batch = batch_with_returns()
     assert not critic.score(batch)[1].any(), "a head of zeros"
     head = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 16
@@ -60,7 +59,7 @@ def test_gradients_are_those_of_plain_autograd(kind: str, request: pytest.Fixtur
         critic.model.output_layer.weight.copy_(head[None])
     done = critic.forward_backward(batch, Squares(int(batch.loss_mask.sum())))
 
-    model = reference(path)
+    model = reference(models[kind])
     weight = head.clone().requires_grad_()
     hidden = model.model(batch.tokens, attention_mask=batch.real_tokens().long()).last_hidden_state
     values = (hidden @ weight)[:, :-1]

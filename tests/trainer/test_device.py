@@ -27,9 +27,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return chosen
 
 
-def test_ranks_of_a_node_take_a_gpu_each_and_without_gpus_the_cpu(
-    gpus: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_node_take_a_gpu_each_or_without_one_cpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, index in ((0, 0), (3, 3), (4, 0), (6, 2)):
         assert device.claim(rank) == torch.device("cuda", index) == device.current()
     assert gpus == [0, 3, 0, 2] and device.collectives(device.current()) == "nccl"

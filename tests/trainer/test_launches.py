@@ -112,9 +112,7 @@ def _layers_on_meta(folder: Path, layout: Layout, config: TrainerSection) -> lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "experts"), [("qwen3_30b_a3b", True), ("qwen3_8b", False)])
-def test_a_layer_launches_what_the_plan_counts(
-    name: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_launches_as_planned(name: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (found,) = run_on_ranks(TrainerSection(), tmp_path / "ranks", partial(_layers_on_meta, CONFIGS / name))
     of_layer = [two - one for one, two in zip(*found, strict=True)]

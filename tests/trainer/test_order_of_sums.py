@@ -28,7 +28,7 @@ to be lowered: 425 ops, one more behind other tests. Some are on numbers that a 
         ("exact", "torch", True),
     ],
 )
-def test_no_sum_of_a_train_step_is_left_to_atomics(
+def test_no_sum_is_by_atomics(
     mode: str, kernels: str, packing: bool, moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
     trainer = make_trainer(moe_path, "fp8" if mode == "exact" else "bf16", mode=mode, packing=packing)

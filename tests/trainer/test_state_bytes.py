@@ -26,7 +26,7 @@ from tests.support.blockwise import BlockwiseWeight
 from tests.support.holdings import bytes_held
 from tests.support.models import EXPERTS, LAYERS, VOCAB
 from tests.support.paths import CONFIGS, EXAMPLES
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, Models
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 BF16 = replace(EXACT, trainer="bf16")
@@ -115,13 +115,9 @@ LIVE: list[tuple[str, str, AdapterSection | None]] = [
 
 @pytest.mark.parametrize(("model", "precision", "adapter"), LIVE)
 def test_a_live_trainer_holds_them(
-    model: str,
-    precision: str,
-    adapter: AdapterSection | None,
-    make_trainer: MakeTrainer,
-    request: pytest.FixtureRequest,
+    model: str, precision: str, adapter: AdapterSection | None, make_trainer: MakeTrainer, models: Models
 ) -> None:
-    path, numerics = request.getfixturevalue(f"{model}_path"), replace(EXACT, trainer=precision)
+    path, numerics = models[model], replace(EXACT, trainer=precision)
     trainer = make_trainer(path, precision, adapter=adapter)
     trainer.score(random_batch(rows=2, longest=8))
     states = state_bytes(read_shape(path, adapter=adapter), trainer.config, numerics, "torch").values()
@@ -143,9 +139,7 @@ PARAMETERS = QUANTIZED + NORMS + LAYERS * EXPERTS * HIDDEN + 2 * VOCAB * HIDDEN
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
-def test_a_rank_holds_two_bytes_of_a_weight_and_sixteen_for_its_update(
-    mode: str, moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_rank_holds_eighteen_bytes_of_a_parameter(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     """By hand. What is quantized is what the codes stand for, in BF16."""
     trainer, batch = make_trainer(moe_path, "fp8", mode=mode), random_batch(rows=2, longest=9)
     state = {kind: size * PARAMETERS for kind, size in (("parameters", 2), ("gradients", 4), ("masters", 4))}
@@ -171,9 +165,7 @@ def test_an_fp32_parameter_is_its_own_master(moe_path: Path, make_trainer: MakeT
     assert held["parameters"] == 4 * PARAMETERS and held["masters"] == 0 and held["moments"] == 8 * PARAMETERS
 
 
-def test_a_step_hands_its_gradients_to_a_collective_in_fp32_and_gathers_weights_in_bf16(
-    moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_step_sends_gradients_in_fp32_and_gathers_weights_in_bf16(moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer, batch = make_trainer(moe_path, "fp8"), random_batch(rows=2, longest=9)
     with transfers(trainer) as sent:
         trainer.train_step(batch, cross_entropy(batch))

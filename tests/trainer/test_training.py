@@ -62,9 +62,7 @@ def test_the_result_does_not_depend_on_micro_batches(moe_path: Path, make_traine
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_gradient", [False, True])
-def test_a_loss_that_is_not_finite_changes_nothing(
-    in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_nonfinite_loss_changes_nothing(in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer) -> None:
     from fp8rl.trainer.step.objective import NonFiniteLossError
 
     trainer = make_trainer(moe_path)
@@ -99,9 +97,7 @@ def test_gradients_that_are_not_applied_are_forgotten(moe_path: Path, make_train
 
 
 @pytest.mark.slow
-def test_weights_are_quantized_once_per_version(
-    moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_quantized_once(moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.Tensor] = []
     one, many = ops.trained_operand, ops.group_operand
     monkeypatch.setattr(ops, "trained_operand", lambda w, spec: calls.append(w) or one(w, spec))
@@ -157,9 +153,7 @@ def test_rows_are_padded_as_fp8_products_want(moe_path: Path, make_trainer: Make
 
 
 @pytest.mark.slow
-def test_the_entropy_of_a_pass_has_the_gradient_of_the_whole_vocabulary(
-    moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_an_entropy_has_the_gradient_of_the_whole_vocabulary(moe_path: Path, make_trainer: MakeTrainer) -> None:
     from fp8rl.trainer.step.passes import run_pass
 
     batch = random_batch(temperature=0.7)

@@ -101,9 +101,7 @@ def test_bytes_are_the_quantizers(weights: dict[str, torch.Tensor], preset: str)
         ({"last_layers_bf16": 1}, LAYER),
     ],
 )
-def test_a_kind_or_a_layer_that_is_an_exception_is_served_as_it_is(
-    weights: dict[str, torch.Tensor], changes: dict[str, Any], in_fp8: str
-) -> None:
+def test_exceptions_are_served_plain(weights: dict[str, torch.Tensor], changes: dict[str, Any], in_fp8: str) -> None:
     """Layers 3 and 4 of a model of five."""
     served = dict(served_tensors(weights.items(), POW2.override(changes), MODEL))
     quantized = {name for name in served if name + "_scale_inv" in served}
@@ -231,9 +229,7 @@ def test_tensors_that_share_memory_are_written_each_for_itself_into_several_file
     assert "quantization_config" not in json.loads((tmp_path / "served" / "config.json").read_text())
 
 
-def test_a_failure_midway_leaves_what_was_there_and_a_new_checkpoint_takes_its_place(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_failure_midway_leaves_what_was_there_and_a_new_one_takes_its_place(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "served"
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:

@@ -40,7 +40,7 @@ from fp8rl.trainer.megatron.patches import install
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.disks import room
 from tests.support.models import EXPERTS, LAYERS
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, Models
 
 pytestmark = pytest.mark.slow
 
@@ -63,13 +63,13 @@ def _train(trainer: Any, first: int, last: int, **size: int) -> list[tuple[float
     return out
 
 
-@pytest.mark.parametrize(("model", "steps_before_loading"), [("moe_path", 2), ("linear_path", 0)])
+@pytest.mark.parametrize(("model", "steps_before_loading"), [("moe", 2), ("linear", 0)])
 def test_two_and_two_steps_equal_four(
-    model: str, steps_before_loading: int, tmp_path: Path, make_trainer: MakeTrainer, request: pytest.FixtureRequest
+    model: str, steps_before_loading: int, tmp_path: Path, make_trainer: MakeTrainer, models: Models
 ) -> None:
     """Linear attention has parameters in FP32 beside those in BF16, and goes token by token."""
-    size = {"rows": 3, "longest": 12} if model == "linear_path" else {}
-    settings, path = {"decay": "cosine", "warmup_steps": 1, "weight_decay": 0.1}, request.getfixturevalue(model)
+    size = {"rows": 3, "longest": 12} if model == "linear" else {}
+    settings, path = {"decay": "cosine", "warmup_steps": 1, "weight_decay": 0.1}, models[model]
     straight = make_trainer(path, "fp8", **settings)
     expected = _train(straight, 0, 2, **size)
     straight.save(tmp_path / "step_2", {"seed": 7, "cursor": [1, 2]})
@@ -84,9 +84,7 @@ def test_two_and_two_steps_equal_four(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_an_optimizer_without_parameters_counts_the_steps_of_the_others(
-    moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_an_optimizer_without_parameters_counts_steps_of_the_others(moe_path: Path, make_trainer: MakeTrainer) -> None:
     """The experts' one of a pipeline stage whose layers have none."""
     trainer = make_trainer(moe_path, "bf16")
     _train(trainer, 0, 2)
@@ -123,9 +121,7 @@ def _by_name(trainer: Any) -> list[tuple[str, str, torch.Tensor]]:
     return sorted((each for each in optimizer_state(trainer) if each[1] != "rest"), key=lambda each: each[:2])
 
 
-def test_a_checkpoint_of_weights_has_them_and_no_past(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_checkpoint_of_weights_has_no_past(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8", lr=0.05)
     _train(trainer, 0, 2)
     trainer.save(tmp_path / "all", {})
@@ -145,9 +141,7 @@ def test_a_checkpoint_of_weights_has_them_and_no_past(
     assert other.optimizer.schedule.num_steps == 2
 
 
-def test_what_is_written_while_training_goes_on_is_what_was_staged(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_what_is_written_beside_training_was_staged(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """In equal files, wherever they are."""
     trainer = make_trainer(moe_path, "fp8")
     _train(trainer, 0, 2)
@@ -164,9 +158,7 @@ def test_what_is_written_while_training_goes_on_is_what_was_staged(
     assert _train(trainer, 2, 4) == after
 
 
-def test_a_checkpoint_that_is_never_finished_leaves_the_old_one(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_an_unfinished_checkpoint_leaves_the_old_one(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path)
     trainer.save(tmp_path / "last", {"n": 1})
     trainer.stage(tmp_path / "last", {"n": 2}, {}).write()
@@ -202,9 +194,7 @@ def test_a_bit_that_flips_before_a_checkpoint_has_its_name_is_found(
     assert trainer.load(tmp_path / "last") == {"n": 1}
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_the_old_checkpoint(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """Full for this process: no file of it may be longer than a few pages."""
     trainer = make_trainer(moe_path)
     trainer.save(tmp_path / "last", {"n": 1})
@@ -250,9 +240,7 @@ DAMAGE: dict[str, Any] = {
         ("about.json", ("flipped", "cut off", "of another step")),
     ],
 )
-def test_damage_is_named_and_nothing_is_loaded(
-    pattern: str, damages: tuple[str, ...], kept: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_damage_is_not_loaded(pattern: str, damages: tuple[str, ...], kept: tuple[Any, Path], tmp_path: Path) -> None:
     trainer, whole = kept
     held = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     for damage in damages:
@@ -314,9 +302,7 @@ def _forged(kind: str, checkpoint: Path, ran: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["metadata", "a value in the metadata", "common", "tensors", "a file elsewhere"])
-def test_no_code_of_a_checkpoint_runs(
-    kind: str, kept: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_of_it_runs(kind: str, kept: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     trainer, whole = kept
     shutil.copytree(whole, tmp_path / "a")

@@ -15,7 +15,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer, trainer_on
+from tests.support.trainers import MakeTrainer, Models, trainer_on
 
 pytestmark = pytest.mark.slow
 
@@ -77,16 +77,10 @@ def adapters(trainer: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("ranks", "names"), RANKS.values(), ids=RANKS)
 def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
-    ranks: dict[str, int],
-    names: tuple[str, ...],
-    moe_path: Path,
-    latent_path: Path,
-    linear_path: Path,
-    tmp_path: Path,
-    make_trainer: MakeTrainer,
+    ranks: dict[str, int], names: tuple[str, ...], models: Models, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
     """One rank's checkpoint is of its first step. Its adapters before that and after the second are compared."""
-    paths = {name: {"latent": latent_path, "linear": linear_path}.get(name, moe_path) for name in names}
+    paths = {name: models.get(name, models["moe"]) for name in names}
     alone = {}
     for name in names:
         one = make_trainer(paths[name], "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)

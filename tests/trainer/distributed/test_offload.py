@@ -21,7 +21,7 @@ from fp8rl.trainer.roles import offload
 from fp8rl.trainer.trainer import Trainer
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, Models
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -31,14 +31,11 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "dtype"), [("moe_path", torch.bfloat16), ("moe_path", torch.float32), ("linear_path", torch.bfloat16)]
+    ("model", "dtype"), [("moe", torch.bfloat16), ("moe", torch.float32), ("linear", torch.bfloat16)]
 )
-def test_training_goes_on_bit_for_bit(
-    model: str, dtype: torch.dtype, tmp_path: Path, make_trainer: MakeTrainer, request: pytest.FixtureRequest
-) -> None:
+def test_it_goes_on(model: str, dtype: torch.dtype, tmp_path: Path, make_trainer: MakeTrainer, models: Models) -> None:
     """An FP32 weight is its own master, and stays where the forward reads it; linear attention has some beside BF16."""
-    path = request.getfixturevalue(model)
-    moving, staying = (make_trainer(path, dtype=dtype) for _ in range(2))
+    moving, staying = (make_trainer(models[model], dtype=dtype) for _ in range(2))
     batch = random_batch(rows=2, longest=9)
     for trainer in (moving, staying):
         trainer.train_step(batch, cross_entropy(batch))

@@ -32,7 +32,7 @@ from tests.support.batches import Poisoned, cross_entropy, random_batch, random_
 from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import POW2, MakeTrainer, critic_on, in_order, trainer_on
+from tests.support.trainers import POW2, MakeTrainer, Models, critic_on, in_order, trainer_on
 from tests.support.trees import conversations
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ T = TypeVar("T")
 class Case:
     """What the ranks of one layout do; a method runs on each rank."""
 
-    paths: dict[str, Path]
+    paths: Models
     checkpoint: Path
     saved: Path
     name: str
@@ -289,20 +289,17 @@ def whole(parts: list[Any]) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def paths(
-    moe_path: Path, dense_path: Path, latent_path: Path, linear_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def paths(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Some have parts that ranks share in ways of their own: latents; a router of sigmoids with biases; heads of linear
     attention, and a gated shared expert. The layers of the sigmoid one and of the latent one are not alike."""
     shape = TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, family="glm4_moe")
-    sigmoid = write_family(tmp_path_factory.mktemp("sigmoid") / "model", shape)
-    return {"moe": moe_path, "dense": dense_path, "latent": latent_path, "linear": linear_path, "sigmoid": sigmoid}
+    return models | {"sigmoid": write_family(tmp_path_factory.mktemp("sigmoid") / "model", shape)}
 
 
 class OneRank:
     """What one rank makes of the same, computed once for each number of slices that K is summed in."""
 
-    def __init__(self, make: MakeTrainer, paths: dict[str, Path], layout: Layout, folder: Path) -> None:
+    def __init__(self, make: MakeTrainer, paths: Models, layout: Layout, folder: Path) -> None:
         self.make, self.paths, self.layout, self.checkpoint = make, paths, layout, folder / "one"
         trainer = self.trainer("moe", "fp8", 1)
         two_steps(trainer)
@@ -338,14 +335,14 @@ class OneRank:
 
 @pytest.fixture(scope="module")
 def one_rank(
-    make_trainer: MakeTrainer, paths: dict[str, Path], layout: Layout, tmp_path_factory: pytest.TempPathFactory
+    make_trainer: MakeTrainer, paths: Models, layout: Layout, tmp_path_factory: pytest.TempPathFactory
 ) -> OneRank:
     return OneRank(make_trainer, paths, layout, tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def outcome(
-    request: pytest.FixtureRequest, paths: dict[str, Path], one_rank: OneRank, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, paths: Models, one_rank: OneRank, tmp_path_factory: pytest.TempPathFactory
 ) -> Outcome:
     config = TrainerSection(**SETTINGS, **LAYOUTS[request.param])
     folder = tmp_path_factory.mktemp(request.param)
@@ -438,7 +435,7 @@ def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: OneRank)
                 assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
-def test_weights_leave_as_they_came(outcome: Outcome, paths: dict[str, Path]) -> None:
+def test_weights_leave_as_they_came(outcome: Outcome, paths: Models) -> None:
     written = dict(stored_tensors(outcome.saved.with_name("hf"), read_model(paths["moe"])))
     kinds = ("moe", *FAMILIES[outcome.name])
     for kind, found in [("moe", written), *((kind, outcome.union(f"{kind} export")) for kind in kinds)]:
@@ -481,7 +478,7 @@ def test_every_rank_learns_of_a_loss_that_is_not_finite(outcome: Outcome) -> Non
     assert "rows [0" in outcome.ranks[0]["non-finite"]
 
 
-def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, paths: dict[str, Path]) -> None:
+def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, paths: Models) -> None:
     """To the byte; what is quantized has been forgotten after an update. Gradients go in FP32, weights in BF16."""
     config, shape, path = outcome.config, read_shape(paths["moe"]), paths["moe"]
     for rank, found in enumerate(outcome.ranks):

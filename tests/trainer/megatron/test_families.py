@@ -124,9 +124,7 @@ def test_routers_of_every_form_equal_transformers_in_both_modes(
     )
 
 
-def test_megatrons_own_rotation_has_the_frequencies_of_a_lengthened_context(
-    folder: Path, make_trainer: MakeTrainer
-) -> None:
+def test_megatrons_rotation_has_frequencies_of_a_lengthened_context(folder: Path, make_trainer: MakeTrainer) -> None:
     path, tokens = write(folder, "llama", torch.float32), torch.arange(8, 78)[None]
     mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).triu(1)
     trainer = make_trainer(path, dtype=torch.float32, mode="native")
@@ -144,9 +142,7 @@ def choosing(model: Any, keys: int) -> Any:
 
 
 @each_family
-def test_every_tensor_is_that_of_the_formula_and_comes_back_from_a_checkpoint(
-    name: str, folder: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_every_tensor_is_saved_and_loaded(name: str, folder: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     path, batch = write(folder, name), random_batch(2, 60)
     trained, fresh = make_trainer(path, "fp8"), make_trainer(path, "fp8")
     stored, exported = load_file(path / "model.safetensors"), dict(fresh.export_weights())
@@ -169,9 +165,7 @@ def test_every_tensor_is_that_of_the_formula_and_comes_back_from_a_checkpoint(
 
 
 @pytest.mark.parametrize("name", [each for each in FAMILIES if each not in LIKE_OTHERS])
-def test_rows_end_to_end_have_the_bits_of_padded_ones_and_native_mode_those_but_for_rounding(
-    name: str, folder: Path, make_trainer: MakeTrainer
-) -> None:
+def test_native_mode_is_exact_mode_but_for_rounding_packed(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
     path, batch = write(folder, name), random_batch(2, 60)
 
     def scores(precision: str, **changes: Any) -> Tensor:
@@ -230,9 +224,7 @@ def test_gradients_are_those_of_transformers(name: str, folder: Path, make_train
     assert compared == found.keys()
 
 
-def test_gradients_of_vectors_on_two_ranks_are_those_of_one(
-    folder: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_vectors_gradients_on_two_ranks_are_as_on_one(folder: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """Biases and norms, which ranks share in ways of their own."""
     names = ("qwen2", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_next")
     paths = {name: write(folder, name, torch.float32) for name in names}

@@ -24,7 +24,7 @@ from tests.support.trainers import MakeTrainer, scored
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
-def test_every_parameter_is_made_where_the_model_runs(
+def test_parameters_are_on_its_device(
     mode: str, moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, which is another device than the one that torch takes by default."""
@@ -39,9 +39,7 @@ def test_every_parameter_is_made_where_the_model_runs(
     assert any("router" in name for name in parameters)
 
 
-def test_exported_directory_has_the_weights_and_the_other_files(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_an_exported_directory_has_every_file(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     (moe_path / "tokenizer.json").write_text("{}")
     out = tmp_path / "out"
     make_trainer(moe_path).export_hf(out)

@@ -84,9 +84,7 @@ OF_2_13 = OF_2_11.replace(" disable", " name=None, disable") + (
 
 
 @pytest.mark.parametrize("parameters", [OF_2_11, OF_2_13])
-def test_the_trainer_starts_with_each_torch_whose_compile_has_these_parameters(
-    parameters: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_starts_with_each_known_torch_compile(parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     release = eval(f"lambda {parameters}: lambda number: -model(number) if dynamic else number")
     monkeypatch.setattr("torch.compile", release)
     assert problem_of(patches.LATE_COMPILE) is None

@@ -67,9 +67,7 @@ def on_te(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8rl.trainer.scorer.lower", lambda *_: Lowering(transformer_engine=True))
 
 
-def test_linear_attention_has_tes_products_megatrons_gates_and_the_shared_rule(
-    tmp_path: Path, on_te: None, make_trainer: MakeTrainer
-) -> None:
+def test_linear_attention_has_tes_products(tmp_path: Path, on_te: None, make_trainer: MakeTrainer) -> None:
     shape = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen3_5_text", tied=True)
     path, batch = write_family(tmp_path / "model", shape), random_batch(2, 60)
     trainer, exact = make_trainer(path, mode="native"), make_trainer(path)

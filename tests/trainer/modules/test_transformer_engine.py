@@ -49,9 +49,7 @@ def modules(of: Any) -> Iterator[Any]:
         ("tiny_qwen3_next", 1, GROUPED | {"TENorm", "TEColumnParallelLinear"}),
     ],
 )
-def test_products_norms_and_attention_are_its_own(
-    model: str, layer: int, beside: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_modules_are_taken(model: str, layer: int, beside: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in GROUPED:  # None without it
         monkeypatch.setattr(transformer_engine_spec_provider, name, name)
     known = {name: module for name, module in vars(transformer_engine).items() if name.startswith("TE") and module}

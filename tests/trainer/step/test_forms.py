@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fp8rl.trainer.step.objective import ObjectiveOutput
 from fp8rl.trainer.step.trees import TreeMicroBatch, plan_trees, token_keys
 from tests.support.batches import cross_entropy, random_batch, random_routes
 from tests.support.models import VOCAB
-from tests.support.trainers import MakeTrainer, critic_on, in_order, passed, scored, spread
+from tests.support.trainers import MakeTrainer, Models, critic_on, in_order, passed, scored, spread
 from tests.support.trees import batch_of_rows, branching_rows, conversations, groups
 
 ALONE = 1 << 16
@@ -93,13 +94,12 @@ def said(trainer: Any, batch: TokenBatch) -> dict[str, Tensor]:
     [("moe", 6, FORMS), ("dense", 4, FORMS), ("latent", 2, FORMS[:2]), ("linear", 2, FORMS[:2])],
 )
 def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(
-    kind: str, batches: int, forms: list[dict[str, Any]], make_trainer: MakeTrainer, request: pytest.FixtureRequest
+    kind: str, batches: int, forms: list[dict[str, Any]], make_trainer: MakeTrainer, models: Models
 ) -> None:
-    path: Path = request.getfixturevalue(f"{kind}_path")
-    padded = make_trainer(path, "fp8", micro_batch_tokens=ALONE)
+    padded = make_trainer(models[kind], "fp8", micro_batch_tokens=ALONE)
     expected = {name: said(padded, BATCHES[name]) for name in list(BATCHES)[:batches]}
     for keys in forms:
-        trainer = make_trainer(path, "fp8", **{"micro_batch_tokens": ALONE, **keys})
+        trainer = make_trainer(models[kind], "fp8", **{"micro_batch_tokens": ALONE, **keys})
         for name, wanted in expected.items():
             found = said(trainer, BATCHES[name])
             assert found.keys() == wanted.keys() - ({"entropy"} if "micro_batch_tokens" in keys else set())
@@ -115,17 +115,14 @@ def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(
         ("moe", torch.bfloat16, "fp8", 3e-4),
     ],
 )
-def test_gradients_differ_by_the_order_of_sums_over_tokens(
-    kind: str, dtype: Any, precision: str, bound: float, make_trainer: MakeTrainer, request: pytest.FixtureRequest
+def test_gradients_differ_by_the_order_of_sums(
+    kind: str, dtype: Any, precision: str, bound: float, make_trainer: MakeTrainer, models: Models
 ) -> None:
     """The embedding's, behind all layers, do not differ at all where rows are end to end. Rows of a tree add gradients
     of hidden states, too, which BF16 rounds."""
-    path: Path = request.getfixturevalue(f"{kind}_path")
     batch, forms = with_supports(conversations()), FORMS[:2] if precision == "bf16" else FORMS[:1]
-    wanted, *others = (
-        passed(make_trainer(path, precision, dtype, micro_batch_tokens=ALONE, **keys), batch, PolicyGradient())[1]
-        for keys in ({}, *forms)
-    )
+    alone = partial(make_trainer, models[kind], precision, dtype, micro_batch_tokens=ALONE)
+    wanted, *others = (passed(alone(**keys), batch, PolicyGradient())[1] for keys in ({}, *forms))
     for found, each in zip(others, (bound, 1e-5)):
         assert all((found[name] - gradient).norm() <= each * gradient.norm() for name, gradient in wanted.items())
         off = sum((found[name] - gradient).square().sum() for name, gradient in wanted.items())
@@ -153,10 +150,10 @@ def test_adapters_change_no_bit(mode: str, moe_path: Path, make_trainer: MakeTra
     [("moe", {"packing": True}), ("moe", {"prefix_sharing": True}), ("moe", LESS_MEMORY), ("linear", LESS_MEMORY)],
 )
 def test_every_op_is_placed_and_in_the_format_that_is_planned(
-    kind: str, keys: dict[str, Any], make_trainer: MakeTrainer, request: pytest.FixtureRequest
+    kind: str, keys: dict[str, Any], make_trainer: MakeTrainer, models: Models
 ) -> None:
     """What is computed once more is seen as what was computed before."""
-    path, seen = request.getfixturevalue(f"{kind}_path"), []
+    path, seen = models[kind], []
     batch = random_batch(rows=2, longest=12) if kind == "linear" else groups(20, 12, count=1)
     for each in (keys, {}):
         trainer = make_trainer(path, "fp8", **each)

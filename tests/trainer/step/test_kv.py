@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fp8rl.trainer.step.batch import TokenBatch
 from tests.support.batches import cross_entropy
 from tests.support.models import write_model
-from tests.support.trainers import MakeTrainer, in_order, scored
+from tests.support.trainers import MakeTrainer, Models, in_order, scored
 from tests.support.trees import conversations
 
 pytestmark = pytest.mark.slow
@@ -54,10 +54,8 @@ def test_log_probabilities_are_those_of_transformers_over_rounded_keys_and_value
 
 
 @pytest.mark.parametrize("kind", ["moe", "latent", "linear"])
-def test_rows_padded_end_to_end_and_in_trees_have_the_same_bits(
-    kind: str, make_trainer: MakeTrainer, request: pytest.FixtureRequest
-) -> None:
-    batch, path, found = conversations(), request.getfixturevalue(f"{kind}_path"), []
+def test_rows_of_every_form_have_the_same_bits(kind: str, make_trainer: MakeTrainer, models: Models) -> None:
+    batch, path, found = conversations(), models[kind], []
     for keys in ({}, {"packing": True}, {"prefix_sharing": True}, {"kv": None}):
         done = make_trainer(path, "fp8", **{"kv": SCALED} | keys).forward_backward(batch, cross_entropy(batch))
         found.append(in_order(done.rows, done.result.logprobs))
@@ -66,11 +64,9 @@ def test_rows_padded_end_to_end_and_in_trees_have_the_same_bits(
 
 
 @pytest.mark.parametrize("kind", ["moe", "latent"])
-def test_numbers_beyond_the_range_are_counted_whatever_padding_there_is(
-    kind: str, make_trainer: MakeTrainer, request: pytest.FixtureRequest
-) -> None:
+def test_saturated_numbers_are_counted_without_padding(kind: str, make_trainer: MakeTrainer, models: Models) -> None:
     """Each row by itself has no padding. Under scales that hold numbers up to 0.007: all but some."""
-    batch, path = conversations(), request.getfixturevalue(f"{kind}_path")
+    batch, path = conversations(), models[kind]
     alone = make_trainer(path, "fp8", kv=TOO_SMALL)
 
     def of(trainer: Any, some: TokenBatch) -> float:

@@ -16,22 +16,22 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.step.op_trace import trace_ops
 from tests.support.batches import random_batch
 from tests.support.models import LAYERS, token_by_token
+from tests.support.trainers import Models
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("kind", ["moe", "dense", "linear"])
-def test_a_recording_is_the_forward_of_transformers(kind: str, mode: str, request: Any, make_trainer: Any) -> None:
-    path: Path = request.getfixturevalue(f"{kind}_path")
-    trainer = make_trainer(path, dtype=torch.float32, mode=mode)
+def test_a_recording_is_the_forward_of_transformers(kind: str, mode: str, models: Models, make_trainer: Any) -> None:
+    trainer = make_trainer(models[kind], dtype=torch.float32, mode=mode)
     batch = random_batch(rows=3, longest=20, temperature=0.7)
     record = trace_ops(trainer, batch).tensors
-    reference = token_by_token(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    reference = token_by_token(AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32))
     rows = [
         reference(row[None, :n], output_hidden_states=True, use_cache=False)
         for row, n in zip(batch.tokens, batch.lengths.tolist())
     ]
-    for site in read_model(path).forward.sites():
+    for site in read_model(models[kind]).forward.sites():
         assert len(output(record, site)) == int(batch.lengths.sum()), site
     for layer in range(LAYERS):
         stream = torch.cat([row.hidden_states[layer][0] for row in rows])
@@ -54,9 +54,9 @@ OF_KIND = {"moe": {"mlp.router": "router:in.x", "mlp": "experts:in.x"}, "dense":
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_what_an_op_reads_is_what_its_module_was_given(kind: str, request: Any, make_trainer: Any) -> None:
+def test_what_an_op_reads_is_what_its_module_was_given(kind: str, models: Models, make_trainer: Any) -> None:
     """The recording says what flows by name; Megatron's modules are asked apart from it."""
-    trainer = make_trainer(request.getfixturevalue(f"{kind}_path"), "fp8")
+    trainer = make_trainer(models[kind], "fp8")
     batch, given, hooks = random_batch(rows=1, longest=30), {}, []
     record = trace_ops(trainer, batch).tensors
     pairs = {f"decoder.layers.1.{name}": f"layers.1.{read}" for name, read in (READ | OF_KIND[kind]).items()}

@@ -17,7 +17,7 @@ from fp8rl.numerics.sampling import Truncation
 from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
 from tests.support.batches import Entropy, cross_entropy, random_batch, random_routes
 from tests.support.models import VOCAB, write_model
-from tests.support.trainers import MakeTrainer, critic_on, gradients, scored, spread
+from tests.support.trainers import MakeTrainer, Models, critic_on, gradients, scored, spread
 
 PARTS = ["attention", "layer", "experts"]
 MLPS = AdapterSection(rank=8, targets=("gate_proj", "up_proj", "down_proj"))
@@ -58,17 +58,14 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
         ("moe", "exact", MLPS),
     ],
 )
-def test_recomputing_changes_no_bit(
-    kind: str, mode: str, adapter: Any, make_trainer: MakeTrainer, request: pytest.FixtureRequest
-) -> None:
+def test_recomputing_keeps_bits(kind: str, mode: str, adapter: Any, make_trainer: MakeTrainer, models: Models) -> None:
     """Adapters of the first layer have a gradient too, where nothing before them is trained."""
-    path: Path = request.getfixturevalue(f"{kind}_path")
     batches = [routed(replay=False), routed(replay=True)] if kind == "moe" else [random_batch()]
     if kind == "linear":  # which goes token by token
         batches = [random_batch(rows=3, longest=30)]
 
     def made(**keys: str) -> Any:
-        trainer = make_trainer(path, "fp8", mode=mode, adapter=adapter, **keys)
+        trainer = make_trainer(models[kind], "fp8", mode=mode, adapter=adapter, **keys)
         spread(trainer)
         return trainer
 
@@ -104,10 +101,9 @@ def batch() -> TokenBatch:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode"), [("moe", "exact"), ("dense", "native")])
 def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_of_its_sum(
-    kind: str, mode: str, make_trainer: MakeTrainer, batch: TokenBatch, request: pytest.FixtureRequest
+    kind: str, mode: str, make_trainer: MakeTrainer, batch: TokenBatch, models: Models
 ) -> None:
-    path: Path = request.getfixturevalue(f"{kind}_path")
-    whole, chunked = (make_trainer(path, "fp8", mode=mode, head_chunk_tokens=each) for each in (4096, CHUNK))
+    whole, chunked = (make_trainer(models[kind], "fp8", mode=mode, head_chunk_tokens=each) for each in (4096, CHUNK))
     for objective in (cross_entropy(batch), Entropy(100)):
         expected, found = (each.forward_backward(batch, objective).result for each in (whole, chunked))
         assert torch.equal(found.logprobs, expected.logprobs) and torch.equal(found.draws, expected.draws)
@@ -171,9 +167,7 @@ def test_a_critic_keeps_no_logits_either(tmp_path: Path, make_trainer: MakeTrain
     assert shapes and not [shape for shape in shapes if shape[-1:] == (WORDS,)]
 
 
-def test_a_truncated_token_is_scored_among_what_is_left_or_what_it_was_drawn_from(
-    dense_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_truncated_token_is_scored_among_what_it_was_drawn_from(dense_path: Path, make_trainer: MakeTrainer) -> None:
     """Against the whole distribution after one prefix, token by token."""
     trainer, prefix = make_trainer(dense_path, "fp8"), torch.randint(0, VOCAB, (1, 9))
     tokens = torch.cat([prefix.expand(VOCAB, -1), torch.arange(VOCAB)[:, None]], 1)

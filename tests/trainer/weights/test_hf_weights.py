@@ -32,7 +32,7 @@ from tests.support.batches import random_batch
 from tests.support.blockwise import BlockwiseWeight
 from tests.support.models import LAYERS, LENGTH
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import POW2, MakeTrainer, trainer_on
+from tests.support.trainers import POW2, MakeTrainer, Models, trainer_on
 
 PRESETS = ("fp8_block_pow2", "fp8_block_fp32")
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0}
@@ -78,15 +78,12 @@ def assert_served_as_held(exported: dict[str, Any], path: Path, preset: str, lay
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("kind", "layers"), [("moe", range(LAYERS)), ("moe", range(1, LAYERS)), ("dense", range(1))])
-def test_codes_and_scales_are_exported_as_they_are(
-    preset: str, kind: str, layers: range, request: pytest.FixtureRequest, layout: Layout
-) -> None:
-    path: Path = request.getfixturevalue(f"{kind}_path")
-    trainer = native_trainer(path, layout, TrainerSection(**SETTINGS))
+def test_codes_are_exported_as_they_are(preset: str, kind: str, layers: range, models: Models, layout: Layout) -> None:
+    trainer = native_trainer(models[kind], layout, TrainerSection(**SETTINGS))
     hold_in_fp8(trainer.model, preset, layers)
     spec = QuantSpec.preset(preset).weight
-    weights = HFWeights(path, trainer.definition, trainer.model.config, spec, trainer.cache, layout)
-    assert_served_as_held(dict(weights.share(trainer.model)), path, preset, layers)
+    weights = HFWeights(models[kind], trainer.definition, trainer.model.config, spec, trainer.cache, layout)
+    assert_served_as_held(dict(weights.share(trainer.model)), models[kind], preset, layers)
 
 
 def test_products_take_and_engines_are_sent_the_weight_that_the_cache_says_is_served(
@@ -150,9 +147,7 @@ def test_a_written_directory_is_dequantized(moe_path: Path, tmp_path: Path, layo
     assert_written(tmp_path / "out", dequantized(moe_path))
 
 
-def test_a_trainer_starts_from_published_fp8_and_writes_bf16(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_trainer_reads_published_fp8(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """Its engine's first weights, too, are those of the dequantized directory."""
     published = tmp_path / "published"
     convert_checkpoint(moe_path, published, POW2)
@@ -165,14 +160,11 @@ def test_a_trainer_starts_from_published_fp8_and_writes_bf16(
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_a_model_on_a_base_scores_the_same_and_holds_nothing_twice(
-    kind: str, layout: Layout, request: pytest.FixtureRequest
-) -> None:
+def test_a_model_on_a_base_scores_the_same_and_holds_nothing_twice(kind: str, layout: Layout, models: Models) -> None:
     from fp8rl.trainer.scorer import Scorer
 
-    path: Path = request.getfixturevalue(f"{kind}_path")
     spec = QuantSpec.preset("fp8_block_pow2")
-    model = Scorer(path, TrainerSection(), NumericsConfig(spec=spec), layout, max_sequence_length=LENGTH)
+    model = Scorer(models[kind], TrainerSection(), NumericsConfig(spec=spec), layout, max_sequence_length=LENGTH)
     model.model.requires_grad_(False)
     batch = random_batch(rows=3, longest=40)
     before = model.score(batch)[1].clone()
@@ -216,14 +208,13 @@ def their_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("their_bridges")
 @pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_every_parameter_is_the_tensors_that_mbridge_says(kind: str, request: Any, make_trainer: Any) -> None:
+def test_every_parameter_is_the_tensors_that_mbridge_says(kind: str, models: Models, make_trainer: Any) -> None:
     from mbridge import AutoBridge
 
     from fp8rl.trainer.modules.weights import named_weights
 
-    path: Path = request.getfixturevalue(f"{kind}_path")
-    trainer = make_trainer(path)
-    config = AutoConfig.from_pretrained(path)
+    trainer = make_trainer(models[kind])
+    config = AutoConfig.from_pretrained(models[kind])
     config.tie_word_embeddings = False
     theirs = AutoBridge.from_config(config, dtype=torch.bfloat16)
     ours = TableBridge(trainer.definition.tensors, trainer.model.config)

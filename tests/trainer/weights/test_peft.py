@@ -21,7 +21,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import random_batch
 from tests.support.models import write_model
-from tests.support.trainers import MakeTrainer, scored, spread
+from tests.support.trainers import MakeTrainer, Models, scored, spread
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 """PEFT 0.21 puts no adapters beside the dense MLP and the shared experts of a DeepSeek-V3, whose experts are fused."""
@@ -38,22 +38,21 @@ def written(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_train
 
 @pytest.mark.parametrize(
     ("model", "changes"),
-    [("moe_path", {}), ("moe_path", {"experts": "shared"}), ("latent_path", {"targets": LATENT})],
+    [("moe", {}), ("moe", {"experts": "shared"}), ("latent", {"targets": LATENT})],
     ids=["per_expert", "shared", "latent"],
 )
 def test_peft_computes_what_the_trainer_does_in_fp32(
-    model: str, changes: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path, make_trainer: MakeTrainer
+    model: str, changes: dict[str, Any], models: Models, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
     peft = pytest.importorskip("peft", reason="needs peft and accelerate, which nothing else here does")
     from transformers import AutoModelForCausalLM
 
-    path = request.getfixturevalue(model)
-    trainer = make_trainer(path, "bf16", torch.float32, adapter=AdapterSection(rank=4, **changes))
+    trainer = make_trainer(models[model], "bf16", torch.float32, adapter=AdapterSection(rank=4, **changes))
     batch = random_batch(seed=0)
     before = scored(trainer, batch)[batch.loss_mask]
     spread(trainer, 0.1)
     trainer.export_adapter(tmp_path / "adapter")
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.float32).eval()
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
     ours = scored(trainer, batch)[batch.loss_mask]
     assert (ours - before).abs().mean() > 1
@@ -67,9 +66,7 @@ def by_transformers(model: Any, batch: TokenBatch) -> Tensor:
     return logprobs.gather(-1, batch.tokens[:, 1:, None])[..., 0][batch.loss_mask[:, 1:]]
 
 
-def test_a_run_begins_with_what_another_has_written(
-    written: Path, moe_path: Path, make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
+def test_a_run_begins_with_an_adapter(written: Path, moe_path: Path, make_trainer: MakeTrainer, tmp_path: Path) -> None:
     again = make_trainer(moe_path, "bf16", adapter=AdapterSection(rank=4, start=str(written)))
     again.export_adapter(tmp_path / "again")
     first, second = (load_file(path / TENSORS) for path in (written, tmp_path / "again"))

@@ -40,9 +40,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @each
-def test_fp32_logits_are_those_of_transformers_class_with_the_tower(
-    name: str, paths: dict[str, Path], make_trainer: MakeTrainer
-) -> None:
+def test_fp32_logits_are_those_of_transformers(name: str, paths: dict[str, Path], make_trainer: MakeTrainer) -> None:
     tokens = torch.randint(0, 100, (3, 70), generator=torch.Generator().manual_seed(1))  # none of a picture
     theirs = token_by_token(AutoModelForImageTextToText.from_pretrained(paths[name], dtype=torch.float32))
     assert type(theirs).__name__.endswith("ForConditionalGeneration")
