@@ -1,4 +1,5 @@
-"""What the many small tensors of a model of experts cost in each micro-batch: launches, hooks, and waits for a device.
+"""What the many small tensors of a model of experts cost in each micro-batch: launches, hooks, and waits for a device;
+nothing is added in an order that atomics choose.
 
 On meta tensors nothing can be copied to the host, so that any wait but those that are counted is an error.
 """
@@ -23,12 +24,14 @@ from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
+from tests.support.atomics import Atomics
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import Made, interpreted_launches
 from tests.support.meta_model import built, layout_of, wrapped
-from tests.support.paths import EXAMPLES
 from tests.support.ranks import in_a_fork, run_on_ranks
 from tests.support.trainers import POW2, MakeTrainer
+
+pytestmark = pytest.mark.slow
 
 EXPERTS, TOKENS = 128, 4096
 
@@ -76,7 +79,6 @@ def _experts_on_meta(path: Path, layout: Layout, config: TrainerSection) -> dict
     }
 
 
-@pytest.mark.slow
 def test_a_layer_of_128_experts_takes_as_many_launches_as_one_of_few(moe_path: Path, tmp_path: Path) -> None:
     """With a parameter for each expert's matrix it took 284 ops and 256 hooks. There is no tensor of all gradients."""
     config = json.loads((moe_path / "config.json").read_text())
@@ -110,23 +112,12 @@ def _layers_on_meta(folder: Path, layout: Layout, config: TrainerSection) -> lis
         return [[counted(layers, *kind) for kind in kinds] for layers in (1, 2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "experts"), [("qwen3_30b_a3b", True), ("qwen3_8b", False)])
 def test_a_layer_launches_as_planned(name: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (found,) = run_on_ranks(TrainerSection(), tmp_path / "ranks", partial(_layers_on_meta, CONFIGS / name))
     of_layer = [two - one for one, two in zip(*found, strict=True)]
     assert of_layer == [sum(OF_LAYER[fp8, experts][:parts]) for fp8 in (True, False) for parts in (1, 2)]
-
-
-def test_hooks_of_a_micro_batch_do_not_grow_with_experts(make_trainer: MakeTrainer) -> None:
-    """Nine parameters in each of two layers, and three outside them; the demo's model had 49 with eight experts."""
-    with hooked() as called:
-        trainer = make_trainer(EXAMPLES / "models/tiny_qwen3_moe", "fp8", micro_batch_tokens=512)
-    batch = random_batch(rows=2, longest=20)
-    trainer.forward_backward(batch, cross_entropy(batch))
-    assert len(called) == 2 * 9 + 3
-    assert set(map(id, called)) == set(map(id, trainer.model.parameters()))
 
 
 ROWS, LENGTH, RANKS, WORDS = 2, 64, 2, 1111
@@ -168,7 +159,6 @@ def of_its_own_vocabulary(path: Path, into: Path) -> Path:
     return into
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_a_rank_with_all_experts_never_waits(family: str, moe_path: Path, latent_path: Path, tmp_path: Path) -> None:
     path = of_its_own_vocabulary({"qwen3_moe": moe_path, "deepseek_v3": latent_path}[family], tmp_path)
@@ -177,7 +167,67 @@ def test_a_rank_with_all_experts_never_waits(family: str, moe_path: Path, latent
     assert found["whole"] == [], "the embedding's gradient is added to Megatron's sum, token by token"
 
 
-@pytest.mark.slow
 def test_a_rank_of_several_waits_once_a_layer(moe_path: Path, tmp_path: Path) -> None:
     found = in_a_fork(tmp_path, partial(waits_in_a_step, of_its_own_vocabulary(moe_path, tmp_path), RANKS))
     assert (found["forward"], found["backward"]) == (found["layers"], 0)
+
+
+KERNELS, OPS = 112, 428
+"""What a micro-batch of the model with 2 layers of 8 experts launches, forward and backward, as counted on 2026-11-27:
+to be lowered: 425 ops, one more behind other tests. Some are on numbers that a GPU's trainer keeps on the host."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "kernels", "packing"),
+    [
+        pytest.param("exact", "triton", False, marks=pytest.mark.slow),
+        ("exact", "torch", False),
+        ("native", "torch", False),
+        ("exact", "torch", True),
+    ],
+)
+def test_no_sum_is_by_atomics(
+    mode: str, kernels: str, packing: bool, moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path, "fp8" if mode == "exact" else "bf16", mode=mode, packing=packing)
+    batch = random_batch(rows=2, longest=8)
+    with using(kernels), Atomics() as atomics:
+        with interpreted_launches() as launched:
+            trainer.forward_backward(batch, cross_entropy(batch))
+        trainer.update()
+    assert atomics.found == []
+    if kernels == "triton":
+        assert launched.kernels.total() <= KERNELS and launched.torch.total() <= OPS, (
+            launched.kernels.total(),
+            launched.torch.total(),
+        )
+
+
+def test_they_are_seen_where_they_are() -> None:
+    rows, index = torch.ones(3, 2), torch.tensor([0, 1, 1])
+    with Atomics() as atomics:
+        torch.zeros(2, 2).index_add_(0, index, rows)
+        torch.zeros(2, 2).index_add_(0, index[:2], rows[:2])
+        torch.zeros(2, 2).scatter_add(0, index[:, None].expand(-1, 2), rows)
+        rows.cumsum(0), index.cumsum(0)
+    assert atomics.found == ["aten.index_add_.default", "aten.scatter_add.default", "aten.cumsum.default"]
+
+
+def test_a_tokens_gradients_are_added_in_fp32_in_the_order_of_experts() -> None:
+    from fp8rl.trainer.modules.router import permute, unpermute
+
+    chosen = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 1], [0, 0, 1, 1, 1]]).bool()
+    tokens = torch.randn(3, 16).bfloat16().requires_grad_()
+    rows, probs, token_of_row = permute(tokens, chosen, chosen.float())
+    assert token_of_row.tolist() == [1, 0, 1, 0, 2, 2, 0, 1, 2] and torch.equal(rows, tokens[token_of_row])
+    assert probs is not None and probs.tolist() == [1.0] * 9
+    grad = 100 * torch.randn(9, 16).bfloat16()
+    rows.backward(grad)
+    by_hand = torch.stack([sum((grad[row].float() for row in own), torch.zeros(16)) for own in _rows_of(token_of_row)])
+    assert tokens.grad is not None and torch.equal(tokens.grad, by_hand.bfloat16())
+    assert torch.equal(unpermute(grad, token_of_row, tokens.shape), by_hand.bfloat16())
+
+
+def _rows_of(token_of_row: torch.Tensor) -> list[list[int]]:
+    return [[row for row in range(9) if token_of_row[row] == token] for token in range(3)]

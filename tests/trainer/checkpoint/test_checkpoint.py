@@ -10,15 +10,13 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from fp8rl.numerics.core.errors import UserError
@@ -36,7 +34,6 @@ from fp8rl.trainer.checkpoint.files import (
 )
 from fp8rl.trainer.checkpoint.pickles import read_metadata
 from fp8rl.trainer.inventory import optimizer_state
-from fp8rl.trainer.megatron.patches import install
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.disks import room
 from tests.support.models import EXPERTS, LAYERS
@@ -337,19 +334,6 @@ def test_no_attribute_but_a_member_of_an_enumeration_is_read(owner: type, name: 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute()))
     with pytest.raises(pickle.UnpicklingError, match="a pickle that names"):
         read_metadata(tmp_path / ".metadata")
-
-
-@pytest.mark.parametrize("flat", [True, False])
-def test_objects_among_the_tensors_are_read_and_run_no_code(flat: bool, tmp_path: Path) -> None:
-    install()
-    planner = DefaultLoadPlanner(flatten_state_dict=flat)
-    planner.set_up_planner({"a": 0}, is_coordinator=True)
-    item = SimpleNamespace(dest_index=MetadataIndex("a"))
-    planner.load_bytes(item, _packed({"b": [1.5]}))  # type: ignore[arg-type]
-    assert (planner.original_state_dict if flat else planner.state_dict) == {"a": {"b": [1.5]}}
-    with pytest.raises(pickle.UnpicklingError):
-        planner.load_bytes(item, _packed(_Planted(tmp_path / "ran")))  # type: ignore[arg-type]
-    assert not (tmp_path / "ran").exists()
 
 
 def _packed(value: Any) -> io.BytesIO:

@@ -45,9 +45,15 @@ LAYOUTS = {
     "tp2ep2": {"tp": 2, "ep": 2},
     "cp2": {"cp": 2},
 }
-PARTS = ("attention", "experts", "layer")
-RECOMPUTING = {"tp2ep2": PARTS, "pp2": ("layer",), "cp2": ("layer",)}
-"""Layouts that differ in what is computed once more: collectives of a layer, a stage's layers, a row's chunks."""
+RECOMPUTED = {
+    "ep2": ("none", "experts"),
+    "dp2": ("none", "attention"),
+    "pp2": ("none", "layer"),
+    "tp2ep2": ("experts", "attention"),
+    "cp2": ("layer", "none"),
+}
+"""What the gradients of padded rows and of rows end to end compute once more: layouts differ in a layer's collectives,
+a stage's layers, a row's chunks."""
 VALUED = ("dp2", "pp2", "tp2ep2", "cp2")
 """Layouts in which a critic is trained: the head of a value is shared otherwise in each."""
 BATCH: dict[str, Any] = {"rows": 7, "longest": 60, "temperature": 0.9}
@@ -100,8 +106,6 @@ class Case:
         out["one rank fails"] = self._failing(layout)
         out["turns"] = turns(layout)
         out["routed"] = self._routed(layout, trainer)
-        if parts := RECOMPUTING.get(self.name):
-            out["with less memory"] = self._with_less_memory(layout, config, parts)
         if config.cp == 1:
             out["packed"] = self._packed(layout, config)
             trees = trainer_of(config.model_copy(update=TREES), self.paths["moe"])
@@ -121,6 +125,7 @@ class Case:
         out["reference"] = self._frozen(layout, trainer)
         if self.name in VALUED:
             out["critic"] = valued(layout, trainer, self.paths["moe"])
+        config = config.model_copy(update={"recompute": RECOMPUTED[self.name][0]})
         out["gradients"] = gradients(trainer_of(config, self.paths["moe"], "bf16", dtype=torch.float32))
         return out
 
@@ -151,29 +156,11 @@ class Case:
             trainer.score_routed(routed_batch())
         return None
 
-    def _with_less_memory(self, layout: Layout, config: TrainerSection, parts: tuple[str, ...]) -> dict[str, list[str]]:
-        """What differs on this rank, by what its trainer computes once more."""
-        batch = routed_batch() if config.pp == 1 else random_batch(**BATCH)
-        keys = [{}, *({"recompute": part} for part in parts), {"head_chunk_tokens": CHUNK}]
-        passes = []
-        for each in keys:
-            trainer = trainer_on(layout, config.model_copy(update=each), self.paths["moe"])
-            done = trainer.forward_backward(replace(batch, seeds=torch.arange(batch.rows)), cross_entropy(batch))
-            found = {name: getattr(done.result, name) for name in ("logprobs", "routes", "draws")}
-            found |= {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
-            passes.append({name: value for name, value in found.items() if value is not None})
-        plain = passes[0]
-        assert all(found.keys() == plain.keys() for found in passes)
-        return {
-            "".join(map(str, each.values())): [name for name in plain if not torch.equal(found[name], plain[name])]
-            for each, found in zip(keys[1:], passes[1:], strict=True)
-        }
-
     def _packed(self, layout: Layout, config: TrainerSection) -> tuple[Any, Any, dict[str, Tensor]]:
         """Log-probabilities with less memory, what is said of routes, and gradients, of rows that lie end to end."""
-        config = config.model_copy(update={"packing": True, "micro_batch_tokens": 160})
-        less = config.model_copy(update={"recompute": "layer", "head_chunk_tokens": CHUNK})
-        trainer = trainer_on(layout, less, self.paths["moe"])
+        less = {"packing": True, "micro_batch_tokens": 160, "head_chunk_tokens": CHUNK}
+        config = config.model_copy(update=less | {"recompute": RECOMPUTED[self.name][1]})
+        trainer = trainer_on(layout, config, self.paths["moe"])
         scored = reported(layout, trainer.score(random_batch(**BATCH)))
         routed = self._routed(layout, trainer)
         return scored, routed, gradients(trainer_on(layout, config, self.paths["moe"], "bf16", dtype=torch.float32))
@@ -413,15 +400,6 @@ def test_stages_without_keys_count_the_saturated_ones_along(outcome: Outcome, on
     expected = saturated(one_rank.trainer("linear", "fp8", 1, kv=SATURATED))
     assert 0.5 < expected < 1
     assert [rank["saturated"] for rank in outcome.ranks] == pytest.approx([expected] * 2, rel=1e-12)
-
-
-def test_what_is_computed_once_more_changes_no_bit_but_of_the_head_s_gradient(outcome: Outcome) -> None:
-    if outcome.name not in RECOMPUTING:
-        pytest.skip("computes the same once more as another layout")
-    for rank in outcome.ranks:
-        different = rank["with less memory"]
-        assert different.pop(str(CHUNK)) in ([], ["output_layer.weight"])
-        assert different == {part: [] for part in RECOMPUTING[outcome.name]}
 
 
 def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: OneRank) -> None:

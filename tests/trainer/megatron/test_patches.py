@@ -103,11 +103,3 @@ def said_by(script: str) -> list[str]:
 def test_overridden_methods_are_those_of_the_installed_version(row: patches.Override) -> None:
     assert problem_of(row) is None
     assert problem_of(dataclasses.replace(row, parameters=row.parameters + " more")) is not None
-
-
-def test_an_object_becomes_only_what_the_table_names() -> None:
-    class Other(dict):
-        pass
-
-    with pytest.raises(AssertionError, match="Other"):
-        patches.become({}, Other)

@@ -1,4 +1,4 @@
-"""A whole model on the Triton kernels, interpreted without a GPU: rows stand alone, gradients are the definitions'."""
+"""A whole model on the Triton kernels, interpreted without a GPU, and by a forward written from docs/exactness.md."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import pytest
 import torch
 
 import tests.support.interpreter  # noqa: F401
+from examples.upcycle import upcycle
 from fp8rl.numerics.backend.implementation import using
+from lab.bench.float64 import logprobs
+from lab.bench.rounded import Rounded
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
+from tests.support.padded import dense
 from tests.support.trainers import MakeTrainer
 from tests.support.trees import groups
 
@@ -62,3 +66,18 @@ def test_loss_and_gradients_are_close_to_the_definitions(small_path: Path, make_
     assert abs(result.loss - expected.loss) < 2e-3 * expected.loss
     for name, gradient in gradients.items():
         assert (others[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("mixture", [False, True], ids=["dense", "mixture"])
+def test_a_second_forward_agrees_with_the_trainer(mixture: bool, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    path = dense(tmp_path / "dense", torch.bfloat16)
+    if mixture:
+        upcycle(path, path := tmp_path / "mixture", layers=1)
+    batch, forward = random_batch(), Rounded(path)
+    rows, scored = make_trainer(path, precision="fp8").score(batch)
+    apart = []
+    for row, found in zip(rows, scored, strict=True):
+        tokens, targets = batch.tokens[row], int(batch.lengths[row]) - 1
+        expected = logprobs(forward(tokens), tokens, len(tokens) - 1)
+        apart.append((found[1:] - expected)[:targets].abs())
+    assert torch.cat(apart).le(1e-6).float().mean() >= 0.98

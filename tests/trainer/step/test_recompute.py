@@ -19,6 +19,8 @@ from tests.support.batches import Entropy, cross_entropy, random_batch, random_r
 from tests.support.models import VOCAB, write_model
 from tests.support.trainers import MakeTrainer, Models, critic_on, gradients, scored, spread
 
+pytestmark = pytest.mark.slow
+
 PARTS = ["attention", "layer", "experts"]
 MLPS = AdapterSection(rank=8, targets=("gate_proj", "up_proj", "down_proj"))
 LATENTS = AdapterSection(rank=8, targets=("kv_b_proj",))
@@ -47,7 +49,6 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
     return result, gradients(trainer), calls
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode", "adapter"),
     [
@@ -98,7 +99,6 @@ def batch() -> TokenBatch:
     return replace(random_batch(temperature=0.9), seeds=torch.arange(12))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode"), [("moe", "exact"), ("dense", "native")])
 def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_of_its_sum(
     kind: str, mode: str, make_trainer: MakeTrainer, batch: TokenBatch, models: Models
@@ -141,7 +141,6 @@ def noted() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_no_logits_of_more_tokens_than_a_chunk_s_are_kept(
     precision: str, tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch

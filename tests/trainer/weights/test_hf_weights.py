@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from fp8rl.models import read_model
 from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize, quantize
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
@@ -84,21 +84,6 @@ def test_codes_are_exported_as_they_are(preset: str, kind: str, layers: range, m
     spec = QuantSpec.preset(preset).weight
     weights = HFWeights(models[kind], trainer.definition, trainer.model.config, spec, trainer.cache, layout)
     assert_served_as_held(dict(weights.share(trainer.model)), models[kind], preset, layers)
-
-
-def test_products_take_and_engines_are_sent_the_weight_that_the_cache_says_is_served(
-    moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As an adapter would have it: other values than the parameter's."""
-    trainer = native_trainer(moe_path, layout, TrainerSection(**SETTINGS))
-    stored, spec = load_file(moe_path / "model.safetensors"), trainer.numerics.spec.weight
-    monkeypatch.setattr(trainer.cache, "served", lambda weight: -weight.detach())
-    exported = dict(trainer.export_weights())
-    assert all(torch.equal(exported[name], -tensor) for name, tensor in stored.items())
-    weight = trainer.model.decoder.layers[0].mlp.experts.linear_fc2.weight0
-    expected = fake_quantize(-weight.detach(), spec)
-    assert torch.equal(trainer.cache.operand(weight, spec), expected)
-    assert torch.equal(trainer.cache.group_operand([weight], spec).view_as(expected), expected)
 
 
 def export_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
