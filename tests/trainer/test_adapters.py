@@ -185,26 +185,31 @@ def test_adapters_resume_from_their_checkpoint(moe_path: Path, tmp_path: Path, m
             trainer.load(tmp_path / name)
 
 
-@pytest.mark.parametrize("memory", ["of the host", "of a GPU"])
-def test_latent_attention_reads_what_engines_read_too(
-    memory: str, latent_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if memory == "of a GPU":
-        install_cuda_ipc(monkeypatch)
-        monkeypatch.setattr("fp8rl.weight_sync.frozen.share", lambda name, size, device: DeviceMemory(size, device))
-    config, spec = AdapterSection(rank=4), QuantSpec.preset("fp8_block_pow2")
-    apart, shared = (make_trainer(latent_path, "fp8", adapter=config, shared_base=each) for each in (False, True))
-    write_base(SimpleNamespace(apply=lambda function, *args: [function(shared, *args)]), spec)
-    assert train(shared, 0, 2) == train(apart, 0, 2)
-
-
-@pytest.mark.parametrize(("precision", "preset"), [("fp8", "fp8_block_pow2"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("kind", "precision", "preset", "memory"),
+    [
+        ("moe", "fp8", "fp8_block_pow2", "host"),
+        ("moe", "bf16", "bf16", "host"),
+        ("dense", "fp8", "fp8_block_pow2", "host"),
+        ("latent", "fp8", "fp8_block_pow2", "GPU"),
+    ],
+)
 def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
-    precision: str, preset: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+    kind: str,
+    precision: str,
+    preset: str,
+    memory: str,
+    models: Models,
+    tmp_path: Path,
+    make_trainer: MakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each way between two trainers of which one has its frozen weights in a base, and never had them elsewhere."""
-    config, spec = AdapterSection(rank=4), QuantSpec.preset(preset)
-    apart, shared = (make_trainer(moe_path, precision, adapter=config, shared_base=shared) for shared in (False, True))
+    if memory == "GPU":
+        install_cuda_ipc(monkeypatch)
+        monkeypatch.setattr("fp8rl.weight_sync.frozen.share", lambda name, size, device: DeviceMemory(size, device))
+    path, config, spec = models[kind], AdapterSection(rank=4), QuantSpec.preset(preset)
+    apart, shared = (make_trainer(path, precision, adapter=config, shared_base=shared) for shared in (False, True))
     frozen = [p for p in shared.model.parameters() if not p.requires_grad]
     assert len({p.untyped_storage().data_ptr() for p in frozen}) == 1 and all(p.isnan().all() for p in frozen)
     assert frozen[0].untyped_storage().nbytes() == max(p.nbytes for p in frozen)
@@ -212,11 +217,12 @@ def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
     placed = shared.placed
     digests = map(tensor_digest, placed.base.tensors.values())
     assert pickle.loads(pickle.dumps(sent)).digests == dict(zip(placed.base.tensors, digests)), "what a rank answers"
-    assert placed.unquantized == base_digest(moe_path, shared.definition)
-    planned = state_bytes(read_shape(moe_path, adapter=config), shared.config, shared.numerics, "torch", base=True)
+    assert placed.unquantized == base_digest(path, shared.definition)
+    planned = state_bytes(read_shape(path, adapter=config), shared.config, shared.numerics, "torch", base=True)
     adapters = 2 * sum(p.numel() for p in shared.model.parameters() if p.requires_grad)
     assert placed.kept + adapters == sum(each.parameters for each in planned.values())
-    assert (placed.kept > 0) == (preset == "bf16"), "q, k and v stand there in another order"
+    assert kind != "moe" or (placed.kept > 0) == (preset == "bf16"), "q, k and v are there in another order"
+    assert not list(shared.cache.operands())
     assert train(shared, 0, 2) == train(apart, 0, 2)
     shared.save(tmp_path / "shared", {})
     apart.save(tmp_path / "apart", {})

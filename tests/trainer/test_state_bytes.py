@@ -158,10 +158,7 @@ def test_a_rank_holds_eighteen_bytes_of_a_parameter(mode: str, moe_path: Path, m
     trainer.set_numerics(replace(trainer.numerics, trainer="bf16"))
     trainer.score(batch)
     assert bytes_held(trainer)["operands"] == 0
-
-
-def test_an_fp32_parameter_is_its_own_master(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    held = bytes_held(make_trainer(moe_path, dtype=torch.float32))
+    held = bytes_held(make_trainer(moe_path, dtype=torch.float32))  # an FP32 parameter is its own master
     assert held["parameters"] == 4 * PARAMETERS and held["masters"] == 0 and held["moments"] == 8 * PARAMETERS
 
 

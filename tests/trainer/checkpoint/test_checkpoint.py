@@ -155,11 +155,18 @@ def test_what_is_written_beside_training_was_staged(moe_path: Path, tmp_path: Pa
     assert _train(trainer, 2, 4) == after
 
 
-def test_an_unfinished_checkpoint_leaves_the_old_one(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+def test_an_unfinished_checkpoint_or_a_full_disk_leaves_the_old_one(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
     trainer = make_trainer(moe_path)
     trainer.save(tmp_path / "last", {"n": 1})
     trainer.stage(tmp_path / "last", {"n": 2}, {}).write()
     assert trainer.load(tmp_path / "last") == {"n": 1}
+    expected = r"checkpoint .*last: found .* MiB free on the disk, expected room"
+    with room(20_000), pytest.raises(OSError, match=expected) as error:
+        trainer.save(tmp_path / "last", {"n": 2})
+    assert "\n" not in str(error.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 1}
     trainer.save(tmp_path / "last", {"n": 3})
     assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 3}
 
@@ -189,17 +196,6 @@ def test_a_bit_that_flips_before_a_checkpoint_has_its_name_is_found(
         staged.write()
     assert "\n" not in str(error.value)
     assert trainer.load(tmp_path / "last") == {"n": 1}
-
-
-def test_a_full_disk_leaves_the_old_checkpoint(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    """Full for this process: no file of it may be longer than a few pages."""
-    trainer = make_trainer(moe_path)
-    trainer.save(tmp_path / "last", {"n": 1})
-    expected = r"checkpoint .*last: found .* MiB free on the disk, expected room"
-    with room(20_000), pytest.raises(OSError, match=expected) as error:
-        trainer.save(tmp_path / "last", {"n": 2})
-    assert "\n" not in str(error.value)
-    assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 1}
 
 
 def test_what_is_not_a_checkpoint_of_this_format_is_refused(kept: tuple[Any, Path], tmp_path: Path) -> None:

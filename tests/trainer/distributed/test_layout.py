@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -32,14 +33,10 @@ def test_every_rank_has_a_place_of_its_own() -> None:
     assert [(at.ep_rank, at.expert_dp_rank, at.expert_dp_size) for at in places] == [(r % 4, 0, 1) for r in range(8)]
     assert [at.rank for at in places if at.is_reporting_rank] == [4, 6]
     assert [at.rank for at in places if at.first_stage] == [0, 1, 2, 3]
-
-
-def test_ranks_that_share_rows_are_neighbours_and_hold_the_same_weights() -> None:
+    # Ranks that share rows are neighbours and hold the same weights.
     config = TrainerSection(tp=2, cp=2, dp=2, ep=8)
     places = [Layout.of(rank, config) for rank in range(config.world_size)]
-    assert [(at.replica, at.cp_rank, at.tp_rank) for at in places] == [
-        (replica, own, part) for replica in range(2) for own in range(2) for part in range(2)
-    ]
+    assert [(at.replica, at.cp_rank, at.tp_rank) for at in places] == list(itertools.product(range(2), repeat=3))
     assert {(at.dp_size, at.replicas, at.expert_dp_size) for at in places} == {(4, 2, 1)}
     assert [at.rank for at in places if at.is_reporting_rank] == [0, 4]
 

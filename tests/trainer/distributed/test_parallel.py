@@ -422,9 +422,11 @@ def test_weights_leave_as_they_came(outcome: Outcome, paths: Models) -> None:
         assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
-def test_what_one_rank_cannot_write_all_know_of_and_nothing_appears(outcome: Outcome) -> None:
+def test_what_one_rank_cannot_do_all_know_of(outcome: Outcome) -> None:
     assert [rank["one rank fails"] for rank in outcome.ranks] == ["no space left"] * len(outcome.ranks)
     assert not outcome.saved.with_name("failed").exists()
+    assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
+    assert "rows [0" in outcome.ranks[0]["non-finite"]
 
 
 def test_every_rank_hands_out_about_as_much_and_nothing_twice(outcome: Outcome) -> None:
@@ -449,11 +451,6 @@ def test_a_checkpoint_moves_between_layouts(outcome: Outcome, one_rank: OneRank)
     assert_close_steps([rank["resumed"] for rank in outcome.ranks], expected)
     assert trainer.load(outcome.saved)["layout"]["tp"] == outcome.config.tp
     assert trainer.weight_version == 4
-
-
-def test_every_rank_learns_of_a_loss_that_is_not_finite(outcome: Outcome) -> None:
-    assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
-    assert "rows [0" in outcome.ranks[0]["non-finite"]
 
 
 def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, paths: Models) -> None:

@@ -50,11 +50,6 @@ def test_what_differs_from_the_default(numerics: NumericsConfig, changes: dict[s
     assert lower(numerics, True) == replace(DEFAULT, **changes)
 
 
-@pytest.mark.parametrize("numerics", [native("bf16"), native("bf16", "bf16", "bf16")])
-def test_a_bf16_trainer_has_no_fp8(numerics: NumericsConfig) -> None:
-    assert lower(numerics, True) == Lowering(transformer_engine=True, config=FUSED)
-
-
 def mxfp8(**changes: Any) -> NumericsConfig:
     scales = {role: {"scale": "pow2"} for role in ("weight", "activation", "gradient")}
     return native(rollout="bf16", preset="mxfp8", **scales | changes)
@@ -73,10 +68,12 @@ def test_mxfp8_is_a_recipe_of_its_own() -> None:
         lower(mxfp8(activation={"scale": "pow2", "group": 128}), True)
 
 
-def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine() -> None:
+def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine_nor_fp8_of_a_bf16_trainer() -> None:
     assert lower(NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")), True) == Lowering()
     assert lower(native(), False) == Lowering()
     assert lower(native(weight={"granularity": "channel"}, rollout="bf16"), False) == Lowering()
+    for numerics in (native("bf16"), native("bf16", "bf16", "bf16")):
+        assert lower(numerics, True) == Lowering(transformer_engine=True, config=FUSED)
 
 
 @pytest.mark.parametrize(

@@ -69,15 +69,11 @@ def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(
 
 def test_the_number_of_k_slices_is_part_of_the_result(dense_path: Path, make_trainer: MakeTrainer) -> None:
     # In BF16: sums of FP8 products are so short that FP32 mostly adds them exactly, in any order.
-    batch = random_batch()
-    scores = [make_trainer(dense_path, "bf16", k_splits=splits).score(batch)[1] for splits in (1, 2)]
-    assert not torch.equal(scores[0], scores[1])
-    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=0.5)
-
-
-def test_tensor_parallelism_with_other_k_splits_is_refused(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    one, two = (scored(make_trainer(dense_path, "bf16", k_splits=splits), random_batch()) for splits in (1, 2))
+    assert not torch.equal(one, two)
+    torch.testing.assert_close(one, two, rtol=0, atol=0.5)
     with pytest.raises(UserError, match=r"numerics\.k_splits: found 1, expected trainer\.tp=2"):
-        make_trainer(moe_path, tp=2)
+        make_trainer(dense_path, tp=2)
 
 
 def test_a_directory_that_does_not_fit_is_refused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:

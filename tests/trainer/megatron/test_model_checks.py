@@ -79,6 +79,9 @@ def changed(**sizes: Any) -> ModelSizes:
     return dataclasses.replace(MOE, **sizes)
 
 
+AIR = dataclasses.replace(MOE, dense_layers=1, ffn_size=10944, expert_size=1408, shared_size=1408)
+"""GLM-4.5-Air: its first layer is 85.5 blocks wide."""
+FIRST = SPEC.override({"first_layers_bf16": 1})
 DIVISOR = "expected a divisor of the model's"
 TP, EP, WIRE, GATHER, SHARING = (
     f"trainer.{key}: found" for key in ("tp", "ep", "gradient_wire", "weight_gather", "prefix_sharing")
@@ -103,6 +106,12 @@ CASES: list[tuple[Check, str, Check | None]] = [
     # 768 / 4 = 192 columns on a rank, which is one block and a half; an expert's 256 are not split.
     (split(DENSE, 4), f"{BLOCKS} intermediate_size / trainer.tp = 768 / 4: found 192, expected a mul", split(DENSE, 2)),
     (split(changed(expert_size=192)), f"{BLOCKS} moe_intermediate_size: found 192, expected a multiple of 128", None),
+    (split(AIR), f"{BLOCKS} intermediate_size: found 10944, expected a multiple of 128", split(AIR, spec=FIRST)),
+    (
+        split(AIR, 2, FIRST),
+        f"{BLOCKS} moe_intermediate_size * n_shared_experts / trainer.tp = 1408 / 2: found 704",
+        None,
+    ),
     (split(changed(head_dim=64)), f"{BLOCKS} head_dim: found 64, expected a multiple of 128", None),
     (engine(OLMOE, 2), "rollout.tp: found 2, expected 1 for a model that norms", split(OLMOE, 2)),
     (engine(changed(experts=6), 4), f"rollout.tp: found 4, {DIVISOR} num_experts = 6", engine(changed(experts=6), 2)),
@@ -144,17 +153,3 @@ def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
         "import sys, fp8rl.rl.experiment.preconditions; sys.exit(any(x.startswith('megatron') for x in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0
-
-
-def test_dense_first_layers_and_shared_experts() -> None:
-    """GLM-4.5-Air: its first layer is 85.5 blocks wide."""
-    sizes = dataclasses.replace(MOE, dense_layers=1, ffn_size=10944, expert_size=1408, shared_size=1408)
-    air = shape_of(sizes)
-    first_in_bf16 = dataclasses.replace(SPEC, first_layers_bf16=1)
-    with pytest.raises(UserError, match="intermediate_size: found 10944, expected a multiple of 128"):
-        check_layout(air, TrainerSection(), SPEC)
-    check_layout(air, TrainerSection(), first_in_bf16)
-    with pytest.raises(UserError, match=r"n_shared_experts / trainer.tp = 1408 / 2: found 704, expected a multiple"):
-        check_layout(air, TrainerSection(tp=2), first_in_bf16)
-    wide = dataclasses.replace(sizes, ffn_size=1024, shared_size=1024, expert_size=1024)
-    check_engine_layout(shape_of(wide), 2, SPEC)

@@ -1,4 +1,4 @@
-"""The modules that native mode takes from TransformerEngine, as Megatron names them; layers of linear attention on a CPU.
+"""The modules that native mode takes from TransformerEngine, as Megatron names them; linear attention's on a CPU.
 
 Stand-ins of its classes take no keyword more than Megatron's wrappers of them do (0.16.1), and compute in BF16.
 """

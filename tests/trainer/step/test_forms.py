@@ -206,9 +206,7 @@ def test_tokens_come_back_to_all_rows_that_share_them() -> None:
     places = micro.from_model(torch.arange(tokens.shape[1])[None])
     assert torch.equal(predicted, torch.where(real[:, 1:], places[:, :-1], 0).float())
     assert torch.equal(micro.from_targets(micro.targets_of(chosen.tokens)), torch.where(real, chosen.tokens, 0)[:, 1:])
-
-
-def test_rows_of_one_token_ask_for_nothing() -> None:
+    # Rows of one token ask for nothing.
     batch = TokenBatch(torch.tensor([[3], [3]]), torch.tensor([1, 1]), torch.zeros(2, 1, dtype=torch.bool))
     micro = TreeMicroBatch.of(batch, [0, 1], multiple=2)
     assert micro.real == 1 and micro.predictors(torch.zeros(2, 1, 4)).shape == (2, 1, 4)
@@ -250,15 +248,11 @@ def test_every_row_once_within_the_budget_and_shared_evenly(form: str, dp_size: 
             assert len(micro) <= -(-2 * tokens_of(form, rows, 1) // 256) + 1 + dp_size
 
 
-def test_as_few_micro_batches_as_the_tokens_need() -> None:
+def test_as_few_micro_batches_as_the_tokens_need_and_padding_adds_no_targets() -> None:
     for each in (plan, plan_packed):
         assert each([300, 4, 4], 1, 100) == [[[0], [1, 2]]], "a row beyond the budget is alone"
         assert each([5], 2, 100) == [[[0]], [[]]], "a rank without rows"
     assert [len(rank) for rank in plan_packed([60] * 8, 2, 100)] == [4, 4]
-
-
-def test_padding_to_a_multiple_adds_no_targets() -> None:
-    batch = random_batch(rows=3, longest=7)
-    padded = pad_to_multiple(batch, 4)
+    padded = pad_to_multiple(batch := random_batch(rows=3, longest=7), 4)
     assert padded.width == 8 and padded.loss_mask.sum() == batch.loss_mask.sum()
     assert pad_to_multiple(padded, 4) is padded

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig
 
 from fp8rl.models import read_model
-from fp8rl.models.shared_base import SharedBase, base_bytes
-from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
@@ -27,10 +23,9 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.weights.export import TableBridge
 from fp8rl.trainer.weights.hf_weights import HFWeights
-from fp8rl.weight_sync.served import convert_checkpoint, served_tensors
-from tests.support.batches import random_batch
+from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.blockwise import BlockwiseWeight
-from tests.support.models import LAYERS, LENGTH
+from tests.support.models import LAYERS
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import POW2, MakeTrainer, Models, trainer_on
 
@@ -142,35 +137,6 @@ def test_a_trainer_reads_published_fp8(moe_path: Path, tmp_path: Path, make_trai
     convert_checkpoint(published, tmp_path / "served", POW2)
     held, served = (load_file(path / "model.safetensors") for path in (published, tmp_path / "served"))
     assert all(torch.equal(held[name], tensor) for name, tensor in served.items())
-
-
-@pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_a_model_on_a_base_scores_the_same_and_holds_nothing_twice(kind: str, layout: Layout, models: Models) -> None:
-    from fp8rl.trainer.scorer import Scorer
-
-    spec = QuantSpec.preset("fp8_block_pow2")
-    model = Scorer(models[kind], TrainerSection(), NumericsConfig(spec=spec), layout, max_sequence_length=LENGTH)
-    model.model.requires_grad_(False)
-    batch = random_batch(rows=3, longest=40)
-    before = model.score(batch)[1].clone()
-
-    def served() -> Mapping[str, Tensor]:
-        return dict(served_tensors(model.weights.share(model.model), spec, model.definition))
-
-    base = SharedBase(torch.zeros(base_bytes(model.definition, spec), dtype=torch.uint8), model.definition, spec)
-    handed_out = {name: tensor.clone() for name, tensor in served().items()}
-    for name, tensor in handed_out.items():
-        base.tensors[name].copy_(tensor)
-    assert model.adopt(base) == 0
-    assert torch.equal(model.score(batch)[1], before)
-    again = served()
-    assert again.keys() == handed_out.keys()
-    for name, tensor in handed_out.items():
-        assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    shared = base.flat.untyped_storage().data_ptr()
-    own = [p for p in model.model.parameters() if p.untyped_storage().data_ptr() != shared]
-    assert sum(p.untyped_storage().nbytes() for p in own) == 2 * len(own), "a stand-in is one element"
-    assert not list(model.cache.operands())
 
 
 class Split:
