@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterSection
@@ -29,6 +27,7 @@ from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.frozen import write_base
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.cuda_ipc import install_cuda_ipc
+from tests.support.launches import Made
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer, Models, spread
 
@@ -126,25 +125,11 @@ def test_no_gradient_of_a_weight_is_computed(mode: str, moe_path: Path, make_tra
     shapes = {tuple(each.shape[-2:]) for each in of_layers}
     assert min(shapes)[0] > 3 * ROW_BLOCK
     trainer.score(batch)  # after which operands are there
-    with made() as found:
+    with Made() as made:
         trainer.forward_backward(batch, cross_entropy(batch))
+    found = {shape[-2:] for shape in made.shapes}
     assert (72, 256) in found or mode == "full", "the gradient of the As of queries, keys and values is seen"
     assert bool(found & shapes) == (mode == "full")
-
-
-class made(TorchDispatchMode):
-    """The last two sizes of every tensor that is made, views left out."""
-
-    def __enter__(self) -> set[tuple[int, ...]]:
-        super().__enter__()
-        self.found: set[tuple[int, ...]] = set()
-        return self.found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.found |= {tuple(each.shape[-2:]) for each in tree_leaves(out) if isinstance(each, Tensor)}
-        return out
 
 
 def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:

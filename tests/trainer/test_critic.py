@@ -127,16 +127,12 @@ def test_policy_and_critic_go_on_from_a_checkpoint_bit_for_bit_and_the_reference
         held.score(start)
     resumed.onload()
     assert torch.equal(held.score(start)[1], frozen)
-
-
-def test_the_critic_computes_in_the_trainer_s_numerics(moe_path: Path, layout: Layout) -> None:
-    held = roles(moe_path, layout)
-    batch, critic = batch_with_returns(), held.models["critic"]
-    trained(held, 0, 2)  # a head that is not zero
-    in_fp8, _ = critic.score(batch)[1], held.policy.score(batch)
-    assert critic.quantized_parameters() == held.policy.quantized_parameters() != []
-    held.set_numerics(numerics("bf16"))
-    assert not torch.equal(critic.score(batch)[1], in_fp8) and critic.quantized_parameters() == []
+    # The critic computes in the trainer's numerics.
+    critic, policy = (straight.models[role] for role in ("critic", "policy"))
+    in_fp8, _ = critic.score(start)[1], policy.score(start)
+    assert critic.quantized_parameters() == policy.quantized_parameters() != []
+    straight.set_numerics(numerics("bf16"))
+    assert not torch.equal(critic.score(start)[1], in_fp8) and critic.quantized_parameters() == []
 
 
 def test_the_critic_s_rate_decays_over_its_own_steps(moe_path: Path, layout: Layout) -> None:

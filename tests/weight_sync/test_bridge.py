@@ -48,17 +48,12 @@ class SimulatedEngine:
     calls: list[str] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    async def pause(self, mode: str) -> None:
-        self.calls.append(f"pause {mode}")
+    def __getattr__(self, name: str) -> Any:
+        async def call(*given: str) -> None:  # pause, resume, flush and close
+            if name != "close":
+                self.calls.append(" ".join([name, *given]))
 
-    async def resume(self) -> None:
-        self.calls.append("resume")
-
-    async def flush(self) -> None:
-        self.calls.append("flush")
-
-    async def close(self) -> None:
-        pass
+        return call
 
     async def commit(self, version: int) -> Held:
         self.calls.append(f"commit {version}")

@@ -252,24 +252,17 @@ def test_bytes_worked_by_hand_and_as_the_review_found_them() -> None:
     shape = read_shape(EXAMPLES / "models/tiny_qwen3_moe")
     assert served_bytes(shape, BF16) == 2 * shape.parameters
     assert served_bytes(shape, POW2) == 2 * (shape.parameters - quantized) + quantized + 4 * quantized // 128**2
-    assert served_bytes(read_shape(CONFIGS / "qwen3_30b_a3b"), POW2) / 2**30 == pytest.approx(29.0, abs=0.05)
-
-
-def test_ranks_of_an_engine_share_all_but_norms_and_routers() -> None:
-    shape = read_shape(CONFIGS / "qwen3_30b_a3b")
-    replicated = sum(2 * w.size * w.count for w in shape.weights if w.share == "replicated")
-    assert 8 * served_bytes(shape, POW2, 8) == served_bytes(shape, POW2) + 7 * replicated
-
-
-def test_layers_in_bf16_and_ragged_blocks_are_counted_as_such() -> None:
-    shape = read_shape(CONFIGS / "deepseek_v3")
-    spec = POW2.override({"first_layers_bf16": 61})
-    assert served_bytes(shape, spec) == 2 * shape.parameters
-    (kv_a,) = (weight for weight in shape.weights if weight.kind == "kv_a_proj")
-    one = POW2.override({"first_layers_bf16": 60})
+    qwen, deepseek = (read_shape(CONFIGS / name) for name in ("qwen3_30b_a3b", "deepseek_v3"))
+    assert served_bytes(qwen, POW2) / 2**30 == pytest.approx(29.0, abs=0.05)
+    # Ranks of an engine share all but norms and routers.
+    replicated = sum(2 * w.size * w.count for w in qwen.weights if w.share == "replicated")
+    assert 8 * served_bytes(qwen, POW2, 8) == served_bytes(qwen, POW2) + 7 * replicated
+    all_bf16, one = (POW2.override({"first_layers_bf16": layers}) for layers in (61, 60))
+    assert served_bytes(deepseek, all_bf16) == 2 * deepseek.parameters
+    (kv_a,) = (weight for weight in deepseek.weights if weight.kind == "kv_a_proj")
     # 576 rows are four and a half blocks: five rows of scales.
-    quantized = [w for w in shape.weights if w.kind and 60 in w.layers]
-    scales = sum(w.copies * sum(-(-n // 128) for n in w.pieces or (w.rows,)) * -(-w.columns // 128) for w in quantized)
+    last = [w for w in deepseek.weights if w.kind and 60 in w.layers]
+    scales = sum(w.copies * sum(-(-n // 128) for n in w.pieces or (w.rows,)) * -(-w.columns // 128) for w in last)
     assert -(-kv_a.rows // 128) == 5
-    saved = sum(w.size * w.copies for w in quantized) - 4 * scales
-    assert served_bytes(shape, spec) - served_bytes(shape, one) == saved
+    saved = sum(w.size * w.copies for w in last) - 4 * scales
+    assert served_bytes(deepseek, all_bf16) - served_bytes(deepseek, one) == saved

@@ -19,12 +19,9 @@ from torch import Tensor
 from fp8rl.diagnose.audit.audit_report import differences_of
 from fp8rl.diagnose.audit.observations import Observation
 from fp8rl.numerics.quantize import fake_quantize
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron.model_checks import check_training
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.definitions import SIZES, shape_of
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import POW2, trainer_on
 
@@ -206,18 +203,6 @@ def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(
         assert any(not torch.equal(coded["weights"][name], plain["weights"][name]) for name in quantized)
     for name, weight in plain["bf16 trainer"].items():  # which has gathered BF16
         torch.testing.assert_close(coded["bf16 trainer"][name], weight, rtol=0.02, atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("config", "spec"),
-    [
-        ({"gradient_wire": "e5m2", "dp": 2}, QuantSpec.preset("bf16")),
-        ({"gradient_wire": "e5m2", "tp": 2}, POW2),  # the experts are not split: two ranks train each
-        ({"weight_gather": "e4m3", "dp": 2}, QuantSpec.preset("ironwood")),
-    ],
-)
-def test_what_is_sent_may_be_sent_narrow(config: Any, spec: QuantSpec) -> None:
-    check_training(shape_of(SIZES), TrainerSection(**config), spec)
 
 
 def test_an_audit_finds_what_a_wire_carries(ranks: Any) -> None:

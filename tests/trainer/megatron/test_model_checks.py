@@ -32,14 +32,6 @@ MOE = dataclasses.replace(
 DENSE = dataclasses.replace(MOE, experts=0, top_k=0, expert_size=0, ffn_size=768)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layout"),
-    [(DENSE, {}), (DENSE, {"tp": 2, "pp": 3}), (MOE, {"tp": 4, "ep": 4, "pp": 2}), (MOE, {"dp": 8, "ep": 8})],
-)
-def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> None:
-    check_layout(shape_of(sizes), TrainerSection(**layout), SPEC)
-
-
 LATENT = dataclasses.replace(
     MOE, own=(latent.Latent(q_rank=256, kv_rank=256, rope_dim=64, value_dim=128),), head_dim=192, rotary_dim=64
 )
@@ -132,6 +124,23 @@ CASES: list[tuple[Check, str, Check | None]] = [
     (rows(cp=2, packing=True), "trainer.cp: found '2 with trainer.packing=true', expected 1", rows(cp=2)),
     (rows(cp=2, length=4098), "rollout.context_length: found 4098, expected a multiple of 4", rows(cp=2, length=4096)),
 ]
+
+
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        *(
+            trained(sizes, **ways)
+            for sizes, ways in ((DENSE, {}), (DENSE, {"tp": 2, "pp": 3}), (MOE, {"dp": 8, "ep": 8}))
+        ),
+        trained(tp=4, ep=4, pp=2),
+        trained(gradient_wire="e5m2", dp=2, spec=QuantSpec.preset("bf16")),
+        trained(gradient_wire="e5m2", tp=2),  # the experts are not split: two ranks train each
+        trained(weight_gather="e4m3", dp=2, spec=QuantSpec.preset("ironwood")),
+    ],
+)
+def test_what_divides_and_what_is_sent_narrow_is_accepted(accepted: Check) -> None:
+    accepted()
 
 
 @pytest.mark.parametrize(("breaks", "said", "mended"), CASES)

@@ -79,10 +79,3 @@ def test_saturated_numbers_are_counted_without_padding(kind: str, make_trainer: 
     for keys in ({}, {"packing": True}, {"recompute": "layer"}, {"micro_batch_tokens": 4 * batch.width}):
         trainer = make_trainer(path, "fp8", kv=TOO_SMALL, **keys)
         assert [of(trainer, batch), of(trainer, batch)] == pytest.approx([expected] * 2, rel=1e-12), keys
-
-
-def test_a_live_model_falls_back_to_bf16(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    batch, trainer = conversations(), make_trainer(moe_path, "fp8", kv=SCALED)
-    rounded, plain = trainer.score(batch)[1], make_trainer(moe_path).score(batch)[1]
-    trainer.set_numerics(trainer.numerics.in_bf16())
-    assert torch.equal(trainer.score(batch)[1], plain) and not torch.equal(rounded, plain)
