@@ -1,5 +1,5 @@
-"""State of a rank: calculated by formulas of the field and by hand, held by live trainers, sent, and counted for specs of
-real models in examples/, parameter by parameter, without a weight.
+"""State of a rank: calculated by formulas of the field and by hand, held by live trainers, sent, and counted for the
+specs of real models in examples/, parameter by parameter, without a weight.
 
 `test_parallel.py` holds it against several ranks.
 """

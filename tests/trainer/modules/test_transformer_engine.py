@@ -1,4 +1,4 @@
-"""What native mode takes from TransformerEngine: its modules, as Megatron names them, with linear attention run on a CPU;
+"""What native mode takes from TransformerEngine: its modules, as Megatron names them, linear attention run on a CPU;
 its process: environment, the check of its recipe, and a live change.
 
 Stand-ins of its classes take no keyword more than Megatron's wrappers of them do (0.16.1), and compute in BF16.

@@ -61,6 +61,9 @@ def test_rows_of_every_form_have_the_same_bits(kind: str, make_trainer: MakeTrai
         found.append(in_order(done.rows, done.result.logprobs))
         assert done.result.metrics.get("train/kv_saturated") == (None if "kv" in keys else 0)
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2]) and not torch.equal(found[2], found[3])
+    live = make_trainer(path, "fp8", kv=SCALED)  # which falls back to BF16
+    live.set_numerics(live.numerics.in_bf16())
+    assert torch.equal(live.score(batch)[1], make_trainer(path).score(batch)[1])
 
 
 @pytest.mark.parametrize("kind", ["moe", "latent"])

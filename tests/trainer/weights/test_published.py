@@ -1,5 +1,5 @@
-"""Published forms: adapters in PEFT's, which it computes as we do; checkpoints of Qwen3.5, whose text is transformers' and
-which a run writes again."""
+"""Published forms: adapters in PEFT's, which it computes as we do; checkpoints of Qwen3.5, whose text is transformers'
+and which a run writes again."""
 
 from __future__ import annotations
 
