@@ -36,6 +36,12 @@ def in_order(rows: list[int], values: Tensor) -> Tensor:
     return values[torch.tensor(rows).argsort()]
 
 
+def whole(parts: list[Any]) -> Tensor:
+    """Values of all rows, of each by one rank alone; None of ranks that report none."""
+    parts = [part for part in parts if part is not None]
+    return in_order([row for rows, _ in parts for row in rows], torch.cat([values for _, values in parts]))
+
+
 def scored(trainer: Any, batch: TokenBatch) -> Tensor:
     return in_order(*trainer.score(batch))
 

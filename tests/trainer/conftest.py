@@ -16,31 +16,26 @@ from tests.support.trainers import MakeTrainer, Models, trainer_on
 
 
 @pytest.fixture(scope="session")
-def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "moe")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder, size = tmp_path_factory.mktemp("models"), {"hidden": 256, "heads": 4, "intermediate": 256}
+    latent = TinyModel(**size, experts=8, top_k=3, family="deepseek_v3", yarn=True)
+    linear = TinyModel(**size, kv_heads=2, experts=4, family="qwen3_5_moe_text")  # in the first of its layers
+    return {
+        "moe": write_model(folder / "moe"),
+        "dense": write_model(folder / "dense", moe=False, tie_word_embeddings=True),
+        "latent": write_family(folder / "latent", latent),
+        "linear": write_family(folder / "linear", linear),
+    }
 
 
 @pytest.fixture(scope="session")
-def dense_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "dense", moe=False, tie_word_embeddings=True)
+def moe_path(models: Models) -> Path:
+    return models["moe"]
 
 
 @pytest.fixture(scope="session")
-def latent_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = TinyModel(hidden=256, heads=4, intermediate=256, experts=8, top_k=3, family="deepseek_v3", yarn=True)
-    return write_family(tmp_path_factory.mktemp("models") / "latent", shape)
-
-
-@pytest.fixture(scope="session")
-def linear_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Linear attention in the first of its layers."""
-    shape = TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, experts=4, family="qwen3_5_moe_text")
-    return write_family(tmp_path_factory.mktemp("models") / "linear", shape)
-
-
-@pytest.fixture(scope="session")
-def models(moe_path: Path, dense_path: Path, latent_path: Path, linear_path: Path) -> Models:
-    return {"moe": moe_path, "dense": dense_path, "latent": latent_path, "linear": linear_path}
+def dense_path(models: Models) -> Path:
+    return models["dense"]
 
 
 @pytest.fixture(scope="session")

@@ -18,17 +18,15 @@ import torch
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from tests.support.batches import Poisoned, cross_entropy, random_batch
 from tests.support.models import LENGTH
 from tests.support.servers import wait_until
-from tests.support.trainers import MakeTrainer, scored
+from tests.support.trainers import POW2, MakeTrainer, scored
 
 pytestmark = pytest.mark.slow
-SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,14 +35,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def start(path: Path, **config: Any) -> TrainerGroup:
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-    return TrainerGroup.start(TrainerSpec(path, TrainerSection(**SETTINGS, **config), numerics, 0, 100, LENGTH))
-
-
 @pytest.fixture(scope="module")
 def two_ranks(moe_path: Path) -> Iterator[TrainerGroup]:
-    group = start(moe_path, dp=2)
+    config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=256, dp=2)
+    group = TrainerGroup.start(TrainerSpec(moe_path, config, NumericsConfig(spec=POW2), 0, 100, LENGTH))
     yield group
     group.shutdown()
 

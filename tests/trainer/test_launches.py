@@ -29,7 +29,7 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import Made, interpreted_launches
 from tests.support.meta_model import built, layout_of, wrapped
 from tests.support.ranks import in_a_fork, run_on_ranks
-from tests.support.trainers import POW2, MakeTrainer
+from tests.support.trainers import POW2, MakeTrainer, Models
 
 pytestmark = pytest.mark.slow
 
@@ -81,9 +81,8 @@ def _experts_on_meta(path: Path, layout: Layout, config: TrainerSection) -> dict
 
 def test_a_layer_of_128_experts_takes_as_many_launches_as_one_of_few(moe_path: Path, tmp_path: Path) -> None:
     """With a parameter for each expert's matrix it took 284 ops and 256 hooks. There is no tensor of all gradients."""
-    config = json.loads((moe_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": EXPERTS, "num_local_experts": EXPERTS}))
-    (found,) = run_on_ranks(TrainerSection(), tmp_path / "ranks", partial(_experts_on_meta, tmp_path))
+    path = changed(moe_path, tmp_path / "model", num_experts=EXPERTS, num_local_experts=EXPERTS)
+    (found,) = run_on_ranks(TrainerSection(), tmp_path / "ranks", partial(_experts_on_meta, path))
     assert found["hooks"] == found["parameters"] == 2
     assert found["ops"] <= 30 and 10 <= found["kernels"] <= 15
     assert found["stacks"] == []
@@ -94,10 +93,7 @@ def _layers_on_meta(folder: Path, layout: Layout, config: TrainerSection) -> lis
     recomputation."""
 
     def counted(layers: int, trainer: str, recompute: str) -> int:
-        values = json.loads((folder / "config.json").read_text())
-        path = Path(f"{layers}")
-        path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": layers}))
+        path = changed(folder, Path(f"{layers}"), num_hidden_layers=layers)
         numerics = NumericsConfig(spec=POW2, trainer=trainer)  # type: ignore[arg-type]
         model = built(path, TrainerSection(recompute=recompute), layout, numerics)  # type: ignore[arg-type]
         whole, model.post_process = wrapped(model), False
@@ -151,24 +147,24 @@ def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
     return {**waits, "whole": whole, "layers": sum("router.weight" in name for name, _ in model.named_parameters())}
 
 
-def of_its_own_vocabulary(path: Path, into: Path) -> Path:
-    """A model with a vocabulary that no other size is equal to."""
-    config = json.loads((path / "config.json").read_text())
-    assert not config["tie_word_embeddings"]
-    (into / "config.json").write_text(json.dumps(config | {"vocab_size": WORDS}))
+def changed(path: Path, into: Path, **changes: Any) -> Path:
+    """A directory with the config of a model and these changes."""
+    into.mkdir(exist_ok=True)
+    (into / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | changes))
     return into
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_a_rank_with_all_experts_never_waits(family: str, moe_path: Path, latent_path: Path, tmp_path: Path) -> None:
-    path = of_its_own_vocabulary({"qwen3_moe": moe_path, "deepseek_v3": latent_path}[family], tmp_path)
+@pytest.mark.parametrize("kind", ["moe", "latent"])
+def test_a_rank_with_all_experts_never_waits(kind: str, models: Models, tmp_path: Path) -> None:
+    path = changed(models[kind], tmp_path / "model", vocab_size=WORDS)
     found = in_a_fork(tmp_path, partial(waits_in_a_step, path, 1))
     assert found["layers"] > 0 and (found["forward"], found["backward"]) == (0, 0)
     assert found["whole"] == [], "the embedding's gradient is added to Megatron's sum, token by token"
 
 
 def test_a_rank_of_several_waits_once_a_layer(moe_path: Path, tmp_path: Path) -> None:
-    found = in_a_fork(tmp_path, partial(waits_in_a_step, of_its_own_vocabulary(moe_path, tmp_path), RANKS))
+    path = changed(moe_path, tmp_path / "model", vocab_size=WORDS)
+    found = in_a_fork(tmp_path, partial(waits_in_a_step, path, RANKS))
     assert (found["forward"], found["backward"]) == (found["layers"], 0)
 
 
@@ -187,9 +183,7 @@ to be lowered: 425 ops, one more behind other tests. Some are on numbers that a 
         ("exact", "torch", True),
     ],
 )
-def test_no_sum_is_by_atomics(
-    mode: str, kernels: str, packing: bool, moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_no_atomics_add(mode: str, kernels: str, packing: bool, moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8" if mode == "exact" else "bf16", mode=mode, packing=packing)
     batch = random_batch(rows=2, longest=8)
     with using(kernels), Atomics() as atomics:
@@ -224,10 +218,7 @@ def test_a_tokens_gradients_are_added_in_fp32_in_the_order_of_experts() -> None:
     assert probs is not None and probs.tolist() == [1.0] * 9
     grad = 100 * torch.randn(9, 16).bfloat16()
     rows.backward(grad)
-    by_hand = torch.stack([sum((grad[row].float() for row in own), torch.zeros(16)) for own in _rows_of(token_of_row)])
+    owned = [[row for row in range(9) if token_of_row[row] == token] for token in range(3)]
+    by_hand = torch.stack([sum((grad[row].float() for row in own), torch.zeros(16)) for own in owned])
     assert tokens.grad is not None and torch.equal(tokens.grad, by_hand.bfloat16())
     assert torch.equal(unpermute(grad, token_of_row, tokens.shape), by_hand.bfloat16())
-
-
-def _rows_of(token_of_row: torch.Tensor) -> list[list[int]]:
-    return [[row for row in range(9) if token_of_row[row] == token] for token in range(3)]

@@ -6,7 +6,6 @@ specs of real models in examples/, parameter by parameter, without a weight.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -28,7 +27,7 @@ from fp8rl.trainer.state_bytes import StateBytes, Storage, buffers, state_bytes
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.blockwise import BlockwiseWeight
 from tests.support.holdings import bytes_held
-from tests.support.meta_model import Held, parameters_of
+from tests.support.meta_model import parameters_of
 from tests.support.models import EXPERTS, LAYERS, VOCAB
 from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
 from tests.support.trainers import MakeTrainer, Models
@@ -192,21 +191,13 @@ def test_a_weight_of_transformer_engine_is_its_codes_and_scales_without_what_meg
 
 BLOCK, PLACE = 128, 64
 """Elements of a quantization block, and those at whose multiples a parameter begins in Megatron's buffers."""
-CONFIG_OF = {
-    "qwen3_4b_one_gpu": "qwen3_4b",
-    "qwen3_4b_lora_one_gpu": "qwen3_4b",
-    "qwen3_30b_a3b_lora_one_gpu": "qwen3_30b_a3b",
-    "qwen3_5_35b_a3b_lora_one_gpu": "qwen3_5_35b_a3b",
-    "qwen3_5_4b_one_gpu": "qwen3_5_4b",
-    "qwen3_5_9b_lora_one_gpu": "qwen3_5_9b",
-}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", REAL_SPECS)
 def test_every_rank_holds_its_part_of_every_tensor_in_whole_blocks(example: str, tmp_path: Path) -> None:
     """The last rank of each stage, whose experts are the last ones."""
-    directory = CONFIGS / CONFIG_OF.get(example, example)
+    directory = CONFIGS / example.removesuffix("_one_gpu").removesuffix("_lora")
     experiment, model = load_experiment(EXAMPLES / f"planned/{example}.yaml"), read_model(directory)
     config, numerics, table = experiment.trainer, experiment.numerics_config(), model.tensors
     seen: set[str] = set()
@@ -217,7 +208,7 @@ def test_every_rank_holds_its_part_of_every_tensor_in_whole_blocks(example: str,
             rows = [table[name] for name in each.tensors]
             ranks = config.tp if each.split is not None else 1
             rest = rows[0].shape[1:]  # Megatron holds matrices
-            whole = [sum(row.shape[0] for row in rows), *([math.prod(rest)] if rest else [])]
+            whole = [sum(row.shape[0] for row in rows), *([prod(rest)] if rest else [])]
             if each.split is not None:
                 whole[each.split] //= config.tp
             assert each.shape == tuple(whole), each
@@ -228,17 +219,10 @@ def test_every_rank_holds_its_part_of_every_tensor_in_whole_blocks(example: str,
                 assert all(size % BLOCK == 0 for size in (*sizes, each.shape[1])), each
         # As the planner counts them, to the element.
         counted = buffers(model.shape, config, numerics.trainer_spec, "torch", stage)
-        places = (-(-_size(each) // PLACE) * PLACE for each in held)
+        places = (-(-prod(each.shape) // PLACE) * PLACE for each in held)
         assert sum(places) == sum(buffer.elements for buffer in counted)
         seen |= {name for each in held for name in each.tensors}
     others = {name for name, row in table.rows.items() if not row.megatron.buffer} - seen
     at = Layout.of(config.world_size - 1, config)
     mine = range(model.sizes.experts // config.ep * at.ep_rank, model.sizes.experts // config.ep * (at.ep_rank + 1))
     assert {row.expert for row in map(table.__getitem__, others)} == {*range(model.sizes.experts)} - {*mine}
-
-
-def _size(held: Held) -> int:
-    size = 1
-    for each in held.shape:
-        size *= each
-    return size

@@ -3,10 +3,8 @@ proof on the trainer's side that weights beside adapters stay as they are."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,16 +239,6 @@ def test_a_digest_is_taken_before_the_tensor_is_handed_on() -> None:
     for _, tensor in recorder.watch([("x", sent)]):
         tensor[3] = 5
     assert recorder.sent().digests == {"x": before} != {"x": tensor_digest(sent)}
-
-
-def test_saved_whole_as_json(tmp_path: Path) -> None:
-    path = tmp_path / "manifests" / "step_7.json"
-    for manifest in (Manifest("6", "spec", {}), MANIFEST):
-        manifest.save(path)
-    entries = MANIFEST.entries
-    expected = {"version": "7", "spec_digest": "spec", "entries": entries, "role": "policy"}
-    assert json.loads(path.read_text()) == expected
-    assert [file.name for file in path.parent.iterdir()] == ["step_7.json"]
 
 
 ADAPTER = AdapterSection(rank=8, alpha=16.0)

@@ -185,18 +185,13 @@ def test_loaders_take_what_is_quantized_for_quantized(changes: dict[str, Any]) -
         whole = module if ".experts." not in module else module.partition(".experts.")[0] + ".experts"
         assert is_layer_skipped(whole, kept) is not quantized, module
         assert should_convert_module(whole, kept) is quantized, module
-
-
-def test_the_engine_takes_a_pair_that_it_fuses_for_what_its_tensors_are() -> None:
-    """SGLang's GLM-4.7-Flash looks for its own module's name alone, its DeepSeek-V3 for those of the tensors."""
-    from sglang.srt.layers.quantization.utils import is_layer_skipped
-
-    model = read_model(CONFIGS / "glm_4_7_flash")
-    kept = quantization_config(POW2.override({"first_layers_bf16": 1}), model)["modules_to_not_convert"]
+    # SGLang's GLM-4.7-Flash looks for its own module's name alone, its DeepSeek-V3 for those of the fused tensors.
+    kept = quantization_config(POW2.override({"first_layers_bf16": 1}), read_model(CONFIGS / "glm_4_7_flash"))
     pair = "fused_qkv_a_proj_with_mqa"
     for mapping in ({}, {pair: ["q_a_proj", "kv_a_proj_with_mqa"]}):
-        skipped = [is_layer_skipped(f"model.layers.{layer}.self_attn.{pair}", kept, mapping) for layer in (0, 1)]
-        assert skipped == [True, False]
+        for layer, skipped in ((0, True), (1, False)):
+            module = f"model.layers.{layer}.self_attn.{pair}"
+            assert is_layer_skipped(module, kept["modules_to_not_convert"], mapping) is skipped
 
 
 def test_an_indexer_is_in_what_is_converted_for_other_servers_alone(tmp_path: Path) -> None:

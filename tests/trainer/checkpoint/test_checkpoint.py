@@ -155,9 +155,7 @@ def test_what_is_written_beside_training_was_staged(moe_path: Path, tmp_path: Pa
     assert _train(trainer, 2, 4) == after
 
 
-def test_an_unfinished_checkpoint_or_a_full_disk_leaves_the_old_one(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_what_is_unfinished_leaves_the_old_one(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path)
     trainer.save(tmp_path / "last", {"n": 1})
     trainer.stage(tmp_path / "last", {"n": 2}, {}).write()

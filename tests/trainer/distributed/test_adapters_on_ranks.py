@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer, Models, trainer_on
+from tests.support.trainers import MakeTrainer, Models, scored, trainer_on, whole
 
 pytestmark = pytest.mark.slow
 
@@ -37,38 +37,24 @@ RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 """Layouts, and what is trained on them: all models on the first, on the others what they treat in ways of their own."""
 
 
-@dataclass(frozen=True)
-class Case:
+def on_a_rank(paths: Models, folder: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
     """What each rank of a layout does with the checkpoints of one rank."""
-
-    paths: dict[str, Path]
-    folder: Path
-    again: Path
-    names: tuple[str, ...]
-
-    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-        out = {}
-        for name in self.names:
-            trainer = trainer_on(layout, config, self.paths[name], numerics={"k_splits": 2}, adapter=CONFIGS[name])
-            begun = adapters(trainer)
-            trainer.load(self.folder / name)
-            scored = scores(trainer)
-            trainer.save(self.again / name, {})
-            norm = learn(trainer, 9)
-            out[name] = scored if layout.is_reporting_rank else {}, norm, begun, adapters(trainer)
-        return out
+    out = {}
+    for name, path in paths.items():
+        trainer = trainer_on(layout, config, path, numerics={"k_splits": 2}, adapter=CONFIGS[name])
+        begun = adapters(trainer)
+        trainer.load(folder / "one" / name)
+        scores = trainer.score(random_batch(seed=9))
+        trainer.save(folder / "again" / name, {})
+        norm = learn(trainer, 9)
+        out[name] = scores if layout.is_reporting_rank else None, norm, begun, adapters(trainer)
+    return out
 
 
 def learn(trainer: Any, seed: int) -> float:
     batch = random_batch(seed=seed)
     norm: float = trainer.train_step(batch, cross_entropy(batch)).result.grad_norm
     return norm
-
-
-def scores(trainer: Any) -> dict[int, Tensor]:
-    """The log-probabilities of this rank's rows, by their numbers."""
-    rows, logprobs = trainer.score(random_batch(seed=9))
-    return dict(zip(rows, logprobs, strict=True))
 
 
 def adapters(trainer: Any) -> dict[str, Tensor]:
@@ -87,23 +73,18 @@ def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
         begun = adapters(one)
         learn(one, 0)
         one.save(tmp_path / "one" / name, {})
-        alone[name] = one, scores(one), learn(one, 9), begun, adapters(one)
-    case = Case(paths, tmp_path / "one", tmp_path / "again", names)
-    found = run_on_ranks(TrainerSection(**SETTINGS, **ranks), tmp_path / "ranks", case)
+        alone[name] = one, scored(one, random_batch(seed=9)), learn(one, 9), begun, adapters(one)
+    config = TrainerSection(**SETTINGS, **ranks)
+    found = run_on_ranks(config, tmp_path / "ranks", partial(on_a_rank, paths, tmp_path))
     for name in names:
         (one, logprobs, norm, begun, learned), of_ranks = alone[name], [each[name] for each in found]
-        assert_same({row: each for of_rank in of_ranks for row, each in of_rank[0].items()}, logprobs)
+        assert torch.equal(whole([each[0] for each in of_ranks]), logprobs)
         assert all(each[1] == pytest.approx(norm, rel=1e-2) for each in of_ranks), name
-        for place, whole in ((2, begun), (3, learned)):
+        for place, wanted in ((2, begun), (3, learned)):
             held = {key: tensor for each in of_ranks for key, tensor in each[place].items()}
-            assert held.keys() == whole.keys()
-            moved = torch.cat([(held[key] - whole[key]).float().abs().flatten() for key in whole])
+            assert held.keys() == wanted.keys()
+            moved = torch.cat([(held[key] - wanted[key]).float().abs().flatten() for key in wanted])
             # A first step of Adam goes by a gradient's sign: rounding turns it where the gradient is almost none.
             assert (moved < 1e-4).float().mean() > (0.95 if place == 3 else 0.999), (name, place)
         one.load(tmp_path / "again" / name)
-        assert_same(scores(one), logprobs)
-
-
-def assert_same(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[row], expected[row]) for row in expected)
+        assert torch.equal(scored(one, random_batch(seed=9)), logprobs)

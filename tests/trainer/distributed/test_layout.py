@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,8 +12,6 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
@@ -160,26 +156,3 @@ def test_the_world_is_not_bound_to_a_gpu(gpus: list[int], monkeypatch: pytest.Mo
     with pytest.raises(JoinedError):
         parallel.initialize(TrainerSection(dp=4), rank=2, host="10.0.0.1")
     assert gpus == [2]
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_a_rank_starts_with_what_its_device_takes(gpus: list[int], gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler on a CPU, a toolkit to build kernels with on a GPU; both before the ops' implementation."""
-    done: list[object] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(device, "enable_compiler", lambda: done.append("compiler"))
-    monkeypatch.setattr(device, "use_toolkit", lambda: done.append("toolkit"))
-    monkeypatch.setattr(device.implementation, "choose", lambda device, spec: done.append(device))
-    device.start(1, NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")))
-    assert done == (["toolkit", torch.device("cuda", 1)] if gpu else ["compiler", torch.device("cpu")])
-
-
-def test_transformer_engine_takes_a_gpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "transformer_engine" not in sys.modules
-    assert not device.has_transformer_engine()
-    found = ModuleType("transformer_engine")
-    found.__spec__ = object()  # type: ignore[assignment]
-    monkeypatch.setitem(sys.modules, "transformer_engine", found)
-    assert device.has_transformer_engine()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not device.has_transformer_engine()

@@ -32,7 +32,7 @@ from tests.support.batches import Poisoned, cross_entropy, random_batch, random_
 from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import POW2, MakeTrainer, Models, critic_on, in_order, trainer_on
+from tests.support.trainers import POW2, MakeTrainer, Models, critic_on, in_order, trainer_on, whole
 from tests.support.trees import conversations
 
 pytestmark = pytest.mark.slow
@@ -54,8 +54,6 @@ RECOMPUTED = {
 }
 """What the gradients of padded rows and of rows end to end compute once more: layouts differ in a layer's collectives,
 a stage's layers, a row's chunks."""
-VALUED = ("dp2", "pp2", "tp2ep2", "cp2")
-"""Layouts in which a critic is trained: the head of a value is shared otherwise in each."""
 BATCH: dict[str, Any] = {"rows": 7, "longest": 60, "temperature": 0.9}
 FAMILIES = {
     "ep2": ("sigmoid",),
@@ -110,7 +108,7 @@ class Case:
             out["packed"] = self._packed(layout, config)
             trees = trainer_of(config.model_copy(update=TREES), self.paths["moe"])
             out["trees"] = reported(layout, trees.score(conversations()))
-        if self.name == "pp2":
+        if "linear" in FAMILIES[self.name]:
             out["saturated"] = saturated(trainer_of(config, self.paths["linear"], numerics=SATURATED))
         if self.name == HEADS_SHARED:
             out["linear gradients"] = gradients(trainer_of(config, self.paths["linear"], "bf16", dtype=torch.float32))
@@ -123,8 +121,7 @@ class Case:
         out["audit"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, config)
         out["non-finite"] = self._non_finite(trainer)
         out["reference"] = self._frozen(layout, trainer)
-        if self.name in VALUED:
-            out["critic"] = valued(layout, trainer, self.paths["moe"])
+        out["critic"] = valued(layout, trainer, self.paths["moe"])
         config = config.model_copy(update={"recompute": RECOMPUTED[self.name][0]})
         out["gradients"] = gradients(trainer_of(config, self.paths["moe"], "bf16", dtype=torch.float32))
         return out
@@ -269,12 +266,6 @@ class Outcome:
         return whole([rank[key] for rank in self.ranks])
 
 
-def whole(parts: list[Any]) -> Tensor:
-    """Log-probabilities of all rows; of each, by one rank alone."""
-    parts = [part for part in parts if part is not None]
-    return in_order([row for rows, _ in parts for row in rows], torch.cat([values for _, values in parts]))
-
-
 @pytest.fixture(scope="module")
 def paths(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Some have parts that ranks share in ways of their own: latents; a router of sigmoids with biases; heads of linear
@@ -347,8 +338,6 @@ def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: OneRank) -> None:
 
 
 def test_a_critic_s_values_are_bit_equal_and_its_steps_those_of_one_rank(outcome: Outcome, one_rank: OneRank) -> None:
-    if outcome.name not in VALUED:
-        pytest.skip("its head is shared as in another layout")
     expected, steps = one_rank.critic(outcome.config.tp)
     assert expected[1].abs().max() > 0.1
     assert torch.equal(whole([rank["critic"][0] for rank in outcome.ranks]), in_order(*expected))
@@ -394,12 +383,11 @@ def test_routers_biases_move_as_on_one_rank(outcome: Outcome, one_rank: OneRank)
     assert all(torch.equal(*rank.values(), *alone.values()) for rank in held)
 
 
-def test_stages_without_keys_count_the_saturated_ones_along(outcome: Outcome, one_rank: OneRank) -> None:
-    if outcome.name != "pp2":
-        pytest.skip("each rank has keys")
-    expected = saturated(one_rank.trainer("linear", "fp8", 1, kv=SATURATED))
+def test_ranks_without_keys_count_the_saturated_ones_along(outcome: Outcome, one_rank: OneRank) -> None:
+    expected = saturated(one_rank.trainer("linear", "fp8", outcome.config.tp, kv=SATURATED))
     assert 0.5 < expected < 1
-    assert [rank["saturated"] for rank in outcome.ranks] == pytest.approx([expected] * 2, rel=1e-12)
+    for rank in outcome.ranks:
+        assert rank.get("saturated", expected) == pytest.approx(expected, rel=1e-12)
 
 
 def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: OneRank) -> None:

@@ -76,7 +76,7 @@ class Case:
     def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection) -> list[Observation]:
         from fp8rl.diagnose.audit.watch import watch_step
 
-        trainer, batch = self._trainer(layout, config), random_batch(**BATCH)
+        trainer, batch = trainer_on(layout, config, self.moe_path), random_batch(**BATCH)
         return watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, planned)
 
     def _sum(self, layout: Layout, wire: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Case:
         }
 
     def _step(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-        trainer = self._trainer(layout, config)
+        trainer = trainer_on(layout, config, self.moe_path)
         batch = random_batch(**BATCH)
         with counted() as sent:
             norm = trainer.forward_backward(batch, cross_entropy(batch)).result.grad_norm
@@ -104,7 +104,7 @@ class Case:
     def _gathered(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         from fp8rl.trainer.modules.weights import named_weights
 
-        trainer = self._trainer(layout, config)
+        trainer = trainer_on(layout, config, self.moe_path)
         batch = random_batch(**BATCH)
         out: dict[str, Any] = {}
         for step in range(2):
@@ -119,7 +119,7 @@ class Case:
         out["in fp8"] = trainer.quantized_parameters()
         saved = self.folder / config.weight_gather
         trainer.save(saved, {})
-        resumed = self._trainer(layout, config)
+        resumed = trainer_on(layout, config, self.moe_path)
         resumed.load(saved)
         for each in (trainer, resumed):
             each.train_step(batch, cross_entropy(batch))
@@ -128,9 +128,6 @@ class Case:
         trainer.train_step(batch, cross_entropy(batch))
         out["bf16 trainer"] = {name: p.detach().clone() for name, p in named_weights(trainer.model)}
         return out
-
-    def _trainer(self, layout: Layout, config: TrainerSection) -> Any:
-        return trainer_on(layout, config, self.moe_path)
 
 
 def numbers(rank: int) -> Tensor:

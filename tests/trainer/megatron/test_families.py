@@ -93,15 +93,8 @@ def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: M
     assert_logits(path, make_trainer(path, dtype=torch.float32), APART.get(name, 2e-5))
 
 
-ROUTERS: list[tuple[str, dict[str, Any]]] = [
-    (name, changes)
-    for name in ("qwen3_moe", "glm4_moe")
-    for changes in (
-        {"norm_topk_prob": False},
-        {"num_experts_per_tok": 1},
-        {"num_experts_per_tok": 1, "norm_topk_prob": False},
-    )
-]
+ONE, PLAIN = {"num_experts_per_tok": 1}, {"norm_topk_prob": False}
+ROUTERS = [(name, changes) for name in ("qwen3_moe", "glm4_moe") for changes in (PLAIN, ONE, ONE | PLAIN)]
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])

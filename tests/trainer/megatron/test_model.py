@@ -31,9 +31,7 @@ from tests.support.trainers import MakeTrainer, scored
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
-def test_parameters_are_on_its_device(
-    mode: str, moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_are_on_the_gpu(mode: str, moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, which is another device than the one that torch takes by default."""
     from fp8rl.trainer.megatron.model import build_model
 

@@ -18,7 +18,7 @@ from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer, in_order, trainer_on
+from tests.support.trainers import MakeTrainer, Models, in_order, trainer_on
 
 pytestmark = pytest.mark.slow
 
@@ -28,16 +28,11 @@ PRECISIONS = ("bf16", "fp8")
 LAYOUT = {"tp": 2, "ep": 2}
 
 
-@pytest.fixture(scope="module")
-def make(make_trainer: MakeTrainer) -> MakeTrainer:
-    return functools.partial(make_trainer, mode="native")
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_every_op_but_the_fp8_products_is_megatrons(
-    precision: str, moe_path: Path, dense_path: Path, make: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+    precision: str, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainers = [make(path, precision) for path in (moe_path, dense_path)]
+    trainers = [make_trainer(path, precision, mode="native") for path in (moe_path, dense_path)]
     for name, _ in inspect.getmembers(ops, inspect.isfunction):
         if name not in ("fp8_linear", "token_logprobs", "trained_operand", "weight_operand", "group_operand"):
             monkeypatch.setattr(ops, name, None)
@@ -46,20 +41,18 @@ def test_every_op_but_the_fp8_products_is_megatrons(
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_it_computes_what_exact_mode_does_but_for_rounding(
-    kind: str, moe_path: Path, dense_path: Path, make: MakeTrainer, make_trainer: MakeTrainer
-) -> None:
+def test_it_computes_as_exact_mode_but_for_rounding(kind: str, models: Models, make_trainer: MakeTrainer) -> None:
     """The modes' distance is far below that of the precisions."""
-    path = moe_path if kind == "moe" else dense_path
-    bf16, fp8 = (make(path, precision).score(random_batch())[1] for precision in PRECISIONS)
+    path = models[kind]
+    bf16, fp8 = (make_trainer(path, precision, mode="native").score(random_batch())[1] for precision in PRECISIONS)
     exact = make_trainer(path, "fp8").score(random_batch())[1]
     assert 0 < (fp8 - exact).abs().mean() < 0.6 * (fp8 - bf16).abs().mean()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Path, make: MakeTrainer) -> None:
+def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     """And not their hidden state, which is quantized."""
-    experts = make(moe_path, precision).model.decoder.layers[0].mlp.experts
+    experts = make_trainer(moe_path, precision, mode="native").model.decoder.layers[0].mlp.experts
     counts = torch.tensor([3, 0, 1, 9, 2, 0, 5, 4])
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(int(counts.sum()), 256, generator=generator).bfloat16()
@@ -81,14 +74,14 @@ def steps_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, An
     return out
 
 
-def test_two_ranks_equal_one_within_rounding(moe_path: Path, tmp_path: Path, make: MakeTrainer) -> None:
+def test_two_ranks_equal_one_within_rounding(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """Attention is split over the ranks, and experts are spread over them."""
     ranks = run_on_ranks(
         TrainerSection(**SETTINGS, **LAYOUT), tmp_path / "ranks", functools.partial(steps_of, moe_path)
     )
     batch = random_batch(**BATCH)
     for precision in PRECISIONS:
-        expected = make(moe_path, precision, **SETTINGS).train_step(batch, cross_entropy(batch))
+        expected = make_trainer(moe_path, precision, **SETTINGS, mode="native").train_step(batch, cross_entropy(batch))
         found = ranks[0][precision]
         assert ranks[1][precision] is None
         # Rounding moves a logprob by some hundredths, and more where it sends a token to other experts.

@@ -149,9 +149,7 @@ def test_adapters_change_no_bit(mode: str, moe_path: Path, make_trainer: MakeTra
     ("kind", "keys"),
     [("moe", {"packing": True}), ("moe", {"prefix_sharing": True}), ("moe", LESS_MEMORY), ("linear", LESS_MEMORY)],
 )
-def test_every_op_is_placed_and_in_the_format_that_is_planned(
-    kind: str, keys: dict[str, Any], make_trainer: MakeTrainer, models: Models
-) -> None:
+def test_every_op_is_as_planned(kind: str, keys: dict[str, Any], make_trainer: MakeTrainer, models: Models) -> None:
     """What is computed once more is seen as what was computed before."""
     path, seen = models[kind], []
     batch = random_batch(rows=2, longest=12) if kind == "linear" else groups(20, 12, count=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from fp8rl.models import read_model
 from fp8rl.models.trace import output
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.step.op_trace import trace_ops
 from tests.support.batches import random_batch
 from tests.support.models import LAYERS, token_by_token
@@ -56,9 +54,3 @@ def test_experts_and_log_probabilities_add_up_and_no_trace_is_left(moe_path: Pat
     for module in trainer.model.modules():
         assert not module._forward_hooks
         assert not {"gating", "routing", "_forward_impl"} & vars(module).keys()
-
-
-def test_several_ranks_are_refused() -> None:
-    trainer = SimpleNamespace(config=SimpleNamespace(world_size=2))
-    with pytest.raises(UserError, match="trainer: found '2 ranks', expected 1"):
-        trace_ops(trainer, random_batch(rows=1, longest=3))

@@ -142,7 +142,7 @@ def noted() -> Iterator[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_no_logits_of_more_tokens_than_a_chunk_s_are_kept(
+def test_no_more_logits_than_a_chunks(
     precision: str, tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
 ) -> None:
     path = write_model(tmp_path / "m", moe=False, vocab_size=WORDS)

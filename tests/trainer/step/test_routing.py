@@ -91,9 +91,7 @@ def test_replaying_its_own_choice_changes_no_bit(mode: str, moe_path: Path, make
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_replayed_experts_give_the_logprobs_and_the_routers_gradients_of_transformers(
-    mode: str, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_replay_is_transformers_with_these_experts(mode: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     path = write_model(tmp_path / "m", dtype=torch.float32)
     trainer, model = make_trainer(path, dtype=torch.float32, mode=mode), reference(path)
     batch = random_batch(**BATCH)
