@@ -124,13 +124,18 @@ def test_memory_that_is_used_again_stays_until_every_engine_has_read_it() -> Non
     assert [engine.loaded for engine in engines] == [[0, 1, 2, 3, 4]] * 3
 
 
-def test_the_device_is_where_torch_and_sglang_put_it() -> None:
+def test_memory_of_a_gpu_goes_by_its_uuid_where_torch_and_sglang_have_the_device(monkeypatch: Any) -> None:
     from sglang.srt.utils.patch_torch import _REDUCE_TENSOR_ARG_DEVICE_INDEX
     from torch.multiprocessing import reductions
 
-    index = tensor_transport._DEVICE
-    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[index] == "storage_device"
-    assert index == _REDUCE_TENSOR_ARG_DEVICE_INDEX
+    place = tensor_transport._DEVICE
+    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[place] == "storage_device"
+    assert place == _REDUCE_TENSOR_ARG_DEVICE_INDEX
+    arguments = tuple(range(place + 3))
+    monkeypatch.setattr(tensor_transport.reductions, "reduce_tensor", lambda tensor: ("rebuild", arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
+    rebuild, sent = tensor_transport._Mapped(SimpleNamespace(is_cuda=True)).__reduce__()  # type: ignore[arg-type]
+    assert rebuild == "rebuild" and sent == (*arguments[:place], f"GPU-{place}", *arguments[place + 1 :])
 
 
 def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Path) -> None:
@@ -140,15 +145,6 @@ def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Pat
         engines = send(DiskTransport(source, tmp_path / "scratch" / "sync", SPEC), TENSORS.items())
         assert engines[0].updates == [(TENSORS.keys(), 7, {"flush_cache": False})]
     assert [entry.name for entry in (tmp_path / "scratch").iterdir()] == ["sync"]
-
-
-def test_memory_of_a_gpu_goes_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = tuple(range(tensor_transport._DEVICE + 3))
-    monkeypatch.setattr(tensor_transport.reductions, "reduce_tensor", lambda tensor: ("rebuild", arguments))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
-    rebuild, sent = tensor_transport._Mapped(SimpleNamespace(is_cuda=True)).__reduce__()  # type: ignore[arg-type]
-    place = tensor_transport._DEVICE
-    assert rebuild == "rebuild" and sent == (*arguments[:place], f"GPU-{place}", *arguments[place + 1 :])
 
 
 def test_buckets_are_filled_on_the_trainers_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,19 +245,12 @@ def test_an_engine_that_refuses_frees_the_others_and_leaves_no_group() -> None:
     assert torch.equal(fresh.tensors["a"], torch.ones(3))
 
 
-class Absent(Receiver):
-    """It does not come to the group."""
-
-    async def join_weights_group(self, *unused: Any) -> None:
-        await asyncio.sleep(600)
-
-
 @pytest.mark.slow
 def test_an_engine_that_does_not_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "TIMEOUT", timedelta(seconds=2))
     monkeypatch.setattr(Receiver, "patience", timedelta(seconds=3))
-    absent = Absent()
-    absent.url = "http://absent"
+    absent = Receiver()
+    absent.url, absent.join_weights_group = "http://absent", lambda *_: asyncio.sleep(600)  # type: ignore[method-assign]
     with pytest.raises(EngineError, match=r"found http://absent missing after 2 s, expected every engine to join"):
         broadcast([Receiver(), absent], [("a", torch.ones(3))])
 

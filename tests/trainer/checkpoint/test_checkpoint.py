@@ -8,7 +8,7 @@ import json
 import pickle
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -255,11 +255,11 @@ def test_weights_are_made_from_the_masters(moe_path: Path, make_trainer: MakeTra
     assert all(torch.equal(parameter, trained[name]) for name, parameter in trainer.model.named_parameters())
 
 
+@dataclass
 class _Planted:
     """Unpickled, it writes a file."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    file: Path
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.file,)

@@ -73,13 +73,11 @@ class Link:
         for name, value in (nothing | own).items():
             monkeypatch.setattr(torch.cuda, name, value)
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+    def cudaHostRegister(self, address: int, *_: int) -> None:
         self.registered.append(address)
-        return 0
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address: int) -> None:
         self.registered.remove(address)
-        return 0
 
     def wait_stream(self, other: None) -> None:
         pass

@@ -28,14 +28,13 @@ from tests.support.trainers import MakeTrainer, scored, trainer_on
 
 pytestmark = pytest.mark.slow
 
+WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 256}
 FAMILIES = {
     "qwen3_moe": TinyModel(hidden=256, heads=4, kv_heads=2),
     "qwen3": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, experts=0),
     "qwen2": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2"),
     "qwen2-tied": TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=256, family="qwen2", tied=True),
-    "glm4_moe": TinyModel(
-        layers=3, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, top_k=3, family="glm4_moe"
-    ),
+    "glm4_moe": TinyModel(layers=3, **WIDE, experts=8, top_k=3, family="glm4_moe"),
     "deepseek_v3": TinyModel(layers=3, hidden=256, heads=4, experts=8, top_k=3, family="deepseek_v3", yarn=True),
     "moonlight": TinyModel(layers=2, hidden=256, heads=2, family="deepseek_v3", groups=1, q_rank=0),
     "glm4_moe_lite": TinyModel(layers=2, hidden=256, heads=2, family="glm4_moe_lite", groups=1),

@@ -55,7 +55,6 @@ def test_an_exported_directory_has_every_file(moe_path: Path, tmp_path: Path, ma
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("moe", [True, False])
 def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(
@@ -77,8 +76,13 @@ def test_the_number_of_k_slices_is_part_of_the_result(dense_path: Path, make_tra
     one, two = (scored(make_trainer(dense_path, "bf16", k_splits=splits), random_batch()) for splits in (1, 2))
     assert not torch.equal(one, two)
     torch.testing.assert_close(one, two, rtol=0, atol=0.5)
-    with pytest.raises(UserError, match=r"numerics\.k_splits: found 1, expected trainer\.tp=2"):
-        make_trainer(dense_path, tp=2)
+    packed = {"mode": "native", "packing": True}
+    for keys, said in (
+        ({"tp": 2}, r"numerics\.k_splits: found 1, expected trainer\.tp=2"),
+        (packed, "trainer.packing"),
+    ):
+        with pytest.raises(UserError, match=said):
+            make_trainer(dense_path, **keys)
 
 
 def test_a_directory_that_does_not_fit_is_refused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:

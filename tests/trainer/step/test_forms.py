@@ -15,7 +15,6 @@ from torch import Tensor
 from fp8rl.diagnose.audit.audit_report import differences_of
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, TokenBatch
 from fp8rl.trainer.step.microbatches import PackedMicroBatch, pad_to_multiple, plan, plan_packed
@@ -167,11 +166,6 @@ def test_a_critic_reads_the_same_values(moe_path: Path, make_trainer: MakeTraine
         scored(critic_on(layout, policy, moe_path, **keys), conversations()) for keys in ({}, *FORMS[:2])
     )
     assert wanted.abs().max() > 0.1 and all(torch.equal(found, wanted) for found in others)
-
-
-def test_megatron_s_own_attention_takes_padded_rows_alone(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    with pytest.raises(UserError, match=r"trainer\.packing: found 'true with numerics\.mode=native and without"):
-        make_trainer(moe_path, "fp8", mode="native", packing=True)
 
 
 def test_values_come_back_where_they_were_and_the_padding_repeats_the_last_token() -> None:
