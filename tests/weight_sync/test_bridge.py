@@ -269,14 +269,10 @@ def test_a_trainer_that_sends_another_base_is_refused_by_name() -> None:
         held.completed([sent(BASE | {"x.weight": "other"}, {})], ADAPTER, "weights and adapters")
 
 
-def trainer_of(model: nn.Module) -> Any:
-    return SimpleNamespace(model=model, last_sent=LastSent())
-
-
 def test_a_frozen_parameter_that_changes_is_named_and_a_trained_one_may() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].requires_grad_(False)
-    trainer = trainer_of(model)
+    trainer: Any = SimpleNamespace(model=model, last_sent=LastSent())
     check_frozen(trainer)
     with torch.no_grad():
         model[1].weight.add_(1)
@@ -289,7 +285,7 @@ def test_a_frozen_parameter_that_changes_is_named_and_a_trained_one_may() -> Non
 def test_a_weight_that_is_read_from_codes_is_digested_there() -> None:
     model = nn.Linear(128, 128, bias=False)
     codes = quantize(model.weight.detach().bfloat16(), SPEC.weight)
-    trainer = trainer_of(model)
+    trainer: Any = SimpleNamespace(model=model, last_sent=LastSent())
     check_frozen(trainer)
     freeze(model.weight, Frozen(codes))
     check_frozen(trainer)
