@@ -105,7 +105,8 @@ def test_routers_of_every_form_equal_transformers_in_both_modes(
 ) -> None:
     path = tmp_path / "model"
     shutil.copytree(write(folder, name, torch.float32), path)
-    config = json.loads((path / "config.json").read_text()) | {"routed_scaling_factor": 2.5} | changes
+    config = json.loads((path / "config.json").read_text()) | changes
+    config |= {"routed_scaling_factor": 2.5} if name == "glm4_moe" else {}
     (path / "config.json").write_text(json.dumps(config))
     if config["tie_word_embeddings"]:
         stored = load_file(path / "model.safetensors")
