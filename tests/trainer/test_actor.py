@@ -43,7 +43,7 @@ def two_ranks(moe_path: Path) -> Iterator[TrainerGroup]:
     group.shutdown()
 
 
-def test_two_are_like_one(two_ranks: TrainerGroup, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+def test_two_ranks_are_one(two_ranks: TrainerGroup, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch(rows=7)
     expected = scored(make_trainer(moe_path, "fp8"), batch)
     assert torch.equal(two_ranks.score(batch), expected)

@@ -195,8 +195,8 @@ def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
     adapters = 2 * sum(p.numel() for p in shared.model.parameters() if p.requires_grad)
     assert placed.kept + adapters == sum(each.parameters for each in planned.values())
     assert kind != "moe" or (placed.kept > 0) == (precision == "bf16"), "q, k and v are there in another order"
-    assert not list(shared.cache.operands())
     assert train(shared, 0, 2) == train(apart, 0, 2)
+    assert not list(shared.cache.operands()), "products read codes where engines read them"
     shared.save(tmp_path / "shared", {})
     apart.save(tmp_path / "apart", {})
     apart.load(tmp_path / "shared")

@@ -33,7 +33,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("model", "dtype"), [("moe", torch.bfloat16), ("moe", torch.float32), ("linear", torch.bfloat16)]
 )
-def test_it_goes_on(model: str, dtype: torch.dtype, tmp_path: Path, make_trainer: MakeTrainer, models: Models) -> None:
+def test_training_goes_on(model: str, dtype: Any, tmp_path: Path, make_trainer: MakeTrainer, models: Models) -> None:
     """An FP32 weight is its own master, and stays where the forward reads it; linear attention has some beside BF16."""
     moving, staying = (make_trainer(models[model], dtype=dtype) for _ in range(2))
     batch = random_batch(rows=2, longest=9)
