@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from fp8rl.models import read_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.trainer.config import TrainerSection
 from tests.support.ranks import WARM
 
 
@@ -44,30 +47,51 @@ def _build(directory: Path, values: dict[str, Any], rank: int, folder: Path) -> 
 
 
 def _parameters(directory: Path, values: dict[str, Any], rank: int) -> list[Any]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from fp8rl.models import read_model
     from fp8rl.numerics.weight_cache import WeightCache
     from fp8rl.rl.experiment import parse_experiment
-    from fp8rl.trainer import device
-    from fp8rl.trainer.distributed import parallel
-    from fp8rl.trainer.megatron.lowering import Lowering
-    from fp8rl.trainer.megatron.model import build_model
-    from fp8rl.trainer.modules.precision import Precision
     from fp8rl.trainer.modules.weights import named_weights
     from fp8rl.trainer.weights.hf_weights import HFWeights
 
-    experiment, definition = parse_experiment(values), read_model(directory)
-    numerics, config = experiment.numerics_config(), experiment.trainer
-    device.collectives = lambda here: "fake"
-    layout = parallel.initialize(config, rank, FakeStore())
-    torch.cuda.current_device = lambda: torch.device("meta")
-    cache = WeightCache()
-    precision = Precision(numerics, cache, definition.sizes.layers)
-    model = build_model(definition, config, precision, Lowering(), experiment.rollout.context_length)
-    weights = HFWeights(directory, definition, numerics.spec.weight, cache, layout)
+    experiment = parse_experiment(values)
+    numerics = experiment.numerics_config()
+    definition, layout = read_model(directory), layout_of(experiment.trainer, rank)
+    model = built(directory, experiment.trainer, numerics, experiment.rollout.context_length)
+    weights = HFWeights(directory, definition, numerics.spec.weight, WeightCache(), layout)
     rows, found = weights.rows(model), []
     for name, each in named_weights(model):
         split = rows[name][0].expert is None and getattr(each, "tensor_model_parallel", False)
         found.append([[row.name for row in rows[name]], list(each.shape), each.partition_dim if split else None])
     return found
+
+
+def layout_of(config: TrainerSection, rank: int) -> Any:
+    """The layout of a rank whose world answers nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fp8rl.trainer import device
+    from fp8rl.trainer.distributed import parallel
+
+    device.collectives = lambda here: "fake"
+    return parallel.initialize(config, rank, FakeStore())
+
+
+def built(path: Path, config: TrainerSection, numerics: NumericsConfig, length: int = 512) -> Any:
+    """The model of a directory on the meta device, in a process of its own."""
+    from fp8rl.numerics.weight_cache import WeightCache
+    from fp8rl.trainer.megatron.lowering import Lowering
+    from fp8rl.trainer.megatron.model import build_model
+    from fp8rl.trainer.modules.precision import Precision
+
+    torch.cuda.current_device = lambda: torch.device("meta")
+    definition = read_model(path)
+    precision = Precision(numerics, WeightCache(), definition.sizes.layers)
+    return build_model(definition, config, precision, Lowering(), length)
+
+
+def wrapped(model: Any, whole: bool = True) -> Any:
+    """A model as Megatron wraps it for its gradients, or a layer's experts alone."""
+    from fp8rl.trainer.distributed.optimizer import wrap
+    from fp8rl.trainer.megatron.lowering import Lowering
+
+    experts = [each for name, each in model.named_parameters() if not whole or ".experts." in name]
+    return wrap(model, Lowering(), experts)

@@ -1,4 +1,4 @@
-"""What the trainer's fixtures make."""
+"""Trainers of tests, and what they say, in the order of the batch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,19 +7,73 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
+from tests.support.models import LENGTH
 
 MakeTrainer = Callable[..., Any]
 """Makes a one-rank trainer of a model directory; see tests/trainer/conftest.py."""
+Models = dict[str, Path]
+"""Directories of a small model of each kind: moe, dense, latent, linear."""
+POW2 = QuantSpec.preset("fp8_block_pow2")
+SIZES: dict[str, Any] = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
 
 
-def critic_values(policy: Any, path: Path, batch: TokenBatch, layout: Layout, **keys: bool) -> Tensor:
-    """What a critic of the policy's settings and of these keys says of each token, in the order of the batch."""
+def trainer_on(
+    layout: Layout, config: TrainerSection, path: Path, precision: str = "fp8", numerics: Any = None, **options: Any
+) -> Any:
+    """A rank's trainer, in exact mode unless `numerics` has another. options: further ones of the trainer."""
+    from fp8rl.trainer.trainer import Trainer
+
+    settings = {"spec": POW2, "trainer": precision, "k_splits": config.tp} | (numerics or {})
+    return Trainer(path, config, NumericsConfig(**settings), layout, **SIZES | options)
+
+
+def in_order(rows: list[int], values: Tensor) -> Tensor:
+    return values[torch.tensor(rows).argsort()]
+
+
+def whole(parts: list[Any]) -> Tensor:
+    """Values of all rows, of each by one rank alone; None of ranks that report none."""
+    parts = [part for part in parts if part is not None]
+    return in_order([row for rows, _ in parts for row in rows], torch.cat([values for _, values in parts]))
+
+
+def scored(trainer: Any, batch: TokenBatch) -> Tensor:
+    return in_order(*trainer.score(batch))
+
+
+def passed(trainer: Any, batch: TokenBatch, objective: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a pass says of each token, and its gradients."""
+    done = trainer.forward_backward(batch, objective)
+    said = {name: getattr(done.result, name) for name in ("logprobs", "routes", "draws")}
+    return {name: in_order(done.rows, x) for name, x in said.items() if x is not None}, gradients(trainer)
+
+
+def gradients(trainer: Any) -> dict[str, Tensor]:
+    return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def critic_on(layout: Layout, policy: Any, path: Path, **keys: Any) -> Any:
+    """A critic of the policy's settings and of these keys, whose head says something."""
     from fp8rl.trainer.roles import Critic
 
-    config = policy.config.model_copy(update=keys)
-    critic = Critic(path, config, policy.numerics, layout, seed=0, total_steps=9, max_sequence_length=batch.width)
-    torch.nn.init.constant_(critic.model.output_layer.weight, 0.02)
-    rows, values = critic.score(batch)
-    return values[torch.tensor(rows).argsort()]
+    critic = Critic(path, policy.config.model_copy(update=keys), policy.numerics, layout, **SIZES)
+    if critic.model.post_process:
+        with torch.no_grad():
+            critic.model.output_layer.weight.copy_(torch.linspace(-0.1, 0.1, critic.model.config.hidden_size)[None])
+    critic.optimizer.inner.reload_model_params()
+    return critic
+
+
+def spread(trainer: Any, size: float = 0.02) -> None:
+    """Move every B of an adapter away from zero."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * size)
+    trainer.weights_changed()

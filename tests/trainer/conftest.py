@@ -8,36 +8,34 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from tests.support.models import LENGTH, write_family, write_model
+from tests.support.models import write_family, write_model
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, Models, trainer_on
 
 
 @pytest.fixture(scope="session")
-def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "moe")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder, size = tmp_path_factory.mktemp("models"), {"hidden": 256, "heads": 4, "intermediate": 256}
+    latent = TinyModel(**size, experts=8, top_k=3, family="deepseek_v3", yarn=True)
+    linear = TinyModel(**size, kv_heads=2, experts=4, family="qwen3_5_moe_text")  # in the first of its layers
+    return {
+        "moe": write_model(folder / "moe"),
+        "dense": write_model(folder / "dense", moe=False, tie_word_embeddings=True),
+        "latent": write_family(folder / "latent", latent),
+        "linear": write_family(folder / "linear", linear),
+    }
 
 
 @pytest.fixture(scope="session")
-def dense_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "dense", moe=False, tie_word_embeddings=True)
+def moe_path(models: Models) -> Path:
+    return models["moe"]
 
 
 @pytest.fixture(scope="session")
-def latent_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = TinyModel(hidden=256, heads=4, intermediate=256, experts=8, top_k=3, family="deepseek_v3", yarn=True)
-    return write_family(tmp_path_factory.mktemp("models") / "latent", shape)
-
-
-@pytest.fixture(scope="session")
-def linear_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Linear attention in the first of its layers."""
-    shape = TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, experts=4, family="qwen3_5_moe_text")
-    return write_family(tmp_path_factory.mktemp("models") / "linear", shape)
+def dense_path(models: Models) -> Path:
+    return models["dense"]
 
 
 @pytest.fixture(scope="session")
@@ -53,22 +51,9 @@ def make_trainer(layout: Layout) -> MakeTrainer:
         kv: dict[str, Any] | None = None,
         **config: Any,
     ) -> Any:
-        from fp8rl.trainer.trainer import Trainer
-
-        settings = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256, **config}
-        spec = QuantSpec.preset("fp8_block_pow2")
-        numerics = NumericsConfig(mode=mode, spec=spec, trainer=precision, k_splits=k_splits, **(kv or {}))
-        return Trainer(
-            path,
-            TrainerSection(**settings),
-            numerics,
-            layout,
-            seed=0,
-            total_steps=100,
-            max_sequence_length=LENGTH,
-            dtype=dtype,
-            adapter=adapter,
-            shared_base=shared_base,
-        )
+        settings = TrainerSection(**{"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256, **config})
+        numerics = {"mode": mode, "k_splits": k_splits, **(kv or {})}
+        options = {"dtype": dtype, "adapter": adapter, "shared_base": shared_base}
+        return trainer_on(layout, settings, path, precision, numerics, **options)
 
     return make

@@ -9,26 +9,24 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
-from safetensors.torch import load_file
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from tests.support.batches import Poisoned, cross_entropy, random_batch
 from tests.support.models import LENGTH
 from tests.support.servers import wait_until
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import POW2, MakeTrainer, scored
 
 pytestmark = pytest.mark.slow
-SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,25 +35,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def start(path: Path, **config: Any) -> TrainerGroup:
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-    return TrainerGroup.start(TrainerSpec(path, TrainerSection(**SETTINGS, **config), numerics, 0, 100, LENGTH))
-
-
 @pytest.fixture(scope="module")
 def two_ranks(moe_path: Path) -> Iterator[TrainerGroup]:
-    group = start(moe_path, dp=2)
+    config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=256, dp=2)
+    group = TrainerGroup.start(TrainerSpec(moe_path, config, NumericsConfig(spec=POW2), 0, 100, LENGTH))
     yield group
     group.shutdown()
 
 
-def test_two_ranks_answer_like_one(
-    two_ranks: TrainerGroup, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_two_ranks_are_one(two_ranks: TrainerGroup, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch(rows=7)
-    rows, values = make_trainer(moe_path, "fp8").score(batch)
-    expected = torch.empty_like(values)
-    expected[rows] = values
+    expected = scored(make_trainer(moe_path, "fp8"), batch)
     assert torch.equal(two_ranks.score(batch), expected)
     step = two_ranks.train_step(batch, cross_entropy(batch))
     assert torch.equal(step.logprobs, expected)
@@ -64,37 +54,21 @@ def test_two_ranks_answer_like_one(
     assert two_ranks.apply(lambda trainer, add: trainer.layout.rank + add, 10) == [10, 11]
 
     two_ranks.stage(tmp_path / "step_1", {"note": "x"}, {})
-    scored = two_ranks.score(batch)
+    before = two_ranks.score(batch)
     with ThreadPoolExecutor(1) as thread:
         written = thread.submit(two_ranks.write, tmp_path / "step_1")
         two_ranks.train_step(batch, cross_entropy(batch))
         written.result()
     assert two_ranks.load(tmp_path / "step_1") == {"note": "x"}
     assert two_ranks.weight_version == 1
-    assert torch.equal(two_ranks.score(batch), scored)
+    assert torch.equal(two_ranks.score(batch), before)
 
     two_ranks.export_hf(tmp_path / "hf")
-    rows, values = make_trainer(tmp_path / "hf", "fp8").score(batch)
-    assert torch.equal(values, scored[rows])
-    exported = {name for file in (tmp_path / "hf").glob("*.safetensors") for name in load_file(file)}
-    assert exported == load_file(moe_path / "model.safetensors").keys()
+    assert torch.equal(scored(make_trainer(tmp_path / "hf", "fp8"), batch), before)
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(two_ranks: TrainerGroup, tmp_path: Path) -> None:
-    """Full for the rank that writes: no file of it may be longer than a few pages."""
-    two_ranks.stage(tmp_path / "step_1", {}, {})
-    two_ranks.apply(lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1)))
-    try:
-        with pytest.raises(
-            OSError, match=r"checkpoint .*step_1: found .* MiB free on the disk, expected room"
-        ) as error:
-            two_ranks.write(tmp_path / "step_1")
-    finally:
-        two_ranks.apply(lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1)))
-    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
-
-
-def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGroup) -> None:
+def test_what_a_rank_refuses_arrives_as_its_own_error(two_ranks: TrainerGroup, tmp_path: Path) -> None:
+    """A loss that is not finite, what is no checkpoint, and a disk that is full for the rank that writes."""
     from fp8rl.trainer.step.objective import NonFiniteLossError
 
     batch = random_batch()
@@ -102,13 +76,17 @@ def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGr
     with pytest.raises(NonFiniteLossError, match="rows") as error:
         two_ranks.train_step(batch, Poisoned(60))
     assert error.value.rows and str(error.value.rows) in str(error.value)
-    assert two_ranks.weight_version == version
-    assert torch.equal(two_ranks.score(batch), before)
-
-
-def test_what_is_no_checkpoint_arrives_as_a_user_error(two_ranks: TrainerGroup, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=str(tmp_path)):
         two_ranks.load(tmp_path)
+    two_ranks.stage(tmp_path / "step_1", {}, {})
+    two_ranks.apply(lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1)))
+    try:
+        with pytest.raises(OSError, match=r"checkpoint .*step_1: found .* MiB free on the disk") as full:
+            two_ranks.write(tmp_path / "step_1")
+    finally:
+        two_ranks.apply(lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1)))
+    assert "\n" not in str(full.value) and list(tmp_path.iterdir()) == []
+    assert two_ranks.weight_version == version and torch.equal(two_ranks.score(batch), before)
 
 
 def test_a_rank_that_dies_ends_the_call_also_where_another_waits_for_it_in_a_collective(
@@ -134,9 +112,7 @@ def test_a_rank_that_dies_ends_the_call_also_where_another_waits_for_it_in_a_col
     pids = [tmp_path / "0", tmp_path / "1"]
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(two_ranks.apply, reduced)
-        assert wait_until(
-            lambda: all((tmp_path / rank).is_file() and (tmp_path / rank).read_text() for rank in "01"), 20
-        )
+        assert wait_until(lambda: all(file.is_file() and file.read_text() for file in pids), 20)
         time.sleep(0.5)  # in which rank 0 comes to the collective
         os.kill(int(pids[1].read_text()), signal.SIGKILL)
         with pytest.raises(TrainerDiedError, match=r"trainer rank 1: found its process ended"):
@@ -144,3 +120,17 @@ def test_a_rank_that_dies_ends_the_call_also_where_another_waits_for_it_in_a_col
     batch = random_batch()
     with pytest.raises(TrainerDiedError, match="trainer rank"):
         two_ranks.train_step(batch, cross_entropy(batch))
+
+
+def test_a_rank_that_rays_memory_monitor_kills_is_a_lost_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(calls: object) -> None:
+        raise ray.exceptions.OutOfMemoryError("Memory on the node was 15.2GB / 16.0GB\nand much more")
+
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls[:1], calls[1:]))
+    monkeypatch.setattr(ray, "get", killed)
+    rank = SimpleNamespace(apply=SimpleNamespace(remote=lambda *_: object()))
+    said = (
+        r"trainer rank 0: found its process ended \(Memory on the node was 15.2GB / 16.0GB\), expected .* Free memory"
+    )
+    with pytest.raises(TrainerDiedError, match=said):
+        TrainerGroup([rank]).apply(print)

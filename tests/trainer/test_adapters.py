@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterSection
@@ -29,33 +27,21 @@ from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.frozen import write_base
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.cuda_ipc import install_cuda_ipc
+from tests.support.launches import Made
 from tests.support.models import write_model
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, Models, spread
 
 pytestmark = pytest.mark.slow
 
 
-def spread(trainer: Any, size: float = 0.02) -> None:
-    """Move every B away from zero."""
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if name.endswith("lora_b"):
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * size)
-    trainer.weights_changed()
-
-
-@pytest.fixture(params=["moe_path", "latent_path", "linear_path"])
-def path(request: pytest.FixtureRequest) -> Path:
+@pytest.fixture(params=["moe", "latent", "linear"])
+def path(request: pytest.FixtureRequest, models: Models) -> Path:
     """A model with grouped queries, one with latent attention, and one with linear attention."""
-    found: Path = request.getfixturevalue(request.param)
-    return found
+    return models[request.param]
 
 
 @pytest.mark.parametrize("experts", ["per_expert", "shared"])
-def test_a_merged_adapter_trains_what_the_full_gradient_says(
-    experts: str, path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_merged_adapter_is_fully_trained(experts: str, path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """The model that is served, trained whole: its weight gradients, contracted, are those of A and B."""
     batch = random_batch(seed=0)
     merged = make_trainer(path, "bf16", adapter=AdapterSection(rank=8, mode="merged", experts=experts))
@@ -88,11 +74,9 @@ def own_rows(wide: Tensor, adapter: Adapter) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["merged", "separate"])
-def test_adapters_of_the_gates_of_linear_attention_are_those_of_float64(
-    mode: str, linear_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_adapters_of_linear_attention_are_float64s(mode: str, models: Models, make_trainer: MakeTrainer) -> None:
     """Values and gradients of a product of a few columns in BF16, of two matrices, with fewer rows than the rank."""
-    trainer = make_trainer(linear_path, "fp8", adapter=AdapterSection(rank=8, mode=mode))
+    trainer = make_trainer(models["linear"], "fp8", adapter=AdapterSection(rank=8, mode=mode))
     spread(trainer, 0.2)
     product = trainer.model.decoder.layers[0].self_attention.gate_proj
     adapter, (n, k) = product.adapter, product.weight.shape
@@ -114,9 +98,7 @@ def test_adapters_of_the_gates_of_linear_attention_are_those_of_float64(
 
 
 @pytest.mark.parametrize("mode", ["merged", "separate"])
-def test_at_the_start_an_adapter_changes_nothing_and_the_base_has_no_state(
-    mode: str, moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_at_first_an_adapter_changes_nothing(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch(seed=0)
     plain, adapted = make_trainer(moe_path, "fp8"), make_trainer(moe_path, "fp8", adapter=AdapterSection(mode=mode))
     assert torch.equal(plain.score(batch)[1], adapted.score(batch)[1])
@@ -143,50 +125,11 @@ def test_no_gradient_of_a_weight_is_computed(mode: str, moe_path: Path, make_tra
     shapes = {tuple(each.shape[-2:]) for each in of_layers}
     assert min(shapes)[0] > 3 * ROW_BLOCK
     trainer.score(batch)  # after which operands are there
-    with made() as found:
+    with Made() as made:
         trainer.forward_backward(batch, cross_entropy(batch))
+    found = {shape[-2:] for shape in made.shapes}
     assert (72, 256) in found or mode == "full", "the gradient of the As of queries, keys and values is seen"
     assert bool(found & shapes) == (mode == "full")
-
-
-class made(TorchDispatchMode):
-    """The last two sizes of every tensor that is made, views left out."""
-
-    def __enter__(self) -> set[tuple[int, ...]]:
-        super().__enter__()
-        self.found: set[tuple[int, ...]] = set()
-        return self.found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.found |= {tuple(each.shape[-2:]) for each in tree_leaves(out) if isinstance(each, Tensor)}
-        return out
-
-
-MLPS = AdapterSection(rank=8, targets=("gate_proj", "up_proj", "down_proj"))
-RECOMPUTED = {
-    "experts": ("moe_path", "experts", MLPS),
-    "a layer": ("moe_path", "layer", MLPS),
-    "attention out of latents": ("latent_path", "attention", AdapterSection(rank=8, targets=("kv_b_proj",))),
-    "attention out of latents, whose weights are trained": ("latent_path", "attention", None),
-}
-
-
-@pytest.mark.parametrize(("model", "recompute", "config"), RECOMPUTED.values(), ids=RECOMPUTED)
-def test_what_is_computed_once_more_gives_the_same_gradients(
-    model: str, recompute: str, config: AdapterSection | None, request: pytest.FixtureRequest, make_trainer: MakeTrainer
-) -> None:
-    """To adapters of the first layer too, where nothing before them is trained."""
-    batch, found = random_batch(seed=0), []
-    for settings in ({}, {"recompute": recompute}):
-        trainer = make_trainer(request.getfixturevalue(model), adapter=config, **settings)
-        spread(trainer)
-        trainer.forward_backward(batch, cross_entropy(batch))
-        found.append({name: p.main_grad for name, p in trainer.model.named_parameters() if p.requires_grad})
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    moved = {name for name in found[0] if config is MLPS or "linear_kv_up_proj" in name}
-    assert len(moved) >= 4 and all(found[0][name].any() for name in moved)
 
 
 def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
@@ -203,10 +146,7 @@ def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, 
         assert torch.equal(served[name], (base[name].float() + config.scale * (b @ a)).bfloat16()), name
 
 
-@pytest.mark.slow
-def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_adapters_resume_from_their_checkpoint(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     config = AdapterSection(rank=4, mode="merged", targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))
     straight, first, resumed, whole = (make_trainer(moe_path, "fp8", adapter=each) for each in (*[config] * 3, None))
     expected = train(straight, 0, 4)
@@ -218,40 +158,31 @@ def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
     whole.save(tmp_path / "whole", {})
     small, large = (sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("adapters", "whole"))
     assert small < large / 8
-    with pytest.raises(UserError, match="found 'all weights, trained whole', expected adapters"):
-        resumed.load(tmp_path / "whole")
-    with pytest.raises(UserError, match="found 'adapters', expected all weights, trained whole"):
-        whole.load(tmp_path / "adapters")
     other = make_trainer(moe_path, "fp8", adapter=config.model_copy(update={"alpha": 8.0}))
-    with pytest.raises(UserError, match=r"adapter\.alpha: found 32\.0, expected 8\.0"):
-        other.load(tmp_path / "adapters")
-    with pytest.raises(UserError, match="digest of the base"):
-        make_trainer(write_model(tmp_path / "other", rms_norm_eps=1e-5, num_key_value_heads=4), adapter=config).load(
-            tmp_path / "adapters"
-        )
+    elsewhere = make_trainer(write_model(tmp_path / "other", rms_norm_eps=1e-5, num_key_value_heads=4), adapter=config)
+    for trainer, name, said in (
+        (resumed, "whole", "found 'all weights, trained whole', expected adapters"),
+        (whole, "adapters", "found 'adapters', expected all weights, trained whole"),
+        (other, "adapters", r"adapter\.alpha: found 32\.0, expected 8\.0"),
+        (elsewhere, "adapters", "digest of the base"),
+    ):
+        with pytest.raises(UserError, match=said):
+            trainer.load(tmp_path / name)
 
 
-@pytest.mark.parametrize("memory", ["of the host", "of a GPU"])
-def test_latent_attention_reads_what_engines_read_too(
-    memory: str, latent_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if memory == "of a GPU":
-        install_cuda_ipc(monkeypatch)
-        monkeypatch.setattr("fp8rl.weight_sync.frozen.share", lambda name, size, device: DeviceMemory(size, device))
-    config, spec = AdapterSection(rank=4), QuantSpec.preset("fp8_block_pow2")
-    apart, shared = (make_trainer(latent_path, "fp8", adapter=config, shared_base=each) for each in (False, True))
-    write_base(SimpleNamespace(apply=lambda function, *args: [function(shared, *args)]), spec)
-    assert train(shared, 0, 2) == train(apart, 0, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "preset"), [("fp8", "fp8_block_pow2"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("kind", "precision", "gpu"), [("moe", "fp8", 0), ("moe", "bf16", 0), ("dense", "fp8", 0), ("latent", "fp8", 1)]
+)
 def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
-    precision: str, preset: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+    kind: str, precision: str, gpu: int, models: Models, tmp_path: Path, make_trainer: Any, monkeypatch: Any
 ) -> None:
     """Each way between two trainers of which one has its frozen weights in a base, and never had them elsewhere."""
-    config, spec = AdapterSection(rank=4), QuantSpec.preset(preset)
-    apart, shared = (make_trainer(moe_path, precision, adapter=config, shared_base=shared) for shared in (False, True))
+    if gpu:
+        install_cuda_ipc(monkeypatch)
+        monkeypatch.setattr("fp8rl.weight_sync.frozen.share", lambda name, size, device: DeviceMemory(size, device))
+    path, config = models[kind], AdapterSection(rank=4)
+    spec = QuantSpec.preset("bf16" if precision == "bf16" else "fp8_block_pow2")
+    apart, shared = (make_trainer(path, precision, adapter=config, shared_base=shared) for shared in (False, True))
     frozen = [p for p in shared.model.parameters() if not p.requires_grad]
     assert len({p.untyped_storage().data_ptr() for p in frozen}) == 1 and all(p.isnan().all() for p in frozen)
     assert frozen[0].untyped_storage().nbytes() == max(p.nbytes for p in frozen)
@@ -259,12 +190,13 @@ def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
     placed = shared.placed
     digests = map(tensor_digest, placed.base.tensors.values())
     assert pickle.loads(pickle.dumps(sent)).digests == dict(zip(placed.base.tensors, digests)), "what a rank answers"
-    assert placed.unquantized == base_digest(moe_path, shared.definition)
-    planned = state_bytes(read_shape(moe_path, adapter=config), shared.config, shared.numerics, "torch", base=True)
+    assert placed.unquantized == base_digest(path, shared.definition)
+    planned = state_bytes(read_shape(path, adapter=config), shared.config, shared.numerics, "torch", base=True)
     adapters = 2 * sum(p.numel() for p in shared.model.parameters() if p.requires_grad)
     assert placed.kept + adapters == sum(each.parameters for each in planned.values())
-    assert (placed.kept > 0) == (preset == "bf16"), "q, k and v stand there in another order"
+    assert kind != "moe" or (placed.kept > 0) == (precision == "bf16"), "q, k and v are there in another order"
     assert train(shared, 0, 2) == train(apart, 0, 2)
+    assert not list(shared.cache.operands()), "products read codes where engines read them"
     shared.save(tmp_path / "shared", {})
     apart.save(tmp_path / "apart", {})
     apart.load(tmp_path / "shared")
@@ -273,27 +205,26 @@ def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
 
 
 def train(trainer: Any, first: int, last: int) -> list[tuple[float, float]]:
-    results = []
-    for step in range(first, last):
-        batch = random_batch(seed=step)
-        results.append(trainer.train_step(batch, cross_entropy(batch)).result)
+    batches = [random_batch(seed=step) for step in range(first, last)]
+    results = [trainer.train_step(batch, cross_entropy(batch)).result for batch in batches]
     return [(each.loss, each.grad_norm) for each in results]
 
 
-def test_without_its_adapter_a_policy_is_its_base(path: Path, make_trainer: MakeTrainer) -> None:
+def test_without_its_adapter_a_policy_is_its_base_and_bf16_is_bf16(path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch(seed=0)
     before = make_trainer(path, "fp8").score(batch)[1]
     for mode in ("merged", "separate"):
-        policy = make_trainer(path, "fp8", adapter=AdapterSection(mode=mode))
-        spread(policy)
+        policy, plain = (make_trainer(path, each, adapter=AdapterSection(mode=mode)) for each in ("fp8", "bf16"))
+        for each in (policy, plain):
+            spread(each)
         learned = policy.score(batch)[1]
         assert torch.equal(WithoutAdapter(policy).score(batch)[1], before)
         assert torch.equal(policy.score(batch)[1], learned) and not torch.equal(learned, before)
+        policy.set_numerics(plain.numerics)
+        assert torch.equal(policy.score(batch)[1], plain.score(batch)[1])
 
 
-def test_a_merged_update_survives_as_far_as_it_is_larger_than_the_steps_of_the_grid(
-    moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_merged_update_survives_if_larger_than_the_grids_steps(moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8", adapter=AdapterSection(rank=4, mode="merged", experts="shared"))
     assert trainer.update_survival() is None
     found = []
@@ -302,14 +233,3 @@ def test_a_merged_update_survives_as_far_as_it_is_larger_than_the_steps_of_the_g
         found.append(trainer.update_survival())
     assert 1.0 > found[0] > 0.99 > found[1] > found[2] + 0.2 > 0.2
     assert make_trainer(moe_path, "bf16", adapter=AdapterSection(mode="merged")).update_survival() is None
-
-
-@pytest.mark.parametrize("mode", ["merged", "separate"])
-def test_a_gate_may_turn_to_bf16_with_adapters(mode: str, path: Path, make_trainer: MakeTrainer) -> None:
-    batch, config = random_batch(seed=0), AdapterSection(mode=mode)
-    turned, plain = (make_trainer(path, precision, adapter=config) for precision in ("fp8", "bf16"))
-    for trainer in (turned, plain):
-        spread(trainer)
-        trainer.score(batch)
-    turned.set_numerics(plain.numerics)
-    assert torch.equal(turned.score(batch)[1], plain.score(batch)[1])

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import ObjectiveOutput
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH, reference
+from tests.support.models import reference
+from tests.support.trainers import POW2, SIZES, Models, in_order
 
 pytestmark = pytest.mark.slow
 
 CONFIG = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
 CRITIC = CONFIG.model_copy(update={"lr": 2e-3, "decay": "linear"})
-OPTIONS: dict[str, Any] = {"seed": 0, "total_steps": 9, "max_sequence_length": LENGTH}
+OPTIONS: dict[str, Any] = SIZES | {"total_steps": 9}
 
 
 def numerics(precision: str = "fp8") -> NumericsConfig:
-    return NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
+    return NumericsConfig(spec=POW2, trainer=precision)
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,10 @@ def batch_with_returns(seed: int = 0) -> TokenBatch:
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_gradients_are_those_of_plain_autograd(
-    kind: str, moe_path: Path, dense_path: Path, layout: Layout, tmp_path: Path
-) -> None:
+def test_gradients_are_those_of_plain_autograd(kind: str, models: Models, layout: Layout) -> None:
     from fp8rl.trainer.roles import Critic
 
-    path = {"moe": moe_path, "dense": dense_path}[kind]  # the dense one ties its output to its embedding
-    critic = Critic(path, CRITIC, numerics("bf16"), layout, **OPTIONS, dtype=torch.float32)
+    critic = Critic(models[kind], CRITIC, numerics("bf16"), layout, **OPTIONS, dtype=torch.float32)
     batch = batch_with_returns()
     assert not critic.score(batch)[1].any(), "a head of zeros"
     head = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 16
@@ -62,14 +59,13 @@ def test_gradients_are_those_of_plain_autograd(
         critic.model.output_layer.weight.copy_(head[None])
     done = critic.forward_backward(batch, Squares(int(batch.loss_mask.sum())))
 
-    model = reference(path)
+    model = reference(models[kind])
     weight = head.clone().requires_grad_()
     hidden = model.model(batch.tokens, attention_mask=batch.real_tokens().long()).last_hidden_state
     values = (hidden @ weight)[:, :-1]
     errors = (values - batch.fields["returns"][:, 1:])[batch.loss_mask[:, 1:]]
     (errors.square().sum() / errors.numel()).backward()
-    found = torch.zeros(batch.rows, batch.width)
-    found[done.rows] = done.result.logprobs
+    found = in_order(done.rows, done.result.logprobs)
     assert torch.allclose(found[:, 1:][batch.loss_mask[:, 1:]], values[batch.loss_mask[:, 1:]], atol=1e-4)
     ours = {name: p.main_grad for name, p in critic.model.named_parameters()}
     theirs = {name: p.grad for name, p in model.named_parameters()}
@@ -82,10 +78,11 @@ def test_gradients_are_those_of_plain_autograd(
         torch.testing.assert_close(ours[megatron_name], theirs[hf_name], rtol=1e-3, atol=1e-6)
 
 
-def roles(path: Path, layout: Layout) -> Any:
+def roles(path: Path, layout: Layout, config: TrainerSection = CONFIG, **options: Any) -> Any:
     from fp8rl.trainer.roles import Roles
 
-    return Roles(TrainerSpec(path, CONFIG, numerics(), reference=True, critic=CRITIC, **OPTIONS), layout)
+    options = OPTIONS | {"reference": True} | options
+    return Roles(TrainerSpec(path, config, numerics(), critic=CRITIC, **options), layout)
 
 
 def trained(held: Any, first: int, last: int) -> list[tuple[float, ...]]:
@@ -101,7 +98,6 @@ def trained(held: Any, first: int, last: int) -> list[tuple[float, ...]]:
     return out
 
 
-@pytest.mark.slow
 def test_policy_and_critic_go_on_from_a_checkpoint_bit_for_bit_and_the_reference_is_the_run_s_model(
     moe_path: Path, layout: Layout, tmp_path: Path
 ) -> None:
@@ -131,28 +127,18 @@ def test_policy_and_critic_go_on_from_a_checkpoint_bit_for_bit_and_the_reference
         held.score(start)
     resumed.onload()
     assert torch.equal(held.score(start)[1], frozen)
-
-
-@pytest.mark.slow
-def test_the_critic_computes_in_the_trainer_s_numerics(moe_path: Path, layout: Layout) -> None:
-    held = roles(moe_path, layout)
-    batch, critic = batch_with_returns(), held.models["critic"]
-    trained(held, 0, 2)  # a head that is not zero
-    in_fp8, _ = critic.score(batch)[1], held.policy.score(batch)
-    assert critic.quantized_parameters() == held.policy.quantized_parameters() != []
-    held.set_numerics(numerics("bf16"))
-    assert not torch.equal(critic.score(batch)[1], in_fp8) and critic.quantized_parameters() == []
+    # The critic computes in the trainer's numerics.
+    critic, policy = (straight.models[role] for role in ("critic", "policy"))
+    in_fp8, _ = critic.score(start)[1], policy.score(start)
+    assert critic.quantized_parameters() == policy.quantized_parameters() != []
+    straight.set_numerics(numerics("bf16"))
+    assert not torch.equal(critic.score(start)[1], in_fp8) and critic.quantized_parameters() == []
 
 
 def test_the_critic_s_rate_decays_over_its_own_steps(moe_path: Path, layout: Layout) -> None:
     """The policy waits for the critic in some steps, and then takes fewer."""
-    from fp8rl.trainer.roles import Roles
-
-    options = OPTIONS | {"total_steps": 1, "critic_steps": 3}
     config = CONFIG.model_copy(update={"decay": "linear"})
-    held = Roles(TrainerSpec(moe_path, config, numerics(), critic=CRITIC, **options), layout)
-    rates = {role: trainer.optimizer for role, trainer in held.models.items() if hasattr(trainer, "optimizer")}
-    for optimizer in rates.values():
-        optimizer.schedule.step(1)
-    assert rates["policy"].lr == pytest.approx(CONFIG.lr / 2)
-    assert rates["critic"].lr == pytest.approx(CRITIC.lr * 3 / 4)
+    held = roles(moe_path, layout, config, reference=False, total_steps=1, critic_steps=3)
+    for role, rate in (("policy", CONFIG.lr / 2), ("critic", CRITIC.lr * 3 / 4)):
+        held.models[role].optimizer.schedule.step(1)
+        assert held.models[role].optimizer.lr == pytest.approx(rate)

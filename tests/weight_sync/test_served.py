@@ -21,6 +21,7 @@ from fp8rl.models.checkpoint.reading import weight_files
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.buckets import Packer
 from fp8rl.weight_sync.served import (
     convert_checkpoint,
     quantization_config,
@@ -63,55 +64,48 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, (shape, _) in WEIGHTS.items()}
 
 
-def test_names_shapes_and_formats(weights: dict[str, torch.Tensor]) -> None:
-    served = list(served_tensors(weights.items(), POW2, MODEL))
-    expected = []
-    for name, (shape, blocks) in WEIGHTS.items():
-        expected.append((name, shape, torch.float8_e4m3fn if blocks else torch.bfloat16))
-        if blocks:
-            expected.append((name + "_scale_inv", blocks, torch.float32))
-    assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in served] == expected
-
-
-@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32", "ironwood", "bf16"])
 def test_bytes_are_the_quantizers(weights: dict[str, torch.Tensor], preset: str) -> None:
-    spec = QuantSpec.preset(preset)
+    spec, expected = QuantSpec.preset(preset), []
     served = dict(served_tensors(weights.items(), spec, MODEL))
-    for name, (_, blocks) in WEIGHTS.items():
-        if blocks is None:
+    packer = Packer(1 << 20, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
+    sent = dict(served_tensors(weights.items(), spec, MODEL, packer.allocate))  # quantized into a bucket
+    assert sent.keys() == served.keys()
+    assert all(torch.equal(sent[name].view(torch.uint8), served[name].view(torch.uint8)) for name in served)
+    for name, (shape, blocks) in WEIGHTS.items():
+        quantized = blocks is not None and preset != "bf16"
+        expected.append((name, shape, torch.float8_e4m3fn if quantized else torch.bfloat16))
+        if not quantized:
             assert served[name] is weights[name]
             continue
-        expected = quantize(weights[name], spec.weight)
-        assert torch.equal(served[name].view(torch.uint8), expected.data.view(torch.uint8))
-        assert torch.equal(served[name + "_scale_inv"], expected.scale_inv)
-        largest = weights[name][:128, :128].float().abs().max()
-        held = (served[name][:128, :128].float() * served[name + "_scale_inv"][0, 0]).abs().max()
-        assert held == pytest.approx(largest, rel=2**-4)  # E4M3 keeps three bits behind the leading one
-
-
-def test_a_static_range_is_served_as_a_scale_of_one_half_in_every_block(weights: dict[str, torch.Tensor]) -> None:
-    served = dict(served_tensors(weights.items(), QuantSpec.preset("ironwood"), MODEL))
-    for name, (_, blocks) in WEIGHTS.items():
-        if blocks is not None:
-            assert served[name + "_scale_inv"].shape == blocks and (served[name + "_scale_inv"] == 0.5).all()
+        scales, ours = served[name + "_scale_inv"], quantize(weights[name], spec.weight)
+        expected.append((name + "_scale_inv", blocks, torch.float32))
+        if preset == "ironwood":  # a range that is fixed: a scale of one half in every block
+            assert (scales == 0.5).all()
             assert torch.equal(served[name].float(), (weights[name].float() * 2).to(torch.float8_e4m3fn).float())
+            continue
+        assert torch.equal(served[name].view(torch.uint8), ours.data.view(torch.uint8))
+        assert torch.equal(scales, ours.scale_inv)
+        largest = weights[name][:128, :128].float().abs().max()
+        held = (served[name][:128, :128].float() * scales[0, 0]).abs().max()
+        assert held == pytest.approx(largest, rel=2**-4)  # E4M3 keeps three bits behind the leading one
+    assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in served.items()] == expected
 
 
-def test_a_kind_outside_the_scope_is_served_as_it_is(weights: dict[str, torch.Tensor]) -> None:
-    spec = POW2.override({"scope": ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]})
-    scales = {name for name, _ in served_tensors(weights.items(), spec, MODEL) if name.endswith("_scale_inv")}
-    assert scales == {f"{LAYER}mlp.experts.11.{kind}_proj.weight_scale_inv" for kind in ("gate", "up", "down")}
-
-
-@pytest.mark.parametrize(("first", "last", "in_fp8"), [(3, 0, "34"), (4, 0, "4"), (0, 1, "3"), (0, 0, "34")])
-def test_a_layer_that_is_an_exception_is_served_as_it_is(
-    weights: dict[str, torch.Tensor], first: int, last: int, in_fp8: str
-) -> None:
+@pytest.mark.parametrize(
+    ("changes", "in_fp8"),
+    [
+        ({"scope": ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]}, LAYER + "mlp.experts.11."),
+        ({"first_layers_bf16": 3}, "model.layers."),
+        ({"first_layers_bf16": 4}, "model.layers.4."),
+        ({"last_layers_bf16": 1}, LAYER),
+    ],
+)
+def test_exceptions_are_served_plain(weights: dict[str, torch.Tensor], changes: dict[str, Any], in_fp8: str) -> None:
     """Layers 3 and 4 of a model of five."""
-    spec = POW2.override({"first_layers_bf16": first, "last_layers_bf16": last})
-    served = dict(served_tensors(weights.items(), spec, MODEL))
+    served = dict(served_tensors(weights.items(), POW2.override(changes), MODEL))
     quantized = {name for name in served if name + "_scale_inv" in served}
-    assert {name.split(".")[2] for name in quantized} == set(in_fp8)
+    assert quantized == {name for name, (_, blocks) in WEIGHTS.items() if blocks and name.startswith(in_fp8)}
     assert all(served[name] is weights[name] for name in weights.keys() - quantized)
 
 
@@ -130,19 +124,10 @@ def test_what_the_trainer_quantized_is_served_as_it_is(preset: str) -> None:
         list(served_tensors([(name, mine)], other, MODEL))
 
 
-def test_bf16_passes_everything_through(weights: dict[str, torch.Tensor]) -> None:
-    served = list(served_tensors(weights.items(), BF16, MODEL))
-    assert [name for name, _ in served] == list(weights)
-    assert all(tensor is weights[name] for name, tensor in served)
-
-
-LAYERS = 1
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("source") / "model"
-    write_tiny_model(path, TinyModel(layers=LAYERS, experts=4))
+    write_tiny_model(path, TinyModel(layers=1, experts=4))
     return path
 
 
@@ -177,8 +162,8 @@ def test_a_converted_model_is_complete(source: Path, tmp_path: Path, preset: str
     }
     by_preset = {"fp8_block_pow2": block | {"scale_fmt": "ue8m0"}, "fp8_block_fp32": block, "bf16": None}
     assert quantization == by_preset[preset]
-    asked = "12+3="
-    assert AutoTokenizer.from_pretrained(tmp_path / "served")(asked) == AutoTokenizer.from_pretrained(source)(asked)
+    asked, *said = (AutoTokenizer.from_pretrained(path)("12+3=") for path in (tmp_path / "served", source))
+    assert said == [asked]
 
 
 @pytest.mark.slow
@@ -200,18 +185,13 @@ def test_loaders_take_what_is_quantized_for_quantized(changes: dict[str, Any]) -
         whole = module if ".experts." not in module else module.partition(".experts.")[0] + ".experts"
         assert is_layer_skipped(whole, kept) is not quantized, module
         assert should_convert_module(whole, kept) is quantized, module
-
-
-def test_the_engine_takes_a_pair_that_it_fuses_for_what_its_tensors_are() -> None:
-    """SGLang's GLM-4.7-Flash looks for its own module's name alone, its DeepSeek-V3 for those of the tensors."""
-    from sglang.srt.layers.quantization.utils import is_layer_skipped
-
-    model = read_model(CONFIGS / "glm_4_7_flash")
-    kept = quantization_config(POW2.override({"first_layers_bf16": 1}), model)["modules_to_not_convert"]
+    # SGLang's GLM-4.7-Flash looks for its own module's name alone, its DeepSeek-V3 for those of the fused tensors.
+    kept = quantization_config(POW2.override({"first_layers_bf16": 1}), read_model(CONFIGS / "glm_4_7_flash"))
     pair = "fused_qkv_a_proj_with_mqa"
     for mapping in ({}, {pair: ["q_a_proj", "kv_a_proj_with_mqa"]}):
-        skipped = [is_layer_skipped(f"model.layers.{layer}.self_attn.{pair}", kept, mapping) for layer in (0, 1)]
-        assert skipped == [True, False]
+        for layer, skipped in ((0, True), (1, False)):
+            module = f"model.layers.{layer}.self_attn.{pair}"
+            assert is_layer_skipped(module, kept["modules_to_not_convert"], mapping) is skipped
 
 
 def test_an_indexer_is_in_what_is_converted_for_other_servers_alone(tmp_path: Path) -> None:
@@ -229,91 +209,55 @@ def test_an_indexer_is_in_what_is_converted_for_other_servers_alone(tmp_path: Pa
     assert should_convert_module("model.layers.0.self_attn.q_b_proj", kept)
 
 
-def test_several_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_share_memory_are_written_each_for_itself_into_several_files(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's unquantized q, k and v are views of one parameter. What described the source does not stay."""
     monkeypatch.setattr(writing, "_SHARD_BYTES", 64 << 10)
-    convert_checkpoint(source, tmp_path / "served", POW2)
-    assert len(list((tmp_path / "served").glob("*.safetensors"))) > 3
-    assert_holds(tmp_path / "served", source, POW2)
-
-
-def test_a_quantized_source_directory_loses_its_old_description(source: Path, tmp_path: Path) -> None:
-    """Shards, index and quantization_config of the source do not leak into the new directory."""
-    quantized = tmp_path / "quantized"
-    convert_checkpoint(source, quantized, POW2)
-    for file in source.glob("*.safetensors"):
-        (quantized / "model-99999.safetensors").write_bytes(file.read_bytes())
-    write_served_checkpoint([("norm", torch.ones(2))], quantized, tmp_path / "served", BF16)
-    assert contents(tmp_path / "served").keys() == {"norm"}
+    convert_checkpoint(source, tmp_path / "quantized", POW2)
+    assert len(list((tmp_path / "quantized").glob("*.safetensors"))) > 3
+    assert_holds(tmp_path / "quantized", source, POW2)
+    parts = dict(zip("qkv", torch.randn(6, 4).bfloat16().split([3, 2, 1]), strict=True))
+    write_served_checkpoint(parts.items(), tmp_path / "quantized", tmp_path / "served", BF16)
+    found = contents(tmp_path / "served")
+    assert found.keys() == parts.keys() and all(torch.equal(found[name], part) for name, part in parts.items())
     assert "quantization_config" not in json.loads((tmp_path / "served" / "config.json").read_text())
 
 
-def test_tensors_that_share_memory_are_written_each_for_itself(source: Path, tmp_path: Path) -> None:
-    """The trainer's unquantized q, k and v are views of one parameter."""
-    fused = torch.randn(6, 4).bfloat16()
-    parts = dict(zip("qkv", fused.split([3, 2, 1]), strict=True))
-    write_served_checkpoint(parts.items(), source, tmp_path / "served", BF16)
-    found = contents(tmp_path / "served")
-    assert all(torch.equal(found[name], part) for name, part in parts.items())
-
-
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_failure_midway_leaves_what_was_there(source: Path, tmp_path: Path, earlier: bool) -> None:
+def test_a_failure_midway_leaves_what_was_there_and_a_new_one_takes_its_place(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "served"
-    if earlier:
-        convert_checkpoint(source, path, POW2)
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.ones(4)
         raise OSError("no space left on device")
 
-    with pytest.raises(OSError, match="no space left"):
-        write_served_checkpoint(failing(), source, path, POW2)
-    assert [entry.name for entry in tmp_path.iterdir()] == (["served"] if earlier else [])
-    if earlier:
+    for there in ([], ["served"]):
+        with pytest.raises(OSError, match="no space left"):
+            write_served_checkpoint(failing(), source, path, POW2)
+        assert [entry.name for entry in tmp_path.iterdir()] == there
+        convert_checkpoint(source, path, POW2)
         assert_holds(path, source, POW2)
+        assert not (path / "model-00077.safetensors").exists()
+        (path / "model-00077.safetensors").write_bytes(b"left over")
 
 
-def test_a_new_checkpoint_takes_the_place_of_the_old_one(source: Path, tmp_path: Path) -> None:
-    path = tmp_path / "served"
-    convert_checkpoint(source, path, POW2)
-    (path / "model-00077.safetensors").write_bytes(b"left over")
-    convert_checkpoint(source, path, POW2)
-    assert_holds(path, source, POW2)
-    assert not (path / "model-00077.safetensors").exists()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["served"]
-
-
-def test_bf16_takes_two_bytes_of_a_parameter() -> None:
-    shape = read_shape(CONFIGS / "qwen3_4b")
-    assert served_bytes(shape, BF16) == 2 * shape.parameters
-
-
-def test_the_demo_model_worked_by_hand() -> None:
-    """Two layers of 13 x 3 blocks of 128 x 128 less the norms, the router and both ends."""
+def test_bytes_worked_by_hand_and_as_the_review_found_them() -> None:
+    """The demo's two layers of 13 x 3 blocks of 128 x 128 less the norms, the router and both ends."""
     quantized = 2 * (128 * 512 + 256 * 128 + 8 * 3 * 128 * 128)
     shape = read_shape(EXAMPLES / "models/tiny_qwen3_moe")
+    assert served_bytes(shape, BF16) == 2 * shape.parameters
     assert served_bytes(shape, POW2) == 2 * (shape.parameters - quantized) + quantized + 4 * quantized // 128**2
-
-
-def test_an_engine_of_qwen3_30b_takes_what_the_review_found() -> None:
-    assert served_bytes(read_shape(CONFIGS / "qwen3_30b_a3b"), POW2) / 2**30 == pytest.approx(29.0, abs=0.05)
-
-
-def test_ranks_of_an_engine_share_all_but_norms_and_routers() -> None:
-    shape = read_shape(CONFIGS / "qwen3_30b_a3b")
-    replicated = sum(2 * w.size * w.count for w in shape.weights if w.share == "replicated")
-    assert 8 * served_bytes(shape, POW2, 8) == served_bytes(shape, POW2) + 7 * replicated
-
-
-def test_layers_in_bf16_and_ragged_blocks_are_counted_as_such() -> None:
-    shape = read_shape(CONFIGS / "deepseek_v3")
-    spec = POW2.override({"first_layers_bf16": 61})
-    assert served_bytes(shape, spec) == 2 * shape.parameters
-    (kv_a,) = (weight for weight in shape.weights if weight.kind == "kv_a_proj")
-    one = POW2.override({"first_layers_bf16": 60})
+    qwen, deepseek = (read_shape(CONFIGS / name) for name in ("qwen3_30b_a3b", "deepseek_v3"))
+    assert served_bytes(qwen, POW2) / 2**30 == pytest.approx(29.0, abs=0.05)
+    # Ranks of an engine share all but norms and routers.
+    replicated = sum(2 * w.size * w.count for w in qwen.weights if w.share == "replicated")
+    assert 8 * served_bytes(qwen, POW2, 8) == served_bytes(qwen, POW2) + 7 * replicated
+    all_bf16, one = (POW2.override({"first_layers_bf16": layers}) for layers in (61, 60))
+    assert served_bytes(deepseek, all_bf16) == 2 * deepseek.parameters
+    (kv_a,) = (weight for weight in deepseek.weights if weight.kind == "kv_a_proj")
     # 576 rows are four and a half blocks: five rows of scales.
-    quantized = [w for w in shape.weights if w.kind and 60 in w.layers]
-    scales = sum(w.copies * sum(-(-n // 128) for n in w.pieces or (w.rows,)) * -(-w.columns // 128) for w in quantized)
+    last = [w for w in deepseek.weights if w.kind and 60 in w.layers]
+    scales = sum(w.copies * sum(-(-n // 128) for n in w.pieces or (w.rows,)) * -(-w.columns // 128) for w in last)
     assert -(-kv_a.rows // 128) == 5
-    saved = sum(w.size * w.copies for w in quantized) - 4 * scales
-    assert served_bytes(shape, spec) - served_bytes(shape, one) == saved
+    saved = sum(w.size * w.copies for w in last) - 4 * scales
+    assert served_bytes(deepseek, all_bf16) - served_bytes(deepseek, one) == saved

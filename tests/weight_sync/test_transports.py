@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.engine.server.arguments import server_environment
 from fp8rl.rollout.types import EngineError
-from fp8rl.weight_sync.config import SyncSection
-from fp8rl.weight_sync.served import served_tensors
-from fp8rl.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport
+from fp8rl.trainer.actor import RANK_ENVIRONMENT
+from fp8rl.weight_sync.buckets import Packer
+from fp8rl.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, distributed
 from fp8rl.weight_sync.transports import tensor as tensor_transport
-from tests.support.definitions import every_tensor
+from fp8rl.weight_sync.transports.distributed import contents
 from tests.support.ranks import WARM
 from tests.support.tiny_model import write_tiny_model
 
@@ -94,14 +99,11 @@ def test_the_next_bucket_is_filled_while_engines_load_one_and_the_first_failure_
     assert [update[0] for update in engine.updates] == ["0+1"]
 
 
-class ForeignEngine:
+class ForeignEngine(RecordingEngine):
     """Loads in another process, which then lets go of the memory."""
 
-    ranks = 1
-
     def __init__(self, process: Executor) -> None:
-        self.process = process
-        self.loaded: list[int] = []
+        self.process, self.loaded = process, []
 
     async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
         self.loaded += self.process.submit(_load, payloads[0]).result()
@@ -122,42 +124,18 @@ def test_memory_that_is_used_again_stays_until_every_engine_has_read_it() -> Non
     assert [engine.loaded for engine in engines] == [[0, 1, 2, 3, 4]] * 3
 
 
-@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
-def test_what_is_quantized_into_the_buckets_arrives(preset: str) -> None:
-    """The same bytes as quantized on their own, from ragged shapes, over several buckets, without a copy."""
-    spec = QuantSpec.preset(preset)
-    generator = torch.Generator().manual_seed(0)
-    projections = [(f"model.layers.{i}.mlp.up_proj.weight", (200 + i, 130)) for i in range(6)]
-    shapes = dict([("model.norm.weight", (129,)), *projections, ("lm_head.weight", (7, 130))])
-    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-    model = every_tensor(layers=6)
-    expected = dict(served_tensors(weights.items(), spec, model))
-    transport = TensorTransport(100_000)
-    served = served_tensors(weights.items(), spec, model, transport.allocate)
-    for engine in send(transport, served):
-        assert len(engine.updates) > 1
-        assert engine.tensors.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert engine.tensors[name].dtype == tensor.dtype
-            assert torch.equal(engine.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
-
-
-def test_the_device_is_where_torch_and_sglang_put_it() -> None:
+def test_memory_of_a_gpu_goes_by_its_uuid_where_torch_and_sglang_have_the_device(monkeypatch: Any) -> None:
     from sglang.srt.utils.patch_torch import _REDUCE_TENSOR_ARG_DEVICE_INDEX
     from torch.multiprocessing import reductions
 
-    index = tensor_transport._DEVICE
-    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[index] == "storage_device"
-    assert index == _REDUCE_TENSOR_ARG_DEVICE_INDEX
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_sent_by_its_uuid() -> None:
-    transport = TensorTransport(1 << 20)
-    flat = transport.allocate((16,), torch.uint8, torch.device("cuda"))
-    (bucket,) = transport._packer.pack([("x", flat)])
-    _, arguments = tensor_transport._Mapped(bucket.flat).__reduce__()
-    assert arguments[tensor_transport._DEVICE] == str(torch.cuda.get_device_properties(0).uuid)
+    place = tensor_transport._DEVICE
+    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[place] == "storage_device"
+    assert place == _REDUCE_TENSOR_ARG_DEVICE_INDEX
+    arguments = tuple(range(place + 3))
+    monkeypatch.setattr(tensor_transport.reductions, "reduce_tensor", lambda tensor: ("rebuild", arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
+    rebuild, sent = tensor_transport._Mapped(SimpleNamespace(is_cuda=True)).__reduce__()  # type: ignore[arg-type]
+    assert rebuild == "rebuild" and sent == (*arguments[:place], f"GPU-{place}", *arguments[place + 1 :])
 
 
 def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Path) -> None:
@@ -169,22 +147,6 @@ def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Pat
     assert [entry.name for entry in (tmp_path / "scratch").iterdir()] == ["sync"]
 
 
-def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
-    kinds = {"tensor": TensorTransport, "distributed": DistributedTransport, "disk": DiskTransport}
-    assert kinds.keys() == set(get_args(SyncSection.model_fields["transport"].annotation))
-    for name, kind in kinds.items():
-        assert type(make_transport(SyncSection(transport=name), tmp_path, tmp_path, SPEC)) is kind
-
-
-def test_memory_of_a_gpu_goes_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = tuple(range(tensor_transport._DEVICE + 3))
-    monkeypatch.setattr(tensor_transport.reductions, "reduce_tensor", lambda tensor: ("rebuild", arguments))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
-    rebuild, sent = tensor_transport._Mapped(SimpleNamespace(is_cuda=True)).__reduce__()  # type: ignore[arg-type]
-    place = tensor_transport._DEVICE
-    assert rebuild == "rebuild" and sent == (*arguments[:place], f"GPU-{place}", *arguments[place + 1 :])
-
-
 def test_buckets_are_filled_on_the_trainers_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a thread of its own, which would begin with the first of the node."""
     entered: list[int] = []
@@ -193,3 +155,113 @@ def test_buckets_are_filled_on_the_trainers_own_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
     engines = send(TensorTransport(1 << 20), TENSORS.items())
     assert engines[0].tensors.keys() == TENSORS.keys() and entered and set(entered) == {3}
+
+
+CPU = torch.device("cpu")
+
+
+def test_both_ends_say_the_same_to_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang sets these for itself, where nobody has set them."""
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    engine, rank = (
+        {name: value for name, value in environment.items() if name.startswith("NCCL_")}
+        for environment in (server_environment(None, tmp_path, cuda=True), RANK_ENVIRONMENT)
+    )
+    assert engine == rank and rank.keys() == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"}
+
+
+class Receiver:
+    """A rank. calls: what was asked of it; tensors: what arrived; refuses: it takes part in no broadcast."""
+
+    seen_from = LOOPBACK
+
+    patience = timedelta(seconds=30)
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses, self.ranks, self.url = refuses, 1, "http://engine"
+        self.calls: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.group: Any = None
+
+    async def join_weights_group(self, name: str, address: str, port: int, rank: int, size: int, backend: str) -> None:
+        self.calls.append(f"join {rank}/{size} {backend}")
+        self.group = await asyncio.to_thread(self._join, name, address, port, rank, size)
+
+    @staticmethod
+    def _join(name: str, address: str, port: int, rank: int, size: int) -> Any:
+        """Under torch's registry of groups, in which a name stands once for each process, and here all are one."""
+        store: dist.Store = dist.TCPStore(address, port, size, is_master=False, wait_for_workers=False)
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        return dist.ProcessGroupGloo(store, rank, size, Receiver.patience)
+
+    async def update_weights_from_distributed(
+        self, name: str, tensors: list[tuple[str, str, list[int]]], version: int, flush_cache: bool
+    ) -> None:
+        self.calls.append(f"update {version} {flush_cache}")
+        if self.refuses:
+            raise EngineError("/update_weights_from_distributed answered 400: no")
+        self.tensors |= await asyncio.to_thread(self._receive, tensors)
+
+    def _receive(self, tensors: list[tuple[str, str, list[int]]]) -> dict[str, torch.Tensor]:
+        """`WeightUpdater._update_bucketed_weights_from_distributed`."""
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        empty = [(name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in tensors]
+        bucket = FlattenedTensorBucket(named_tensors=empty)
+        self.group.broadcast(bucket.get_flattened_tensor(), 0).wait()
+        return {name: tensor for name, tensor in bucket.reconstruct_tensors() if not name.endswith(".bias")}
+
+    async def leave_weights_group(self, name: str) -> None:
+        self.calls.append("leave")
+        self.group = None
+
+
+def broadcast(receivers: list[Receiver], tensors: Iterable[Any]) -> None:
+    asyncio.run(DistributedTransport(1 << 20).send(iter(tensors), receivers, 7))  # type: ignore[arg-type]
+
+
+def test_contents_name_the_gaps() -> None:
+    packer = Packer(1000, lambda size, device: torch.empty(size, dtype=torch.uint8))
+    views = [packer.allocate((5,), dtype, CPU) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32)]
+    (bucket,) = packer.pack([("a", views[0]), ("c", views[2])])
+    gap = ("gap.bias", "uint8", [22])  # from byte 10 to 32: what was there was left out
+    assert contents(bucket) == [("a", "bfloat16", [5]), gap, ("c", "float32", [5])]
+    (bucket,) = packer.pack([("a", packer.allocate((2, 3), torch.bfloat16, CPU))])
+    packer.allocate((1,), torch.float32, CPU)
+    assert contents(bucket) == [("a", "bfloat16", [2, 3])]
+
+
+def test_an_engine_that_refuses_frees_the_others_and_leaves_no_group() -> None:
+    receivers = [Receiver(), Receiver(refuses=True)]
+    with pytest.raises(EngineError, match="answered 400"):
+        broadcast(receivers, [("a", torch.ones(1 << 16))])
+    assert [receiver.calls for receiver in receivers] == [
+        [f"join {rank}/3 gloo", "update 7 False", "leave"] for rank in (1, 2)
+    ]
+    fresh = Receiver()
+    broadcast([fresh], [("a", torch.ones(3))])
+    assert torch.equal(fresh.tensors["a"], torch.ones(3))
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(Receiver, "patience", timedelta(seconds=3))
+    absent = Receiver()
+    absent.url, absent.join_weights_group = "http://absent", lambda *_: asyncio.sleep(600)  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=r"found http://absent missing after 2 s, expected every engine to join"):
+        broadcast([Receiver(), absent], [("a", torch.ones(3))])
+
+
+def test_tensors_that_break_off_midway_leave_no_group() -> None:
+    def breaking() -> Iterable[Any]:
+        yield "a", torch.ones(1 << 18)
+        yield "b", torch.ones(1 << 18)
+        raise OSError("the cable was pulled")
+
+    receiver = Receiver()
+    with pytest.raises(OSError, match="cable"):
+        broadcast([receiver], breaking())
+    assert receiver.calls == ["join 1/2 gloo", "update 7 False", "leave"]

@@ -7,18 +7,16 @@ import io
 import json
 import pickle
 import re
-import resource
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from fp8rl.numerics.core.errors import UserError
@@ -36,10 +34,10 @@ from fp8rl.trainer.checkpoint.files import (
 )
 from fp8rl.trainer.checkpoint.pickles import read_metadata
 from fp8rl.trainer.inventory import optimizer_state
-from fp8rl.trainer.megatron.patches import install
 from tests.support.batches import cross_entropy, random_batch
+from tests.support.disks import room
 from tests.support.models import EXPERTS, LAYERS
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, Models
 
 pytestmark = pytest.mark.slow
 
@@ -62,29 +60,28 @@ def _train(trainer: Any, first: int, last: int, **size: int) -> list[tuple[float
     return out
 
 
-@pytest.mark.parametrize(("model", "steps_before_loading"), [("moe_path", 2), ("linear_path", 0)])
+@pytest.mark.parametrize(("model", "steps_before_loading"), [("moe", 2), ("linear", 0)])
 def test_two_and_two_steps_equal_four(
-    model: str, steps_before_loading: int, tmp_path: Path, make_trainer: MakeTrainer, request: pytest.FixtureRequest
+    model: str, steps_before_loading: int, tmp_path: Path, make_trainer: MakeTrainer, models: Models
 ) -> None:
     """Linear attention has parameters in FP32 beside those in BF16, and goes token by token."""
-    size = {"rows": 3, "longest": 12} if model == "linear_path" else {}
-    settings, path = {"decay": "cosine", "warmup_steps": 1, "weight_decay": 0.1}, request.getfixturevalue(model)
+    size = {"rows": 3, "longest": 12} if model == "linear" else {}
+    settings, path = {"decay": "cosine", "warmup_steps": 1, "weight_decay": 0.1}, models[model]
     straight = make_trainer(path, "fp8", **settings)
     expected = _train(straight, 0, 2, **size)
     straight.save(tmp_path / "step_2", {"seed": 7, "cursor": [1, 2]})
     expected += _train(straight, 2, 4, **size)
-    resumed = make_trainer(path, "fp8", **settings)
+    resumed, batch = make_trainer(path, "fp8", **settings), random_batch(**size)
     _train(resumed, 10, 10 + steps_before_loading, **size)  # a different past must leave no trace
+    before = resumed.score(batch)[1]  # for which weights are quantized
     assert resumed.load(tmp_path / "step_2") == {"seed": 7, "cursor": [1, 2]}
-    assert resumed.weight_version == 2
+    assert resumed.weight_version == 2 and not torch.equal(resumed.score(batch)[1], before)
     assert _train(resumed, 2, 4, **size) == expected[2:]
     ours, theirs = (dict(t.model.named_parameters()) for t in (resumed, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_an_optimizer_without_parameters_counts_the_steps_of_the_others(
-    moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_an_optimizer_without_parameters_counts_steps_of_the_others(moe_path: Path, make_trainer: MakeTrainer) -> None:
     """The experts' one of a pipeline stage whose layers have none."""
     trainer = make_trainer(moe_path, "bf16")
     _train(trainer, 0, 2)
@@ -108,6 +105,8 @@ def test_experts_that_are_one_parameter_and_parameters_of_their_own_have_the_sam
         for kept in ("", "optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
             held = found[f"{kept}decoder.layers.mlp.experts.experts.{product}.weight"]
             assert tuple(held.size) == (LAYERS, EXPERTS, *shape)
+    stored, exported = load_file(moe_path / "model.safetensors"), dict(second.export_weights())
+    assert stored.keys() == exported.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
     second.load(tmp_path / "a")
     for (name, kind, ours), (other, _, theirs) in zip(*(_by_name(each) for each in (first, second)), strict=True):
         assert name == other and torch.equal(ours, theirs), (name, kind)
@@ -119,23 +118,7 @@ def _by_name(trainer: Any) -> list[tuple[str, str, torch.Tensor]]:
     return sorted((each for each in optimizer_state(trainer) if each[1] != "rest"), key=lambda each: each[:2])
 
 
-def test_a_loaded_checkpoint_retires_quantized_weights(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
-    trainer = make_trainer(moe_path, "fp8", lr=0.05)
-    batch = random_batch()
-    _train(trainer, 0, 1)
-    saved_scores = trainer.score(batch)[1]
-    trainer.save(tmp_path / "a", {})
-    _train(trainer, 1, 2)
-    assert not torch.equal(trainer.score(batch)[1], saved_scores)
-    trainer.load(tmp_path / "a")
-    assert torch.equal(trainer.score(batch)[1], saved_scores)
-
-
-def test_a_checkpoint_of_weights_has_them_and_no_past(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_checkpoint_of_weights_has_no_past(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8", lr=0.05)
     _train(trainer, 0, 2)
     trainer.save(tmp_path / "all", {})
@@ -155,43 +138,33 @@ def test_a_checkpoint_of_weights_has_them_and_no_past(
     assert other.optimizer.schedule.num_steps == 2
 
 
-def test_equal_states_are_equal_files_wherever_they_are_written(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
-    trainer = make_trainer(moe_path, "bf16")
-    for name in ("a", "elsewhere/b"):
-        trainer.save(tmp_path / name, {"seed": 7})
-    a, b = (
-        {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-        for path in (tmp_path / "a", tmp_path / "elsewhere/b")
-    )
-    assert a == b and len(a) >= 4
-
-
-def test_what_is_written_while_training_goes_on_is_what_was_staged(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_what_is_written_beside_training_was_staged(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    """In equal files, wherever they are."""
     trainer = make_trainer(moe_path, "fp8")
     _train(trainer, 0, 2)
-    trainer.save(tmp_path / "at once", {})
-    staged = trainer.stage(tmp_path / "beside", {}, {})
+    trainer.save(tmp_path / "at once", {"seed": 7})
+    staged = trainer.stage(tmp_path / "elsewhere/beside", {"seed": 7}, {})
     after = _train(trainer, 2, 4)
     staged.publish([staged.write()])
-    files = sorted(path.name for path in (tmp_path / "at once/state").glob("*.distcp"))
-    assert files == [path.name for path in (tmp_path / "beside/state").glob("*.distcp")] and len(files) == 1
-    at_once, beside = ((tmp_path / name / "state" / files[0]).read_bytes() for name in ("at once", "beside"))
-    assert at_once == beside
-    trainer.load(tmp_path / "beside")
+    at_once, beside = (
+        {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+        for path in (tmp_path / "at once", tmp_path / "elsewhere/beside")
+    )
+    assert at_once == beside and len(at_once) >= 4
+    trainer.load(tmp_path / "elsewhere/beside")
     assert _train(trainer, 2, 4) == after
 
 
-def test_a_checkpoint_that_is_never_finished_leaves_the_old_one(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_what_is_unfinished_leaves_the_old_one(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path)
     trainer.save(tmp_path / "last", {"n": 1})
     trainer.stage(tmp_path / "last", {"n": 2}, {}).write()
     assert trainer.load(tmp_path / "last") == {"n": 1}
+    expected = r"checkpoint .*last: found .* MiB free on the disk, expected room"
+    with room(20_000), pytest.raises(OSError, match=expected) as error:
+        trainer.save(tmp_path / "last", {"n": 2})
+    assert "\n" not in str(error.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 1}
     trainer.save(tmp_path / "last", {"n": 3})
     assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 3}
 
@@ -223,90 +196,52 @@ def test_a_bit_that_flips_before_a_checkpoint_has_its_name_is_found(
     assert trainer.load(tmp_path / "last") == {"n": 1}
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_the_old_checkpoint(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
-    """Full for this process: no file of it may be longer than a few pages."""
-    trainer = make_trainer(moe_path)
-    trainer.save(tmp_path / "last", {"n": 1})
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, former[1]))
-    try:
-        with pytest.raises(OSError, match=r"checkpoint .*last: found .* MiB free on the disk, expected room") as error:
-            trainer.save(tmp_path / "last", {"n": 2})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-    assert "\n" not in str(error.value)
-    assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 1}
-
-
-def test_what_is_not_a_checkpoint_is_refused(kept: tuple[Any, Path], tmp_path: Path) -> None:
-    trainer, _ = kept
-    with pytest.raises(UserError, match="checkpoint"):
-        trainer.load(tmp_path)
-    (tmp_path / "about.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(UserError, match="format"):
-        trainer.load(tmp_path)
-
-
-def test_a_checkpoint_whose_heads_lie_otherwise_is_refused(kept: tuple[Any, Path], tmp_path: Path) -> None:
+def test_what_is_not_a_checkpoint_of_this_format_is_refused(kept: tuple[Any, Path], tmp_path: Path) -> None:
     trainer, path = kept
     shutil.copytree(path, tmp_path / "a")
     about = read_about(path)
     write_about(tmp_path / "a", replace(about, extra={**about.extra, JOINED: 2}))
-    with pytest.raises(UserError, match="joined_heads: found 2, expected 1"):
-        trainer.load(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/about.json").write_text(json.dumps({"format": 99}))
+    for name, said in (("a", "joined_heads: found 2, expected 1"), ("b", "format"), ("none", "checkpoint")):
+        with pytest.raises(UserError, match=said):
+            trainer.load(tmp_path / name)
 
 
 def flip_bit(file: Path, position: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(position)
-        (byte,) = opened.read(1)
-        opened.seek(position)
-        opened.write(bytes([byte ^ 1 << 3]))
-
-
-def flip_bytes(file: Path) -> None:
     data = bytearray(file.read_bytes())
-    middle = len(data) // 2
-    data[middle : middle + 64] = bytes(255 - byte for byte in data[middle : middle + 64])
+    data[position] ^= 1 << 3
     file.write_bytes(data)
 
 
-def cut_off(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def change_the_step(file: Path) -> None:
-    file.write_text(file.read_text().replace('"step": 1', '"step": 2'))
+DAMAGE: dict[str, Any] = {
+    "flipped": lambda file: flip_bit(file, file.stat().st_size // 2),
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "gone": Path.unlink,
+    "of another step": lambda file: file.write_text(file.read_text().replace('"step": 1', '"step": 2')),
+}
 
 
 @pytest.mark.parametrize(
-    ("pattern", "damage"),
+    ("pattern", "damages"),
     [
-        ("state/*.distcp", flip_bytes),
-        ("state/*.distcp", cut_off),
-        ("state/*.distcp", Path.unlink),
-        ("state/.metadata", flip_bytes),
-        ("state/common.pt", cut_off),
-        ("about.json", flip_bytes),
-        ("about.json", cut_off),
-        ("about.json", change_the_step),
+        ("state/*.distcp", ("flipped", "cut off", "gone")),
+        ("state/.metadata", ("flipped",)),
+        ("state/common.pt", ("cut off",)),
+        ("about.json", ("flipped", "cut off", "of another step")),
     ],
 )
-def test_damage_is_named_and_nothing_is_loaded(
-    pattern: str, damage: Any, kept: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_damage_is_not_loaded(pattern: str, damages: tuple[str, ...], kept: tuple[Any, Path], tmp_path: Path) -> None:
     trainer, whole = kept
-    shutil.copytree(whole, tmp_path / "step_1")
     held = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    check_digests(tmp_path / "step_1")
-    file = next((tmp_path / "step_1").glob(pattern))
-    damage(file)
-    with pytest.raises(DamagedCheckpointError, match=re.escape(file.name)):
-        trainer.load(tmp_path / "step_1")
-    with pytest.raises(DamagedCheckpointError, match=re.escape(file.name)):
-        check_digests(tmp_path / "step_1")
+    for damage in damages:
+        shutil.copytree(whole, tmp_path / damage)
+        check_digests(tmp_path / damage)
+        file = next((tmp_path / damage).glob(pattern))
+        DAMAGE[damage](file)
+        for read in (trainer.load, check_digests):
+            with pytest.raises(DamagedCheckpointError, match=re.escape(file.name)):
+                read(tmp_path / damage)
     assert all(torch.equal(parameter, held[name]) for name, parameter in trainer.model.named_parameters())
 
 
@@ -320,11 +255,11 @@ def test_weights_are_made_from_the_masters(moe_path: Path, make_trainer: MakeTra
     assert all(torch.equal(parameter, trained[name]) for name, parameter in trainer.model.named_parameters())
 
 
+@dataclass
 class _Planted:
     """Unpickled, it writes a file."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    file: Path
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.file,)
@@ -333,38 +268,32 @@ class _Planted:
 def _forged(kind: str, checkpoint: Path, ran: Path) -> None:
     """Put a pickle that runs code into a checkpoint, with digests that are right."""
     state = checkpoint / STATE
+    found: Any = FileSystemReader(state).read_metadata()
     match kind:
         case "metadata":
-            (state / ".metadata").write_bytes(pickle.dumps(_Planted(ran)))
+            found = _Planted(ran)
         case "a value in the metadata":
-            found = FileSystemReader(state).read_metadata()
             found.planner_data = _Planted(ran)
-            (state / ".metadata").write_bytes(pickle.dumps(found))
         case "common":
             torch.save({"step": _Planted(ran)}, state / "common.pt")
         case "tensors":
-            found = FileSystemReader(state).read_metadata()
             packed = _packed(_Planted(ran)).getvalue()
             (state / "planted.distcp").write_bytes(packed)
-            place = _StorageInfo("planted.distcp", 0, len(packed))
-            found.storage_data = dict.fromkeys(found.storage_data, place)
-            (state / ".metadata").write_bytes(pickle.dumps(found))
+            found.storage_data = dict.fromkeys(found.storage_data, _StorageInfo("planted.distcp", 0, len(packed)))
         case "a file elsewhere":
-            found = FileSystemReader(state).read_metadata()
             found.storage_data = {
                 index: _StorageInfo("../../a/state/__0_0.distcp", place.offset, place.length)
                 for index, place in found.storage_data.items()
             }
-            (state / ".metadata").write_bytes(pickle.dumps(found))
+    if kind != "common":
+        (state / ".metadata").write_bytes(pickle.dumps(found))
     about = read_about(checkpoint)
     names = {str(file.relative_to(checkpoint)) for file in state.iterdir()}
     write_about(checkpoint, About(about.step, about.extra, digests(checkpoint, sorted(names))))
 
 
 @pytest.mark.parametrize("kind", ["metadata", "a value in the metadata", "common", "tensors", "a file elsewhere"])
-def test_no_code_of_a_checkpoint_runs(
-    kind: str, kept: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_of_it_runs(kind: str, kept: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     trainer, whole = kept
     shutil.copytree(whole, tmp_path / "a")
@@ -399,19 +328,6 @@ def test_no_attribute_but_a_member_of_an_enumeration_is_read(owner: type, name: 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute()))
     with pytest.raises(pickle.UnpicklingError, match="a pickle that names"):
         read_metadata(tmp_path / ".metadata")
-
-
-@pytest.mark.parametrize("flat", [True, False])
-def test_objects_among_the_tensors_are_read_and_run_no_code(flat: bool, tmp_path: Path) -> None:
-    install()
-    planner = DefaultLoadPlanner(flatten_state_dict=flat)
-    planner.set_up_planner({"a": 0}, is_coordinator=True)
-    item = SimpleNamespace(dest_index=MetadataIndex("a"))
-    planner.load_bytes(item, _packed({"b": [1.5]}))  # type: ignore[arg-type]
-    assert (planner.original_state_dict if flat else planner.state_dict) == {"a": {"b": [1.5]}}
-    with pytest.raises(pickle.UnpicklingError):
-        planner.load_bytes(item, _packed(_Planted(tmp_path / "ran")))  # type: ignore[arg-type]
-    assert not (tmp_path / "ran").exists()
 
 
 def _packed(value: Any) -> io.BytesIO:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, Models, scored, trainer_on, whole
 
 pytestmark = pytest.mark.slow
 
@@ -40,31 +37,18 @@ RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 """Layouts, and what is trained on them: all models on the first, on the others what they treat in ways of their own."""
 
 
-@dataclass(frozen=True)
-class Case:
+def on_a_rank(paths: Models, folder: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
     """What each rank of a layout does with the checkpoints of one rank."""
-
-    paths: dict[str, Path]
-    folder: Path
-    again: Path
-    names: tuple[str, ...]
-
-    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-        from fp8rl.trainer.trainer import Trainer
-
-        out = {}
-        spec = QuantSpec.preset("fp8_block_pow2")
-        numerics = NumericsConfig(mode="exact", spec=spec, trainer="fp8", k_splits=2)
-        options: dict[str, Any] = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
-        for name in self.names:
-            trainer = Trainer(self.paths[name], config, numerics, layout, adapter=CONFIGS[name], **options)
-            begun = adapters(trainer)
-            trainer.load(self.folder / name)
-            scored = scores(trainer)
-            trainer.save(self.again / name, {})
-            norm = learn(trainer, 9)
-            out[name] = scored if layout.is_reporting_rank else {}, norm, begun, adapters(trainer)
-        return out
+    out = {}
+    for name, path in paths.items():
+        trainer = trainer_on(layout, config, path, numerics={"k_splits": 2}, adapter=CONFIGS[name])
+        begun = adapters(trainer)
+        trainer.load(folder / "one" / name)
+        scores = trainer.score(random_batch(seed=9))
+        trainer.save(folder / "again" / name, {})
+        norm = learn(trainer, 9)
+        out[name] = scores if layout.is_reporting_rank else None, norm, begun, adapters(trainer)
+    return out
 
 
 def learn(trainer: Any, seed: int) -> float:
@@ -73,77 +57,34 @@ def learn(trainer: Any, seed: int) -> float:
     return norm
 
 
-def scores(trainer: Any) -> dict[int, Tensor]:
-    """The log-probabilities of this rank's rows, by their numbers."""
-    rows, logprobs = trainer.score(random_batch(seed=9))
-    return dict(zip(rows, logprobs, strict=True))
-
-
 def adapters(trainer: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.weights.adapters(trainer.model)}
 
 
-@dataclass(frozen=True)
-class One:
-    """One rank of what a config trains. Its checkpoint is of the first step; begun, learned: its adapters before that
-    and after the second."""
-
-    trainer: Any
-    begun: dict[str, Tensor]
-    logprobs: dict[int, Tensor]
-    norm: float
-    learned: dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def paths(moe_path: Path, latent_path: Path, linear_path: Path) -> dict[str, Path]:
-    """The model of each config."""
-    special = {"latent": latent_path, "linear": linear_path}
-    return {name: special.get(name, moe_path) for name in CONFIGS}
-
-
-@pytest.fixture(scope="module")
-def alone(paths: dict[str, Path], checkpoints: Path, make_trainer: MakeTrainer) -> dict[str, One]:
-    def made(name: str) -> One:
-        trainer = make_trainer(paths[name], "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
-        begun = adapters(trainer)
-        learn(trainer, 0)
-        trainer.save(checkpoints / name, {})
-        return One(trainer, begun, scores(trainer), learn(trainer, 9), adapters(trainer))
-
-    return {name: made(name) for name in CONFIGS}
-
-
 @pytest.mark.parametrize(("ranks", "names"), RANKS.values(), ids=RANKS)
 def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
-    ranks: dict[str, int],
-    names: tuple[str, ...],
-    paths: dict[str, Path],
-    checkpoints: Path,
-    tmp_path: Path,
-    alone: dict[str, One],
+    ranks: dict[str, int], names: tuple[str, ...], models: Models, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    case = Case(paths, checkpoints, tmp_path, names)
-    found = run_on_ranks(TrainerSection(**SETTINGS, **ranks), tmp_path / "ranks", case)
+    """One rank's checkpoint is of its first step. Its adapters before that and after the second are compared."""
+    paths = {name: models.get(name, models["moe"]) for name in names}
+    alone = {}
     for name in names:
-        one, of_ranks = alone[name], [each[name] for each in found]
-        assert_same({row: each for of_rank in of_ranks for row, each in of_rank[0].items()}, one.logprobs)
-        assert all(each[1] == pytest.approx(one.norm, rel=1e-2) for each in of_ranks), name
-        for place, whole in ((2, one.begun), (3, one.learned)):
+        one = make_trainer(paths[name], "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
+        begun = adapters(one)
+        learn(one, 0)
+        one.save(tmp_path / "one" / name, {})
+        alone[name] = one, scored(one, random_batch(seed=9)), learn(one, 9), begun, adapters(one)
+    config = TrainerSection(**SETTINGS, **ranks)
+    found = run_on_ranks(config, tmp_path / "ranks", partial(on_a_rank, paths, tmp_path))
+    for name in names:
+        (one, logprobs, norm, begun, learned), of_ranks = alone[name], [each[name] for each in found]
+        assert torch.equal(whole([each[0] for each in of_ranks]), logprobs)
+        assert all(each[1] == pytest.approx(norm, rel=1e-2) for each in of_ranks), name
+        for place, wanted in ((2, begun), (3, learned)):
             held = {key: tensor for each in of_ranks for key, tensor in each[place].items()}
-            assert held.keys() == whole.keys()
-            moved = torch.cat([(held[key] - whole[key]).float().abs().flatten() for key in whole])
+            assert held.keys() == wanted.keys()
+            moved = torch.cat([(held[key] - wanted[key]).float().abs().flatten() for key in wanted])
             # A first step of Adam goes by a gradient's sign: rounding turns it where the gradient is almost none.
             assert (moved < 1e-4).float().mean() > (0.95 if place == 3 else 0.999), (name, place)
-        one.trainer.load(tmp_path / name)
-        assert_same(scores(one.trainer), one.logprobs)
-
-
-def assert_same(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[row], expected[row]) for row in expected)
+        one.load(tmp_path / "again" / name)
+        assert torch.equal(scored(one, random_batch(seed=9)), logprobs)

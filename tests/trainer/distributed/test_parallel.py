@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,6 @@ from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import stored_tensors
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
@@ -33,7 +32,8 @@ from tests.support.batches import Poisoned, cross_entropy, random_batch, random_
 from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import POW2, MakeTrainer, Models, critic_on, in_order, trainer_on, whole
+from tests.support.trees import conversations
 
 pytestmark = pytest.mark.slow
 
@@ -45,20 +45,28 @@ LAYOUTS = {
     "tp2ep2": {"tp": 2, "ep": 2},
     "cp2": {"cp": 2},
 }
-PARTS = ("attention", "experts", "layer")
-RECOMPUTING = {"tp2ep2": PARTS, "pp2": ("layer",), "cp2": ("layer",)}
-"""Layouts that differ in what is computed once more: collectives of a layer, a stage's layers, a row's chunks."""
-VALUED = ("dp2", "pp2", "tp2ep2", "cp2")
-"""Layouts in which a critic is trained: the head of a value is shared otherwise in each."""
+RECOMPUTED = {
+    "ep2": ("none", "experts"),
+    "dp2": ("none", "attention"),
+    "pp2": ("none", "layer"),
+    "tp2ep2": ("experts", "attention"),
+    "cp2": ("layer", "none"),
+}
+"""What the gradients of padded rows and of rows end to end compute once more: layouts differ in a layer's collectives,
+a stage's layers, a row's chunks."""
 BATCH: dict[str, Any] = {"rows": 7, "longest": 60, "temperature": 0.9}
 FAMILIES = {
     "ep2": ("sigmoid",),
+    "dp2": ("sigmoid",),
     "pp2": ("latent", "linear", "sigmoid"),
     "tp2ep2": ("latent", "linear", "sigmoid"),
     "cp2": ("sigmoid",),
 }
 """Models of which a layout shares parts in ways of its own: experts, layers, heads, rows. Context-parallel ranks cannot
 share a row of latent or linear attention yet."""
+BIASED = {"router_bias_rate": 2.0**-10}
+TREES: dict[str, Any] = {"prefix_sharing": True, "micro_batch_tokens": 90}
+SATURATED = {"kv": "fp8", "key_scale": 2.0**-16, "value_scale": 2.0**-16}
 HEADS_SHARED = "tp2ep2"
 """The layout in which gradients of linear attention are sums of several ranks'."""
 CHUNK = 60
@@ -71,9 +79,7 @@ T = TypeVar("T")
 class Case:
     """What the ranks of one layout do; a method runs on each rank."""
 
-    moe_path: Path
-    dense_path: Path
-    families: dict[str, Path]
+    paths: Models
     checkpoint: Path
     saved: Path
     name: str
@@ -83,28 +89,29 @@ class Case:
         from fp8rl.trainer.inventory import inventory, transfers
 
         out: dict[str, Any] = {}
-        paths = {"moe": self.moe_path} if config.ep > 1 else {"moe": self.moe_path, "dense": self.dense_path}
-        for kind, path in paths.items():
-            for precision in ("bf16", "fp8") if kind == "moe" else ("fp8",):
-                trainer = self._trainer(layout, config, path, precision)
-                out[f"{kind}/{precision}"] = reported(layout, trainer.score(random_batch(**BATCH)))
-        for kind in FAMILIES.get(self.name, ()):
-            trainer = self._trainer(layout, config, self.families[kind], "fp8")
-            out[f"{kind}/fp8"] = reported(layout, trainer.score(random_batch(**BATCH)))
-            out[f"{kind} export"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}
-        trainer = self._trainer(layout, config, self.moe_path, "fp8")
-        out["export"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+        trainer_of = functools.partial(trainer_on, layout)
+        kinds = [("moe", "bf16"), ("moe", "fp8"), *((each, "fp8") for each in FAMILIES[self.name])]
+        for kind, precision in kinds + [("dense", "fp8")] * (config.ep == 1):
+            trainer = trainer_of(
+                config.model_copy(update=BIASED if kind == "sigmoid" else {}), self.paths[kind], precision
+            )
+            out[f"{kind}/{precision}"] = reported(layout, trainer.score(random_batch(**BATCH)))
+            out[f"{kind} export"] = exported(trainer)
+            if kind == "sigmoid":
+                out["biases"] = biases(trainer)
+        trainer = trainer_of(config, self.paths["moe"])
         trainer.export_hf(self.saved.with_name("hf"))
         out["one rank fails"] = self._failing(layout)
         out["turns"] = turns(layout)
         out["routed"] = self._routed(layout, trainer)
-        if parts := RECOMPUTING.get(self.name):
-            out["with less memory"] = self._with_less_memory(layout, config, parts)
         if config.cp == 1:
             out["packed"] = self._packed(layout, config)
+            trees = trainer_of(config.model_copy(update=TREES), self.paths["moe"])
+            out["trees"] = reported(layout, trees.score(conversations()))
+        if "linear" in FAMILIES[self.name]:
+            out["saturated"] = saturated(trainer_of(config, self.paths["linear"], numerics=SATURATED))
         if self.name == HEADS_SHARED:
-            linear = self._trainer(layout, config, self.families["linear"], "bf16", torch.float32)
-            out["linear gradients"] = gradients(linear)
+            out["linear gradients"] = gradients(trainer_of(config, self.paths["linear"], "bf16", dtype=torch.float32))
         out["extra"] = trainer.load(self.checkpoint)
         with transfers(trainer) as sent:
             out["resumed"] = two_steps(trainer)
@@ -113,10 +120,10 @@ class Case:
         batch = random_batch(rows=4, longest=16)
         out["audit"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, config)
         out["non-finite"] = self._non_finite(trainer)
-        out["reference"] = self._frozen(layout, config)
-        if self.name in VALUED:
-            out["critic"] = valued(layout, config, self.moe_path)
-        out["gradients"] = gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
+        out["reference"] = self._frozen(layout, trainer)
+        out["critic"] = valued(layout, trainer, self.paths["moe"])
+        config = config.model_copy(update={"recompute": RECOMPUTED[self.name][0]})
+        out["gradients"] = gradients(trainer_of(config, self.paths["moe"], "bf16", dtype=torch.float32))
         return out
 
     def _failing(self, layout: Layout) -> str:
@@ -132,20 +139,11 @@ class Case:
             write_directory(self.saved.with_name("failed"), tensors(), lambda partial: None)
         return str(error.value)
 
-    def _trainer(
-        self, layout: Layout, config: TrainerSection, path: Path, precision: str, dtype: torch.dtype = torch.bfloat16
-    ) -> Any:
-        from fp8rl.trainer.trainer import Trainer
-
-        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=config.tp)
-        return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype)
-
-    def _frozen(self, layout: Layout, config: TrainerSection) -> Any:
+    def _frozen(self, layout: Layout, policy: Any) -> Any:
         """What a model without an optimizer makes of the batch."""
         from fp8rl.trainer.scorer import Scorer
 
-        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=config.tp)
-        frozen = Scorer(self.moe_path, config, numerics, layout, max_sequence_length=LENGTH)
+        frozen = Scorer(self.paths["moe"], policy.config, policy.numerics, layout, max_sequence_length=LENGTH)
         return reported(layout, frozen.score(random_batch(**BATCH)))
 
     def _routed(self, layout: Layout, trainer: Any) -> Any:
@@ -155,32 +153,14 @@ class Case:
             trainer.score_routed(routed_batch())
         return None
 
-    def _with_less_memory(self, layout: Layout, config: TrainerSection, parts: tuple[str, ...]) -> dict[str, list[str]]:
-        """What differs on this rank, by what its trainer computes once more."""
-        batch = routed_batch() if config.pp == 1 else random_batch(**BATCH)
-        keys = [{}, *({"recompute": part} for part in parts), {"head_chunk_tokens": CHUNK}]
-        passes = []
-        for each in keys:
-            trainer = self._trainer(layout, config.model_copy(update=each), self.moe_path, "fp8")
-            done = trainer.forward_backward(replace(batch, seeds=torch.arange(batch.rows)), cross_entropy(batch))
-            found = {name: getattr(done.result, name) for name in ("logprobs", "routes", "draws")}
-            found |= {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
-            passes.append({name: value for name, value in found.items() if value is not None})
-        plain = passes[0]
-        assert all(found.keys() == plain.keys() for found in passes)
-        return {
-            "".join(map(str, each.values())): [name for name in plain if not torch.equal(found[name], plain[name])]
-            for each, found in zip(keys[1:], passes[1:], strict=True)
-        }
-
     def _packed(self, layout: Layout, config: TrainerSection) -> tuple[Any, Any, dict[str, Tensor]]:
         """Log-probabilities with less memory, what is said of routes, and gradients, of rows that lie end to end."""
-        config = config.model_copy(update={"packing": True, "micro_batch_tokens": 160})
-        less = config.model_copy(update={"recompute": "layer", "head_chunk_tokens": CHUNK})
-        trainer = self._trainer(layout, less, self.moe_path, "fp8")
+        less = {"packing": True, "micro_batch_tokens": 160, "head_chunk_tokens": CHUNK}
+        config = config.model_copy(update=less | {"recompute": RECOMPUTED[self.name][1]})
+        trainer = trainer_on(layout, config, self.paths["moe"])
         scored = reported(layout, trainer.score(random_batch(**BATCH)))
         routed = self._routed(layout, trainer)
-        return scored, routed, gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
+        return scored, routed, gradients(trainer_on(layout, config, self.paths["moe"], "bf16", dtype=torch.float32))
 
     def _non_finite(self, trainer: Any) -> str:
         from fp8rl.trainer.step.objective import NonFiniteLossError
@@ -190,17 +170,27 @@ class Case:
         return str(error.value)
 
 
-def valued(layout: Layout, config: TrainerSection, path: Path, k_splits: int | None = None) -> Any:
-    """What a critic with a head of its own says of a batch, and loss and norm of two steps of it."""
-    from fp8rl.trainer.roles import Critic
-
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=k_splits or config.tp)
-    critic = Critic(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH)
-    if critic.model.post_process:
-        with torch.no_grad():
-            critic.model.output_layer.weight.copy_(torch.linspace(-0.1, 0.1, critic.model.config.hidden_size)[None])
-    critic.optimizer.inner.reload_model_params()
+def valued(layout: Layout, policy: Any, path: Path) -> Any:
+    """What a critic says of a batch, and loss and norm of two steps of it."""
+    critic = critic_on(layout, policy, path)
     return reported(layout, critic.score(random_batch(**BATCH))), two_steps(critic)
+
+
+def biases(trainer: Any) -> dict[str, Tensor]:
+    """The routers' biases of this rank after a step."""
+    batch = random_batch(**BATCH)
+    trainer.train_step(batch, cross_entropy(batch))
+    return {name: held.clone() for name, held in trainer.model.named_buffers() if name.endswith("expert_bias")}
+
+
+def saturated(trainer: Any) -> float:
+    batch = random_batch(**BATCH)
+    done = trainer.forward_backward(batch, cross_entropy(batch))
+    return done.result.metrics["train/kv_saturated"]  # type: ignore[no-any-return]
+
+
+def exported(trainer: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.export_weights()}
 
 
 def turns(layout: Layout) -> dict[str, Any]:
@@ -258,7 +248,7 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
         dist.all_gather(parts, parts[group.rank()].clone(), group=group)
     for parameter in trainer.model.parameters():
         parameter.data.copy_(parameter.main_grad)
-    return {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    return exported(trainer)
 
 
 @dataclass(frozen=True)
@@ -273,108 +263,69 @@ class Outcome:
         return {name: tensor for rank in self.ranks for name, tensor in rank[key].items()}
 
     def scores(self, key: str) -> Tensor:
-        logprobs = torch.full((BATCH["rows"], BATCH["longest"]), float("nan"))
-        for rank in self.ranks:
-            if rank[key] is not None:
-                rows, values = rank[key]
-                logprobs[rows] = values
-        return logprobs
+        return whole([rank[key] for rank in self.ranks])
 
 
 @pytest.fixture(scope="module")
-def checkpoint(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> Path:
-    trainer = make_trainer(moe_path, "fp8", **SETTINGS)
-    two_steps(trainer)
-    path = tmp_path_factory.mktemp("checkpoint") / "one"
-    trainer.save(path, {"from": "one rank"})
-    return path
+def paths(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Some have parts that ranks share in ways of their own: latents; a router of sigmoids with biases; heads of linear
+    attention, and a gated shared expert. The layers of the sigmoid one and of the latent one are not alike."""
+    shape = TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, family="glm4_moe")
+    return models | {"sigmoid": write_family(tmp_path_factory.mktemp("sigmoid") / "model", shape)}
 
 
-@pytest.fixture(scope="module")
-def families(latent_path: Path, linear_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models with parts that ranks share in ways of their own: latents; a router of sigmoids with biases; heads of
-    linear attention, and a gated shared expert."""
-    biased = TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, family="glm4_moe")
-    sigmoid = write_family(tmp_path_factory.mktemp("sigmoid") / "model", biased)
-    return {"latent": latent_path, "linear": linear_path, "sigmoid": sigmoid}
-
-
-@pytest.fixture(scope="module", params=list(LAYOUTS))
-def outcome(
-    request: pytest.FixtureRequest,
-    moe_path: Path,
-    dense_path: Path,
-    families: dict[str, Path],
-    checkpoint: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Outcome:
-    config = TrainerSection(**SETTINGS, **LAYOUTS[request.param])
-    folder = tmp_path_factory.mktemp(request.param)
-    case = Case(moe_path, dense_path, families, checkpoint, folder / "saved", request.param)
-    return Outcome(request.param, run_on_ranks(config, folder / "ranks", case), config, case.saved)
-
-
-@dataclass(frozen=True)
 class OneRank:
     """What one rank makes of the same, computed once for each number of slices that K is summed in."""
 
-    make: MakeTrainer
-    paths: dict[str, Path]
-    checkpoint: Path
-    layout: Layout
-
-    @functools.cached_property
-    def _made(self) -> dict[Any, Any]:
-        return {}
-
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[no-any-return]
+    def __init__(self, make: MakeTrainer, paths: Models, layout: Layout, folder: Path) -> None:
+        self.make, self.paths, self.layout, self.checkpoint = make, paths, layout, folder / "one"
+        trainer = self.trainer("moe", "fp8", 1)
+        two_steps(trainer)
+        trainer.save(self.checkpoint, {"from": "one rank"})
 
     def trainer(self, kind: str, precision: str, k_splits: int, **more: Any) -> Any:
-        return self.make(self.paths[kind], precision, k_splits=k_splits, **SETTINGS, **more)
+        return self.make(self.paths[kind], precision, k_splits=k_splits, **SETTINGS | more)
 
+    @functools.cache  # noqa: B019
     def scores(self, kind: str, precision: str, k_splits: int) -> Tensor:
-        def scored() -> Tensor:
-            rows, values = self.trainer(kind, precision, k_splits).score(random_batch(**BATCH))
-            return values[torch.tensor(rows).argsort()]
+        return in_order(*self.trainer(kind, precision, k_splits).score(random_batch(**BATCH)))
 
-        return self._once((kind, precision, k_splits), scored)
-
+    @functools.cache  # noqa: B019
     def routed(self, k_splits: int) -> Any:
-        trainer = functools.partial(self.trainer, "moe", "fp8", k_splits)
-        return self._once(("routed", k_splits), lambda: trainer().score_routed(routed_batch()))
+        rows, found = self.trainer("moe", "fp8", k_splits).score_routed(routed_batch())
+        return in_order(rows, found.logprobs), in_order(rows, found.routes)
 
+    @functools.cache  # noqa: B019
     def critic(self, k_splits: int) -> Any:
-        config = TrainerSection(**SETTINGS)
-        return self._once(("critic", k_splits), lambda: valued(self.layout, config, self.paths["moe"], k_splits))
+        return valued(self.layout, self.trainer("moe", "fp8", k_splits), self.paths["moe"])
 
+    @functools.cache  # noqa: B019
     def gradients(self, kind: str, k_splits: int) -> dict[str, Tensor]:
-        trainer = functools.partial(self.trainer, kind, "bf16", k_splits, dtype=torch.float32)
-        return self._once(("gradients", kind, k_splits), lambda: gradients(trainer()))
+        return gradients(self.trainer(kind, "bf16", k_splits, dtype=torch.float32))
 
+    @functools.cache  # noqa: B019
     def resumed(self, k_splits: int) -> tuple[Any, list[tuple[float, float]]]:
         """A trainer that has gone on from the checkpoint, and its two steps."""
-
-        def go_on() -> tuple[Any, list[tuple[float, float]]]:
-            trainer = self.trainer("moe", "fp8", k_splits)
-            trainer.load(self.checkpoint)
-            return trainer, two_steps(trainer)
-
-        return self._once(("resumed", k_splits), go_on)
+        trainer = self.trainer("moe", "fp8", k_splits)
+        trainer.load(self.checkpoint)
+        return trainer, two_steps(trainer)
 
 
 @pytest.fixture(scope="module")
 def one_rank(
-    make_trainer: MakeTrainer,
-    moe_path: Path,
-    dense_path: Path,
-    families: dict[str, Path],
-    checkpoint: Path,
-    layout: Layout,
+    make_trainer: MakeTrainer, paths: Models, layout: Layout, tmp_path_factory: pytest.TempPathFactory
 ) -> OneRank:
-    return OneRank(make_trainer, {"moe": moe_path, "dense": dense_path, **families}, checkpoint, layout)
+    return OneRank(make_trainer, paths, layout, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def outcome(
+    request: pytest.FixtureRequest, paths: Models, one_rank: OneRank, tmp_path_factory: pytest.TempPathFactory
+) -> Outcome:
+    config = TrainerSection(**SETTINGS, **LAYOUTS[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    case = Case(paths, one_rank.checkpoint, folder / "saved", request.param)
+    return Outcome(request.param, run_on_ranks(config, folder / "ranks", case), config, case.saved)
 
 
 def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: OneRank) -> None:
@@ -387,58 +338,56 @@ def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: OneRank) -> None:
 
 
 def test_a_critic_s_values_are_bit_equal_and_its_steps_those_of_one_rank(outcome: Outcome, one_rank: OneRank) -> None:
-    if outcome.name not in VALUED:
-        pytest.skip("its head is shared as in another layout")
-    (rows, expected), steps = one_rank.critic(outcome.config.tp)
-    assert expected.abs().max() > 0.1
-    place = torch.tensor(rows).argsort()
-    parts = [rank["critic"][0] for rank in outcome.ranks if rank["critic"][0] is not None]
-    for own_rows, values in parts:
-        assert torch.equal(values, expected[place[own_rows]])
-    assert sorted(row for own_rows, _ in parts for row in own_rows) == list(range(BATCH["rows"]))
-    for rank in outcome.ranks:
-        assert rank["critic"][1] == outcome.ranks[0]["critic"][1]
-        for found, wanted in zip(rank["critic"][1], steps, strict=True):
-            assert found == pytest.approx(wanted, rel=2e-2)
+    expected, steps = one_rank.critic(outcome.config.tp)
+    assert expected[1].abs().max() > 0.1
+    assert torch.equal(whole([rank["critic"][0] for rank in outcome.ranks]), in_order(*expected))
+    assert_close_steps([rank["critic"][1] for rank in outcome.ranks], steps)
+
+
+def assert_close_steps(of_ranks: list[list[tuple[float, float]]], expected: list[tuple[float, float]]) -> None:
+    """Loss and norm of steps: the same on each rank, and nearly those of one."""
+    for steps in of_ranks:
+        assert steps == of_ranks[0]
+        assert all(found == pytest.approx(wanted, rel=2e-2) for found, wanted in zip(steps, expected, strict=True))
 
 
 def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: OneRank) -> None:
     """Of padded rows, and of rows end to end."""
-    rows, expected = one_rank.routed(outcome.config.tp)
-    place = torch.tensor(rows).argsort()
+    if outcome.config.pp > 1:
+        pytest.skip("refused, as its ranks have seen")
+    logprobs, routes = one_rank.routed(outcome.config.tp)
     packed = [rank["packed"][1] for rank in outcome.ranks if "packed" in rank]
-    for said in ([rank["routed"] for rank in outcome.ranks], packed or [None]):
-        parts = [each for each in said if each is not None]
-        for own_rows, scored in parts:
-            assert torch.equal(scored.logprobs, expected.logprobs[place[own_rows]])
-            assert torch.equal(scored.routes, expected.routes[place[own_rows]])
-        everyone = sorted(row for own_rows, _ in parts for row in own_rows)
-        assert everyone == (list(range(BATCH["rows"])) if outcome.config.pp == 1 and said != [None] else [])
+    for said in filter(None, ([rank["routed"] for rank in outcome.ranks], packed)):
+        for name, expected in (("logprobs", logprobs), ("routes", routes)):
+            assert torch.equal(whole([(rows, getattr(found, name)) for rows, found in filter(None, said)]), expected)
 
 
-def test_rows_end_to_end_have_the_bits_of_padded_ones_and_their_gradients(outcome: Outcome) -> None:
+def test_rows_end_to_end_have_the_bits_of_padded_ones_and_their_gradients(outcome: Outcome, one_rank: OneRank) -> None:
     if outcome.config.cp > 1:
         pytest.skip("rows that ranks share are not laid end to end")
-    expected, found = outcome.scores("moe/fp8"), torch.full((BATCH["rows"], BATCH["longest"]), float("nan"))
-    for rank in outcome.ranks:
-        if rank["packed"][0] is not None:
-            rows, values = rank["packed"][0]
-            found[rows] = values
-    assert torch.equal(found, expected)
+    assert torch.equal(whole([rank["packed"][0] for rank in outcome.ranks]), outcome.scores("moe/fp8"))
+    packed = one_rank.trainer("moe", "fp8", outcome.config.tp, packing=True)
+    assert torch.equal(outcome.scores("trees"), in_order(*packed.score(conversations())))
     padded = outcome.union("gradients")
-    packed = {name: value for rank in outcome.ranks for name, value in rank["packed"][2].items()}
-    assert packed.keys() == padded.keys()
+    found = {name: value for rank in outcome.ranks for name, value in rank["packed"][2].items()}
+    assert found.keys() == padded.keys()
     for name, value in padded.items():
-        assert (packed[name] - value).norm() <= 1e-6 * value.norm(), name
+        assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
-def test_what_is_computed_once_more_changes_no_bit_but_of_the_head_s_gradient(outcome: Outcome) -> None:
-    if outcome.name not in RECOMPUTING:
-        pytest.skip("computes the same once more as another layout")
+def test_routers_biases_move_as_on_one_rank(outcome: Outcome, one_rank: OneRank) -> None:
+    alone = biases(one_rank.trainer("sigmoid", "fp8", outcome.config.tp, **BIASED))
+    assert len(alone) == 1 and all(bias.any() for bias in alone.values())
+    held = [rank["biases"] for rank in outcome.ranks if rank["biases"]]
+    assert len(held) == (1 if outcome.config.pp > 1 else 2)
+    assert all(torch.equal(*rank.values(), *alone.values()) for rank in held)
+
+
+def test_ranks_without_keys_count_the_saturated_ones_along(outcome: Outcome, one_rank: OneRank) -> None:
+    expected = saturated(one_rank.trainer("linear", "fp8", outcome.config.tp, kv=SATURATED))
+    assert 0.5 < expected < 1
     for rank in outcome.ranks:
-        different = rank["with less memory"]
-        assert different.pop(str(CHUNK)) in ([], ["output_layer.weight"])
-        assert different == {part: [] for part in RECOMPUTING[outcome.name]}
+        assert rank.get("saturated", expected) == pytest.approx(expected, rel=1e-12)
 
 
 def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: OneRank) -> None:
@@ -452,27 +401,27 @@ def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: OneRank)
                 assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
-def test_weights_leave_as_they_came(outcome: Outcome, moe_path: Path, families: dict[str, Path]) -> None:
-    written = dict(stored_tensors(outcome.saved.with_name("hf"), read_model(moe_path)))
-    left = [(moe_path, written), (moe_path, outcome.union("export"))]
-    left += [(families[kind], outcome.union(f"{kind} export")) for kind in FAMILIES.get(outcome.name, ())]
-    for path, found in left:
-        stored = load_file(path / "model.safetensors")
+def test_weights_leave_as_they_came(outcome: Outcome, paths: Models) -> None:
+    written = dict(stored_tensors(outcome.saved.with_name("hf"), read_model(paths["moe"])))
+    kinds = ("moe", *FAMILIES[outcome.name])
+    for kind, found in [("moe", written), *((kind, outcome.union(f"{kind} export")) for kind in kinds)]:
+        stored = load_file(paths[kind] / "model.safetensors")
         assert found.keys() == stored.keys()
         assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
-def test_what_one_rank_cannot_write_all_know_of_and_nothing_appears(outcome: Outcome) -> None:
+def test_what_one_rank_cannot_do_all_know_of(outcome: Outcome) -> None:
     assert [rank["one rank fails"] for rank in outcome.ranks] == ["no space left"] * len(outcome.ranks)
     assert not outcome.saved.with_name("failed").exists()
+    assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
+    assert "rows [0" in outcome.ranks[0]["non-finite"]
 
 
 def test_every_rank_hands_out_about_as_much_and_nothing_twice(outcome: Outcome) -> None:
-    names = [name for rank in outcome.ranks for name in rank["export"]]
+    names = [name for rank in outcome.ranks for name in rank["moe export"]]
     assert len(names) == len(set(names))
-    sizes = [sum(tensor.nbytes for tensor in rank["export"].values()) for rank in outcome.ranks]
-    largest = max(tensor.nbytes for rank in outcome.ranks for tensor in rank["export"].values())
-    assert max(sizes) - min(sizes) <= 2 * largest
+    sizes = [[tensor.nbytes for tensor in rank["moe export"].values()] for rank in outcome.ranks]
+    assert max(map(sum, sizes)) - min(map(sum, sizes)) <= 2 * max(map(max, sizes))
 
 
 def test_ranks_take_turns_and_say_for_whom_they_wait(outcome: Outcome) -> None:
@@ -487,56 +436,26 @@ def test_ranks_take_turns_and_say_for_whom_they_wait(outcome: Outcome) -> None:
 def test_a_checkpoint_moves_between_layouts(outcome: Outcome, one_rank: OneRank) -> None:
     trainer, expected = one_rank.resumed(outcome.config.tp)
     assert outcome.ranks[0]["extra"] == {"from": "one rank"}
-    for rank in outcome.ranks:
-        assert rank["resumed"] == outcome.ranks[0]["resumed"]
-        for found, wanted in zip(rank["resumed"], expected, strict=True):
-            assert found == pytest.approx(wanted, rel=2e-2)
+    assert_close_steps([rank["resumed"] for rank in outcome.ranks], expected)
     assert trainer.load(outcome.saved)["layout"]["tp"] == outcome.config.tp
     assert trainer.weight_version == 4
 
 
-def test_every_rank_learns_of_a_loss_that_is_not_finite(outcome: Outcome) -> None:
-    assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
-    assert "rows [0" in outcome.ranks[0]["non-finite"]
-
-
-def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, moe_path: Path) -> None:
-    """To the byte; what is quantized has been forgotten after an update."""
-    shape, numerics = read_shape(moe_path), NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, paths: Models) -> None:
+    """To the byte; what is quantized has been forgotten after an update. Gradients go in FP32, weights in BF16."""
+    config, shape, path = outcome.config, read_shape(paths["moe"]), paths["moe"]
     for rank, found in enumerate(outcome.ranks):
-        states = state_bytes(shape, outcome.config, numerics, "torch", rank)
+        numerics = NumericsConfig(spec=POW2)
+        states = state_bytes(shape, config, numerics, "torch", rank)
         for kind in ("parameters", "gradients", "masters", "moments"):
             held = sum(each.bytes for each in found["inventory"][0] if each.kind == kind)
             assert held == sum(getattr(state, kind) for state in states.values()), (rank, kind)
-    served = served_tensors(outcome.union("export").items(), numerics.spec, read_model(moe_path))
-    assert sum(tensor.nbytes for _, tensor in served) == served_bytes(shape, numerics.spec)
-
-
-def test_ranks_share_the_state_of_what_they_hold_alike_and_send_it_each_step(outcome: Outcome) -> None:
-    """Gradients in FP32, summed; weights gathered in BF16."""
-    config = outcome.config
-    shared = {False: config.copies, True: config.stage_size // config.ep}
-    for held, sent in (rank["inventory"] for rank in outcome.ranks):
-        for experts, ranks in shared.items():
-            sizes = dict.fromkeys(("gradients", "masters", "moments"), 0)
-            for each in held:
-                if each.kind in sizes and (".experts." in each.name) == experts:
-                    sizes[each.kind] += each.bytes
-            assert sizes["moments"] == 2 * sizes["masters"]
-            assert abs(sizes["masters"] * ranks - sizes["gradients"]) <= 0.05 * sizes["gradients"]  # cut where it falls
         for kind, form in (("gradients", "fp32"), ("parameters", "bf16")):
-            of_kind = [each for each in sent if each.kind == kind]
-            assert {each.format for each in of_kind} == {form}
-            assert {each.ranks for each in of_kind} == set(shared.values())
-    for kind in ("masters", "moments"):
-        total = sum(each.bytes for rank in outcome.ranks for each in rank["inventory"][0] if each.kind == kind)
-        whole = sum(
-            each.bytes / shared[".experts." in each.name]
-            for rank in outcome.ranks
-            for each in rank["inventory"][0]
-            if each.kind == "gradients"
-        )
-        assert total == (1 if kind == "masters" else 2) * whole
+            sent = [each for each in found["inventory"][1] if each.kind == kind]
+            assert {each.format for each in sent} == {form}
+            assert {each.ranks for each in sent} == {config.copies, config.stage_size // config.ep}
+    served = served_tensors(outcome.union("moe export").items(), POW2, read_model(path))
+    assert sum(tensor.nbytes for _, tensor in served) == served_bytes(shape, POW2)
 
 
 def test_every_rank_computes_as_the_precision_map_plans(outcome: Outcome) -> None:

@@ -18,19 +18,13 @@ from torch import Tensor
 
 from fp8rl.diagnose.audit import differences_of
 from fp8rl.diagnose.audit.observations import Observation
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import fake_quantize
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron.model_checks import check_training
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.definitions import SIZES, shape_of
-from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
+from tests.support.trainers import POW2, trainer_on
 
-POW2 = QuantSpec.preset("fp8_block_pow2")
 NARROW = ("bf16", "e4m3", "e5m2")
 BATCH: dict[str, Any] = {"rows": 6, "longest": 40}
 
@@ -68,21 +62,21 @@ class Case:
     folder: Path
 
     def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-        out = {wire: self._sum(layout, wire) for wire in NARROW}
-        steps = {
-            wire: self._step(layout, config.model_copy(update={"gradient_wire": wire})) for wire in ("fp32", *NARROW)
+        def keys(**changes: str) -> TrainerSection:
+            return config.model_copy(update=changes)
+
+        narrow = keys(gradient_wire="e5m2", weight_gather="e4m3")
+        return {
+            "sums": {wire: self._sum(layout, wire) for wire in NARROW},
+            "steps": {wire: self._step(layout, keys(gradient_wire=wire)) for wire in ("fp32", *NARROW)},
+            "gathers": {form: self._gathered(layout, keys(weight_gather=form)) for form in ("bf16", "e4m3")},
+            "audits": {"narrow": self._watched(layout, narrow, narrow), "wide": self._watched(layout, narrow, config)},
         }
-        gathers = {
-            form: self._gathered(layout, config.model_copy(update={"weight_gather": form})) for form in ("bf16", "e4m3")
-        }
-        narrow = config.model_copy(update={"gradient_wire": "e5m2", "weight_gather": "e4m3"})
-        audits = {form: self._watched(layout, narrow, plan) for form, plan in (("narrow", narrow), ("wide", config))}
-        return {"sums": out, "steps": steps, "gathers": gathers, "audits": audits}
 
     def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection) -> list[Observation]:
         from fp8rl.diagnose.audit.watch import watch_step
 
-        trainer, batch = self._trainer(layout, config), random_batch(**BATCH)
+        trainer, batch = trainer_on(layout, config, self.moe_path), random_batch(**BATCH)
         return watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, planned)
 
     def _sum(self, layout: Layout, wire: Any) -> dict[str, Any]:
@@ -101,7 +95,7 @@ class Case:
         }
 
     def _step(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-        trainer = self._trainer(layout, config)
+        trainer = trainer_on(layout, config, self.moe_path)
         batch = random_batch(**BATCH)
         with counted() as sent:
             norm = trainer.forward_backward(batch, cross_entropy(batch)).result.grad_norm
@@ -110,7 +104,7 @@ class Case:
     def _gathered(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         from fp8rl.trainer.modules.weights import named_weights
 
-        trainer = self._trainer(layout, config)
+        trainer = trainer_on(layout, config, self.moe_path)
         batch = random_batch(**BATCH)
         out: dict[str, Any] = {}
         for step in range(2):
@@ -125,7 +119,7 @@ class Case:
         out["in fp8"] = trainer.quantized_parameters()
         saved = self.folder / config.weight_gather
         trainer.save(saved, {})
-        resumed = self._trainer(layout, config)
+        resumed = trainer_on(layout, config, self.moe_path)
         resumed.load(saved)
         for each in (trainer, resumed):
             each.train_step(batch, cross_entropy(batch))
@@ -134,12 +128,6 @@ class Case:
         trainer.train_step(batch, cross_entropy(batch))
         out["bf16 trainer"] = {name: p.detach().clone() for name, p in named_weights(trainer.model)}
         return out
-
-    def _trainer(self, layout: Layout, config: TrainerSection) -> Any:
-        from fp8rl.trainer.trainer import Trainer
-
-        numerics = NumericsConfig(spec=POW2, trainer="fp8")
-        return Trainer(self.moe_path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=LENGTH)
 
 
 def numbers(rank: int) -> Tensor:
@@ -157,6 +145,9 @@ def group_max(x: Tensor) -> Tensor:
     return groups.amax(1).repeat_interleave(128)[: len(x)]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def ranks(moe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     config = TrainerSection(dp=2, lr=1e-2, warmup_steps=0, micro_batch_tokens=256)
@@ -164,7 +155,6 @@ def ranks(moe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     return run_on_ranks(config, folder / "ranks", Case(moe_path, folder))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wire", "error", "share"), [("bf16", 2**-8, 0.5), ("e4m3", 2**-4, 0.26), ("e5m2", 2**-3, 0.26)]
 )
@@ -181,7 +171,6 @@ def test_a_sum_is_that_of_the_rounded_parts(ranks: Any, wire: str, error: float,
         assert not found["broken"].isfinite().all() if rank == 0 else found["broken"].isfinite().all()
 
 
-@pytest.mark.slow
 def test_a_step_sends_a_quarter_in_fp8_and_its_gradients_are_nearly_the_same(ranks: Any) -> None:
     for rank in ranks:
         steps = rank["steps"]
@@ -193,7 +182,6 @@ def test_a_step_sends_a_quarter_in_fp8_and_its_gradients_are_nearly_the_same(ran
         assert steps["e4m3"]["said"] == steps["e5m2"]["said"] <= 0.27 * steps["fp32"]["said"]
 
 
-@pytest.mark.slow
 def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(ranks: Any) -> None:
     """Two steps with each gather give the same log-probabilities, bit for bit."""
     for rank in ranks:
@@ -210,39 +198,10 @@ def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(
             assert torch.equal(coded["weights"][name], ranks[0]["gathers"]["e4m3"]["weights"][name])
         assert plain["resumed"] and coded["resumed"]
         assert any(not torch.equal(coded["weights"][name], plain["weights"][name]) for name in quantized)
+    for name, weight in plain["bf16 trainer"].items():  # which has gathered BF16
+        torch.testing.assert_close(coded["bf16 trainer"][name], weight, rtol=0.02, atol=2e-2)
 
 
-@pytest.mark.slow
-def test_a_trainer_that_falls_back_to_bf16_gathers_bf16(ranks: Any) -> None:
-    for name, weight in ranks[0]["gathers"]["bf16"]["bf16 trainer"].items():
-        torch.testing.assert_close(ranks[0]["gathers"]["e4m3"]["bf16 trainer"][name], weight, rtol=0.02, atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("config", "spec", "said"),
-    [
-        ({"weight_gather": "e4m3", "dp": 2}, QuantSpec.preset("bf16"), "found 'e4m3 with a BF16 trainer'"),
-        ({"weight_gather": "e4m3", "dp": 2}, POW2.override({"weight": {"granularity": "channel"}}), "channel"),
-    ],
-)
-def test_weights_that_would_not_arrive_as_the_forwards_own_are_refused(config: Any, spec: QuantSpec, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check_training(shape_of(SIZES), TrainerSection(**config), spec)
-
-
-@pytest.mark.parametrize(
-    ("config", "spec"),
-    [
-        ({"gradient_wire": "e5m2", "dp": 2}, QuantSpec.preset("bf16")),
-        ({"gradient_wire": "e5m2", "tp": 2}, POW2),  # the experts are not split: two ranks train each
-        ({"weight_gather": "e4m3", "dp": 2}, QuantSpec.preset("ironwood")),
-    ],
-)
-def test_what_is_sent_may_be_sent_narrow(config: Any, spec: QuantSpec) -> None:
-    check_training(shape_of(SIZES), TrainerSection(**config), spec)
-
-
-@pytest.mark.slow
 def test_an_audit_finds_what_a_wire_carries(ranks: Any) -> None:
     """As planned; and beside a plan of wide wires, as two differences."""
     for rank in ranks:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,24 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import check_stored
-from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH, token_by_token, write_family
+from tests.support.models import token_by_token, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, scored, trainer_on
 
 pytestmark = pytest.mark.slow
 
+WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 256}
 FAMILIES = {
+    "qwen3_moe": TinyModel(hidden=256, heads=4, kv_heads=2),
+    "qwen3": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, experts=0),
     "qwen2": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2"),
     "qwen2-tied": TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=256, family="qwen2", tied=True),
-    "glm4_moe": TinyModel(
-        layers=3, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, top_k=3, family="glm4_moe"
-    ),
+    "glm4_moe": TinyModel(layers=3, **WIDE, experts=8, top_k=3, family="glm4_moe"),
     "deepseek_v3": TinyModel(layers=3, hidden=256, heads=4, experts=8, top_k=3, family="deepseek_v3", yarn=True),
     "moonlight": TinyModel(layers=2, hidden=256, heads=2, family="deepseek_v3", groups=1, q_rank=0),
     "glm4_moe_lite": TinyModel(layers=2, hidden=256, heads=2, family="glm4_moe_lite", groups=1),
@@ -49,7 +49,7 @@ FAMILIES = {
     "olmoe": TinyModel(hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
 LINEAR = ("qwen3_next", "qwen3_5_moe", "qwen3_5")
-LIKE_OTHERS = ("qwen2-tied", "moonlight", "glm4_moe_lite", "deepseek_v32", "mistral", "mixtral", "qwen3_5")
+LIKE_OTHERS = ("qwen3", "qwen2-tied", "moonlight", "glm4_moe_lite", "deepseek_v32", "mistral", "mixtral", "qwen3_5")
 """Their ops are those of another in sizes or names."""
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -66,14 +66,14 @@ def write(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 
 def test_every_architecture_is_compared_with_transformers() -> None:
-    """Qwen3 and Qwen3-MoE in test_model.py."""
-    assert {shape.family for shape in FAMILIES.values()} | {"qwen3"} == set(TinyModel.families())
+    assert {shape.family for shape in FAMILIES.values()} == set(TinyModel.families())
 
 
-@each_family
-def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
-    path = write(folder, name, torch.float32)
-    trainer = make_trainer(path, dtype=torch.float32)
+APART = {"qwen3": 1e-5, "qwen3_moe": 1e-5}
+
+
+def assert_logits(path: Path, trainer: Any, apart: float) -> None:
+    """The trainer's logits in FP32 are those of transformers, whose indexers choose every key."""
     tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = trainer.model(tokens, position_ids=None, attention_mask=None)
@@ -81,41 +81,49 @@ def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: M
         expected = choosing(model, tokens.shape[1])(tokens, use_cache=False).logits
         fewer = choosing(model, tokens.shape[1] - 1)(tokens, use_cache=False).logits
     assert expected.abs().max() > 1
-    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=apart)
     assert torch.equal(fewer[:, :-1], expected[:, :-1])
     assert torch.equal(fewer, expected) != any(map(trainer.definition.sizes.keeps, model.state_dict()))
 
 
-@pytest.mark.parametrize(("mode", "apart"), [("exact", 2e-5), ("native", 1e-4)])
+@each_family
+def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
+    path = write(folder, name, torch.float32)
+    assert_logits(path, make_trainer(path, dtype=torch.float32), APART.get(name, 2e-5))
+
+
+ONE, PLAIN = {"num_experts_per_tok": 1}, {"norm_topk_prob": False}
+ROUTERS = [(name, changes) for name in ("qwen3_moe", "glm4_moe") for changes in (PLAIN, ONE, ONE | PLAIN)]
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize(
-    "changes",
-    [{"norm_topk_prob": False}, {"num_experts_per_tok": 1}, {"num_experts_per_tok": 1, "norm_topk_prob": False}],
-    ids=str,
+    ("name", "changes"), [*ROUTERS, ("qwen3_moe", {}), ("qwen3", {}), ("qwen3", {"tie_word_embeddings": True})], ids=str
 )
-def test_sigmoid_routers_of_every_form_equal_transformers_in_both_modes(
-    changes: dict[str, Any], mode: str, apart: float, tmp_path: Path, make_trainer: MakeTrainer
+def test_routers_of_every_form_equal_transformers_in_both_modes(
+    name: str, changes: dict[str, Any], mode: str, folder: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    path = write_family(tmp_path / "model", FAMILIES["glm4_moe"], torch.float32)
-    config = json.loads((path / "config.json").read_text()) | {"routed_scaling_factor": 2.5} | changes
+    path = tmp_path / "model"
+    shutil.copytree(write(folder, name, torch.float32), path)
+    config = json.loads((path / "config.json").read_text()) | changes
+    config |= {"routed_scaling_factor": 2.5} if name == "glm4_moe" else {}
     (path / "config.json").write_text(json.dumps(config))
-    trainer = make_trainer(path, dtype=torch.float32, mode=mode)
-    tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        logits = trainer.model(tokens, position_ids=None, attention_mask=None)
-        expected = theirs(path)(tokens, use_cache=False).logits
-    torch.testing.assert_close(logits, expected, rtol=0, atol=apart)
+    if config["tie_word_embeddings"]:
+        stored = load_file(path / "model.safetensors")
+        del stored["lm_head.weight"]
+        save_file(stored, path / "model.safetensors", {"format": "pt"})
+    assert_logits(
+        path, make_trainer(path, dtype=torch.float32, mode=mode), APART.get(name, 2e-5) if mode == "exact" else 1e-4
+    )
 
 
-def test_megatrons_own_rotation_has_the_frequencies_of_a_lengthened_context(
-    folder: Path, make_trainer: MakeTrainer
-) -> None:
+def test_megatrons_rotation_has_frequencies_of_a_lengthened_context(folder: Path, make_trainer: MakeTrainer) -> None:
     path, tokens = write(folder, "llama", torch.float32), torch.arange(8, 78)[None]
     mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).triu(1)
     trainer = make_trainer(path, dtype=torch.float32, mode="native")
     with torch.no_grad():
         logits = trainer.model(tokens, position_ids=None, attention_mask=mask)
-        expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
-    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(logits, theirs(path)(tokens).logits, rtol=0, atol=2e-5)
 
 
 def choosing(model: Any, keys: int) -> Any:
@@ -127,9 +135,7 @@ def choosing(model: Any, keys: int) -> Any:
 
 
 @each_family
-def test_every_tensor_is_that_of_the_formula_and_comes_back_from_a_checkpoint(
-    name: str, folder: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_every_tensor_is_saved_and_loaded(name: str, folder: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     path, batch = write(folder, name), random_batch(2, 60)
     trained, fresh = make_trainer(path, "fp8"), make_trainer(path, "fp8")
     stored, exported = load_file(path / "model.safetensors"), dict(fresh.export_weights())
@@ -152,14 +158,11 @@ def test_every_tensor_is_that_of_the_formula_and_comes_back_from_a_checkpoint(
 
 
 @pytest.mark.parametrize("name", [each for each in FAMILIES if each not in LIKE_OTHERS])
-def test_rows_end_to_end_have_the_bits_of_padded_ones_and_native_mode_those_but_for_rounding(
-    name: str, folder: Path, make_trainer: MakeTrainer
-) -> None:
+def test_native_mode_is_exact_mode_but_for_rounding_packed(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
     path, batch = write(folder, name), random_batch(2, 60)
 
     def scores(precision: str, **changes: Any) -> Tensor:
-        rows, scored = make_trainer(path, precision, **changes).score(batch)
-        return scored[torch.tensor(rows).argsort()]
+        return scored(make_trainer(path, precision, **changes), batch)
 
     for precision, apart in (("bf16", 0.05), ("fp8", 0.25)):  # native mode quantizes latents, too
         exact = scores(precision)
@@ -185,12 +188,10 @@ def test_draft_layers_and_indexers_are_kept_as_they_are(tmp_path: Path, make_tra
     assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen2", "llama", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight", *LINEAR]
+    "name", ["qwen3_moe", "qwen2", "llama", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight", *LINEAR]
 )
 def test_gradients_are_those_of_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
-    """Of every tensor but experts, which transformers holds together."""
     path, batch = write(folder, name, torch.float32), random_batch()
     model = theirs(path)
     model.model.embed_tokens.padding_idx = None  # whose gradient torch leaves out, and whose token random batches have
@@ -205,20 +206,22 @@ def test_gradients_are_those_of_transformers(name: str, folder: Path, make_train
     for parameter, gradient in gradients(make_trainer(path, dtype=torch.float32)).items():
         rows = table.in_megatron[parameter]
         for row, part in zip(rows, table.split(gradient, rows), strict=True):
-            if row.expert is None:
-                torch.testing.assert_close(part, found[row.name], rtol=1e-3, atol=1e-6)
-                compared.add(row.name)
-    assert compared == {key for key in found if ".experts." not in key}
+            key, expected = row.name, found.get(row.name)
+            if row.expert is not None:  # transformers holds a layer's experts together, gate and up in one
+                down = row.kind.endswith("down_proj")
+                key = f"{row.name.partition('.experts.')[0]}.experts.{'down_proj' if down else 'gate_up_proj'}"
+                expected = found[key][row.expert]
+                expected = expected if down else expected.chunk(2)[row.kind.endswith("up_proj")]
+            torch.testing.assert_close(part, expected, rtol=1e-3, atol=1e-6)
+            compared.add(key)
+    assert compared == found.keys()
 
 
-@pytest.mark.slow
-def test_gradients_of_vectors_on_two_ranks_are_those_of_one(
-    folder: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_vectors_gradients_on_two_ranks_are_as_on_one(folder: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """Biases and norms, which ranks share in ways of their own."""
     names = ("qwen2", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_next")
     paths = {name: write(folder, name, torch.float32) for name in names}
-    ranks = run_on_ranks(TrainerSection(lr=1e-3, tp=2), tmp_path / "ranks", Gradients(paths))
+    ranks = run_on_ranks(TrainerSection(lr=1e-3, tp=2), tmp_path / "ranks", partial(gradients_of_all, paths))
     for name, path in paths.items():
         for parameter, gradient in gradients(make_trainer(path, dtype=torch.float32)).items():
             if gradient.dim() == 1:
@@ -227,52 +230,16 @@ def test_gradients_of_vectors_on_two_ranks_are_those_of_one(
                 torch.testing.assert_close(whole, gradient, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_stages_whose_layers_are_not_alike_hold_and_export_every_tensor(folder: Path, tmp_path: Path) -> None:
-    """The first stage's layer is dense, and the first layer of the second one is not."""
-    path = write(folder, "moonlight")
-    ranks = run_on_ranks(TrainerSection(lr=1e-3, pp=2), tmp_path / "ranks", Export(path))
-    stored, exported = load_file(path / "model.safetensors"), ranks[0] | ranks[1]
-    assert len(ranks[0]) + len(ranks[1]) == len(stored) and exported.keys() == stored.keys()
-    assert all(torch.equal(exported[key], tensor) for key, tensor in stored.items())
+def gradients_of_all(paths: dict[str, Path], layout: Layout, config: TrainerSection) -> dict[str, dict[str, Tensor]]:
+    """The gradients of a rank's parameters, by their names, for one batch in FP32, of each model."""
+    made = {name: trainer_on(layout, config, path, "bf16", dtype=torch.float32) for name, path in paths.items()}
+    return {name: gradients(trainer) for name, trainer in made.items()}
 
 
 def theirs(path: Path) -> PreTrainedModel:
     """transformers' model in FP32, with its rule of linear attention that goes token by token: that in chunks is up to
     5e-5 of a logit away from it."""
     return token_by_token(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-
-
-@dataclass(frozen=True)
-class Export:
-    """What a rank hands out of a model."""
-
-    path: Path
-
-    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Tensor]:
-        from fp8rl.trainer.trainer import Trainer
-
-        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-        sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
-        trainer = Trainer(self.path, config, numerics, layout, **sizes)
-        return {name: tensor.clone() for name, tensor in trainer.export_weights()}
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """The gradients of a rank's parameters, by their names, for one batch in FP32, of each model."""
-
-    paths: dict[str, Path]
-
-    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, dict[str, Tensor]]:
-        from fp8rl.trainer.trainer import Trainer
-
-        numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16", k_splits=config.tp)
-        sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
-        return {
-            name: gradients(Trainer(path, config, numerics, layout, dtype=torch.float32, **sizes))
-            for name, path in self.paths.items()
-        }
 
 
 def gradients(trainer: Any) -> dict[str, Tensor]:

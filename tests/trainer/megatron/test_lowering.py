@@ -2,68 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig, optimizer_config
 
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import OptimizerSection, TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron.lowering import Lowering, lower
+from fp8rl.trainer.megatron.lowering import Lowering, lower, lower_optimizer
 from tests.support.definitions import SIZES, shape_of
 from tests.support.lowering import DEFAULT, FP8, FUSED, RECIPE, native
 from tests.support.paths import CONFIGS
 
-POW2 = QuantSpec.preset("fp8_block_pow2")
-# Megatron 0.16.1: TransformerConfig.
-# TransformerEngine 2.20.2: what `Float8BlockScaling()` has without any environment variable.
 FP32_SCALES = {f"fp8_quant_{role}.power_2_scale": False for role in ("fwd_inp", "fwd_weight", "bwd_grad")}
+OF_FP32 = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NVTE_BACKWARD_OVERRIDE": None}
+OF_BF16 = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": None, "NVTE_BACKWARD_OVERRIDE": "dequantized"}
+DEQUANTIZED = {"environment": OF_BF16, "recipe": {**RECIPE, "backward_override": "dequantized"}}
 
 
-def test_the_default_spec() -> None:
-    assert lower(native(), True) == DEFAULT
-
-
-def test_fp32_scales_are_the_environments() -> None:
-    assert lower(native(preset="fp8_block_fp32"), True) == replace(
-        DEFAULT,
-        environment={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NVTE_BACKWARD_OVERRIDE": None},
-        recipe={**RECIPE, **FP32_SCALES},
-    )
-
-
-def test_e5m2_gradients_are_hybrid() -> None:
-    assert lower(native(gradient={"format": "e5m2"}), True) == replace(
-        DEFAULT, config={**FP8, "fp8": "hybrid"}, recipe={**RECIPE, "fp8_format.name": "HYBRID"}
-    )
+def ends(first: int, last: int) -> dict[str, Any]:
+    layers = {"num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
+    return {"config": {**FP8, "first_last_layers_bf16": True, **layers}}
 
 
 @pytest.mark.parametrize(
-    "numerics", [native("fp8_forward", gradient={"format": "e5m2"}), native(gradient={"format": "bf16"})]
+    ("numerics", "changes"),
+    [
+        (native(), {}),
+        (native(preset="fp8_block_fp32"), {"environment": OF_FP32, "recipe": {**RECIPE, **FP32_SCALES}}),
+        (
+            native(gradient={"format": "e5m2"}),
+            {"config": {**FP8, "fp8": "hybrid"}, "recipe": {**RECIPE, "fp8_format.name": "HYBRID"}},
+        ),
+        (native("fp8_forward", gradient={"format": "e5m2"}), DEQUANTIZED),
+        (native(gradient={"format": "bf16"}), DEQUANTIZED),
+        (native(first_layers_bf16=1, last_layers_bf16=2), ends(1, 2)),
+        (native(last_layers_bf16=1), ends(0, 1)),
+    ],
 )
-def test_bf16_gradients_are_those_of_the_dequantized_operands(numerics: NumericsConfig) -> None:
-    assert lower(numerics, True) == replace(
-        DEFAULT,
-        environment={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": None, "NVTE_BACKWARD_OVERRIDE": "dequantized"},
-        recipe={**RECIPE, "backward_override": "dequantized"},
-    )
-
-
-@pytest.mark.parametrize(("first", "last"), [(1, 2), (0, 1), (3, 0)])
-def test_layers_in_bf16(first: int, last: int) -> None:
-    layers = {"num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
-    numerics = native(first_layers_bf16=first, last_layers_bf16=last)
-    assert lower(numerics, True) == replace(DEFAULT, config={**FP8, "first_last_layers_bf16": True, **layers})
-
-
-@pytest.mark.parametrize("numerics", [native("bf16"), native("bf16", "bf16", "bf16")])
-def test_a_bf16_trainer_has_no_fp8(numerics: NumericsConfig) -> None:
-    assert lower(numerics, True) == Lowering(transformer_engine=True, config=FUSED)
+def test_what_differs_from_the_default(numerics: NumericsConfig, changes: dict[str, Any]) -> None:
+    assert lower(numerics, True) == replace(DEFAULT, **changes)
 
 
 def mxfp8(**changes: Any) -> NumericsConfig:
@@ -84,10 +68,12 @@ def test_mxfp8_is_a_recipe_of_its_own() -> None:
         lower(mxfp8(activation={"scale": "pow2", "group": 128}), True)
 
 
-def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine() -> None:
-    assert lower(NumericsConfig(spec=POW2), True) == Lowering()
+def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine_nor_fp8_of_a_bf16_trainer() -> None:
+    assert lower(NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")), True) == Lowering()
     assert lower(native(), False) == Lowering()
     assert lower(native(weight={"granularity": "channel"}, rollout="bf16"), False) == Lowering()
+    for numerics in (native("bf16"), native("bf16", "bf16", "bf16")):
+        assert lower(numerics, True) == Lowering(transformer_engine=True, config=FUSED)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +81,8 @@ def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine() -> Non
     [
         ({"weight": {"granularity": "channel"}}, "numerics.weight.granularity: found 'channel', expected block, as"),
         ({"weight": {"format": "e5m2"}}, "numerics.weight.format: found 'e5m2', expected e4m3"),
-        ({"weight": {"group": 64}}, "numerics.weight.group: found 64, expected 128"),
-        ({"activation": {"granularity": "tensor"}}, "numerics.activation.granularity: found 'tensor', expected token_"),
         ({"activation": {"group": 32}}, "numerics.activation.group: found 32, expected 128"),
-        ({"activation": {"scale": "fp32"}}, "numerics.activation.scale: found 'fp32', expected pow2"),
-        ({"gradient": {"granularity": "channel"}}, "numerics.gradient.granularity: found 'channel', expected token_gr"),
         ({"gradient": {"scale": "fp32"}}, "numerics.gradient.scale: found 'fp32', expected pow2"),
-        ({"weight": {"scale": "e8m0"}}, "numerics.weight.scale: found 'e8m0', expected pow2 or fp32, as"),
         ({"activation": {"fixed": 224.0}}, "numerics.activation.fixed: found 224.0, expected null, as"),
         ({"gradient": {"rounding": "stochastic"}}, "numerics.gradient.rounding: found 'stochastic', expected nearest"),
         ({"scope": ["o_proj"]}, r"numerics.scope: found \['o_proj'\], expected all module kinds"),
@@ -141,3 +122,36 @@ def test_the_config_is_one_that_megatron_takes(layout: Layout, monkeypatch: pyte
             model.sizes, megatron_families(model), TrainerSection(), torch.bfloat16, "native", lowering
         )
         assert not config.apply_rope_fusion
+
+
+def memory(fp8: bool = False, transformer_engine: bool = True, cuda: bool = True, **keys: Any) -> dict[str, Any]:
+    return lower_optimizer(OptimizerSection(**keys), fp8, cuda=cuda, transformer_engine=transformer_engine)
+
+
+def test_the_optimizers_memory_keys_in_megatrons_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = memory(offload=True)
+    names = {"use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction"}
+    assert asked == dict.fromkeys(names, 1)
+    monkeypatch.setattr(optimizer_config, "is_te_min_version", lambda version: True)
+    known = OptimizerConfig(bf16=True, use_distributed_optimizer=True, **asked)
+    # Else Megatron clones FP32 masters on the GPU, and the offloading optimizer only copies them.
+    assert known.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    in_bf16 = memory(moments="bf16")
+    assert in_bf16.keys() <= {field.name for field in fields(OptimizerConfig)}
+    assert in_bf16["exp_avg_dtype"] == in_bf16["exp_avg_sq_dtype"] == torch.bfloat16
+    assert not in_bf16["store_param_remainders"] and "main_params_dtype" not in in_bf16
+    assert memory(True) == memory(offload=True, cuda=False, transformer_engine=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "fp8", "said"),
+    [
+        ({"offload": True}, True, "trainer.optimizer.offload: found 'true with weights .*Megatron-LM#2407"),
+        ({"offload": True}, False, "trainer.optimizer.offload: found 'true without TransformerEngine'"),
+        ({"moments": "bf16"}, False, "trainer.optimizer.moments: found 'bf16', expected fp32 where"),
+        ({"moments": "bf16", "offload": True}, False, "found moments=bf16 with offload=true"),
+    ],
+)
+def test_what_megatrons_optimizer_cannot_do_is_refused(keys: dict[str, Any], fp8: bool, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        memory(fp8, fp8, **keys)

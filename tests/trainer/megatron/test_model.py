@@ -1,16 +1,19 @@
-"""The model against transformers, its weights against their file, and the row-invariance of its log-probabilities."""
+"""The model: its weights against their file, rows that stand alone, on Triton's kernels, interpreted without a GPU, and
+against a forward written from docs/exactness.md."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import tests.support.interpreter  # noqa: F401
+from examples.upcycle import upcycle
 from fp8rl.models import read_model
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
@@ -19,40 +22,16 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules.precision import Precision
-from tests.support.batches import random_batch
-from tests.support.models import LENGTH, VOCAB, reference, write_model
-from tests.support.trainers import MakeTrainer
-
-KINDS: dict[str, dict[str, Any]] = {
-    "moe": {},
-    "moe_unnormalised": {"norm_topk_prob": False},
-    "moe_of_one": {"num_experts_per_tok": 1},
-    "moe_of_one_unnormalised": {"num_experts_per_tok": 1, "norm_topk_prob": False},
-    "dense": {"moe": False},
-    "dense_tied": {"moe": False, "tie_word_embeddings": True},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "apart"), [("exact", 1e-5), ("native", 1e-4)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_fp32_logits_equal_transformers(
-    kind: str, mode: str, apart: float, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
-    path = write_model(tmp_path / "m", dtype=torch.float32, **KINDS[kind])
-    trainer = make_trainer(path, dtype=torch.float32, mode=mode)
-    tokens = torch.randint(0, VOCAB, (3, 70), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        logits = trainer.model(tokens, position_ids=None, attention_mask=None)
-        expected = reference(path)(tokens).logits
-    assert expected.abs().max() > 1
-    torch.testing.assert_close(logits, expected, rtol=0, atol=apart)
+from lab.bench.float64 import logprobs
+from lab.bench.rounded import Rounded
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import LENGTH, write_model
+from tests.support.padded import dense
+from tests.support.trainers import MakeTrainer, scored
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
-def test_every_parameter_is_made_where_the_model_runs(
-    mode: str, moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_are_on_the_gpu(mode: str, moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, which is another device than the one that torch takes by default."""
     from fp8rl.trainer.megatron.model import build_model
 
@@ -65,9 +44,7 @@ def test_every_parameter_is_made_where_the_model_runs(
     assert any("router" in name for name in parameters)
 
 
-def test_exported_directory_has_the_weights_and_the_other_files(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_an_exported_directory_has_every_file(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     (moe_path / "tokenizer.json").write_text("{}")
     out = tmp_path / "out"
     make_trainer(moe_path).export_hf(out)
@@ -78,7 +55,6 @@ def test_exported_directory_has_the_weights_and_the_other_files(
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("moe", [True, False])
 def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(
@@ -86,7 +62,7 @@ def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(
 ) -> None:
     trainer = make_trainer(moe_path if moe else dense_path, precision, micro_batch_tokens=4096)
     batch = random_batch(rows=10, longest=330, temperature=0.7)
-    _, together = _ordered(trainer.score(batch))
+    together = scored(trainer, batch)
     for row in (0, 4, 9):
         length = int(batch.lengths[row])
         _, alone = trainer.score(batch.select([row]))
@@ -95,53 +71,75 @@ def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(
         assert not together[row, length:].any()
 
 
-def test_fp8_differs_from_bf16(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    batch = random_batch()
-    scores = [_ordered(make_trainer(moe_path, precision).score(batch))[1] for precision in ("bf16", "fp8")]
-    assert (scores[0] - scores[1]).abs().mean() > 1e-3
-
-
 def test_the_number_of_k_slices_is_part_of_the_result(dense_path: Path, make_trainer: MakeTrainer) -> None:
     # In BF16: sums of FP8 products are so short that FP32 mostly adds them exactly, in any order.
-    batch = random_batch()
-    scores = [make_trainer(dense_path, "bf16", k_splits=splits).score(batch)[1] for splits in (1, 2)]
-    assert not torch.equal(scores[0], scores[1])
-    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=0.5)
+    one, two = (scored(make_trainer(dense_path, "bf16", k_splits=splits), random_batch()) for splits in (1, 2))
+    assert not torch.equal(one, two)
+    torch.testing.assert_close(one, two, rtol=0, atol=0.5)
+    packed = {"mode": "native", "packing": True}
+    for keys, said in (
+        ({"tp": 2}, r"numerics\.k_splits: found 1, expected trainer\.tp=2"),
+        (packed, "trainer.packing"),
+    ):
+        with pytest.raises(UserError, match=said):
+            make_trainer(dense_path, **keys)
 
 
-def test_tensor_parallelism_with_other_k_splits_is_refused(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    with pytest.raises(UserError, match=r"numerics\.k_splits: found 1, expected trainer\.tp=2"):
-        make_trainer(moe_path, tp=2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"model_type": "llama"}, "model_type"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type"),
-        ({"head_dim": 96}, "head_dim"),
-        ({"moe_intermediate_size": 192}, "moe_intermediate_size"),
-    ],
-)
-def test_a_model_that_does_not_fit_is_refused_by_name(
-    changes: dict, named: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_directory_that_does_not_fit_is_refused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    """Every kind of it, in tests/models."""
     config = json.loads((moe_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(UserError, match=named):
-        make_trainer(tmp_path, "fp8")
+    for written, named in ((None, r"config\.json"), ({}, "safetensors"), ({"head_dim": 96}, "head_dim")):
+        if written is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config | written))
+        with pytest.raises(UserError, match=named):
+            make_trainer(tmp_path, "fp8")
 
 
-def test_a_directory_without_weights_is_refused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    with pytest.raises(UserError, match=r"config\.json"):
-        make_trainer(tmp_path)
-    (tmp_path / "config.json").write_text((moe_path / "config.json").read_text())
-    with pytest.raises(UserError, match="safetensors"):
-        make_trainer(tmp_path)
+pytestmark = pytest.mark.slow
 
 
-def _ordered(scored: tuple[list[int], torch.Tensor]) -> tuple[list[int], torch.Tensor]:
-    rows, logprobs = scored
-    return sorted(rows), logprobs[torch.tensor(rows).argsort()]
+@pytest.fixture(scope="module")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter takes a millisecond for a tile and step: one layer, one head, four experts."""
+    changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}
+    return write_model(tmp_path_factory.mktemp("small"), num_experts=4, **changes)
+
+
+def test_a_row_has_the_same_logprobs_alone_and_in_a_batch(small_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(small_path, "fp8", micro_batch_tokens=4096)
+    batch = random_batch(rows=2, longest=12, temperature=0.7)
+    with using("triton"):
+        rows, scored = trainer.score(batch)
+        _, (alone,) = trainer.score(batch.select([0]))
+    together = scored[torch.tensor(rows).argsort()][0]
+    assert alone[1:].abs().min() > 0
+    assert torch.equal(alone, together)
+
+
+def test_loss_and_gradients_are_close_to_the_definitions(small_path: Path, make_trainer: MakeTrainer) -> None:
+    """In FP8, in which the router, the embedding and the head are products in BF16."""
+    batch, found = random_batch(rows=3, longest=12), {}
+    for implementation in ("torch", "triton"):
+        with using(implementation):
+            trainer = make_trainer(small_path, "fp8")
+            result = trainer.forward_backward(batch, cross_entropy(batch)).result
+        found[implementation] = (result, {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()})
+    (expected, gradients), (result, others) = found["torch"], found["triton"]
+    assert abs(result.loss - expected.loss) < 2e-3 * expected.loss
+    for name, gradient in gradients.items():
+        assert (others[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("mixture", [False, True], ids=["dense", "mixture"])
+def test_a_second_forward_agrees_with_the_trainer(mixture: bool, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    path = dense(tmp_path / "dense", torch.bfloat16)
+    if mixture:
+        upcycle(path, path := tmp_path / "mixture", layers=1)
+    batch, forward = random_batch(), Rounded(path)
+    rows, scored = make_trainer(path, precision="fp8").score(batch)
+    apart = []
+    for row, found in zip(rows, scored, strict=True):
+        tokens, targets = batch.tokens[row], int(batch.lengths[row]) - 1
+        expected = logprobs(forward(tokens), tokens, len(tokens) - 1)
+        apart.append((found[1:] - expected)[:targets].abs())
+    assert torch.cat(apart).le(1e-6).float().mean() >= 0.98

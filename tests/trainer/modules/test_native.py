@@ -1,28 +1,24 @@
-"""Native mode: Megatron's own ops against transformers, its layouts against one rank, and its FP8 products."""
+"""Native mode against exact mode and over ranks, and the precision of a live trainer in both."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.step.objective import RankPassResult
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH
+from tests.support.models import EXPERTS
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, Models, in_order, trainer_on
 
 pytestmark = pytest.mark.slow
 
@@ -32,16 +28,11 @@ PRECISIONS = ("bf16", "fp8")
 LAYOUT = {"tp": 2, "ep": 2}
 
 
-@pytest.fixture(scope="module")
-def make(make_trainer: MakeTrainer) -> MakeTrainer:
-    return functools.partial(make_trainer, mode="native")
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_every_op_but_the_fp8_products_is_megatrons(
-    precision: str, moe_path: Path, dense_path: Path, make: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+    precision: str, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainers = [make(path, precision) for path in (moe_path, dense_path)]
+    trainers = [make_trainer(path, precision, mode="native") for path in (moe_path, dense_path)]
     for name, _ in inspect.getmembers(ops, inspect.isfunction):
         if name not in ("fp8_linear", "token_logprobs", "trained_operand", "weight_operand", "group_operand"):
             monkeypatch.setattr(ops, name, None)
@@ -50,20 +41,18 @@ def test_every_op_but_the_fp8_products_is_megatrons(
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_it_computes_what_exact_mode_does_but_for_rounding(
-    kind: str, moe_path: Path, dense_path: Path, make: MakeTrainer, make_trainer: MakeTrainer
-) -> None:
+def test_it_computes_as_exact_mode_but_for_rounding(kind: str, models: Models, make_trainer: MakeTrainer) -> None:
     """The modes' distance is far below that of the precisions."""
-    path = moe_path if kind == "moe" else dense_path
-    bf16, fp8 = (make(path, precision).score(random_batch())[1] for precision in PRECISIONS)
+    path = models[kind]
+    bf16, fp8 = (make_trainer(path, precision, mode="native").score(random_batch())[1] for precision in PRECISIONS)
     exact = make_trainer(path, "fp8").score(random_batch())[1]
     assert 0 < (fp8 - exact).abs().mean() < 0.6 * (fp8 - bf16).abs().mean()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Path, make: MakeTrainer) -> None:
+def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     """And not their hidden state, which is quantized."""
-    experts = make(moe_path, precision).model.decoder.layers[0].mlp.experts
+    experts = make_trainer(moe_path, precision, mode="native").model.decoder.layers[0].mlp.experts
     counts = torch.tensor([3, 0, 1, 9, 2, 0, 5, 4])
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(int(counts.sum()), 256, generator=generator).bfloat16()
@@ -75,68 +64,78 @@ def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Pat
     assert torch.equal(weighted, whole * probs[:, None])
 
 
-@pytest.mark.slow
-def test_a_tiny_batch_is_overfitted(moe_path: Path, make: MakeTrainer) -> None:
-    trainer = make(moe_path, "fp8", lr=3e-3)
-    batch = random_batch(rows=4, longest=12)
-    losses = [trainer.train_step(batch, cross_entropy(batch)).result.loss for _ in range(20)]
-    assert losses[0] > 3
-    assert losses[-1] < 0.1
+def steps_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
+    """A step of the ranks of one layout, by precision."""
+    out, batch = {}, random_batch(**BATCH)
+    for precision in PRECISIONS:
+        trainer = trainer_on(layout, config, path, precision, {"mode": "native", "k_splits": 1})
+        step = trainer.train_step(batch, cross_entropy(batch))
+        out[precision] = step if layout.is_reporting_rank else None
+    return out
 
 
-@pytest.mark.slow
-def test_both_modes_have_one_checkpoint_and_one_export(
-    moe_path: Path, tmp_path: Path, make: MakeTrainer, make_trainer: MakeTrainer
-) -> None:
-    native, exact = make(moe_path, "fp8"), make_trainer(moe_path, "fp8")
-    stored = load_file(moe_path / "model.safetensors")
-    exported = dict(native.export_weights())
-    assert exported.keys() == stored.keys()
-    assert all(torch.equal(exported[name], stored[name]) for name in stored)
-    native.train_step(random_batch(), cross_entropy(random_batch()))
-    native.save(tmp_path / "native", {})
-    exact.load(tmp_path / "native")
-    trained = dict(native.export_weights())
-    assert any(not torch.equal(trained[name], stored[name]) for name in stored)
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in exact.export_weights())
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the ranks of one layout do."""
-
-    path: Path
-
-    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-        from fp8rl.trainer.trainer import Trainer
-
-        out: dict[str, Any] = {}
-        for precision in PRECISIONS:
-            numerics = NumericsConfig(mode="native", spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
-            sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
-            trainer = Trainer(self.path, config, numerics, layout, **sizes)
-            batch = random_batch(**BATCH)
-            step = trainer.train_step(batch, cross_entropy(batch))
-            out[precision] = step if layout.is_reporting_rank else None
-        return out
-
-
-@pytest.mark.slow
-def test_two_ranks_equal_one_within_rounding(moe_path: Path, tmp_path: Path, make: MakeTrainer) -> None:
+def test_two_ranks_equal_one_within_rounding(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """Attention is split over the ranks, and experts are spread over them."""
-    ranks = run_on_ranks(TrainerSection(**SETTINGS, **LAYOUT), tmp_path / "ranks", Case(moe_path))
+    ranks = run_on_ranks(
+        TrainerSection(**SETTINGS, **LAYOUT), tmp_path / "ranks", functools.partial(steps_of, moe_path)
+    )
     batch = random_batch(**BATCH)
     for precision in PRECISIONS:
-        expected = make(moe_path, precision, **SETTINGS).train_step(batch, cross_entropy(batch))
+        expected = make_trainer(moe_path, precision, **SETTINGS, mode="native").train_step(batch, cross_entropy(batch))
         found = ranks[0][precision]
         assert ranks[1][precision] is None
         # Rounding moves a logprob by some hundredths, and more where it sends a token to other experts.
-        d = in_order(found) - in_order(expected)
+        d = in_order(found.rows, found.result.logprobs) - in_order(expected.rows, expected.result.logprobs)
         assert 0 < d.abs()[batch.loss_mask].mean() < 0.1
         assert found.result.loss == pytest.approx(expected.result.loss, rel=0.02)
         assert found.result.grad_norm == pytest.approx(expected.result.grad_norm, rel=0.05)
 
 
-def in_order(done: RankPassResult) -> Tensor:
-    """Log-probabilities in the order of the batch's rows."""
-    return done.result.logprobs[torch.tensor(done.rows).argsort()]
+@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("moe", [True, False])
+def test_a_live_trainer_changes_its_precision_and_changes_it_back(
+    mode: str, moe: bool, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer
+) -> None:
+    path, batch = moe_path if moe else dense_path, random_batch()
+    trainer, in_bf16 = (make_trainer(path, precision, mode=mode) for precision in ("fp8", "bf16"))
+    fp8, first = trainer.numerics, trainer.score(batch)[1]
+    trainer.set_numerics(replace(fp8, trainer="bf16"))
+    assert torch.equal(trainer.score(batch)[1], in_bf16.score(batch)[1])
+    assert (trainer.score(batch)[1] - first).abs().mean() > 1e-3
+    trainer.set_numerics(fp8)
+    assert torch.equal(trainer.score(batch)[1], first)
+    trainer.set_numerics(replace(fp8, trainer="bf16"))
+    steps = [each.train_step(batch, cross_entropy(batch)).result for each in (trainer, in_bf16)]
+    assert steps[0].grad_norm == steps[1].grad_norm
+    assert torch.equal(trainer.score(batch)[1], in_bf16.score(batch)[1])
+    trainer.set_numerics(fp8)
+    in_bf16.set_numerics(fp8)
+    learned = trainer.score(batch)[1]
+    assert torch.equal(learned, in_bf16.score(batch)[1]) and not torch.equal(learned, first)
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize(("first", "last", "in_fp8"), [(1, 0, {"1"}), (0, 1, {"0"}), (0, 0, {"0", "1"})])
+def test_layers_at_the_ends_may_stay_in_bf16(
+    mode: str, first: int, last: int, in_fp8: set[str], moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """A live trainer: the quantized weights that its forward asks for."""
+    trainer = make_trainer(moe_path, "fp8", mode=mode)
+    spec = trainer.numerics.spec.override({"first_layers_bf16": first, "last_layers_bf16": last})
+    trainer.set_numerics(replace(trainer.numerics, spec=spec))
+    trainer.train_step(random_batch(), cross_entropy(random_batch()))
+    trainer.score(random_batch())
+    used = [name.split(".") for name in trainer.quantized_parameters()]
+    assert {parts[parts.index("layers") + 1] for parts in used} == in_fp8
+    assert len(used) == (2 + 2 * EXPERTS) * len(in_fp8)  # qkv, o_proj, and gate_up and down of each expert
+
+
+def test_another_mode_or_layout_is_refused_and_changes_nothing(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(moe_path, "fp8")
+    numerics = trainer.numerics
+    with pytest.raises(UserError, match=r"numerics\.mode: found 'native', expected exact, which"):
+        trainer.set_numerics(replace(numerics, mode="native"))
+    shared = numerics.spec.override({"weight": {"granularity": "tensor"}})
+    with pytest.raises(UserError, match=r"numerics\.weight\.granularity"):
+        trainer.set_numerics(replace(numerics, spec=shared, rollout="bf16"))
+    assert trainer.numerics is numerics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,10 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from tests.support.batches import cross_entropy
 from tests.support.models import write_model
-from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, Models, in_order, scored
 from tests.support.trees import conversations
 
 pytestmark = pytest.mark.slow
@@ -54,35 +48,29 @@ def test_log_probabilities_are_those_of_transformers_over_rounded_keys_and_value
     unrounded = logprobs()
     monkeypatch.setattr(qwen3_moe, "eager_attention_forward", over_rounded)
     expected = logprobs()
-    rows, found = make_trainer(path, dtype=torch.float32, kv=scales).score(batch)
-    found = found[torch.tensor(rows).argsort()][:, 1:][batch.real_tokens()[:, 1:]]
+    found = scored(make_trainer(path, dtype=torch.float32, kv=scales), batch)[:, 1:][batch.real_tokens()[:, 1:]]
     rounding = (expected - unrounded).abs().mean()
     assert rounding > 1e-3 and (found - expected).abs().mean() < 0.02 * rounding
 
 
-@pytest.mark.parametrize("path", ["moe_path", "latent_path", "linear_path"])
-def test_rows_padded_end_to_end_and_in_trees_have_the_same_bits(
-    path: str, make_trainer: MakeTrainer, request: pytest.FixtureRequest
-) -> None:
-    batch, folder, found = conversations(), request.getfixturevalue(path), []
-    for keys in ({}, {"packing": True}, {"prefix_sharing": True}):
-        trainer = make_trainer(folder, "fp8", kv=SCALED, **keys)
-        done = trainer.forward_backward(batch, cross_entropy(batch))
-        found.append(done.result.logprobs[torch.tensor(done.rows).argsort()])
-        assert done.result.metrics["train/kv_saturated"] == 0
-    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
-    plain = make_trainer(folder, "fp8").forward_backward(batch, cross_entropy(batch))
-    assert not torch.equal(plain.result.logprobs[torch.tensor(plain.rows).argsort()], found[0])
-    assert "train/kv_saturated" not in plain.result.metrics
+@pytest.mark.parametrize("kind", ["moe", "latent", "linear"])
+def test_rows_of_every_form_have_the_same_bits(kind: str, make_trainer: MakeTrainer, models: Models) -> None:
+    batch, path, found = conversations(), models[kind], []
+    for keys in ({}, {"packing": True}, {"prefix_sharing": True}, {"kv": None}):
+        done = make_trainer(path, "fp8", **{"kv": SCALED} | keys).forward_backward(batch, cross_entropy(batch))
+        found.append(in_order(done.rows, done.result.logprobs))
+        assert done.result.metrics.get("train/kv_saturated") == (None if "kv" in keys else 0)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2]) and not torch.equal(found[2], found[3])
+    live = make_trainer(path, "fp8", kv=SCALED)  # which falls back to BF16
+    live.set_numerics(live.numerics.in_bf16())
+    assert torch.equal(live.score(batch)[1], make_trainer(path).score(batch)[1])
 
 
-@pytest.mark.parametrize("path", ["moe_path", "latent_path"])
-def test_numbers_beyond_the_range_are_counted_whatever_padding_there_is(
-    path: str, make_trainer: MakeTrainer, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("kind", ["moe", "latent"])
+def test_saturated_numbers_are_counted_without_padding(kind: str, make_trainer: MakeTrainer, models: Models) -> None:
     """Each row by itself has no padding. Under scales that hold numbers up to 0.007: all but some."""
-    batch, folder = conversations(), request.getfixturevalue(path)
-    alone = make_trainer(folder, "fp8", kv=TOO_SMALL)
+    batch, path = conversations(), models[kind]
+    alone = make_trainer(path, "fp8", kv=TOO_SMALL)
 
     def of(trainer: Any, some: TokenBatch) -> float:
         return trainer.forward_backward(some, cross_entropy(some)).result.metrics["train/kv_saturated"]
@@ -91,32 +79,6 @@ def test_numbers_beyond_the_range_are_counted_whatever_padding_there_is(
     parts = [of(alone, batch.select([row])) for row in range(batch.rows)]
     expected = sum(part * count for part, count in zip(parts, tokens, strict=True)) / sum(tokens)
     assert 0.5 < expected < 1 and len({*tokens}) > 1
-    layouts = ({}, {"packing": True}, {"recompute": "layer"}, {"micro_batch_tokens": 4 * batch.width})
-    for keys in layouts:
-        trainer = make_trainer(folder, "fp8", kv=TOO_SMALL, **keys)
+    for keys in ({}, {"packing": True}, {"recompute": "layer"}, {"micro_batch_tokens": 4 * batch.width}):
+        trainer = make_trainer(path, "fp8", kv=TOO_SMALL, **keys)
         assert [of(trainer, batch), of(trainer, batch)] == pytest.approx([expected] * 2, rel=1e-12), keys
-
-
-def test_a_live_model_falls_back_to_bf16(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    batch = conversations()
-    plain, trainer = make_trainer(moe_path), make_trainer(moe_path, "fp8", kv=SCALED)
-    rounded = trainer.score(batch)[1]
-    trainer.set_numerics(trainer.numerics.in_bf16())
-    assert torch.equal(trainer.score(batch)[1], plain.score(batch)[1]) and not torch.equal(
-        rounded, plain.score(batch)[1]
-    )
-
-
-def of_stage(path: Path, layout: Layout, config: TrainerSection) -> float:
-    from fp8rl.trainer.trainer import Trainer
-
-    batch, numerics = conversations(), NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), **TOO_SMALL)
-    keys = {"seed": 0, "total_steps": 9, "max_sequence_length": batch.width}
-    done = Trainer(path, config, numerics, layout, **keys).forward_backward(batch, cross_entropy(batch))
-    return done.result.metrics["train/kv_saturated"]
-
-
-def test_stages_without_keys_count_along(linear_path: Path, tmp_path: Path) -> None:
-    """Of four layers the last alone has keys."""
-    found = run_on_ranks(TrainerSection(pp=2, packing=True), tmp_path, partial(of_stage, linear_path))
-    assert found[0] == found[1] and 0.5 < found[0] < 1

@@ -1,8 +1,9 @@
-"""What the backward computes once more has the bits of what the forward would have kept."""
+"""What takes less memory, parts computed once more and a head in chunks of tokens, changes no bit that it need not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.audit import differences_of
-from fp8rl.diagnose.audit.watch import watch_step
-from fp8rl.trainer.step.batch import TokenBatch
-from tests.support.batches import cross_entropy, random_batch, random_routes
-from tests.support.trainers import MakeTrainer
+from fp8rl.models.adapters import AdapterSection
+from fp8rl.numerics.sampling import Truncation
+from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
+from tests.support.batches import Entropy, cross_entropy, random_batch, random_routes
+from tests.support.models import VOCAB, write_model
+from tests.support.trainers import MakeTrainer, Models, critic_on, gradients, scored, spread
 
-PARTS = ["attention", "experts", "layer"]
-OF_LINEAR = ["attention", "layer"]
-"""Its experts are those of other models."""
+pytestmark = pytest.mark.slow
+
+PARTS = ["attention", "layer", "experts"]
+MLPS = AdapterSection(rank=8, targets=("gate_proj", "up_proj", "down_proj"))
+LATENTS = AdapterSection(rank=8, targets=("kv_b_proj",))
 
 
 def routed(replay: bool) -> TokenBatch:
@@ -42,56 +46,143 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
     result = trainer.forward_backward(batch, cross_entropy(batch)).result
     for hook in hooks:
         hook.remove()
-    return result, {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}, calls
+    return result, gradients(trainer), calls
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "mode"),
+    ("kind", "mode", "adapter"),
     [
-        ("moe", "exact"),
-        pytest.param("moe", "native", marks=pytest.mark.slow),
-        ("dense", "exact"),
-        ("dense", "native"),
-        ("linear", "exact"),
+        *((kind, mode, None) for kind in ("moe", "dense") for mode in ("exact", "native")),
+        ("linear", "exact", None),
+        ("latent", "exact", None),
+        ("latent", "exact", LATENTS),
+        ("moe", "exact", MLPS),
     ],
 )
-def test_recomputing_changes_no_bit(
-    kind: str, mode: str, make_trainer: MakeTrainer, request: pytest.FixtureRequest
-) -> None:
-    path: Path = request.getfixturevalue(f"{kind}_path")
+def test_recomputing_keeps_bits(kind: str, mode: str, adapter: Any, make_trainer: MakeTrainer, models: Models) -> None:
+    """Adapters of the first layer have a gradient too, where nothing before them is trained."""
     batches = [routed(replay=False), routed(replay=True)] if kind == "moe" else [random_batch()]
     if kind == "linear":  # which goes token by token
         batches = [random_batch(rows=3, longest=30)]
-    plain = make_trainer(path, "fp8", mode=mode)
+
+    def made(**keys: str) -> Any:
+        trainer = make_trainer(models[kind], "fp8", mode=mode, adapter=adapter, **keys)
+        spread(trainer)
+        return trainer
+
+    plain = made()
     expected = [passed(plain, batch) for batch in batches]
-    for part in OF_LINEAR if kind == "linear" else PARTS:
-        trainer = make_trainer(path, "fp8", mode=mode, recompute=part)
-        for batch, (wanted, gradients, once) in zip(batches, expected, strict=True):
+    for part in PARTS[:2] if kind == "linear" else PARTS:  # its experts are those of other models
+        trainer = made(recompute=part)
+        for batch, (wanted, sums, once) in zip(batches, expected, strict=True):
             found, again, calls = passed(trainer, batch)
             twice = {name: 2 * once[name] if part in (name, "layer") else once[name] for name in once}
             assert calls == twice, part
             assert torch.equal(found.logprobs, wanted.logprobs) and found.loss == wanted.loss
             for name in ("routes", "draws"):
                 values = getattr(found, name), getattr(wanted, name)
-                assert (values[0] is None) == (values[1] is None)
-                assert kind == "linear" or (values[0] is None) == (kind == "dense")
+                assert (values[0] is None) == (values[1] is None) == (kind != "moe")
                 assert values[0] is None or torch.equal(*values), (part, name)
-            assert all(torch.equal(again[name], gradients[name]) for name in gradients), part
+            assert all(torch.equal(again[name], sums[name]) for name in sums), part
+            assert len(sums) >= 4 and all(each.any() for each in sums.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["moe", "linear"])
-def test_every_op_that_is_computed_once_more_is_placed_and_in_the_format_that_is_planned(
-    kind: str, make_trainer: MakeTrainer, request: pytest.FixtureRequest
+CHUNK = 37
+"""No divisor of anything."""
+WORDS = 320
+"""A vocabulary by which its tensors are known: no other size of the model."""
+
+
+@pytest.fixture(scope="module")
+def batch() -> TokenBatch:
+    """All rows are drawn again."""
+    return replace(random_batch(temperature=0.9), seeds=torch.arange(12))
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("moe", "exact"), ("dense", "native")])
+def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_of_its_sum(
+    kind: str, mode: str, make_trainer: MakeTrainer, batch: TokenBatch, models: Models
 ) -> None:
-    path: Path = request.getfixturevalue(f"{kind}_path")
-    batch = random_batch(rows=2, longest=12) if kind == "linear" else random_batch(rows=4, longest=40)
+    whole, chunked = (make_trainer(models[kind], "fp8", mode=mode, head_chunk_tokens=each) for each in (4096, CHUNK))
+    for objective in (cross_entropy(batch), Entropy(100)):
+        expected, found = (each.forward_backward(batch, objective).result for each in (whole, chunked))
+        assert torch.equal(found.logprobs, expected.logprobs) and torch.equal(found.draws, expected.draws)
+        assert found.loss == expected.loss and found.metrics == expected.metrics
+        assert (expected.draws >= 0).sum() > 100
+        wanted, got = gradients(whole), gradients(chunked)
+        assert wanted["decoder.final_layernorm.weight"].abs().max() > 0
+        changed = {name for name in wanted if not torch.equal(wanted[name], got[name])}
+        assert changed <= {"output_layer.weight" if kind == "moe" else "embedding.word_embeddings.weight"}
+        for name in changed:  # rounded to BF16 on the way, where a last bit may turn
+            assert (got[name] - wanted[name]).norm() <= 1e-4 * wanted[name].norm()
+    plain, again = (each.score_routed(batch)[1] for each in (whole, chunked))
+    assert torch.equal(plain.logprobs, again.logprobs) and torch.equal(plain.draws, again.draws)
 
-    def seen(**keys: Any) -> set[tuple[str, str, str]]:
-        trainer = make_trainer(path, "fp8", **keys)
-        sightings = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, trainer.config)
-        assert differences_of(sightings) == []
-        return {(each.key, each.name, each.found) for each in sightings}
 
-    assert seen(recompute="layer", head_chunk_tokens=37) == seen()
+def test_the_head_s_gradient_is_added_up_in_fp32(tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch) -> None:
+    path = write_model(tmp_path / "m", moe=False, dtype=torch.float32)
+    whole, chunked = (make_trainer(path, dtype=torch.float32, head_chunk_tokens=each) for each in (4096, CHUNK))
+    for each in (whole, chunked):
+        each.forward_backward(batch, cross_entropy(batch))
+    wanted, got = gradients(whole)["output_layer.weight"], gradients(chunked)["output_layer.weight"]
+    assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@contextmanager
+def noted() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of all tensors that are kept for a backward."""
+    shapes: list[tuple[int, ...]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+        yield shapes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_no_more_logits_than_a_chunks(
+    precision: str, tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
+) -> None:
+    path = write_model(tmp_path / "m", moe=False, vocab_size=WORDS)
+
+    def most_logits(chunk: int) -> int:
+        trainer = make_trainer(path, precision, head_chunk_tokens=chunk)
+        with noted() as shapes:
+            trainer.forward_backward(batch, cross_entropy(batch))
+        by_token = [shape for shape in shapes if shape[-1:] == (WORDS,)]
+        assert by_token
+        return max(torch.Size(shape).numel() // WORDS for shape in by_token)
+
+    assert most_logits(CHUNK) <= CHUNK < 128 < most_logits(4096)
+
+
+def test_a_critic_keeps_no_logits_either(tmp_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
+    path, batch = write_model(tmp_path / "m", moe=False, vocab_size=WORDS), random_batch()
+    critic = critic_on(layout, make_trainer(path, "fp8"), path)
+    with noted() as shapes:
+        critic.forward_backward(batch, cross_entropy(batch))
+    assert shapes and not [shape for shape in shapes if shape[-1:] == (WORDS,)]
+
+
+def test_a_truncated_token_is_scored_among_what_it_was_drawn_from(dense_path: Path, make_trainer: MakeTrainer) -> None:
+    """Against the whole distribution after one prefix, token by token."""
+    trainer, prefix = make_trainer(dense_path, "fp8"), torch.randint(0, VOCAB, (1, 9))
+    tokens = torch.cat([prefix.expand(VOCAB, -1), torch.arange(VOCAB)[:, None]], 1)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, -1] = True
+    batch = TokenBatch(tokens, torch.full((VOCAB,), 10), mask, 0.8)
+
+    def scores(**how: Any) -> Tensor:
+        return scored(trainer, replace(batch, **how))[:, -1].double()
+
+    everything = scores()
+    found, best = scores(truncation=Truncation(top_k=5)), everything.topk(5).indices
+    assert torch.allclose(found[best], everything[best].log_softmax(0), atol=1e-5)
+    supports = KeptTokenPool.of(
+        mask, torch.full((VOCAB,), 2), torch.stack([tokens[:, -1], tokens[:, -1].roll(1)], 1).flatten()
+    )
+    found = scores(truncation=Truncation(top_k=5), supports=supports)
+    pairs = torch.stack([everything, everything.roll(1)])
+    assert torch.allclose(found, pairs.log_softmax(0)[0], atol=1e-5)

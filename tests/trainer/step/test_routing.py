@@ -1,4 +1,4 @@
-"""Routing replay in the trainer: against transformers with the same experts forced, and against the trainer itself."""
+"""Routing in the trainer: replay against transformers with the same experts forced; biases, moved by load alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from fp8rl.numerics import ops
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from tests.support.batches import cross_entropy, random_batch, random_routes
 from tests.support.models import EXPERTS, LAYERS, TOP_K, reference, write_model
-from tests.support.trainers import MakeTrainer
+from tests.support.tiny_model import TinyModel, write_tiny_model
+from tests.support.trainers import MakeTrainer, in_order
 
 BATCH: dict[str, Any] = {"rows": 9, "longest": 50, "temperature": 0.9}
 MODES = ["exact", "native"]
+pytestmark = pytest.mark.slow
 
 
 def unknown(batch: TokenBatch) -> Tensor:
@@ -29,9 +31,8 @@ def unknown(batch: TokenBatch) -> Tensor:
 
 def score(trainer: Any, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Log-probabilities and own routes in the order of the batch."""
-    rows, scored = trainer.score_routed(batch)
-    order = torch.tensor(rows).argsort()
-    return scored.logprobs[order], scored.routes[order]
+    rows, found = trainer.score_routed(batch)
+    return in_order(rows, found.logprobs), in_order(rows, found.routes)
 
 
 @contextmanager
@@ -73,7 +74,6 @@ def oracle_logprobs(model: PreTrainedModel, batch: TokenBatch, routes: Tensor) -
     return logprobs, own
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_replaying_its_own_choice_changes_no_bit(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8", mode=mode)
@@ -90,56 +90,26 @@ def test_replaying_its_own_choice_changes_no_bit(mode: str, moe_path: Path, make
         assert torch.equal(again, own)
 
 
-def test_another_route_counts_from_its_token_on(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    """And only there: rows that were not touched, and the tokens before it, keep every bit."""
-    trainer = make_trainer(moe_path, "fp8")
-    batch = random_batch(**BATCH)
-    before, own = score(trainer, replace(batch, routes=unknown(batch)))
-    changed = own.clone()
-    changed[0, 20, 0] = torch.tensor([e for e in range(EXPERTS) if e not in own[0, 20, 0]][:TOP_K])
-    after, still = score(trainer, replace(batch, routes=changed, replay=True))
-    assert torch.equal(after[1:], before[1:]) and torch.equal(after[0, :21], before[0, :21])
-    assert (after[0, 21:] != before[0, 21:]).float().mean() > 0.9
-    # What the first router would choose does not depend on what it was told.
-    assert torch.equal(still[:, :, 0], own[:, :, 0])
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_replayed_experts_give_the_logprobs_of_transformers(
-    mode: str, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_replay_is_transformers_with_these_experts(mode: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     path = write_model(tmp_path / "m", dtype=torch.float32)
-    trainer = make_trainer(path, dtype=torch.float32, mode=mode)
+    trainer, model = make_trainer(path, dtype=torch.float32, mode=mode), reference(path)
     batch = random_batch(**BATCH)
-    routes = random_routes(batch)
-    with torch.no_grad():
-        expected, own = oracle_logprobs(reference(path), batch, routes)
-    found, recorded = score(trainer, replace(batch, routes=routes, replay=True))
-    unforced, _ = score(trainer, replace(batch, routes=routes))
-    for row, values in enumerate(expected):
-        torch.testing.assert_close(found[row, 1 : len(values) + 1], values, rtol=0, atol=2e-5)
+    batch = replace(batch, routes=random_routes(batch), replay=True)
+    logprobs, own = oracle_logprobs(model, batch, batch.routes)
+    expected = torch.cat(logprobs)
+    (-expected.sum() / batch.loss_mask.sum()).backward()
+    unforced, _ = score(trainer, replace(batch, replay=False))
+    done = trainer.forward_backward(batch, cross_entropy(batch))
+    found, recorded = in_order(done.rows, done.result.logprobs), in_order(done.rows, done.result.routes)
+    torch.testing.assert_close(found[batch.loss_mask], expected.detach(), rtol=0, atol=2e-5)
     assert (found - unforced).abs().mean() > 0.1
     # Equal but for near-ties of the float32 gates.
     assert (recorded == own)[batch.real_tokens()].float().mean() > 0.995
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_reach_the_router_through_the_replayed_experts(
-    mode: str, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
-    path = write_model(tmp_path / "m", dtype=torch.float32)
-    trainer = make_trainer(path, dtype=torch.float32, mode=mode)
-    batch = random_batch(**BATCH)
-    batch = replace(batch, routes=random_routes(batch), replay=True)
-    model = reference(path)
-    logprobs, _ = oracle_logprobs(model, batch, batch.routes)
-    (-torch.cat(logprobs).sum() / batch.loss_mask.sum()).backward()
-    trainer.forward_backward(batch, cross_entropy(batch))
-    for expected, found in zip(model.model.layers, trainer.model.decoder.layers, strict=True):
-        gradient = expected.mlp.gate.weight.grad
+    for theirs, ours in zip(model.model.layers, trainer.model.decoder.layers, strict=True):
+        gradient = theirs.mlp.gate.weight.grad
         assert gradient.abs().max() > 1e-4
-        torch.testing.assert_close(found.mlp.router.weight.main_grad, gradient, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(ours.mlp.router.weight.main_grad, gradient, rtol=1e-3, atol=1e-6)
 
 
 def test_the_probabilities_of_replayed_experts_by_hand() -> None:
@@ -171,10 +141,45 @@ def test_routes_that_do_not_fit_are_refused(moe_path: Path, dense_path: Path, ma
 
 
 def test_a_pass_without_routes_reports_none(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(moe_path)
-    batch = random_batch(**BATCH)
+    trainer, batch = make_trainer(moe_path), random_batch(**BATCH)
     score(trainer, replace(batch, routes=random_routes(batch), replay=True))
-    _, after = trainer.score_routed(batch)
-    assert after.routes is None
-    _, fresh = make_trainer(moe_path).score(batch)
-    assert torch.equal(after.logprobs, fresh)
+    after = trainer.score_routed(batch)[1]
+    assert after.routes is None and torch.equal(after.logprobs, make_trainer(moe_path).score(batch)[1])
+
+
+GLM = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=8, top_k=3, family="glm4_moe")
+RATE = 2.0**-10
+BIASES = ("model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.2.mlp.gate.e_score_correction_bias")
+
+
+@pytest.fixture(scope="module")
+def glm_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("glm") / "model"
+    write_tiny_model(path, GLM)
+    return path
+
+
+def biases(trainer: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.export_weights() if name in BIASES}
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+def test_an_update_moves_every_bias_towards_the_mean_load(mode: str, glm_path: Path, make_trainer: MakeTrainer) -> None:
+    """And none without a rate."""
+    batch = random_batch()
+    trainer = make_trainer(glm_path, "fp8", mode=mode, router_bias_rate=RATE)
+    for _ in range(2):
+        before = biases(trainer)
+        routes = torch.full((batch.rows, batch.width, 2, GLM.top_k), UNKNOWN, dtype=torch.int16)
+        chosen = trainer.score_routed(replace(batch, routes=routes))[1].routes
+        trainer.forward_backward(batch, cross_entropy(batch))
+        assert all(torch.equal(bias, before[name]) for name, bias in biases(trainer).items())  # a gate may withhold it
+        trainer.update()
+        after = biases(trainer)
+        for layer, name in enumerate(BIASES):
+            load = chosen[:, :, layer][chosen[:, :, layer] != UNKNOWN].long().bincount(minlength=GLM.experts).double()
+            assert load.sum() == batch.lengths.sum() * GLM.top_k
+            assert torch.equal(after[name] - before[name], RATE * torch.sign(load.mean() - load).float())
+    still = make_trainer(glm_path, "fp8", mode=mode)
+    still.train_step(batch, cross_entropy(batch))
+    assert not torch.cat(list(biases(still).values())).any()
