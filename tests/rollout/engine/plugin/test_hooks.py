@@ -59,18 +59,12 @@ def test_one_hook_that_does_not_fit_and_nothing_is_hooked(
     registered: list[tuple[Any, ...]], bad: Hook, said: str
 ) -> None:
     with pytest.raises(RuntimeError, match="nothing was hooked") as error:
-        install([GOOD, bad, ALSO_GOOD])
+        install([GOOD, bad, ALSO_GOOD, Hook("plugins.missing", "after", hooked, "")])
     assert registered == []
     assert state.state().hooks == ()
-    assert error.match(said)
+    assert error.match(said) and error.match("missing: not found")
     assert error.match(hooks.SGLANG_VERSION)
     assert GOOD.path not in str(error.value)
-
-
-def test_all_that_do_not_fit_are_named(registered: list[tuple[Any, ...]]) -> None:
-    bad = [Hook(f"plugins.missing_{index}", "after", hooked, "") for index in range(2)]
-    with pytest.raises(RuntimeError, match=r"missing_0: not found[^\n]*\n.*missing_1: not found"):
-        install(bad)
 
 
 NUMERICS = [
@@ -86,10 +80,6 @@ SCALES = {"models.llama.LlamaForCausalLM.load_weights"}
 """Of FP8 blocks, which SGLang's Llama drops."""
 LAYOUTS = {FP8_LAYER.format(kind) + "process_weights_after_loading_block_quant" for kind in ("Linear", "MoE")}
 DRAW = {"layers.sampler.Sampler._sample_from_probs"}
-ROPE_ON_CPU = "layers.rotary_embedding.factory.get_rope_cpu"
-OF_QWEN3_5 = {
-    f"models.qwen3_5.Qwen3_5{name}" for name in ("GatedDeltaNet.forward", "AttentionDecoderLayer.self_attention")
-}
 VECTORS = {f"models.qwen3_{net}GatedDeltaNet.__init__" for net in ("next.Qwen3", "5.Qwen3_5")}
 """Of linear attention, which are FP32 in any mode."""
 QUANTIZERS = {
@@ -99,16 +89,11 @@ QUANTIZERS = {
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_every_target_is_in_the_installed_sglang_with_its_parameters(cuda: bool) -> None:
-    problems = {hooks._problem(hook) for numerics in NUMERICS for hook in hooks_for(numerics, cuda)}
-    assert problems == {None}
-
-
-@pytest.mark.parametrize("cuda", [False, True])
-@pytest.mark.parametrize("numerics", NUMERICS)
-def test_targets_are_hooked_once(numerics: NumericsConfig, cuda: bool) -> None:
-    targets = [hook.target for hook in hooks_for(numerics, cuda)]
-    assert len(set(targets)) == len(targets)
+def test_every_target_is_in_the_installed_sglang_with_its_parameters_and_hooked_once(cuda: bool) -> None:
+    for numerics in NUMERICS:
+        found = hooks_for(numerics, cuda)
+        assert {hooks._problem(hook) for hook in found} == {None}
+        assert len({hook.target for hook in found}) == len(found)
 
 
 def ops_hooked(cuda: bool, **numerics: Any) -> set[str]:
@@ -116,37 +101,11 @@ def ops_hooked(cuda: bool, **numerics: Any) -> set[str]:
     return {target for target in targets if target.startswith(("layers.", "kernels.", "models."))}
 
 
-def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_the_fp8_products_and_what_a_cpu_lacks() -> None:
-    lacking = {ROPE_ON_CPU, "models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method", *OF_QWEN3_5}
-    lacking |= VECTORS
-    lacking |= {"models.qwen2_moe.fused_gate_sigmoid_mul_add", "models.qwen3_next.Qwen3GatedDeltaNet.forward"}
-    copies = {"models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant"}
-    assert ops_hooked(False, mode="native") == DRAW | PRODUCTS | LAYOUTS | SCALES | lacking | copies
-    assert ops_hooked(False, mode="native", rollout="bf16") == DRAW | lacking
-    assert ops_hooked(False, mode="exact", rollout="bf16") > PRODUCTS | LAYOUTS
-
-
 def test_native_mode_on_a_gpu_hooks_the_draw_and_the_quantizer_of_powers_of_two() -> None:
     assert ops_hooked(True, mode="native") == DRAW | QUANTIZERS | LAYOUTS | SCALES | VECTORS
     assert ops_hooked(True, mode="native", spec=QuantSpec.preset("fp8_block_fp32")) == DRAW | LAYOUTS | SCALES | VECTORS
     assert ops_hooked(True, mode="native", rollout="bf16") == DRAW | VECTORS
     assert ops_hooked(True, mode="exact") > PRODUCTS | LAYOUTS
-
-
-def test_exact_mode_replaces_the_same_ops_on_both_devices() -> None:
-    """On a GPU under their other names, and with it what fuses some of them, ours or SGLang's."""
-    cpu, gpu = ops_hooked(False, mode="exact") - {ROPE_ON_CPU}, ops_hooked(True, mode="exact")
-    renamed = {target.replace("forward_native", "forward_cuda") for target in cpu - gpu}
-    attention = {target for target in cpu ^ gpu if "attention" in target}
-    heads = {
-        "models.qwen3.Qwen3Attention.forward_prepare_native",
-        "models.qwen3_moe.Qwen3MoeAttention.apply_qk_norm_rope",
-    }
-    fusions = {"models.utils.can_use_fused_inplace_qknorm", *heads}
-    assert len(attention) == 4
-    assert renamed - attention - {"layers.moe.topk.fused_topk_native"} == gpu - cpu - attention - fusions - {
-        "layers.moe.topk.fused_topk"
-    }
 
 
 def test_sglang_quantizes_every_activation_on_hopper_where_it_is_hooked() -> None:

@@ -11,7 +11,6 @@ import torch
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.engine.plugin.state import inventory
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
-from fp8rl.rollout.engine.protocol import Inventory, from_checksums, to_checksums
 from tests.support.holdings import total_bytes
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
 
@@ -28,19 +27,16 @@ def pool(dtype: torch.dtype, **buffers: Any) -> SimpleNamespace:
     return SimpleNamespace(dtype=dtype, **buffers)
 
 
-def test_weights_and_scales_have_the_names_and_bytes_of_the_checkpoint() -> None:
-    found = {each.name: each for each in held(pool(torch.bfloat16)) if each.kind in ("weights", "scales")}
+def test_weights_have_the_names_and_bytes_of_the_checkpoint_and_what_products_take_is_counted_once() -> None:
+    everything = held(pool(torch.bfloat16))
+    found = {each.name: each for each in everything if each.kind in ("weights", "scales")}
     assert found.keys() == SERVED.keys()
     for name, tensor in SERVED.items():
         assert (found[name].shape, found[name].bytes) == (tuple(tensor.shape), tensor.nbytes), name
         assert found[name].kind == ("scales" if name.endswith("_scale_inv") else "weights")
     assert {each.format for each in found.values() if each.kind == "scales"} == {"fp32"}
-
-
-def test_what_products_take_in_place_of_codes_is_counted_once() -> None:
-    found = held(pool(torch.bfloat16))
-    codes = sum(each.bytes for each in found if each.format == "e4m3")
-    assert codes > 0 and total_bytes(found)["derived"] == 2 * codes  # in BF16
+    codes = sum(each.bytes for each in everything if each.format == "e4m3")
+    assert codes > 0 and total_bytes(everything)["derived"] == 2 * codes  # in BF16
 
 
 @pytest.mark.parametrize(
@@ -71,8 +67,3 @@ def test_states_of_linear_attention_are_no_keys_and_values() -> None:
         "rows of short convolutions": ("kv_cache", "bf16"),
         "states of linear attention": ("states", "fp32"),
     }
-
-
-def test_an_answer_survives_the_way() -> None:
-    answer = Inventory(held=held(pool(torch.bfloat16)))
-    assert Inventory.model_validate_json(from_checksums(to_checksums(answer))) == answer

@@ -80,16 +80,15 @@ def manifest(version: str, tensors: dict[str, Tensor] = TENSORS) -> dict[str, st
     return Manifest.merged(int(version), SPEC, [recorder.sent()]).entries
 
 
-def test_a_loaded_model_is_committed_under_the_servers_version() -> None:
-    assert held(ReadManifest()) == manifest("3")
-    assert state.state().weights.version == "3"
-
-
-def test_an_update_takes_the_version_away_and_a_commit_gives_the_next() -> None:
+def test_an_update_takes_the_version_away_and_no_forward_runs_before_a_commit_gives_the_next() -> None:
+    assert held(ReadManifest()) == manifest("3") and state.state().weights.version == "3"
+    lifecycle.before_forward(object(), "batch")
     lifecycle.before_update(object(), "any", "arguments")
     assert state.state().weights.version is None
-    assert held(Commit(version="4")) == manifest("4")
-    assert state.state().weights.version == "4"
+    with pytest.raises(RuntimeError, match="without a version before a forward"):
+        lifecycle.before_forward(object(), "batch")
+    assert held(Commit(version="4")) == manifest("4") and state.state().weights.version == "4"
+    lifecycle.before_forward(object(), "batch")
 
 
 def test_an_update_may_be_of_changes() -> None:
@@ -107,19 +106,6 @@ def test_an_update_may_be_of_changes() -> None:
     model.load_weights(deltas.items())
     expected = {name: changed[name] if DELTA + name in deltas else tensor for name, tensor in TENSORS.items()}
     assert held(Commit(version="4")) == manifest("4", expected)
-
-
-def test_no_forward_between_an_update_and_its_commit() -> None:
-    lifecycle.before_forward(object(), "batch")
-    lifecycle.before_update()
-    with pytest.raises(RuntimeError, match="without a version before a forward"):
-        lifecycle.before_forward(object(), "batch")
-    held(Commit(version="4"))
-    lifecycle.before_forward(object(), "batch")
-
-
-def test_sglangs_own_actions_stay_its_own() -> None:
-    assert sglang("compare") == ("stock", {"action": "compare", "allow_quant_error": False})
 
 
 @pytest.mark.slow
@@ -164,14 +150,3 @@ def test_a_gpu_that_has_no_kernels_for_the_spec_is_refused(monkeypatch: pytest.M
     runner = SimpleNamespace(model=torch.nn.Linear(2, 2, device="meta"))
     with pytest.raises(RuntimeError, match="found NVIDIA A100 and the spec .* expected a data-centre GPU"):
         lifecycle.after_load_model(runner)
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_routes_are_kept_in_pinned_memory_beside_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[bool] = []
-    full = torch.full
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(torch, "full", lambda *args, pin_memory, **kw: pinned.append(pin_memory) or full(*args, **kw))
-    kept = SimpleNamespace(_log_allocation=lambda: None)
-    lifecycle.make_host_cache(kept, 5, 3, 2, "routes")
-    assert pinned == [gpu] and kept.buffer.shape == (5, 3, 2) and bool((kept.buffer == -1).all())

@@ -89,47 +89,36 @@ def made(kv: KVFormat) -> Cache:
     return Cache(torch.cat(queries), torch.cat(expected), k_cache, v_cache, kv, table, requests)
 
 
-@pytest.mark.parametrize("chunk", [17, 96, 1000])
-def test_prefill_in_chunks_equals_the_whole(cache: Cache, chunk: int) -> None:
-    """Each round extends every sequence that is not complete by up to `chunk` tokens, more for later sequences."""
+def rounds(chunk: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Each extends every sequence that is not complete by up to `chunk` tokens, more for later sequences: where it
+    begins and ends in all, and which sequences it extends."""
     done = [0] * len(LENGTHS)
     while done != list(LENGTHS):
         stops = [min(length, start + chunk + 3 * i) for i, (start, length) in enumerate(zip(done, LENGTHS))]
-        active = [i for i in range(len(LENGTHS)) if stops[i] > done[i]]
-        rows = cache.rows(done, stops)
-        output = torch.full((len(rows), HEADS, DIM), torch.nan, dtype=torch.bfloat16)
-        attention_extend(
-            None,
-            cache.q[rows],
-            output,
-            cache.k_cache,
-            cache.v_cache,
-            cache.req_to_token,
-            cache.requests[active],
-            torch.tensor([stops[i] for i in active]),
-            torch.tensor([done[i] for i in active]),
-            torch.tensor([stops[i] - done[i] for i in active]),
-            scaling=SCALE,
-        )
-        assert torch.equal(output, cache.expected[rows])
+        yield done, stops, [i for i in range(len(LENGTHS)) if stops[i] > done[i]]
         done = stops
 
 
-def test_a_decoded_token_equals_the_last_of_the_whole(cache: Cache) -> None:
-    lengths = list(LENGTHS)
-    rows = cache.rows([length - 1 for length in lengths], lengths)
+def attended(function: Any, cache: Cache, rows: Tensor, *of_requests: Tensor) -> Tensor:
+    """What an extend or a decode on a CPU writes for these rows of q."""
     output = torch.full((len(rows), HEADS, DIM), torch.nan, dtype=torch.bfloat16)
-    attention_decode(
-        None,
-        cache.q[rows],
-        output,
-        cache.k_cache,
-        cache.v_cache,
-        cache.req_to_token,
-        cache.requests,
-        torch.tensor(lengths),
-        scaling=SCALE,
-    )
+    held = cache.k_cache, cache.v_cache, cache.req_to_token
+    function(None, cache.q[rows], output, *held, *of_requests, scaling=SCALE)
+    return output
+
+
+@pytest.mark.parametrize("chunk", [17, 96, 1000])
+def test_prefill_in_chunks_equals_the_whole(cache: Cache, chunk: int) -> None:
+    for done, stops, active in rounds(chunk):
+        rows = cache.rows(done, stops)
+        ends, begins = (torch.tensor([at[i] for i in active]) for at in (stops, done))
+        output = attended(attention_extend, cache, rows, cache.requests[active], ends, begins, ends - begins)
+        assert torch.equal(output, cache.expected[rows])
+
+
+def test_a_decoded_token_equals_the_last_of_the_whole(cache: Cache) -> None:
+    rows = cache.rows([length - 1 for length in LENGTHS], list(LENGTHS))
+    output = attended(attention_decode, cache, rows, cache.requests, torch.tensor(LENGTHS))
     assert torch.equal(output, cache.expected[rows])
 
 
@@ -182,15 +171,11 @@ def batch(cache: Cache, starts: list[int], stops: list[int], active: list[int]) 
 @pytest.mark.parametrize("chunk", [17, 96, 1000])
 def test_the_gpu_backend_stores_keys_and_attends_in_chunks(cache: Cache, chunk: int) -> None:
     backend, layer = backend_and_layer(cache)
-    done = [0] * len(LENGTHS)
-    while done != list(LENGTHS):
-        stops = [min(length, start + chunk + 3 * i) for i, (start, length) in enumerate(zip(done, LENGTHS))]
-        active = [i for i in range(len(LENGTHS)) if stops[i] > done[i]]
+    for done, stops, active in rounds(chunk):
         rows = cache.rows(done, stops)
         described, k, v = batch(cache, done, stops, active)
         found = attention_backend_extend(backend, cache.q[rows].flatten(1), k, v, layer, described)
         assert torch.equal(found, cache.expected[rows].flatten(1))
-        done = stops
 
 
 def test_the_gpu_backend_decodes_one_token_each(cache: Cache) -> None:
@@ -279,12 +264,7 @@ def test_other_attention_is_refused(cache: Cache, name: str, value: float) -> No
 
 def test_the_gpu_router_is_the_op_and_takes_nothing_more() -> None:
     logits = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    neutral = {
-        "routed_scaling_factor": None,
-        "apply_routed_scaling_factor_on_output": False,
-        "num_fused_shared_experts": 0,
-    }
-    weights, ids = fused_topk(torch.zeros(7, 4), logits, topk=4, renormalize=True, **neutral)
+    weights, ids = fused_topk(torch.zeros(7, 4), logits, topk=4, renormalize=True)
     probs = logits.double().softmax(-1)
     best = probs.topk(4).indices.sort(-1).values
     assert ids.dtype == torch.int32 and torch.equal(ids.long(), best)
@@ -292,4 +272,4 @@ def test_the_gpu_router_is_the_op_and_takes_nothing_more() -> None:
     torch.testing.assert_close(weights.double(), chosen / chosen.sum(-1, keepdim=True), rtol=1e-6, atol=1e-7)
     for change in ({"num_fused_shared_experts": 1}, {"scoring_func": "sigmoid"}, {"routed_scaling_factor": 2.5}):
         with pytest.raises(NotImplementedError, match="more than a softmax"):
-            fused_topk(torch.zeros(7, 4), logits, 4, True, **{**neutral, **change})
+            fused_topk(torch.zeros(7, 4), logits, 4, True, **change)

@@ -13,7 +13,6 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 from fp8rl.numerics.ops import draw
 from fp8rl.numerics.sampling import GREEDY, canary_seed
 from fp8rl.rollout.engine.plugin.families import sampling
-from fp8rl.rollout.types import SamplingParams
 
 TOP_K_ALL = 1 << 30
 
@@ -114,14 +113,3 @@ def test_the_tokens_of_a_canary_do_not_depend_on_logits_and_other_rows_do_not_on
     beside = draw(logits[:1], torch.ones(1), seeds[:1], positions[:1]).item()
     assert exact.tolist() == [beside, *known(positions[1:])]
     assert native.tolist() == [7 if restricted else beside, *known(positions[1:])]
-
-
-def test_a_canary_is_asked_for_to_its_end_and_no_other_answer_is() -> None:
-    asked = SamplingParams(8)
-    assert [asked.to_request(seed)["ignore_eos"] for seed in (None, 0, GREEDY, canary_seed(0))] == [
-        False,
-        False,
-        False,
-        True,
-    ]
-    assert len({canary_seed(run) for run in range(100)}) == 100 and canary_seed(0) < GREEDY
