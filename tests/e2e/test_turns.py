@@ -75,8 +75,7 @@ def test_what_is_asked_of_an_engine_that_sleeps_is_answered_under_the_weights_th
     assert found == [*said, *said[:2]]
 
 
-@pytest.mark.parametrize("transport", ["tensor", "disk"])
-def test_an_engine_sleeps_and_wakes_as_it_was(pipeline: Pipeline, transport: str) -> None:
+def test_an_engine_sleeps_and_wakes_as_it_was(pipeline: Pipeline) -> None:
     said, awake = answers(pipeline), memory(pipeline)
     shape = read_shape(pipeline.rig.models[SETUP.model])
     assert awake.kv_cache == shape.kv_bytes() * (16384 + 1)
@@ -87,7 +86,7 @@ def test_an_engine_sleeps_and_wakes_as_it_was(pipeline: Pipeline, transport: str
     assert awake.in_use - slept.behind > awake.weights, "the process gave at least the weights' memory back"
     with pytest.raises(EngineError, match="memory was released"):
         ask(pipeline, EngineClient.manifest)
-    report = pipeline.sync(transport, wakes=True)
+    report = pipeline.sync("disk", wakes=True)
     assert report.bytes == report.weight_bytes and report.mismatched_tensors == 0
     assert memory(pipeline).weights == awake.weights and memory(pipeline).kv_cache == awake.kv_cache
     assert answers(pipeline) == said

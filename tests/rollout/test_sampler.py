@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from fp8rl.rollout.engine.actor import check_versions, sample_groups
-from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl.rollout.types import Completion, EngineError, SamplingParams, StaleWeightsError, Trajectory
-from tests.support.servers import EOS, groups, use
+from tests.support.servers import EOS, groups
 
 SAMPLING = SamplingParams(max_new_tokens=12, stop_token_ids=(EOS,))
 
@@ -77,17 +75,3 @@ def test_stale_tokens_are_counted_by_version() -> None:
     with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* expected all at versions 2 to 4"):
         check_versions(trajectories, 2, 4)
     check_versions([*trajectories, sampled_at()], 4, 5)
-
-
-@pytest.mark.e2e
-def test_groups_from_a_real_server(server: SGLangServer) -> None:
-    asked = groups(5, 4)
-
-    async def run(client: EngineClient) -> list[Trajectory]:
-        return await sample_groups(client, asked, SAMPLING)
-
-    trajectories = use(server, run)
-    assert [t.group for t in trajectories] == [g for g in range(5) for _ in range(4)]
-    assert all(t.prompt_ids == asked[t.group].prompt.token_ids for t in trajectories)
-    assert {version for t in trajectories for version in t.weight_versions} == {3}
-    assert len({tuple(t.token_ids) for t in trajectories if t.group == 0}) > 1, "a group's answers must differ"
