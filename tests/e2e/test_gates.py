@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -249,12 +248,6 @@ def actions(run: RunDir, step: int) -> list[str]:
     return [event.action for event in events(run, step)]
 
 
-def invoked(*arguments: str | Path) -> tuple[int, str, str]:
-    """A command in this process: exit code, output, errors."""
-    result = result_of(*arguments)
-    return result.exit_code, result.stdout, result.stderr
-
-
 def test_what_is_out_of_bounds_is_not_trained_on_and_everything_else_is(run: RunDir) -> None:
     rows = {step: row(run, step) for step in range(1, STOPPED + 1)}
     assert {step for step, found in rows.items() if found["gates/withheld"] == 1.0} == WITHHELD
@@ -314,11 +307,15 @@ def test_a_diverging_run_is_stopped_in_order(run: RunDir) -> None:
     assert "not trained on" in log and f"stopped: {events(run, STOPPED)[0].text} (capsules/step_{STOPPED})" in log
 
 
+def rescored(capsule: Path) -> str:
+    result = result_of("rescore", capsule, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout
+
+
 @pytest.mark.parametrize("step", [CORRUPTED, STOPPED], ids=["fp8", "bf16"])
 def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_path: Path, step: int) -> None:
-    code, printed, said = in_a_fork(tmp_path, partial(invoked, "rescore", run.capsule(step), "--json"))
-    assert (code, said) == (0, "")
-    facts = json.loads(printed)
+    facts = json.loads(in_a_fork(tmp_path, partial(rescored, run.capsule(step))))
     assert facts["reproduced"] and facts["mode"] == "exact" and facts["sequences"] == 8
     assert facts["equal_tokens"] == facts["tokens"] >= 8 and facts["largest_change"] == 0
     assert all(values["recorded"] == values["rescored"] for values in facts["metrics"].values())
@@ -331,25 +328,15 @@ def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_p
     ("step", "says"),
     [
         (CORRUPTED, "layer 0 qkv: in the engine, k_proj were not those of version 2"),
-        (OLD, r"\d\d of 125 weights in the engine were not those of version 4"),
         (SCALED, "scales: fp32 scales of weight and activation in the trainer, where the numerics say pow2"),
-        (STOPPED, None),
     ],
 )
-def test_a_capsule_is_attributed_by_the_command(run: RunDir, stacks: None, step: int, says: str | None) -> None:
-    """The last one in BF16 on both sides, to which a gate has moved the run."""
+def test_a_capsule_is_attributed_by_the_command(run: RunDir, stacks: None, step: int, says: str) -> None:
     found, recorded = by_the_command(run.capsule(step)), read_capsule(run.capsule(step)).metrics
     mean = recorded["mismatch/train_rollout_logprob_abs_diff_mean"]
-    assert found["abs_diff_mean"] == pytest.approx(mean) and (mean > 0) == (says is not None)
-    texts = [finding["text"] for finding in found["findings"]]
-    assert re.match(says, texts[0]) if says else not texts, texts
+    assert found["abs_diff_mean"] == pytest.approx(mean) > 0
+    assert found["findings"][0]["text"].startswith(says)
     assert found["live_abs_diff_mean"] == 0
-
-
-def test_weights_of_another_version_are_refused(run: RunDir, tmp_path: Path) -> None:
-    other = run.capsule(OLD) / "weights"
-    code, _, said = in_a_fork(tmp_path, partial(invoked, "rescore", run.capsule(CORRUPTED), "--model", other))
-    assert code == 2 and said.startswith("error: weights: found ") and "--model" in said
 
 
 def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple[RunDir, Faults]) -> None:

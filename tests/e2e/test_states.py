@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.diagnose.attribution import attribute
@@ -25,10 +24,9 @@ from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Completion, Endpoint, SamplingParams
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
-from tests.support.batches import cross_entropy
+from tests.support.batches import batch_of_answers, cross_entropy
 from tests.support.plants import PLANT, states_of_another_request
 from tests.support.rig import ALONE, CHUNK, Rig, Setup, write_random
 from tests.support.syncs import push
@@ -164,7 +162,7 @@ def test_states_are_the_trainers_and_no_older_than_the_weights(trainer: Any, ser
     assert_equal(trainer, turn, again)
 
     # Nothing is read of the states of older weights, nor of a memory that was given up.
-    batch = batch_of(prompts[1:], answers[1:])
+    batch = batch_of_answers(prompts[1:], answers[1:])
     trainer.train_step(batch, cross_entropy(batch))
     sync(trainer, served)
     fresh = served.answer(turn)
@@ -221,19 +219,8 @@ def values_equal(trainer: Any, rows: Rows) -> int:
     return count
 
 
-def batch_of(prompts: list[list[int]], answers: list[Completion]) -> TokenBatch:
-    rows = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.stack([F.pad(torch.tensor(row), (0, int(lengths.max()) - len(row))) for row in rows])
-    logprobs, mask = torch.zeros(tokens.shape), torch.zeros(tokens.shape, dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        span = slice(len(prompt), len(prompt) + len(answer.logprobs))
-        logprobs[row, span], mask[row, span] = torch.tensor(answer.logprobs), True
-    return TokenBatch(tokens, lengths, mask, 1.0, {"rollout_logprobs": logprobs})
-
-
 def assert_equal(trainer: Any, prompts: list[list[int]], answers: list[Completion]) -> None:
-    batch = batch_of(prompts, answers)
+    batch = batch_of_answers(prompts, answers)
     rows, scored = trainer.score(batch)
     d = (scored - batch.fields["rollout_logprobs"][rows])[batch.loss_mask[rows]]
     assert len(d) >= len(prompts) and not d.any()

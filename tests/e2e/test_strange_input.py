@@ -1,5 +1,5 @@
-"""Generated damage to runs, checkpoints, capsules and models, and strange paths: each is refused with one message and
-exit code 2, or reported by line. What is wrong in a spec, its overrides and its data is tests/fp8rl/test_bad_input.py.
+"""Generated damage to checkpoints and capsules, and strange paths: each is refused with one message and exit code 2.
+What is wrong in a spec, its overrides, its data and models, and in runs that are read: tests/fp8rl/test_bad_input.py.
 
 No case may end in a traceback, run for long, start a process, or leave something behind. A case that turns out to be
 sound is one that gets as far as starting both sides, which nothing here does.
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -27,7 +26,6 @@ from fp8rl.cli import app
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.events import Event, append_event
 from fp8rl.rl.record.metrics_log import MetricsLog
-from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir
 from tests.support import odd_input
 from tests.support.checkpoints import save
@@ -37,7 +35,7 @@ from tests.support.tiny_model import TinyModel, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
-CASES = int(os.environ.get("FP8RL_STRANGE_CASES", "100"))
+CASES = int(os.environ.get("FP8RL_STRANGE_CASES", "60"))
 """The same ones in every run; `FP8RL_STRANGE_CASES=5000 pytest tests/e2e/test_strange_input.py` draws more of them."""
 SECONDS = 30.0
 """For a case that takes a tenth of one on a quiet machine."""
@@ -77,8 +75,6 @@ class Home:
             log.append(step, {"train/loss": 0.1 * step, "mismatch/k3_kl": 0.0, "eval/accuracy": 0.5, "sync/bytes": 5.0})
         log.close()
         append_event(self.run.events, Event(2, "mismatch/k3_kl", 0.2, "above 0.1", "skip_step", None, "skip_step: why"))
-        record = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, 1, True, [1], [2], [-0.5], [-0.5], [1], 0.0)
-        write_rollouts(self.run.rollouts(2), [record, record])
         for step in (2, 3):
             save(self.run, experiment, step)
         made = CapsuleRun.make(self.capsule.parent / "other").write(4, ["why"], scored_batch([0.0], [0.5]), [1, 0])
@@ -150,12 +146,6 @@ def outcome(home: Path, arguments: list[str]) -> str:
     return "done"
 
 
-def damaged_runs_to_report(draw: random.Random, home: Home) -> list[str]:
-    run = home.run
-    damaged(draw, draw.choice([run.metrics, run.metrics, run.events, run.rollouts(2), run.experiment]))
-    return ["report", str(run.path)]
-
-
 def damaged_runs_to_resume(draw: random.Random, home: Home) -> list[str]:
     run, newest = home.run, home.run.checkpoint(3)
     files = [run.metrics, run.events, run.experiment, newest / "about.json", newest / "state/common.pt"]
@@ -167,14 +157,6 @@ def damaged_capsules(draw: random.Random, home: Home) -> list[str]:
     files = sorted(path for path in home.capsule.rglob("*") if path.is_file())
     damaged(draw, draw.choice(files))
     return [draw.choice(["rescore", "attribute"]), str(home.capsule)]
-
-
-def damaged_models(draw: random.Random, home: Home) -> list[str]:
-    files = sorted(path for path in home.model.iterdir() if path.is_file())
-    config = home.model / "config.json"
-    damaged(draw, draw.choice([*files, config, config]))
-    out = home.model.with_name("converted")
-    return draw.choice([["train", str(home.spec)], ["convert", str(home.model), str(out)]])
 
 
 def strange_paths(draw: random.Random, home: Home) -> list[str]:
@@ -193,14 +175,12 @@ def strange_paths(draw: random.Random, home: Home) -> list[str]:
     return draw.choice(commands)
 
 
-KINDS: dict[Callable[[random.Random, Home], list[str]], tuple[float, float, float | None]] = {
-    damaged_runs_to_report: (0.23, 0.11, 0.44),
-    damaged_runs_to_resume: (0.20, 0.43, 0.0),
-    damaged_capsules: (0.15, 0.60, 0.0),
-    damaged_models: (0.25, 0.50, None),
-    strange_paths: (0.17, 0.57, None),
+KINDS: dict[Callable[[random.Random, Home], list[str]], tuple[float, float, float]] = {
+    damaged_runs_to_resume: (0.4, 0.43, 0.0),
+    damaged_capsules: (0.3, 0.60, 0.0),
+    strange_paths: (0.3, 0.57, 1.0),
 }
-"""What is drawn: its share of the cases; how many must be refused at least, and done (0: none may be)."""
+"""What is drawn: its share of the cases; how many must be refused at least, and may be done at most."""
 
 
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.__name__)
@@ -224,7 +204,7 @@ def test_strange_input_is_refused_or_reported(
         shutil.rmtree(home, ignore_errors=True)
     assert not failures, f"{len(failures)} of {count}:\n" + "\n".join(failures)
     assert ends["refused"] > refused * count, ends
-    assert done is None or (ends["done"] > done * count if done else ends["done"] == 0), ends
+    assert ends["done"] <= done * count, ends
 
 
 def test_a_link_is_not_taken_for_a_run(sound: Path, tmp_path: Path) -> None:
@@ -234,4 +214,3 @@ def test_a_link_is_not_taken_for_a_run(sound: Path, tmp_path: Path) -> None:
     for options in ([], ["--overwrite"], ["--resume"]):
         assert outcome(tmp_path, ["train", str(home.spec), *options]) == "refused"
     assert (tmp_path / "elsewhere/metrics.jsonl").is_file()
-    assert torch.get_num_threads() == 1
