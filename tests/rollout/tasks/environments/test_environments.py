@@ -28,14 +28,8 @@ def test_the_calculator_works_out_what_the_model_writes_before_an_equals_sign(pl
     assert outcome == {"calls": 3.0, "unread": 1.0}
     said, outcome = text(play, tokenizer, partial(calculator, calls=1), "(9+4=", ",(1+1=2" + EOS)
     assert said == "(9+4=13),(1+1=2" and outcome["calls"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("written", "value"),
-    [("9+4", 13), ("13 - 18", -5), ("-3*4", -12), ("9", None), ("9+", None), ("1/2", None), ("9" * 10 + "+1", None)],
-)
-def test_what_the_calculator_can_read(written: str, value: int | None) -> None:
-    assert worked_out(written) == value
+    read = {"13 - 18": -5, "-3*4": -12, "9": None, "9+": None, "1/2": None, "9" * 10 + "+1": None}
+    assert {written: worked_out(written) for written in read} == read
 
 
 def test_a_guess_is_answered_by_which_way_the_number_is(play: Stage, tokenizer: Any) -> None:
@@ -54,9 +48,6 @@ def test_python_code_is_run_and_its_output_comes_back_as_a_message(play: Stage, 
     assert answer.outcome == {"calls": 2.0, "errors": 1.0}
     said = [words for by, words in transcript(answer, tokenizer) if by == "environment"]
     assert said[0] == "<|user|>42\n<|assistant|>" and "ZeroDivisionError" in said[1]
-
-
-def test_the_last_whole_block_counts() -> None:
     assert last_block("a ```python\nx=1\n``` b ```python\nx=2\n``` c") == "x=2"
     assert last_block("none, or ```python\n not ended") is None
 
@@ -65,20 +56,10 @@ def test_the_last_whole_block_counts() -> None:
     ("function", "kwargs", "expected"),
     [
         ("chess", {}, "environment.function: found 'chess', expected single_turn, calculator, python, guess, harness"),
-        (
-            "openenv",
-            {},
-            "found 'openenv', expected a function of a file: it is an example now. Copy examples/openenv.py",
-        ),
+        ("openenv", {}, "expected a function of a file: it is an example now. Copy examples/openenv.py"),
         ("{}:plain", {}, ":plain', expected an async function"),
         ("{}:nothing", {}, "found 'nothing()', expected a function of a conversation; too many positional"),
-        (
-            "guess",
-            {"tires": 3},
-            "found 'guess(conversation, tries, tokens)', expected a function of a conversation, tires",
-        ),
-        ("{}:missing", {}, "which has plain, nothing"),
-        ("no.such:thing", {}, "expected a module that can be imported; this one ends in ModuleNotFoundError"),
+        ("guess", {"tires": 3}, "tries, tokens)', expected a function of a conversation, tires"),
     ],
 )
 def test_what_cannot_be_an_environment_is_refused(
