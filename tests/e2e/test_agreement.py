@@ -92,47 +92,23 @@ def wrong_yarn(trainer: Any) -> None:
         core.rope_scaling = replace(core.rope_scaling, factor=2 * core.rope_scaling.factor)
 
 
-def no_groups(trainer: Any) -> None:
-    for router in routers(trainer):
-        router.chooses = replace(router.chooses, groups=1, kept_groups=1)
-
-
 def late_rows(trainer: Any) -> None:
     """The convolution reads each token's rows one place too early."""
 
     def forward(conv: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return ops.causal_conv(torch.cat((x[:1], x[:-1])), conv.weight, lengths)[0]
 
-    for net in linear_layers(trainer):
-        net.conv1d.forward = forward.__get__(net.conv1d)
-
-
-def decay_of_another_head(trainer: Any) -> None:
-    own = trainer.model.decoder.layers[0].self_attention.core_attention
-
-    def forward(mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, *others: Any) -> Any:
-        return type(own).forward(own, mixed, b, a, a_log.roll(1), *others)
-
-    own.forward = forward
-
-
-def linear_layers(trainer: Any) -> list[Any]:
-    return [net for layer in trainer.model.decoder.layers if hasattr(net := layer.self_attention, "conv1d")]
+    for layer in trainer.model.decoder.layers:
+        if (conv := getattr(layer.self_attention, "conv1d", None)) is not None:
+            conv.forward = forward.__get__(conv)
 
 
 def restored(trainer: Any) -> None:
-    sizes = trainer.definition.sizes
-    for net in linear_layers(trainer):
-        for module in (net.conv1d, net.core_attention):
-            vars(module).pop("forward", None)
     for layer in trainer.model.decoder.layers:
-        layer.self_attention.core_attention.rope_scaling = sizes.rope_scaling
-    for router in routers(trainer):
-        router.chooses = sizes.sigmoid_router
-
-
-def routers(trainer: Any) -> list[Any]:
-    return [layer.mlp.router for layer in trainer.model.decoder.layers if hasattr(layer.mlp, "router")]
+        net = layer.self_attention
+        net.core_attention.rope_scaling = trainer.definition.sizes.rope_scaling
+        if hasattr(net, "conv1d"):
+            vars(net.conv1d).pop("forward", None)
 
 
 CUTS = {"top-p-top-k": Truncation(top_p=0.9, top_k=20), "min-p": Truncation(min_p=0.05)}
@@ -298,9 +274,7 @@ BESIDE: dict[str, tuple[Setup, Callable[[Pipeline, pytest.MonkeyPatch, Path], No
     "half-a-pair": (LATENT, partial(not_sent_is_named, faults.half_a_pair, "qkv_a", 1, {faults.HALF})),
     "expert": (LATENT, partial(not_sent_is_named, faults.missed_expert, "experts", 1, OF_EXPERT)),
     "YaRN": (LATENT, partial(definition_is_named, wrong_yarn, "attention", (0, 1, 2), YARN)),
-    "groups": (LATENT, partial(definition_is_named, no_groups, "topk", (1, 2), "topk differs in every layer")),
     "rows": (LINEAR, partial(definition_is_named, late_rows, "conv", (0, 2), "conv differs in every layer")),
-    "decay": (LINEAR, partial(definition_is_named, decay_of_another_head, "delta", (0,), "delta differs in layer 0")),
     "changes": (DENSE, only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything),
 }
 """What else is shown with a setup's engine. Attribution names a planted fault first: its op, its layers and what it
@@ -339,7 +313,7 @@ def perturb_routers(trainer: Any, scale: float) -> None:
     """Other router weights on every rank, the same on each."""
     noise = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for router in routers(trainer):
+        for router in (layer.mlp.router for layer in trainer.model.decoder.layers if hasattr(layer.mlp, "router")):
             router.weight += (
                 scale * router.weight.std() * torch.randn(router.weight.shape, generator=noise).to(router.weight)
             )

@@ -88,22 +88,6 @@ def test_a_wrong_value_is_named_with_what_was_expected(
     assert all(part in message for part in parts), message
 
 
-def test_models_that_cannot_be_trained(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    assert "config.json" in refused(f"model.path={bare}")
-
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "architectures": ["PhiForCausalLM"]}))
-    message = refused(f"model.path={other}")
-    assert "PhiForCausalLM" in message and "Qwen3MoeForCausalLM" in message
-
-    (other / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 96}))
-    message = refused(f"model.path={other}")
-    assert "96" in message and "128" in message and "moe_intermediate_size" in message
-
-
 def test_models_that_cannot_be_converted(model: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
 
@@ -124,15 +108,8 @@ def test_models_that_cannot_be_converted(model: Path, tmp_path: Path) -> None:
     assert "without *.safetensors" in refusal()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(
-    model: Path, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    stored = {
-        name: torch.randn(tensor.shape, generator=generator).to(dtype)
-        for name, tensor in load_file(model / "model.safetensors").items()
-    }
+def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(model: Path, tmp_path: Path) -> None:
+    stored = {name: torch.randn(tensor.shape) for name, tensor in load_file(model / "model.safetensors").items()}
     variants = {"wide": stored, "rounded": {name: tensor.to(torch.bfloat16) for name, tensor in stored.items()}}
     for name, tensors in variants.items():
         source = Path(shutil.copytree(model, tmp_path / name))
@@ -141,8 +118,7 @@ def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(
     wide, rounded = (load_file(tmp_path / f"{name}_out" / "model.safetensors") for name in variants)
     assert wide.keys() == rounded.keys()
     for name, tensor in wide.items():
-        assert tensor.dtype == rounded[name].dtype
-        assert torch.equal(tensor.view(torch.uint8), rounded[name].view(torch.uint8)), name
+        assert tensor.dtype == rounded[name].dtype and tensor.view(torch.uint8).equal(rounded[name].view(torch.uint8))
 
 
 def test_files_that_cannot_be_read_and_ports_that_are_taken(refused: Callable[..., str], spec: Path) -> None:

@@ -119,10 +119,8 @@ def _at_random(tokenizer: Any, said: list[dict[str, str]], draws: random.Random)
     [
         ("</s>[INST] b [/INST]", (), " 3= 4#5"),
         ("</s><s>c", (), " 3= 4#5"),
-        (" b", (), " 3= 4#5"),
         ("9", ("= 4",), " 3"),
         ("[", (" 4#",), " 3="),
-        ("= c", ("#",), " 3= 4"),
     ],
 )
 def test_text_completions_have_the_tokens_of_the_whole_text(
@@ -148,13 +146,11 @@ def test_text_completions_have_the_tokens_of_the_whole_text(
 @pytest.mark.parametrize(
     ("put", "text", "expected"),
     [
-        ("<s> $A", "ab", "<s>ab"),
         ("<s> $A", "<s>ab", "<s>ab"),
         ("<s> $A </s>", "ab", "<s>ab"),
         ("<s> $A", "<s><s>", "<s><s>"),
         ("<q> <s> $A", "<q><s>ab", "<q><s>ab"),
         ("<q> <s> $A", "<s>ab", "<q><s><s>ab"),
-        ("$A", "ab", "ab"),
     ],
 )
 def test_what_is_put_before_a_text_is_there_once(put: str, text: str, expected: str) -> None:
