@@ -23,7 +23,6 @@ from transformers import AutoTokenizer
 
 from fp8rl import evaluating
 from fp8rl.models import read_shape
-from fp8rl.numerics.sampling import answer_seed
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import read_resolved
 from fp8rl.rl.experiment.gate_rules import missing
@@ -213,9 +212,7 @@ def test_the_trained_model_is_served_as_it_was_trained(run: StartedRun, tmp_path
         assert said is not None and said.content is not None
         ids = [token_of(tokenizer)[entry.token] for entry in said.content]
         answers.append({"prompt_ids": [*prompt], "token_ids": ids, "logprobs": [e.logprob for e in said.content]})
-        several_answers_are_drawn_apart(client, model, asked[0])
         prompts_are_scored_as_lm_eval_asks(client, model, asked[0])
-        a_lone_kept_token_is_certain_and_temperature_0_keeps_all(client, model, asked[0])
         what_is_wrong_is_refused(client, model)
         the_last_evaluation_is_found_again(client, run)
     (scores,) = run_on_ranks(TrainerSection(), tmp_path, partial(trained_scores, run.path, answers))
@@ -232,34 +229,6 @@ def the_last_evaluation_is_found_again(client: openai.OpenAI, run: StartedRun) -
         found = evaluating.evaluate(model, experiment, Path(), lambda text: None)
     last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
     assert found == {name: value for name, value in last.items() if name.startswith("eval/")} and len(found) > 5
-
-
-def several_answers_are_drawn_apart(client: openai.OpenAI, model: str, prompt: list[int]) -> None:
-    """The seed of answer i is a hash of the request's and i."""
-    alone = partial(client.completions.create, model=model, prompt=prompt, max_tokens=12, temperature=2.0)
-    several = [choice.text for choice in alone(seed=5, n=6).choices]
-    assert len(set(several)) > 1 and several == [choice.text for choice in alone(seed=5, n=6).choices]
-    assert several == [alone(seed=answer_seed(5, 0, 0, answer)).choices[0].text for answer in range(6)]
-
-
-def a_lone_kept_token_is_certain_and_temperature_0_keeps_all(
-    client: openai.OpenAI, model: str, prompt: list[int]
-) -> None:
-    """However one token is kept, it has the log-probability 0 and all others -9999."""
-    lone = [{"top_k": 1}, {"top_k": 1, "temperature": 0.5}, {"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.5}]
-    texts = set()
-    for settings in [*lone, *({"temperature": 0.0} | each for each in ({}, *lone) if "temperature" not in each)]:
-        asked = {"temperature": 1.0} | settings
-        (choice,) = client.completions.create(
-            model=model, prompt=prompt, max_tokens=4, logprobs=3, seed=1, extra_body=asked
-        ).choices
-        texts.add(choice.text)
-        for value, top in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs):
-            if asked["temperature"]:
-                assert value == 0.0 and sorted(top.values()) == [-9999.0, -9999.0, 0.0], settings
-            else:
-                assert -9.0 < value < 0.0 and value == max(top.values()), settings
-    assert len(texts) == 1, "the most probable token each time"
 
 
 def prompts_are_scored_as_lm_eval_asks(client: openai.OpenAI, model: str, prompt: list[int]) -> None:

@@ -13,20 +13,10 @@ from torch import Tensor
 
 from fp8rl.models import architecture
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.code import code_digest
 from fp8rl.numerics.delta import as_bytes, encode
 from fp8rl.rollout.engine.plugin import lifecycle, state
 from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
-from fp8rl.rollout.engine.protocol import (
-    DELTA,
-    Commit,
-    EngineReport,
-    Held,
-    ReadManifest,
-    ReadReport,
-    from_checksums,
-    to_action,
-)
+from fp8rl.rollout.engine.protocol import DELTA, Commit, Held, ReadManifest, from_checksums, to_action
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
 
@@ -106,19 +96,6 @@ def test_an_update_may_be_of_changes() -> None:
     model.load_weights(deltas.items())
     expected = {name: changed[name] if DELTA + name in deltas else tensor for name, tensor in TENSORS.items()}
     assert held(Commit(version="4")) == manifest("4", expected)
-
-
-@pytest.mark.slow
-def test_the_report_says_what_runs() -> None:
-    torch.set_num_threads(1)
-    report = EngineReport.model_validate_json(ask(ReadReport()))
-    assert (report.spec_digest, report.weight_version, report.threads) == (SPEC.digest(), "3", 1)
-    assert report.implementation == "torch"
-    assert report.numerics == NumericsConfig(spec=SPEC).to_dict()
-    assert (report.dtype, report.kv_cache_dtype, report.row_variant_ops) == ("bfloat16", "bfloat16", ())
-    assert report.code == code_digest(("fp8rl.rollout", "fp8rl.models", "fp8rl.numerics"))
-    lifecycle.before_update()
-    assert EngineReport.model_validate_json(ask(ReadReport())).weight_version is None
 
 
 @pytest.mark.parametrize("fails", [False, True])

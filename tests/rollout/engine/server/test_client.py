@@ -1,4 +1,4 @@
-"""The client against a real server: keys, administration, updates, pauses."""
+"""The client against a real server: keys, administration, updates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.engine.server.server import SGLangServer
-from fp8rl.rollout.types import Completion, Endpoint, EngineError, SamplingParams
+from fp8rl.rollout.types import Endpoint, EngineError, SamplingParams
 from fp8rl_certify.server import certify_server
 from tests.support.planted_server import ask_little
-from tests.support.servers import EOS, VOCABULARY, use, use_endpoint
+from tests.support.servers import use, use_endpoint
 
 
 def test_an_answer_may_take_any_time_and_administration_may_not() -> None:
@@ -37,24 +37,6 @@ def test_an_answer_may_take_any_time_and_administration_may_not() -> None:
                     await client.flush()
 
     asyncio.run(run())
-
-
-@pytest.mark.e2e
-def test_answers_have_finite_logprobs_versions_and_end_at_eos(server: SGLangServer) -> None:
-    prompts = [[1 + i % 5] * (1 + i) for i in range(24)]
-    sampling = SamplingParams(max_new_tokens=60, stop_token_ids=(EOS,))
-    completions = use(server, lambda client: client.complete(prompts, sampling))
-    assert len(completions) == len(prompts)
-    assert len({len(c.token_ids) for c in completions}) > 4, "expected unequal lengths"
-    for completion in completions:
-        length = len(completion.token_ids)
-        assert 1 <= length <= 60 and length == len(completion.logprobs) == len(completion.weight_versions)
-        assert set(completion.weight_versions) == {3}
-        assert all(-20 < logprob < 0 for logprob in completion.logprobs)
-        assert all(0 <= token < VOCABULARY for token in completion.token_ids)
-        assert EOS not in completion.token_ids[:-1]
-        assert completion.finished == (completion.token_ids[-1] == EOS)
-        assert completion.finished or length == 60
 
 
 @pytest.mark.e2e
@@ -156,52 +138,6 @@ def test_weights_are_updated_from_disk_and_versions_follow(
     assert [set(c.weight_versions) for c in (before, changed, back)] == [{3}, {4}, {5}]
     assert before.logprobs == back.logprobs and before.token_ids == back.token_ids
     assert before.logprobs != changed.logprobs
-
-
-@pytest.mark.e2e
-def test_pausing_cuts_what_runs_and_holds_what_comes(server: SGLangServer) -> None:
-    sampling = SamplingParams(max_new_tokens=400)
-
-    async def run(client: EngineClient) -> None:
-        running = asyncio.create_task(client.complete([[8, 9]] * 64, sampling))
-        await until_it_runs(client)
-        await client.pause()
-        assert any(completion.aborted for completion in await asyncio.wait_for(running, 10))
-        waiting = asyncio.create_task(client.complete([[8, 9]], replace(sampling, max_new_tokens=2)))
-        await client.flush()
-        await asyncio.sleep(0.3)
-        assert not waiting.done()
-        await client.resume()
-        assert len((await asyncio.wait_for(waiting, 10))[0].token_ids) <= 2
-
-    use(server, run)
-
-
-@pytest.mark.e2e
-def test_a_paused_answer_carries_both_versions(server: SGLangServer, tiny_model: Path) -> None:
-    """Weights change in the middle of an answer: its tokens are marked with the version that made each of them."""
-
-    async def run(client: EngineClient) -> list[Completion]:
-        ask = asyncio.create_task(client.complete([[8, 9]] * 64, SamplingParams(max_new_tokens=400)))
-        await until_it_runs(client)
-        await client.pause("retract")
-        with pytest.raises(EngineError, match="400"):  # SGLang by itself, without the plugin's hook
-            await client.flush()
-        await client.update_weights_from_disk(tiny_model, 4, flush_cache=False)
-        await client.resume()
-        completions = await ask
-        await client.update_weights_from_disk(tiny_model, 3)
-        return completions
-
-    completions = use(server, run)
-    assert all(c.weight_versions == sorted(c.weight_versions) for c in completions)
-    assert any(set(c.weight_versions) == {3, 4} for c in completions)
-
-
-async def until_it_runs(client: EngineClient) -> None:
-    async with asyncio.timeout(30):
-        while not (await client.load()).running:
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.e2e

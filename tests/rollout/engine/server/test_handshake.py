@@ -30,15 +30,10 @@ def reported(**changes: Any) -> EngineReport:
     return EngineReport.model_validate(data)
 
 
-def test_a_report_as_expected_passes() -> None:
-    check_report(EXPECTED, reported())
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"role": "teacher"}, ["role", "'teacher'", "'policy'"]),
-        ({"spec_digest": "ffff"}, ["spec_digest", "'ffff'", "'ab12'"]),
         ({"numerics": {**NUMERICS, "k_splits": 1}}, ["numerics.k_splits", "found 1", "expected 2"]),
         (
             {"numerics": {**NUMERICS, "spec": {"weight": {"format": "e4m3", "block": [1, 128]}}}},
@@ -53,22 +48,15 @@ def test_a_report_as_expected_passes() -> None:
         ({"provides": []}, ["provides", "['router']"]),
         ({"kv_cache_dtype": "float8_e4m3fn"}, ["kv_cache_dtype", "'float8_e4m3fn'"]),
         ({"implementation": "triton"}, ["implementation", "'triton'", "'torch'", "GPUs of one kind"]),
-        ({"threads": 2}, ["threads", "found 2", "expected 1"]),
+        ({"threads": 2, "spec_digest": "ffff"}, ["threads", "found 2", "expected 1", "'ffff'", "'ab12'"]),
     ],
 )
 def test_a_difference_is_named_with_both_values(changes: dict[str, Any], said: list[str]) -> None:
+    check_report(EXPECTED, reported())
     with pytest.raises(HandshakeError) as caught:
         check_report(EXPECTED, reported(**changes))
     message = str(caught.value)
-    assert message.count("\n- ") == 1, message
-    for part in said:
-        assert part in message
-
-
-def test_all_differences_are_listed_at_once() -> None:
-    with pytest.raises(HandshakeError) as caught:
-        check_report(EXPECTED, reported(spec_digest="ffff", threads=8, hooks=[]))
-    assert str(caught.value).count("\n- ") == 3
+    assert message.count("\n- ") == len(changes) and all(part in message for part in said), message
 
 
 def test_a_missing_report_quotes_the_log_about_the_plugin() -> None:
