@@ -30,17 +30,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def spec(tmp_path: Path, model: Path) -> Path:
     """A spec file that would run."""
-    problems = [json.dumps({"question": f"{n}+4=?", "answer": f"#### {n + 4}"}) + "\n" for n in range(4)]
     for name in ("train", "eval"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(problems))
-    path = tmp_path / "spec.yaml"
-    sections = {
-        "run": {"name": "it", "dir": str(tmp_path / "runs"), "steps": 1},
-        "model": {"path": str(model)},
-        "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
-        "eval": {"problems": 4},
-    }
-    path.write_text(yaml.safe_dump(sections))
+        lines = [f'{{"question": "{n}+4=?", "answer": "#### {n + 4}"}}\n' for n in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    path, run = tmp_path / "spec.yaml", {"name": "it", "dir": str(tmp_path / "runs"), "steps": 1}
+    sections = {"run": run, "model": {"path": str(model)}, "data": {"train": "train.jsonl", "eval": "eval.jsonl"}}
+    path.write_text(yaml.safe_dump({**sections, "eval": {"problems": 4}}))
     return path
 
 

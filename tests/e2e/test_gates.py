@@ -74,10 +74,7 @@ def corrupt_a_weight(stack: Stack) -> None:
 def flipped_bits(tensors: Iterable[Named]) -> Iterator[Named]:
     """The lowest bit of every FP8 code of MATRIX."""
     for name, tensor in tensors:
-        if name == MATRIX:
-            tensor = tensor.clone()
-            tensor.view(torch.uint8).bitwise_xor_(1)
-        yield name, tensor
+        yield name, (tensor.view(torch.uint8) ^ 1).view(tensor.dtype) if name == MATRIX else tensor
 
 
 def score_with_other_scales(stack: Stack) -> None:
@@ -146,8 +143,7 @@ def other_experts(answers: list[Trajectory]) -> list[Trajectory]:
 
 
 def diverge(stack: Stack) -> None:
-    """The learning rate, from now on."""
-    stack.trainer.apply(set_learning_rate, 3.0)
+    stack.trainer.apply(set_learning_rate, 3.0)  # from now on
 
 
 def set_learning_rate(trainer: Any, lr: float) -> None:
@@ -236,8 +232,7 @@ def faulty(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, 
 
 
 def row(run: RunDir, step: int) -> dict[str, Any]:
-    (found,) = [row for row in read_metrics(run.metrics) if row["step"] == step]
-    return found
+    return next(row for row in read_metrics(run.metrics) if row["step"] == step)
 
 
 def events(run: RunDir, step: int) -> list[Event]:
@@ -258,28 +253,22 @@ def test_what_is_out_of_bounds_is_not_trained_on_and_everything_else_is(run: Run
         assert rows[step]["mismatch/nonfinite_count"] == 0
 
 
-def test_a_corrupted_weight_is_synced_away(run: RunDir) -> None:
+def test_a_corrupted_weight_and_old_ones_are_synced_away_whatever_version_they_claim(run: RunDir) -> None:
     (event,) = events(run, CORRUPTED)
     assert (event.action, event.metric, event.bound) == ("resync", "mismatch/exact_frac", "below 1.0")
     assert event.value == row(run, CORRUPTED)["mismatch/exact_frac"] < 1.0
     assert row(run, CORRUPTED)["sync/verified_tensors"] > 100
     manifests = [json.loads(run.manifest(step).read_text()) for step in (CORRUPTED - 1, CORRUPTED)]
     assert manifests[0] == manifests[1], "the same weights, at the same version"
-
-
-def test_old_weights_are_found_whatever_version_they_claim(run: RunDir) -> None:
     assert actions(run, STALE) == ["resync"] and row(run, STALE)["gates/stale_resyncs"] == 1.0
     assert row(run, STALE)["rollout/staleness_max"] == 0.0
     assert actions(run, OLD) == ["resync"] and row(run, OLD)["mismatch/exact_frac"] < 1.0
 
 
-def test_logprobs_that_are_not_finite_cost_the_step(run: RunDir) -> None:
+def test_logprobs_and_a_loss_that_are_not_finite_cost_the_step_and_are_pinned(run: RunDir) -> None:
     assert actions(run, NAN) == ["skip_step"]
     assert 0 < row(run, NAN)["mismatch/nonfinite_count"] < row(run, NAN)["rollout/tokens"]
     assert "sync/seconds" not in row(run, NAN), "there is nothing new to send"
-
-
-def test_a_loss_that_is_not_finite_costs_the_step_and_is_pinned(run: RunDir) -> None:
     (event,) = events(run, OVERFLOW)
     assert (event.action, event.metric, event.value) == ("skip_step", "train/loss", None)
     assert "train/loss" not in row(run, OVERFLOW) and row(run, OVERFLOW)["tracking/nonfinite_dropped"] == 2

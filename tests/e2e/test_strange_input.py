@@ -56,17 +56,9 @@ class Home:
     def make(self) -> None:
         write_tiny_model(self.model, TinyModel(heads=4, kv_heads=2, layers=1))
         for file in self.data:
-            file.write_text(
-                "".join(json.dumps({"question": f"{n}+4=?", "answer": f"#### {n + 4}"}) + "\n" for n in range(4))
-            )
-        sections = {
-            "run": {"dir": "runs", "steps": 9},
-            "model": {"path": "model"},
-            "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
-            "eval": {"problems": 4},
-            "gates": [{"metric": "mismatch/k3_kl", "above": 0.1, "action": "skip_step"}],
-        }
-        self.spec.write_text(yaml.safe_dump(sections))
+            file.write_text("".join(f'{{"question": "{n}+4=?", "answer": "#### {n + 4}"}}\n' for n in range(4)))
+        sections = {"run": {"dir": "runs", "steps": 9}, "model": {"path": "model"}, "eval": {"problems": 4}}
+        self.spec.write_text(yaml.safe_dump({**sections, "data": {"train": "train.jsonl", "eval": "eval.jsonl"}}))
         new_run(self.run.path)
         experiment = load_experiment(self.spec)
         self.run.experiment.write_text(experiment.to_yaml())
