@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import subprocess
@@ -81,26 +80,6 @@ def test_a_wrong_value_is_named_with_what_was_expected(
 ) -> None:
     message = refused(override)
     assert all(part in message for part in parts), message
-
-
-def test_models_that_cannot_be_converted(model: Path, tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
-
-    def refusal() -> str:
-        result = result_of("convert", source, out)
-        assert result.exit_code == 2 and result.stderr.startswith("error: MODEL"), result.output
-        assert not out.exists()
-        return result.stderr
-
-    assert "existing" in refusal()
-    shutil.copytree(model, source)
-    config = json.loads((source / "config.json").read_text())
-    for key, value in {"architectures": ["PhiForCausalLM"], "quantization_config": {"quant_method": "fp8"}}.items():
-        (source / "config.json").write_text(json.dumps({**config, key: value}))
-        assert key in refusal()
-    (source / "config.json").write_text(json.dumps(config))
-    (source / "model.safetensors").unlink()
-    assert "without *.safetensors" in refusal()
 
 
 def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(model: Path, tmp_path: Path) -> None:

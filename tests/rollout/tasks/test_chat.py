@@ -221,36 +221,6 @@ def known_to(kind: Kind, messages: Messages) -> Messages:
     return found
 
 
-@pytest.mark.parametrize(
-    ("branches", "role", "content", "written"),
-    [
-        ("user", "developer", "D", "messages.0: found {'role': 'developer', 'content': 'D'}"),
-        ("user", "system", "", "<user>q"),
-        ("user system else", "developer", "D", "<system>D<user>q"),
-        ("user system else", "asistant", "D", "messages.0: found {'role': 'asistant', 'content': 'D'}"),
-        ("user system raise", "developer", "", "<system><user>q"),
-        ("user system raise", "human", "D", "no such role"),
-        ("user developer raise", "developer", "D", "<developer>D<user>q"),
-    ],
-)
-def test_a_role_without_a_branch_of_its_own_is_named(
-    tokenizers: dict[str, Any], branches: str, role: str, content: str, written: str
-) -> None:
-    tokenizer = copy.deepcopy(tokenizers["chatml"])
-    *known, last = branches.split()
-    other = {"else": "<assistant>{{ m.content }}", "raise": "{{ raise_exception('no such role') }}"}.get(last, "")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role in " + repr([*known, last]) + " %}<{{ m.role }}>{{ m.content | trim }}"
-        "{% else %}" + other + "{% endif %}{% endfor %}"
-    )
-    try:
-        turns = [{"role": role, "content": content}, {"role": "user", "content": "q"}]
-        found = render(tokenizer, turns, {}, answer=True)
-    except (UserError, jinja2.TemplateError) as error:
-        found = str(error)
-    assert found.partition(", expected a role that the chat template writes there")[0] == written
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_the_model_s_turn_ends_where_the_template_ends_it(tokenizers: dict[str, Any], name: str) -> None:
     tokenizer, kind = tokenizers[name], KINDS[name]

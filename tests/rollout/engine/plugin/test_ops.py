@@ -18,7 +18,6 @@ from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.plugin import state
 from fp8rl.rollout.engine.plugin.families.attention import (
-    attention_backend_decode,
     attention_backend_extend,
     attention_decode,
     attention_extend,
@@ -174,20 +173,6 @@ def test_the_gpu_backend_stores_keys_and_attends_in_chunks(cache: Cache, chunk: 
         described, k, v = batch(cache, done, stops, active)
         found = attention_backend_extend(backend, cache.q[rows].flatten(1), k, v, layer, described)
         assert torch.equal(found, cache.expected[rows].flatten(1))
-
-
-def test_the_gpu_backend_decodes_one_token_each(cache: Cache) -> None:
-    backend, layer = backend_and_layer(cache)
-    backend.token_to_kv_pool.k[:], backend.token_to_kv_pool.v[:] = cache.k_cache, cache.v_cache
-    starts, stops = [length - 1 for length in LENGTHS], list(LENGTHS)
-    rows = cache.rows(starts, stops)
-    described, k, v = batch(cache, starts, stops, list(range(len(LENGTHS))))
-    pool = backend.token_to_kv_pool
-    pool.k[described.out_cache_loc] = torch.tensor(torch.nan).to(pool.k.dtype)  # written by the call
-    found = attention_backend_decode(backend, cache.q[rows].flatten(1), k, v, layer, described)
-    assert torch.equal(found, cache.expected[rows].flatten(1))
-    again = attention_backend_decode(backend, cache.q[rows].flatten(1), k + 1, v, layer, described, save_kv_cache=False)
-    assert torch.equal(again, found)
 
 
 def test_quantized_rows_belong_to_the_norms_result_as_it_was() -> None:

@@ -63,17 +63,6 @@ def test_native_draws_are_those_of_the_logits_and_greedy_rows_among_them_stay_gr
 
 
 @pytest.mark.parametrize(
-    "restricted",
-    [{"need_top_p_sampling": True}, {"need_min_p_sampling": True}, {"top_ks": torch.tensor([4, TOP_K_ALL, 1])}],
-)
-def test_restricted_draws_are_left_to_sglang_without_seeds(restricted: dict[str, Any]) -> None:
-    whole = info(**restricted)
-    tokens = sampling.draw_from_probabilities(stock, None, torch.ones(3, 9) / 9, whole, torch.arange(3), False)
-    assert tokens.tolist() == [7, 7, 7]
-    assert whole.sampling_seed is not None
-
-
-@pytest.mark.parametrize(
     ("changes", "warper"),
     [
         ({"top_ks": torch.full((3,), 4), "need_top_k_sampling": True}, TopKLogitsWarper(4)),

@@ -102,43 +102,24 @@ def test_an_engine_that_sleeps_has_its_graphs_in_regions_of_torch_memory_saver(t
         assert found.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == expected
 
 
-CUDA = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-OF_A_MODE = ("SGLANG_ENABLE_JIT_DEEPGEMM", "SGLANG_FORCE_COARSE_WAR_BARRIER", "SGLANG_JIT_DEEPGEMM_PRECOMPILE")
-
-
-def environment_for(scratch: Path, cuda: bool, mode: str) -> dict[str, str]:
-    return server_environment({"numerics": {"mode": mode}}, scratch, cuda=cuda, mode=mode)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "mode", "expected"),
-    [
-        (False, "exact", {"SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}),
-        (False, "native", {"SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}),
-        (True, "exact", CUDA | {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "SGLANG_FORCE_COARSE_WAR_BARRIER": "1"}),
-        (True, "native", CUDA | {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}),
-    ],
-)
-def test_environment_of_a_device_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool, mode: str, expected: dict[str, str]
-) -> None:
-    every = {"SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", *CUDA, *OF_A_MODE}
-    for name in every:
-        monkeypatch.delenv(name, raising=False)
-    environment = environment_for(tmp_path, cuda, mode)
-    assert {name: environment[name] for name in every & environment.keys()} == expected
+@pytest.mark.parametrize(("cuda", "mode"), CASES)
+def test_sglang_reads_the_variables_of_a_device_and_mode(tmp_path: Path, cuda: bool, mode: str) -> None:
+    source = inspect.getsource(pytest.importorskip("sglang.srt.environ"))
+    environment = server_environment({"numerics": {"mode": mode}}, tmp_path, cuda=cuda, mode=mode)
+    for name, on_gpus in (
+        ("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0"),
+        ("SGLANG_ENABLE_JIT_DEEPGEMM", "0" if mode == "exact" else None),
+        ("SGLANG_FORCE_COARSE_WAR_BARRIER", "1" if mode == "exact" else None),
+        ("SGLANG_JIT_DEEPGEMM_PRECOMPILE", None if mode == "exact" else "0"),
+    ):
+        assert f"    {name} = EnvBool(" in source and environment.get(name) == (on_gpus if cuda else None)
+    assert environment.get("SGLANG_USE_CPU_ENGINE") == (None if cuda else "1")
     assert environment["OMP_NUM_THREADS"] == "1" and environment["TMPDIR"] == str(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", *OF_A_MODE])
-def test_sglang_reads_the_variables(name: str) -> None:
-    environ = pytest.importorskip("sglang.srt.environ")
-    assert f"    {name} = EnvBool(" in inspect.getsource(environ)
 
 
 def test_a_server_keeps_an_idle_connection_for_longer_than_a_client_does(tmp_path: Path) -> None:
     """One that the server closes just when a request is sent takes the request with it."""
-    assert int(environment_for(tmp_path, False, "exact")["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 2 * IDLE_S
+    assert int(server_environment(None, tmp_path, cuda=False)["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 2 * IDLE_S
 
 
 def test_environment_restricts_the_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
