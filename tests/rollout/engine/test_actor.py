@@ -1,4 +1,4 @@
-"""The engine: handshake at the start, death, and the Ray actor around it."""
+"""The engine and the Ray actor around it: versions, a start that is cancelled, and death."""
 
 from __future__ import annotations
 
@@ -9,12 +9,25 @@ import psutil
 import pytest
 
 from fp8rl.rl.run.cluster.cluster import ray_cluster
-from fp8rl.rollout.engine.actor import Engine, EngineActor
+from fp8rl.rollout.engine.actor import Engine, EngineActor, check_versions
 from fp8rl.rollout.engine.server.scratch import sweep
-from fp8rl.rollout.types import EngineError, SamplingParams
+from fp8rl.rollout.types import EngineError, SamplingParams, StaleWeightsError, Trajectory
 from tests.support.servers import EOS, group_members, groups, shared_memory, small_config, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
+
+
+def sampled_at(*versions: int) -> Trajectory:
+    return Trajectory([1], list(versions), [-1.0] * len(versions), True, list(versions), 0, 0)
+
+
+def test_stale_tokens_are_counted_by_version() -> None:
+    trajectories = [sampled_at(4, 5, 5), sampled_at(4)]
+    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* 2 at version 4, 2 at version 5, .* at version 5"):
+        check_versions(trajectories, 5, 5)
+    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* expected all at versions 2 to 4"):
+        check_versions(trajectories, 2, 4)
+    check_versions([*trajectories, sampled_at()], 4, 5)
 
 
 @pytest.mark.e2e

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from fp8rl.models import architecture
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.delta import as_bytes, encode
 from fp8rl.rollout.engine.plugin import lifecycle, state
 from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
-from fp8rl.rollout.engine.protocol import DELTA, Commit, Held, ReadManifest, from_checksums, to_action
+from fp8rl.rollout.engine.protocol import Commit, Held, ReadManifest, from_checksums, to_action
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
 
@@ -79,23 +78,6 @@ def test_an_update_takes_the_version_away_and_no_forward_runs_before_a_commit_gi
         lifecycle.before_forward(object(), "batch")
     assert held(Commit(version="4")) == manifest("4") and state.state().weights.version == "4"
     lifecycle.before_forward(object(), "batch")
-
-
-def test_an_update_may_be_of_changes() -> None:
-    """Of every tensor, in fused and stacked parameters as they lie; what is of another rank's is nobody's."""
-    model, definition = state.state().weights._loaded()
-    assert definition is not None
-    changed = {name: tensor.clone() for name, tensor in TENSORS.items()}
-    deltas = {DELTA + "model.layers.0.self_attn.q_proj.weight#1/2": torch.zeros(3, dtype=torch.uint8)}
-    for name, tensor in changed.items():
-        as_bytes(tensor)[[0, -1]] ^= 1
-        if (delta := encode(tensor, TENSORS[name])) is not None:
-            deltas[DELTA + name] = delta
-    assert len(deltas) > len(TENSORS) / 2
-    lifecycle.before_update(object(), "any", "arguments")
-    model.load_weights(deltas.items())
-    expected = {name: changed[name] if DELTA + name in deltas else tensor for name, tensor in TENSORS.items()}
-    assert held(Commit(version="4")) == manifest("4", expected)
 
 
 @pytest.mark.parametrize("fails", [False, True])

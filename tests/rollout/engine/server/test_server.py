@@ -24,14 +24,10 @@ from tests.support.servers import group_members, shared_memory, small_config, wa
 OWNER = """
 import sys, threading, time
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
-from fp8rl.rollout.engine.server.scratch import make_scratch, note_shared_memory, sweep
 from fp8rl.rollout.engine.server.server import SGLangServer
 config = RolloutSection(context_length=512, max_total_tokens=8192)
 servers = []
-thread = threading.Thread(
-    target=lambda: servers.append(SGLangServer.start(sys.argv[1], config, log_path=sys.argv[2]))
-)
+thread = threading.Thread(target=lambda: servers.append(SGLangServer.start(sys.argv[1], config, log_path=sys.argv[2])))
 thread.start()
 thread.join()
 time.sleep(1.0)

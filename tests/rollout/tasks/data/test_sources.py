@@ -126,15 +126,10 @@ def test_a_directory_whose_name_is_a_pattern_gives_its_own_rows(tmp_path, data_c
 
 def test_a_parquet_column_of_a_type_that_datasets_lacks_is_left_out(tmp_path, data_cache):
     maps = pyarrow.map_(pyarrow.string(), pyarrow.int64())
-    columns = {
-        "question": ["q"],
-        "map": pyarrow.array([[("a", 1)]], maps),
-        "maps": pyarrow.array([[[("a", 1)]]], pyarrow.list_(maps)),
-        "answer": ["a"],
-        "level": [3],
-    }
+    columns = {"question": ["q"], "map": pyarrow.array([[("a", 1)]], maps), "answer": ["a"], "level": [3]}
+    columns["maps"] = pyarrow.array([[[("a", 1)]]], pyarrow.list_(maps))
+    (tmp_path / "folder").mkdir()
     for path in (tmp_path / "p.parquet", tmp_path / "folder/train.parquet"):
-        path.parent.mkdir(exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
     for path in (tmp_path / "p.parquet", tmp_path / "folder"):
         assert list(load_problems(Source(path))) == [Problem("q", "a", fields={"level": 3})]
@@ -190,9 +185,10 @@ def test_a_turn_that_only_calls_a_tool_needs_no_content(tmp_path, data_cache):
 def test_a_csv_has_questions_and_answers_as_they_are_written(tmp_path, data_cache):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/train.csv").write_text("q,answer,level\n1,007,3\n2,1.50,4\n")
-    found = list(load_problems(Source(tmp_path / "mine", question="q")))
-    assert [(problem.question, problem.answer) for problem in found] == [("1", "007"), ("2", "1.50")]
-    assert [problem.fields for problem in found] == [{"level": 3}, {"level": 4}]
+    found = [
+        (each.question, each.answer, each.fields) for each in load_problems(Source(tmp_path / "mine", question="q"))
+    ]
+    assert found == [("1", "007", {"level": 3}), ("2", "1.50", {"level": 4})]
 
 
 @pytest.mark.parametrize(
