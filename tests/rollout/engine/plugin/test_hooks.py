@@ -1,17 +1,23 @@
-"""Hooks: all or none, and none into a method that is not the one they were written for."""
+"""Hooks: all or none, none into a method that is not the one they were written for, and one for every form of op."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fp8rl.models.forms import OpForm
+from fp8rl.models.trace import Forward, Op
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine import plugin
-from fp8rl.rollout.engine.plugin import hooks, state
-from fp8rl.rollout.engine.plugin.hooks import Hook, hooks_for, install
+from fp8rl.rollout.engine.plugin import families, hooks, state
+from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, check_forms
+from fp8rl.rollout.engine.plugin.hooks import Hook, hooks_for, install, provided
+from tests.support.definitions import tiny_models
 
 registry = pytest.importorskip("sglang.srt.plugins.hook_registry")
 
@@ -136,3 +142,33 @@ def test_without_a_configuration_the_plugin_does_nothing(
     assert registered == []
     with pytest.raises(RuntimeError, match="not configured in this process"):
         state.state()
+
+
+EXACT = NumericsConfig(spec=FP8)
+HASHED = OpForm(name="hash_topk", shapes="logits -> probs, chosen", definition=max)
+STRANGE = Forward((), ((Op("topk", HASHED, ("logits",), ("probs", "chosen")),),), ())
+
+
+def forwards() -> Iterator[Forward]:
+    yield from (model.forward for model in tiny_models().values())
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_hooks_compute_every_op_of_the_known_architectures(cuda: bool) -> None:
+    for forward in forwards():
+        check_forms(forward, provided(hooks_for(EXACT, cuda)))
+
+
+def test_an_op_that_no_hook_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = provided(hooks_for(EXACT, cuda=False))
+    with pytest.raises(RuntimeError, match=r"without an engine side \['hash_topk'\]"):
+        check_forms(STRANGE, ours)
+    known = {HASHED: EngineSide(lambda *read: read)}
+    monkeypatch.setattr(families, "_registered", [EngineFamily(sides=known)])
+    with pytest.raises(RuntimeError, match=r"no hook computes by their definition \['hash_topk'\]"):
+        check_forms(STRANGE, ours)
+    known[HASHED] = replace(known[HASHED], hooked=False)
+    check_forms(STRANGE, ours)
+    native = provided(hooks_for(replace(EXACT, mode="native"), cuda=False))
+    with pytest.raises(RuntimeError, match="attention'"):
+        check_forms(next(forwards()), native)

@@ -1,4 +1,5 @@
-"""What an engine says that it holds: every tensor under its name in the checkpoint, and the cache of its pool."""
+"""What an engine says that it holds: every tensor under its name in the checkpoint, the cache of its pool, and states
+of linear attention in SGLang's slots."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from fp8rl.numerics.core.memory import Holding
+from fp8rl.rollout.engine.plugin.families.gated_delta import States
 from fp8rl.rollout.engine.plugin.state import inventory
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from tests.support.holdings import total_bytes
@@ -67,3 +69,24 @@ def test_states_of_linear_attention_are_no_keys_and_values() -> None:
         "rows of short convolutions": ("kv_cache", "bf16"),
         "states of linear attention": ("states", "fp32"),
     }
+
+
+def batch_of(indices: list[int]) -> tuple[Any, Any]:
+    """SGLang's backend and batch of a decode step; its pool has four slots."""
+    held = SimpleNamespace(conv=[torch.zeros(4, 6, 3)], temporal=torch.zeros(4, 2, 8, 16))
+    backend = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer: held),
+        forward_metadata=SimpleNamespace(mamba_cache_indices=torch.tensor(indices, dtype=torch.int32)),
+    )
+    mode = SimpleNamespace(is_decode_or_idle=lambda: True)
+    return backend, SimpleNamespace(forward_mode=mode)
+
+
+def test_a_padded_answer_of_a_cuda_graph_has_the_slot_that_sglang_gives_to_no_request() -> None:
+    from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+
+    backend, batch = batch_of([3, 1, -1, -1])
+    states = States.of(backend, 0, batch)
+    assert states.slots.tolist() == [3, 1, 0, 0]
+    assert states.rows.shape == (4, 3, 6) and states.rule.shape == (4, 2, 16, 8)
+    assert MambaSlotAllocator(3, "cpu").alloc(3).tolist() == [1, 2, 3]
