@@ -62,7 +62,7 @@ RIG = [f"tests/e2e/test_{name}.py" for name in ("turns", "updates_in_flight", "a
 """The second worker begins with these: they share its rig, in an order in which neighbours share an engine, too."""
 STACKS = [
     f"tests/e2e/test_{name}.py"
-    for name in ("engine_faults", "gates", "preflight", "teacher", "cli_lifecycle", "states")
+    for name in ("engine_faults", "gates", "preflight", "teacher", "cli_lifecycle")
 ]
 """They come next, since they need the Ray of either rig."""
 

@@ -38,7 +38,7 @@ from fp8rl.weight_sync.manifest import SyncError
 from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports import TensorTransport
 from tests.support import faults
-from tests.support.rig import ALONE, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
+from tests.support.rig import ALONE, Pipeline, Rig, Setup, differences, prompts
 from tests.support.syncs import push
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -133,35 +133,6 @@ def test_every_token_agrees_under_top_p_top_k_and_min_p(rig: Rig, cut: Truncatio
     assert_agree(pipeline.trainer.score_routed(carried), carried)
 
 
-def test_every_token_of_the_model_agrees_in_a_conversation_and_what_it_is_told_has_no_loss(rig: Rig) -> None:
-    """Each turn is in the prefix cache when the next one begins, and a sync empties it."""
-    pipeline = rig.open(GLM)
-    told = ("13),", "?", " and once more" * 4)
-
-    async def environment(conversation: Conversation) -> None:
-        for words in told:
-            await conversation.sample(max_new_tokens=9)
-            conversation.tell(words)
-        await conversation.sample(max_new_tokens=5)
-
-    answers = pipeline.converse(environment, count=5, new_tokens=200)
-    batch = batch_from_trajectories(answers, 1.0, redraws=len(answers))
-    assert batch.loss_mask.sum() == sum(len(answer.logprobs) for answer in answers) >= 5 * 5
-    words = pipeline.tokenizer("".join(told), add_special_tokens=False).input_ids
-    for row, answer in enumerate(answers):
-        begin = len(answer.prompt_ids)
-        after = slice(begin, begin + len(answer.token_ids))
-        assert batch.tokens[row, after][~batch.loss_mask[row, after]].tolist() == words
-    assert_agree(pipeline.trainer.score_routed(batch), batch)
-    longest = max(answers, key=lambda answer: len(answer.prompt_ids))
-    whole, shared = longest.prompt_ids + longest.token_ids, prompts(0)[-1].token_ids
-    assert cached_tokens(pipeline, whole) >= len(whole) - 6
-    assert cached_tokens(pipeline, shared) == 0
-    assert cached_tokens(pipeline, [*shared[:SHARED_PREFIX], 9, 9, 9]) >= SHARED_PREFIX
-    pipeline.sync()
-    assert cached_tokens(pipeline, whole) == 0
-
-
 @pytest.mark.parametrize(
     ("fault", "says"),
     [(faults.flipped_bit, rf" 1 of \d+ tensors .*: {faults.MATRIX}"), (faults.broken_transport, "cable was pulled")],
@@ -247,6 +218,32 @@ def only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(
     assert mended.mismatched_tensors == 0 and mended.bytes == mended.weight_bytes
 
 
+def a_conversation_agrees_and_what_the_model_is_told_has_no_loss(pipeline: Pipeline, *_: object) -> None:
+    """Each turn is in the prefix cache when the next one begins, and a sync empties it."""
+    told = ("13),", "?", " and once more" * 4)
+
+    async def environment(conversation: Conversation) -> None:
+        for words in told:
+            await conversation.sample(max_new_tokens=9)
+            conversation.tell(words)
+        await conversation.sample(max_new_tokens=5)
+
+    answers = pipeline.converse(environment, count=5, new_tokens=200)
+    batch = batch_from_trajectories(answers, 1.0, redraws=len(answers))
+    assert batch.loss_mask.sum() == sum(len(answer.logprobs) for answer in answers) >= 5 * 5
+    words = pipeline.tokenizer("".join(told), add_special_tokens=False).input_ids
+    for row, answer in enumerate(answers):
+        begin = len(answer.prompt_ids)
+        after = slice(begin, begin + len(answer.token_ids))
+        assert batch.tokens[row, after][~batch.loss_mask[row, after]].tolist() == words
+    assert_agree(pipeline.trainer.score_routed(batch), batch)
+    longest = max(answers, key=lambda answer: len(answer.prompt_ids))
+    whole = longest.prompt_ids + longest.token_ids
+    assert cached_tokens(pipeline, whole) >= len(whole) - 6
+    pipeline.sync()
+    assert cached_tokens(pipeline, whole) == 0
+
+
 def agrees_before_and_after_an_update(pipeline: Pipeline, _: object, folder: Path) -> None:
     setup = pipeline.setup  # synced through the transport `tensor`
     batch = pipeline.sample(1.0, count=len(ALONE), answers=1)
@@ -270,10 +267,12 @@ OF_EXPERT = {f"{faults.EXPERT}{kind}_proj.weight" for kind in ("gate", "up", "do
 YARN = "the factor of the rope scaling is 8 in the trainer and 4 in the engine"
 BESIDE: dict[str, tuple[Setup, Callable[[Pipeline, pytest.MonkeyPatch, Path], None]]] = {
     "bias": (LATENT, partial(not_sent_is_named, faults.missed_bias, "topk", 2, {faults.BIAS})),
+    "talk": (GLM, a_conversation_agrees_and_what_the_model_is_told_has_no_loss),
     "replay": (GLM, replay_brings_a_trainer_with_another_router_closer),
     "half-a-pair": (LATENT, partial(not_sent_is_named, faults.half_a_pair, "qkv_a", 1, {faults.HALF})),
     "expert": (LATENT, partial(not_sent_is_named, faults.missed_expert, "experts", 1, OF_EXPERT)),
     "YaRN": (LATENT, partial(definition_is_named, wrong_yarn, "attention", (0, 1, 2), YARN)),
+    "talk-with-states": (LINEAR, a_conversation_agrees_and_what_the_model_is_told_has_no_loss),
     "rows": (LINEAR, partial(definition_is_named, late_rows, "conv", (0, 2), "conv differs in every layer")),
     "changes": (DENSE, only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything),
 }

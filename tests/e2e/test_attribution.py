@@ -24,7 +24,7 @@ from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.commands import by_the_command
 from tests.support.paths import EXAMPLES
-from tests.support.plants import PLANT, stale_operands
+from tests.support.plants import PLANT, stale_operands, states_of_another_request
 from tests.support.rig import ALONE, MODELS, Pipeline, Rig, Setup
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -157,6 +157,16 @@ def test_stale_operands_are_seen_by_the_canary_and_by_no_digest_and_a_capsule_sa
     (finding,) = by_the_command(capsule)["findings"]
     assert finding["cause"] == "state" and "trainer and engine agree to 0 now" in finding["text"]
     assert "held the right weights, by their digests, so it computed with stale operands" in finding["text"]
+
+
+def test_states_that_are_not_a_sequences_own_are_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of linear attention. The engine computes each op right, and does not give its own answers again."""
+    rig.only_ray()
+    monkeypatch.setenv(PLANT, states_of_another_request.__name__)
+    pipeline = rig.open(Setup("qwen3_next"))
+    first, *others = attributed(pipeline, pipeline.sample(1.0, count=len(ALONE), answers=1)).findings
+    rig.stop_engine()
+    assert first.cause == "state" and "does not reproduce the recorded log-probabilities" in first.text and not others
 
 
 def kept(pipeline: Pipeline, batch: TokenBatch, folder: Path) -> Path:
