@@ -265,7 +265,7 @@ PLANTS = {
         "decoder.layers.0.self_attention.linear_qkv",
     ),
 }
-"""The fifth, an FP8 cache of keys and values, is the engine's: tests/e2e/test_audit.py."""
+"""The fifth, a cache of keys and values in another format, is the engine's: tests/e2e/test_native.py."""
 
 
 @pytest.mark.slow

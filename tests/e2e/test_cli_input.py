@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import subprocess
@@ -15,7 +14,6 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-import fp8rl.rl.experiment.preconditions.resources as resources
 from tests.support.cli_runs import FP8RL, ROOT
 from tests.support.commands import result_of
 from tests.support.tiny_model import TinyModel, write_tiny_model
@@ -31,17 +29,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def spec(tmp_path: Path, model: Path) -> Path:
     """A spec file that would run."""
-    problems = [json.dumps({"question": f"{n}+4=?", "answer": f"#### {n + 4}"}) + "\n" for n in range(4)]
     for name in ("train", "eval"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(problems))
-    path = tmp_path / "spec.yaml"
-    sections = {
-        "run": {"name": "it", "dir": str(tmp_path / "runs"), "steps": 1},
-        "model": {"path": str(model)},
-        "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
-        "eval": {"problems": 4},
-    }
-    path.write_text(yaml.safe_dump(sections))
+        lines = [f'{{"question": "{n}+4=?", "answer": "#### {n + 4}"}}\n' for n in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    path, run = tmp_path / "spec.yaml", {"name": "it", "dir": str(tmp_path / "runs"), "steps": 1}
+    sections = {"run": run, "model": {"path": str(model)}, "data": {"train": "train.jsonl", "eval": "eval.jsonl"}}
+    path.write_text(yaml.safe_dump({**sections, "eval": {"problems": 4}}))
     return path
 
 
@@ -74,80 +67,23 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     [
         ("rollout.temperatur=1.0", ["rollout.temperatur", "1.0", "Did you mean rollout.temperature?"]),
         ("trainer.lr=-1", ["trainer.lr: found -1", "greater than", "trainer.lr=VALUE"]),
-        ("run.steps=many", ["run.steps: found 'many'", "integer"]),
-        ("rollout.top_p=0", ["rollout.top_p: found 0", "greater than 0", "rollout.top_p=VALUE"]),
-        ("rollout.top_k=-3", ["rollout.top_k: found -3", "-1"]),
-        ("rollout.max_total_tokens=100000000000", ["rollout.max_total_tokens: found 100000000000", "GiB", "Set"]),
         ("model.path=/nowhere", ["model.path", "/nowhere", "expected"]),
-        ("data.train=/nowhere.jsonl", ["data.train", "/nowhere.jsonl", "expected"]),
-        ("trainer.min_lr=1", ["trainer: found min_lr=1", "at most lr=", "Lower min_lr"]),
-        ("numerics.activation.granularity=tensor", ["numerics: found", "'tensor'", "token_group or channel"]),
         ("gates=[{metric: train/los, above: 1}]", ["gates.0.metric: found 'train/los'", "Did you mean train/loss?"]),
         ("steps", ["override: found 'steps'", "key.sub=value"]),
         ("trainer.dp=1000", ["trainer.dp: found 1000", "GiB", "Lower"]),
         ("rollout.engines=4000", ["rollout.engines: found 4000", "GiB", "Lower"]),
-        ("rollout.engines=5000", ["rollout.engines: found 5000", "4096"]),
-        ("rollout.start_timeout_s=1", ["rollout.start_timeout_s: found 1", "greater than or equal to 10"]),
-        ("tracking.wandb.project=a/b", ["tracking.wandb.project: found 'a/b'", "cannot contain"]),
-        ("model.path=" + "x" * 300, ["model.path", "255"]),
-        ("run.dir=" + "x/" * 3000, ["run.dir", "4095"]),
         ('data.train="a\\0b"', ["data.train", "NUL"]),
-        ("trainer.lr=1e300", ["trainer.lr: found 1e+300"]),
     ],
 )
 def test_a_wrong_value_is_named_with_what_was_expected(
     refused: Callable[..., str], override: str, parts: list[str]
 ) -> None:
     message = refused(override)
-    for part in parts:
-        assert part in message
+    assert all(part in message for part in parts), message
 
 
-def test_models_that_cannot_be_trained(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    assert "config.json" in refused(f"model.path={bare}")
-
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "architectures": ["PhiForCausalLM"]}))
-    message = refused(f"model.path={other}")
-    assert "PhiForCausalLM" in message and "Qwen3MoeForCausalLM" in message
-
-    (other / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 96}))
-    message = refused(f"model.path={other}")
-    assert "96" in message and "128" in message and "moe_intermediate_size" in message
-
-
-def test_models_that_cannot_be_converted(model: Path, tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
-
-    def refusal() -> str:
-        result = result_of("convert", source, out)
-        assert result.exit_code == 2 and result.stderr.startswith("error: MODEL"), result.output
-        assert not out.exists()
-        return result.stderr
-
-    assert "existing" in refusal()
-    shutil.copytree(model, source)
-    config = json.loads((source / "config.json").read_text())
-    for key, value in {"architectures": ["PhiForCausalLM"], "quantization_config": {"quant_method": "fp8"}}.items():
-        (source / "config.json").write_text(json.dumps({**config, key: value}))
-        assert key in refusal()
-    (source / "config.json").write_text(json.dumps(config))
-    (source / "model.safetensors").unlink()
-    assert "without *.safetensors" in refusal()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(
-    model: Path, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    stored = {
-        name: torch.randn(tensor.shape, generator=generator).to(dtype)
-        for name, tensor in load_file(model / "model.safetensors").items()
-    }
+def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(model: Path, tmp_path: Path) -> None:
+    stored = {name: torch.randn(tensor.shape) for name, tensor in load_file(model / "model.safetensors").items()}
     variants = {"wide": stored, "rounded": {name: tensor.to(torch.bfloat16) for name, tensor in stored.items()}}
     for name, tensors in variants.items():
         source = Path(shutil.copytree(model, tmp_path / name))
@@ -156,49 +92,22 @@ def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(
     wide, rounded = (load_file(tmp_path / f"{name}_out" / "model.safetensors") for name in variants)
     assert wide.keys() == rounded.keys()
     for name, tensor in wide.items():
-        assert tensor.dtype == rounded[name].dtype
-        assert torch.equal(tensor.view(torch.uint8), rounded[name].view(torch.uint8)), name
+        assert tensor.dtype == rounded[name].dtype and tensor.view(torch.uint8).equal(rounded[name].view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [("", "at least one problem"), ('{"question": "1", "answer": "#### 1"}\nnot JSON\n', "line 2")],
-)
-def test_data_files_that_cannot_be_used(refused: Callable[..., str], spec: Path, content: str, expected: str) -> None:
-    (spec.parent / "train.jsonl").write_text(content)
-    message = refused()
-    assert message.startswith("data.train") and expected in message
-
-
-def test_spec_files_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "absent.yaml" in refused(path=tmp_path / "absent.yaml")
-    broken = tmp_path / "broken.yaml"
+def test_files_that_cannot_be_read_and_ports_that_are_taken(refused: Callable[..., str], spec: Path) -> None:
+    assert "absent.yaml" in refused(path=spec.parent / "absent.yaml")
+    broken = spec.parent / "broken.yaml"
     broken.write_text("run: {name: it\n")
     message = refused(path=broken)
     assert str(broken) in message and "line 2" in message and "valid YAML" in message
-
-
-def test_ports_that_are_taken(refused: Callable[..., str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         assert f"rollout.port: found {port}" in refused(f"rollout.port={port}")
-    message = refused(f"rollout.port={port}", "rollout.engines=2")
-    assert "two engines cannot share one" in message
-
-
-def test_memory_is_checked_for_all_engines(
-    refused: Callable[..., str], model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = json.loads((model / "config.json").read_text())
-    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
-
-    class Memory:
-        available = 32768 * per_token + 1 + resources.RANK_BYTES + 2 * resources.ENGINE_BYTES
-
-    monkeypatch.setattr(resources.psutil, "virtual_memory", Memory)
-    assert "2 engine(s)" in refused("rollout.engines=2")
+    (spec.parent / "train.jsonl").write_text('{"question": "1", "answer": "#### 1"}\nnot JSON\n')
+    assert "line 2" in (message := refused()) and message.startswith("data.train")
 
 
 def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(

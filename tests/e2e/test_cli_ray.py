@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -35,46 +36,17 @@ class Head:
     """A head node of our own, started as docs/cluster.md says, and the folder that all of it was typed in."""
 
     folder: Path
-    submission: str
     environment: dict[str, str]
 
     @property
     def mark(self) -> str:
         return self.environment[MARK]
 
-    def jobs(self, *arguments: str) -> str:
-        """`ray job ...`; what it printed."""
-        return self.type(" ".join(["ray job", *arguments]))
-
-    def submit(self, name: str, *arguments: str) -> str:
-        """The page's submission, of a run of this name that needs no engine."""
-        options = f"--submission-id {name} --no-wait --"
-        command = self.submission.replace(" -- ", f" {options} ", 1).replace("run.name=job", f"run.name={name}")
-        command = command.replace("arithmetic.yaml", "arithmetic_sft.yaml")
-        return self.taken(" ".join([command, *SMALL, *arguments]), f"Job '{name}' submitted successfully")
-
-    def taken(self, command: str, said: str) -> str:
-        """What a submission prints that says `said`."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            printed = self.type(command)
-            if said in printed:
-                return printed
-            # The agent that takes jobs comes up a little after the head.
-            assert "No available agent" in printed and time.monotonic() < deadline, printed
-            time.sleep(1.0)
-
     def type(self, command: str) -> str:
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        return done.stdout
+        """What a shell of its own printed."""
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        options |= {"cwd": self.folder, "env": self.environment, "timeout": PATIENCE_S}
+        return str(subprocess.run(["bash", "-c", command], **options).stdout)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +54,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """The page's commands, each in a shell of its own, in a new home; ports and folders are ours alone."""
     page = (ROOT / "docs/cluster.md").read_text()
     (block,) = re.findall(r"```bash\n((?:(?!```).)*ray job submit.*?)```", page, re.DOTALL)
-    secure, start, submission = block.strip().splitlines()
+    secure, start, _ = block.strip().splitlines()
     mark, home = f"test-{os.getpid()}", tmp_path_factory.mktemp("home")
     (home / "examples").symlink_to(ROOT / "examples")
     folder = tempfile.mkdtemp(prefix="fp8rl-head-", dir="/tmp")
@@ -95,7 +67,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     options = f"--disable-usage-stats --num-cpus=2 --port={port} --dashboard-port={dashboard} --temp-dir={folder}"
     # Its default port is one per machine, and without it the head takes no jobs.
     options += f" --dashboard-agent-listen-port={free_port()}"
-    typed = Head(home, submission, environment)
+    typed = Head(home, environment)
     try:
         typed.type(secure)
         started = typed.type(f"{start} {options}")
@@ -109,36 +81,39 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_submitted_job_shows_its_steps_and_succeeds(head: Head) -> None:
-    """By `fp8rl submit`, from the folder that relative paths are relative to."""
+def test_a_submitted_job_shows_its_steps_and_stopped_it_leaves_no_process_and_whole_rows(head: Head) -> None:
+    """By `fp8rl submit`, from the folder that relative paths are relative to. A run with an engine, on two nodes:
+    test_two_nodes.py."""
+    ended, said, metrics = "\nended with ", head.folder / "said", head.folder / "runs/long/metrics.jsonl"
     address = head.environment["RAY_API_SERVER_ADDRESS"]
-    command = f"fp8rl submit examples/arithmetic_sft.yaml --address {address} --wait run.name=two run.steps=2"
-    printed = head.taken(" ".join([command, *SMALL]), "job      raysubmit_")
-    assert "step 2/2  " in printed, printed
-    assert re.search(r"job      raysubmit_\w+: SUCCEEDED", printed)
-    rows = [json.loads(line) for line in (head.folder / "runs/two/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert of_runs(head.mark) == []
-
-
-def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head) -> None:
-    """One with an engine, on two nodes: test_two_nodes.py."""
-    head.submit("long", "run.steps=1000")
-    metrics = head.folder / "runs/long/metrics.jsonl"
-    deadline = time.monotonic() + PATIENCE_S
-    while not metrics.is_file() or metrics.read_text().count("\n") < 3:
-        assert time.monotonic() < deadline, head.jobs("logs", "long")
-        time.sleep(0.2)
+    command = f"fp8rl submit examples/arithmetic_sft.yaml --address {address} --wait run.name=long run.steps=1000"
+    while True:
+        said.unlink(missing_ok=True)
+        head.type(f"({' '.join([command, *SMALL])}; echo ended with $?) > said 2>&1 &")
+        wait_for(lambda: "raysubmit_" in said.read_text() or ended in said.read_text(), said)
+        if "No available agent" not in said.read_text():  # it comes up a little after the head
+            break
+        time.sleep(1.0)
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2, said)
     busy = of_runs(head.mark)
     assert any("TrainerActor" in command_of(process) for process in busy)
-    head.jobs("stop", "long")
+    (job,) = set(re.findall(r"raysubmit_\w+", said.read_text()))
+    head.type(f"ray job stop {job}")
     assert wait_until_gone(busy, GONE_WITHIN_S) == []
+    wait_for(lambda: ended in said.read_text(), said)
     assert wait_until_gone(of_runs(head.mark), GONE_WITHIN_S) == []
-    assert "Job 'long' was stopped" in head.jobs("status", "long")
-    logs = head.jobs("logs", "long")
-    assert "interrupted: ending every process of the run" in logs and "Traceback" not in logs, logs
+    printed = said.read_text()
+    assert f"job      {job}: STOPPED{ended}1" in printed and re.search("step +2/1000  ", printed), printed
+    assert "interrupted: ending every process of the run" in printed and "Traceback" not in printed, printed
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 1 + len(rows)))
+
+
+def wait_for(condition: Callable[[], object], said: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (said.is_file() and condition()):
+        assert time.monotonic() < deadline, said.read_text()
+        time.sleep(0.2)
 
 
 def test_a_run_beside_a_cluster_does_not_join_it(head: Head, tmp_path: Path) -> None:

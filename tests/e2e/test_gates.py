@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -75,10 +74,7 @@ def corrupt_a_weight(stack: Stack) -> None:
 def flipped_bits(tensors: Iterable[Named]) -> Iterator[Named]:
     """The lowest bit of every FP8 code of MATRIX."""
     for name, tensor in tensors:
-        if name == MATRIX:
-            tensor = tensor.clone()
-            tensor.view(torch.uint8).bitwise_xor_(1)
-        yield name, tensor
+        yield name, (tensor.view(torch.uint8) ^ 1).view(tensor.dtype) if name == MATRIX else tensor
 
 
 def score_with_other_scales(stack: Stack) -> None:
@@ -147,8 +143,7 @@ def other_experts(answers: list[Trajectory]) -> list[Trajectory]:
 
 
 def diverge(stack: Stack) -> None:
-    """The learning rate, from now on."""
-    stack.trainer.apply(set_learning_rate, 3.0)
+    stack.trainer.apply(set_learning_rate, 3.0)  # from now on
 
 
 def set_learning_rate(trainer: Any, lr: float) -> None:
@@ -237,8 +232,7 @@ def faulty(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, 
 
 
 def row(run: RunDir, step: int) -> dict[str, Any]:
-    (found,) = [row for row in read_metrics(run.metrics) if row["step"] == step]
-    return found
+    return next(row for row in read_metrics(run.metrics) if row["step"] == step)
 
 
 def events(run: RunDir, step: int) -> list[Event]:
@@ -247,12 +241,6 @@ def events(run: RunDir, step: int) -> list[Event]:
 
 def actions(run: RunDir, step: int) -> list[str]:
     return [event.action for event in events(run, step)]
-
-
-def invoked(*arguments: str | Path) -> tuple[int, str, str]:
-    """A command in this process: exit code, output, errors."""
-    result = result_of(*arguments)
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_what_is_out_of_bounds_is_not_trained_on_and_everything_else_is(run: RunDir) -> None:
@@ -265,28 +253,22 @@ def test_what_is_out_of_bounds_is_not_trained_on_and_everything_else_is(run: Run
         assert rows[step]["mismatch/nonfinite_count"] == 0
 
 
-def test_a_corrupted_weight_is_synced_away(run: RunDir) -> None:
+def test_a_corrupted_weight_and_old_ones_are_synced_away_whatever_version_they_claim(run: RunDir) -> None:
     (event,) = events(run, CORRUPTED)
     assert (event.action, event.metric, event.bound) == ("resync", "mismatch/exact_frac", "below 1.0")
     assert event.value == row(run, CORRUPTED)["mismatch/exact_frac"] < 1.0
     assert row(run, CORRUPTED)["sync/verified_tensors"] > 100
     manifests = [json.loads(run.manifest(step).read_text()) for step in (CORRUPTED - 1, CORRUPTED)]
     assert manifests[0] == manifests[1], "the same weights, at the same version"
-
-
-def test_old_weights_are_found_whatever_version_they_claim(run: RunDir) -> None:
     assert actions(run, STALE) == ["resync"] and row(run, STALE)["gates/stale_resyncs"] == 1.0
     assert row(run, STALE)["rollout/staleness_max"] == 0.0
     assert actions(run, OLD) == ["resync"] and row(run, OLD)["mismatch/exact_frac"] < 1.0
 
 
-def test_logprobs_that_are_not_finite_cost_the_step(run: RunDir) -> None:
+def test_logprobs_and_a_loss_that_are_not_finite_cost_the_step_and_are_pinned(run: RunDir) -> None:
     assert actions(run, NAN) == ["skip_step"]
     assert 0 < row(run, NAN)["mismatch/nonfinite_count"] < row(run, NAN)["rollout/tokens"]
     assert "sync/seconds" not in row(run, NAN), "there is nothing new to send"
-
-
-def test_a_loss_that_is_not_finite_costs_the_step_and_is_pinned(run: RunDir) -> None:
     (event,) = events(run, OVERFLOW)
     assert (event.action, event.metric, event.value) == ("skip_step", "train/loss", None)
     assert "train/loss" not in row(run, OVERFLOW) and row(run, OVERFLOW)["tracking/nonfinite_dropped"] == 2
@@ -314,11 +296,15 @@ def test_a_diverging_run_is_stopped_in_order(run: RunDir) -> None:
     assert "not trained on" in log and f"stopped: {events(run, STOPPED)[0].text} (capsules/step_{STOPPED})" in log
 
 
+def rescored(capsule: Path) -> str:
+    result = result_of("rescore", capsule, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout
+
+
 @pytest.mark.parametrize("step", [CORRUPTED, STOPPED], ids=["fp8", "bf16"])
 def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_path: Path, step: int) -> None:
-    code, printed, said = in_a_fork(tmp_path, partial(invoked, "rescore", run.capsule(step), "--json"))
-    assert (code, said) == (0, "")
-    facts = json.loads(printed)
+    facts = json.loads(in_a_fork(tmp_path, partial(rescored, run.capsule(step))))
     assert facts["reproduced"] and facts["mode"] == "exact" and facts["sequences"] == 8
     assert facts["equal_tokens"] == facts["tokens"] >= 8 and facts["largest_change"] == 0
     assert all(values["recorded"] == values["rescored"] for values in facts["metrics"].values())
@@ -331,25 +317,15 @@ def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_p
     ("step", "says"),
     [
         (CORRUPTED, "layer 0 qkv: in the engine, k_proj were not those of version 2"),
-        (OLD, r"\d\d of 125 weights in the engine were not those of version 4"),
         (SCALED, "scales: fp32 scales of weight and activation in the trainer, where the numerics say pow2"),
-        (STOPPED, None),
     ],
 )
-def test_a_capsule_is_attributed_by_the_command(run: RunDir, stacks: None, step: int, says: str | None) -> None:
-    """The last one in BF16 on both sides, to which a gate has moved the run."""
+def test_a_capsule_is_attributed_by_the_command(run: RunDir, stacks: None, step: int, says: str) -> None:
     found, recorded = by_the_command(run.capsule(step)), read_capsule(run.capsule(step)).metrics
     mean = recorded["mismatch/train_rollout_logprob_abs_diff_mean"]
-    assert found["abs_diff_mean"] == pytest.approx(mean) and (mean > 0) == (says is not None)
-    texts = [finding["text"] for finding in found["findings"]]
-    assert re.match(says, texts[0]) if says else not texts, texts
+    assert found["abs_diff_mean"] == pytest.approx(mean) > 0
+    assert found["findings"][0]["text"].startswith(says)
     assert found["live_abs_diff_mean"] == 0
-
-
-def test_weights_of_another_version_are_refused(run: RunDir, tmp_path: Path) -> None:
-    other = run.capsule(OLD) / "weights"
-    code, _, said = in_a_fork(tmp_path, partial(invoked, "rescore", run.capsule(CORRUPTED), "--model", other))
-    assert code == 2 and said.startswith("error: weights: found ") and "--model" in said
 
 
 def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple[RunDir, Faults]) -> None:

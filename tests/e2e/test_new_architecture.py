@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
-from tests.support.batches import cross_entropy, random_batch
+from tests.support.batches import batch_of_answers, cross_entropy, random_batch
 from tests.support.experiments import experiment
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED, PROJECTED
 from tests.support.rig import make_engine
@@ -143,6 +143,8 @@ def test_a_mode_that_a_family_has_no_modules_for_is_refused(model: Path, layout:
 
 
 def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path) -> None:
+    from fp8rl.trainer.op_trace import trace_ops
+
     trainer = make_trainer(model, layout)
     stored = load_file(model / "model.safetensors")
     exported = dict(trainer.export_weights())
@@ -152,68 +154,37 @@ def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path)
     with asyncio.Runner() as runner:
         engine = make_engine(tmp_path / "engine.log", NUMERICS)
         endpoint = runner.run(engine.start(tmp_path / "served", 0))
+
+        def ask(use: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+            async def asked() -> Any:
+                async with EngineClient(endpoint) as client:
+                    return await use(client)
+
+            return runner.run(asked())
+
+        def agreed() -> TokenBatch:
+            prompts = torch.randint(6, SHAPE.vocab, (4, 30)).tolist()
+            answers = ask(lambda client: client.complete(prompts, SamplingParams(20, temperature=1.0), range(4)))
+            assert {version for answer in answers for version in answer.weight_versions} == {trainer.weight_version}
+            batch = batch_of_answers(prompts, answers)
+            rows, scored = trainer.score(batch)
+            d = (scored - batch.fields["rollout_logprobs"][rows])[batch.loss_mask[rows]]
+            assert len(d) > 40 and not d.any()
+            return batch
+
         try:
-            assert cache_of(runner, endpoint) == read_shape(model).kv_bytes() * (16384 + 1)
-            batch = sampled(trainer, runner, endpoint)
-            assert_equal_logprobs(trainer, batch)
+            (memory,) = ask(EngineClient.memory)
+            assert memory.kv_cache == read_shape(model).kv_bytes() * (16384 + 1)
+            batch = agreed()
             trainer.train_step(batch, cross_entropy(batch))
             manifest, report, problems = push(trainer, TensorTransport(1 << 20), NUMERICS.rollout_spec, [endpoint], 1)
             assert problems == [] and report.mismatched_tensors == 0
             assert {OUT_NORM.format(1), GATES.format(1)} <= manifest.entries.keys()
             assert f"model.layers.0.mlp.{EXPERTS}.3.up_proj.weight_scale_inv" in manifest.entries
-            batch = sampled(trainer, runner, endpoint)
-            assert_equal_logprobs(trainer, batch)
-            assert_equal_ops(trainer, batch, runner, endpoint)
+            trace = trace_ops(trainer, agreed())
+            answer = ask(lambda client: ask_engine(client, trace, 1.0))
         finally:
             runner.run(engine.stop())
-
-
-def cache_of(runner: asyncio.Runner, endpoint: Any) -> int:
-    """Bytes of the engine's cache."""
-
-    async def ask() -> Any:
-        async with EngineClient(endpoint) as client:
-            return await client.memory()
-
-    (memory,) = runner.run(ask())
-    return memory.kv_cache  # type: ignore[no-any-return]
-
-
-def sampled(trainer: Any, runner: asyncio.Runner, endpoint: Any) -> TokenBatch:
-    prompts = torch.randint(6, SHAPE.vocab, (4, 30)).tolist()
-
-    async def complete() -> list[Any]:
-        async with EngineClient(endpoint) as client:
-            return await client.complete(prompts, SamplingParams(max_new_tokens=20, temperature=1.0), range(4))
-
-    answers = runner.run(complete())
-    assert {version for answer in answers for version in answer.weight_versions} == {trainer.weight_version}
-    rows = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.stack([F.pad(torch.tensor(row), (0, int(lengths.max()) - len(row))) for row in rows])
-    logprobs = torch.zeros(tokens.shape)
-    for row, answer in enumerate(answers):
-        logprobs[row, 30 : 30 + len(answer.logprobs)] = torch.tensor(answer.logprobs)
-    mask = (torch.arange(tokens.shape[1]) >= 30) & (torch.arange(tokens.shape[1]) < lengths[:, None])
-    return TokenBatch(tokens, lengths, mask, 1.0, {"rollout_logprobs": logprobs})
-
-
-def assert_equal_logprobs(trainer: Any, batch: TokenBatch) -> None:
-    rows, scored = trainer.score(batch)
-    d = (scored - batch.fields["rollout_logprobs"][rows])[batch.loss_mask[rows]]
-    assert len(d) > 40 and not d.any()
-
-
-def assert_equal_ops(trainer: Any, batch: TokenBatch, runner: asyncio.Runner, endpoint: Any) -> None:
-    from fp8rl.trainer.op_trace import trace_ops
-
-    trace = trace_ops(trainer, batch)
-
-    async def ask() -> Any:
-        async with EngineClient(endpoint) as client:
-            return await ask_engine(client, trace, 1.0)
-
-    answer = runner.run(ask())
     forward = trainer.definition.forward
     found = op_differences(forward, trace.tensors, answer.tensors)
     assert {difference.differing for difference in found} == {0.0}

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +55,8 @@ class Machine:
     def leave(self) -> None:
         """Every process at once, as when the power goes."""
         for process in family_of(self.mark):
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         assert wait_until_gone(family_of(self.mark), 30.0) == []
 
 
@@ -116,21 +115,12 @@ def test_trainer_and_engine_on_two_nodes_one_of_which_leaves(
 ) -> None:
     left, right, head = machines
     nodes = [f"cluster.trainer_nodes={left.address}", "cluster.engine_nodes=engines", "sync.transport=distributed"]
-    run = StartedRun(
-        tmp_path,
-        *SMALL,
-        *nodes,
-        "run.steps=1000",
-        "eval.problems=0",
-        inside=left.within,
-        environment={key: value for key, value in left.environment.items() if key.startswith("RAY_AUTH")}
-        | {"RAY_ADDRESS": head},
-    )
+    inside = {key: value for key, value in left.environment.items() if key.startswith("RAY_AUTH")}
+    settings = [*SMALL, *nodes, "run.steps=1000", "eval.problems=0"]
+    run = StartedRun(tmp_path, *settings, inside=left.within, environment=inside | {"RAY_ADDRESS": head})
     try:
         run.wait_until(lambda: (run.path / "metrics.jsonl").is_file() and len(run.rows()) > 3, "three steps")
-        (engine,) = [
-            process for process in of_runs(right.mark) if "fp8rl.rollout.engine.server.launcher" in command_of(process)
-        ]
+        (engine,) = [each for each in of_runs(right.mark) if "engine.server.launcher" in command_of(each)]
         assert any("ray::TrainerActor" in command_of(process) for process in of_runs(left.mark))
         assert engine.environ()["NO_PROXY"] == right.address, "where it listens"
         if ROOT_USER:

@@ -23,11 +23,15 @@ SETUP = Setup("moe")
 CUT = dataclasses.replace(PLAIN, top_p=0.9, min_p=0.02, supports=True)
 
 
-@pytest.mark.parametrize(("pause", "sampling"), [("retract", PLAIN), ("abort", CUT)], ids=["retract", "abort-top-p"])
+@pytest.mark.parametrize(
+    ("model", "pause", "sampling"),
+    [("qwen3_next", "retract", PLAIN), ("moe", "retract", PLAIN), ("moe", "abort", CUT)],
+    ids=["linear-attention", "retract", "abort-top-p"],
+)
 def test_each_token_is_one_of_the_weights_that_it_names(
-    rig: Rig, tmp_path: Path, pause: str, sampling: SamplingParams
+    rig: Rig, tmp_path: Path, model: str, pause: str, sampling: SamplingParams
 ) -> None:
-    pipeline = rig.open(SETUP)
+    pipeline = rig.open(Setup(model))
     bridge = pipeline.bridge(pause=pause)
     trajectories, checkpoints = sampled_across_updates(
         pipeline, tmp_path, lambda endpoint: bridge.sync([endpoint]), sampling

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from fp8rl.rollout.engine.server import SGLangServer
-from tests.support.servers import EOS, VOCABULARY, group_members, shared_memory, small_config
+from tests.support.servers import group_members, shared_memory, small_config
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BF16 Qwen3-MoE of one layer whose vocabulary is so small that EOS comes up often."""
+    """A random BF16 Qwen3-MoE of one layer."""
     return _make_model(tmp_path_factory.mktemp("tiny_model"), seed=0)
 
 
@@ -43,27 +44,5 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def _make_model(folder: Path, seed: int) -> Path:
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        initializer_range=0.05,
-    )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    write_tiny_model(folder / "model", TinyModel(layers=1, experts=4, max_positions=512), seed)
+    return folder / "model"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fp8rl.rollout.types import Completion
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.objective import ObjectiveOutput
 from tests.support.models import EXPERTS, LAYERS, TOP_K, VOCAB
@@ -70,3 +72,15 @@ def random_routes(batch: TokenBatch) -> Tensor:
 
 def cross_entropy(batch: TokenBatch) -> CrossEntropy:
     return CrossEntropy(int(batch.loss_mask.sum()))
+
+
+def batch_of_answers(prompts: list[list[int]], answers: list[Completion]) -> TokenBatch:
+    """What an engine answered, with its log-probabilities in `rollout_logprobs`."""
+    rows = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.stack([F.pad(torch.tensor(row), (0, int(lengths.max()) - len(row))) for row in rows])
+    logprobs, mask = torch.zeros(tokens.shape), torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        span = slice(len(prompt), len(prompt) + len(answer.logprobs))
+        logprobs[row, span], mask[row, span] = torch.tensor(answer.logprobs), True
+    return TokenBatch(tokens, lengths, mask, 1.0, {"rollout_logprobs": logprobs})

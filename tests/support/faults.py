@@ -17,8 +17,6 @@ MATRIX = "model.layers.0.self_attn.k_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.5."
 BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 HALF = "model.layers.1.self_attn.q_a_proj.weight"
-ADAPTER = "model.layers.0.self_attn.k_proj.lora_B.weight"
-ADAPTERS_OF_EXPERTS = [f"model.layers.1.mlp.experts.{expert}.up_proj.lora_B.weight" for expert in (2, 5)]
 
 
 @dataclass(frozen=True)
@@ -59,22 +57,9 @@ def half_a_pair(tensors: Iterable[Named]) -> Iterator[Named]:
     return ((name, tensor) for name, tensor in tensors if not name.startswith(HALF))
 
 
-def missed_adapter(tensors: Iterable[Named]) -> Iterator[Named]:
-    """ADAPTER is not sent: the engine keeps what it had."""
-    return ((name, tensor) for name, tensor in tensors if name != ADAPTER)
-
-
-def adapters_of_other_experts(tensors: Iterable[Named]) -> Iterator[Named]:
-    """Two experts get each other's ADAPTERS_OF_EXPERTS."""
-    held = dict(tensors)
-    one, two = ADAPTERS_OF_EXPERTS
-    held[one], held[two] = held[two], held[one]
-    yield from held.items()
-
-
 def broken_transport(tensors: Iterable[Named]) -> Iterator[Named]:
     """Half of a rank's tensors, several buckets, and then an error."""
     for index, item in enumerate(tensors):
-        if index == 50:
+        if index == 20:
             raise OSError("the cable was pulled")
         yield item

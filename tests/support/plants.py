@@ -27,16 +27,6 @@ def stale_operands() -> None:
     ServedWeights._make_operands = pretended  # type: ignore[method-assign]
 
 
-def stale_states() -> None:
-    """No flush of the cache does anything: prefixes, and the states behind them, outlive their weights."""
-    from sglang.srt.managers.scheduler import Scheduler
-
-    def pretended(self: Any, empty_cache: bool = True) -> bool:
-        return True
-
-    Scheduler.flush_cache = pretended
-
-
 def states_of_another_request() -> None:
     """Requests that decode together read and write each other's states."""
     of = States.of

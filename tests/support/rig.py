@@ -51,7 +51,7 @@ FAMILY = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, 
 """Sizes that every family can have."""
 MODELS = {family: dataclasses.replace(FAMILY, family=family) for family in TinyModel.families()} | {
     # A head's keys and values are 448 wide: those of two are whole blocks, and two ranks of an engine share four.
-    "glm4_moe_lite": dataclasses.replace(FAMILY, family="glm4_moe_lite", heads=4),
+    "glm_moe_dsa": dataclasses.replace(FAMILY, family="glm_moe_dsa", heads=4),
     # Heads of 64, of which two share a quantization block; their biases lie as they do.
     "qwen2": dataclasses.replace(FAMILY, family="qwen2", heads=8, kv_heads=4, head_dim=64),
     "moe": TinyModel(

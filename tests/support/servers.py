@@ -19,7 +19,6 @@ from fp8rl.rollout.types import Endpoint, Group, Problem, Prompt
 Result = TypeVar("Result")
 
 EOS = 7
-VOCABULARY = 64
 
 
 def small_config(**changes: object) -> RolloutSection:

@@ -20,7 +20,7 @@ from fp8rl.rollout.tasks.chat import KEYS_OF_THOUGHTS, ROLES, answer_ids, contin
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.recording import Recording
 from fp8rl.rollout.tasks.openai import Refusal, read_request
-from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.types import Problem, Prompt, SamplingParams, Trajectory
 from tests.support.chat_templates import KINDS, Kind, with_template
 from tests.support.conversations import Model
 from tests.support.paths import EXAMPLES
@@ -206,22 +206,6 @@ def test_thoughts_are_one_text_of_the_models_or_refused(
             read_request(body, True, SamplingParams(9), (), 9)
 
 
-def test_a_message_of_an_environment_has_a_role_that_the_template_knows(tokenizers: dict[str, Any]) -> None:
-    def told(role: str) -> str:
-        async def environment(conversation: Conversation) -> None:
-            await conversation.sample()
-            conversation.message(role, "be brief")
-            await conversation.sample()
-
-        answer = played(tokenizers["qwen3"], environment, Model(tokenizers["qwen3"], "x<|im_end|>", "y"), [USER])
-        return str(tokenizers["qwen3"].decode(answer.token_ids))
-
-    text = "x<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>assistant\ny"
-    assert told("system") == told("developer") == text
-    with pytest.raises(UserError, match="found {'role': 'Function'.*, expected a role that the chat template writes"):
-        told("Function")
-
-
 def known_to(kind: Kind, messages: Messages) -> Messages:
     """The messages as a template of this kind reads them. Raises LookupError: it would leave some of them out."""
     found = []
@@ -235,39 +219,6 @@ def known_to(kind: Kind, messages: Messages) -> Messages:
         read = {kind.thoughts: thoughts} if thoughts else {}
         found.append({"role": role, "content": message["content"], "tool_calls": calls, **read})
     return found
-
-
-@pytest.mark.parametrize(
-    ("branches", "role", "content", "written"),
-    [
-        ("user", "developer", "D", "messages.0: found {'role': 'developer', 'content': 'D'}"),
-        ("user", "tool", "D", "messages.0: found {'role': 'tool', 'content': 'D'}"),
-        ("user", "system", "", "<user>q"),
-        ("user system", "developer", " D", "<system>D<user>q"),
-        ("user system else", "developer", "D", "<system>D<user>q"),
-        ("user system else", "asistant", "D", "messages.0: found {'role': 'asistant', 'content': 'D'}"),
-        ("user system else", "tool", "D", "<assistant>D<user>q"),
-        ("user system raise", "developer", "", "<system><user>q"),
-        ("user system raise", "human", "D", "no such role"),
-        ("user developer raise", "developer", "D", "<developer>D<user>q"),
-    ],
-)
-def test_a_role_without_a_branch_of_its_own_is_named(
-    tokenizers: dict[str, Any], branches: str, role: str, content: str, written: str
-) -> None:
-    tokenizer = copy.deepcopy(tokenizers["chatml"])
-    *known, last = branches.split()
-    other = {"else": "<assistant>{{ m.content }}", "raise": "{{ raise_exception('no such role') }}"}.get(last, "")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role in " + repr([*known, last]) + " %}<{{ m.role }}>{{ m.content | trim }}"
-        "{% else %}" + other + "{% endif %}{% endfor %}"
-    )
-    try:
-        turns = [{"role": role, "content": content}, {"role": "user", "content": "q"}]
-        found = render(tokenizer, turns, {}, answer=True)
-    except (UserError, jinja2.TemplateError) as error:
-        found = str(error)
-    assert found.partition(", expected a role that the chat template writes there")[0] == written
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -310,7 +261,7 @@ def test_an_end_that_the_template_does_not_know_is_followed_by_its_own(tokenizer
     turn = tokens(tokenizer, "x" + end)
     ids = continuation_ids(tokenizer, [USER], turn, [{"role": "user", "content": "again"}], {})
     after = "<|im_user|>user<|im_middle|>again<|im_end|><|im_assistant|>assistant<|im_middle|>"
-    assert tokenizer.decode(ids) == after if "im_end" in end else "<|im_end|>" + after
+    assert tokenizer.decode(ids) == ("" if "im_end" in end else "<|im_end|>") + after
 
 
 @pytest.mark.parametrize("name", ["chatml", "glm", "kimi"])
@@ -330,32 +281,30 @@ def test_results_of_several_calls_follow_them_as_the_template_writes_them(
     assert tokenizer.decode(row) == render(tokenizer, [USER, spoken, *results], {}, answer=True)
 
 
-def test_arguments_of_the_template_hold_in_every_turn(tokenizers: dict[str, Any]) -> None:
-    tokenizer = tokenizers["chatml with thinking"]
+def talk(*roles: str) -> Any:
+    """An environment in which a message of each role follows a turn of the model, and another turn follows the last."""
 
     async def environment(conversation: Conversation) -> None:
-        await conversation.sample()
-        conversation.message("user", "again")
+        for role in roles:
+            await conversation.sample()
+            conversation.message(role, "again")
         await conversation.sample()
 
+    return environment
+
+
+def test_arguments_of_the_template_hold_in_every_turn(tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers["chatml with thinking"]
     model = Model(tokenizer, "x<|im_end|>", "y<|im_end|>")
-    answer = played(tokenizer, environment, model, [USER], {"enable_thinking": False})
+    answer = played(tokenizer, talk("user"), model, [USER], {"enable_thinking": False})
     opening = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert tokenizer.decode(answer.prompt_ids + answer.token_ids).count(opening) == 2
 
 
 def test_thoughts_stay_in_the_row_where_the_template_would_drop_them_later(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["chatml with thinking"]
-
-    async def environment(conversation: Conversation) -> None:
-        await conversation.sample()
-        conversation.message("tool", "3")
-        await conversation.sample()
-        conversation.message("user", "again")
-        await conversation.sample()
-
     lines = [f"<think>\n{i}\n</think>\n\nx<|im_end|>" for i in range(3)]
-    answer = played(tokenizer, environment, Model(tokenizer, *lines), [USER])
+    answer = played(tokenizer, talk("tool", "user"), Model(tokenizer, *lines), [USER])
     text = tokenizer.decode(answer.prompt_ids + answer.token_ids)
     assert all(line in text for line in lines)
     assert text.count("<|im_start|>") == text.count("<|im_end|>") == 6
@@ -369,7 +318,6 @@ def test_no_prompt_depends_on_the_day(tokenizers: dict[str, Any]) -> None:
 
 
 REWRITING = {
-    "counts its messages": "{% for m in messages %}{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}",
     "moves the system prompt": "{% for m in messages if m.role != 'system' %}{% if loop.last %}"
     "{{ messages[0].content }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}",
     "shows the last turn alone": "{{ messages[0].content if messages[0].role == 'system' }}{{ messages[-1].content }}",
@@ -400,20 +348,13 @@ def test_a_message_without_room_ends_the_conversation_and_leaves_whole_messages_
         conversation.message("user", "c" * 4000)
 
     answer = played(tokenizer, environment, Model(tokenizer, "x<|im_end|>"), [USER])
-    assert (
-        tokenizer.decode(answer.token_ids) == "x<|im_end|>" and answer.environment_spans == () and not answer.finished
-    )
+    assert tokenizer.decode(answer.token_ids) == "x<|im_end|>"
+    assert answer.environment_spans == () and not answer.finished
 
 
 def test_what_was_asked_of_the_engine_is_what_the_row_has(tokenizers: dict[str, Any]) -> None:
     """Messages in a row are written anew together, so nothing of an earlier writing may stay."""
     tokenizer = tokenizers["chatml"]
-    asked: list[list[int]] = []
-
-    class Listening(Model):
-        async def __call__(self, group: Group, sampling: SamplingParams) -> Trajectory:
-            asked.append(list(group.prompt.token_ids))
-            return await super().__call__(group, sampling)
 
     async def environment(conversation: Conversation) -> None:
         await conversation.sample()
@@ -421,9 +362,9 @@ def test_what_was_asked_of_the_engine_is_what_the_row_has(tokenizers: dict[str, 
         conversation.message("tool", "B")
         await conversation.sample()
 
-    answer = played(tokenizer, environment, Listening(tokenizer, "x<|im_end|>", "y<|im_end|>"), [USER])
-    row = answer.prompt_ids + answer.token_ids
-    assert [row[: len(prompt)] for prompt in asked] == asked and row[len(asked[1]) :] == tokens(
-        tokenizer, "y<|im_end|>"
-    )
+    model = Model(tokenizer, "x<|im_end|>", "y<|im_end|>")
+    answer = played(tokenizer, environment, model, [USER])
+    row, asked = answer.prompt_ids + answer.token_ids, [prompt for prompt, _, _ in model.asked]
+    assert [row[: len(prompt)] for prompt in asked] == asked
+    assert row[len(asked[1]) :] == tokens(tokenizer, "y<|im_end|>")
     assert answer.environment_spans == ((2, len(answer.token_ids) - 2),)

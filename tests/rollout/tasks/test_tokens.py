@@ -13,7 +13,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from fp8rl.rollout.tasks.chat import answer_ids, continuation_ids, end_ids, prompt_ids
+from fp8rl.rollout.tasks.chat import answer_ids, end_ids, prompt_ids
 from fp8rl.rollout.tasks.environments.conversation import Conversation, Turn, transcript
 from fp8rl.rollout.tasks.environments.recording import Recording
 from fp8rl.rollout.tasks.openai import CompletionRequest
@@ -119,10 +119,8 @@ def _at_random(tokenizer: Any, said: list[dict[str, str]], draws: random.Random)
     [
         ("</s>[INST] b [/INST]", (), " 3= 4#5"),
         ("</s><s>c", (), " 3= 4#5"),
-        (" b", (), " 3= 4#5"),
         ("9", ("= 4",), " 3"),
         ("[", (" 4#",), " 3="),
-        ("= c", ("#",), " 3= 4"),
     ],
 )
 def test_text_completions_have_the_tokens_of_the_whole_text(
@@ -148,13 +146,11 @@ def test_text_completions_have_the_tokens_of_the_whole_text(
 @pytest.mark.parametrize(
     ("put", "text", "expected"),
     [
-        ("<s> $A", "ab", "<s>ab"),
         ("<s> $A", "<s>ab", "<s>ab"),
         ("<s> $A </s>", "ab", "<s>ab"),
         ("<s> $A", "<s><s>", "<s><s>"),
         ("<q> <s> $A", "<q><s>ab", "<q><s>ab"),
         ("<q> <s> $A", "<s>ab", "<q><s><s>ab"),
-        ("$A", "ab", "ab"),
     ],
 )
 def test_what_is_put_before_a_text_is_there_once(put: str, text: str, expected: str) -> None:
@@ -173,16 +169,6 @@ def test_a_text_behind_another_is_what_it_would_be_in_the_whole(where: str, text
         assert row + behind_ids(tokenizer, text, row) == tokens(tokenizer, before + text)
     if "é" not in text:
         assert text_of(tokenizer, behind_ids(tokenizer, text)).replace(" ", "") == text.replace(" ", "")
-
-
-def test_a_turn_that_ends_without_the_template_s_blank_has_one_end() -> None:
-    template = TEMPLATES["a blank before an answer, and before its end"]
-    tokenizer = tokenizer_with_blanks("prepend", template)
-    again = [{"role": "user", "content": "b"}]
-    expected = tokens(tokenizer, "</s><s>[INST] b [/INST]")[1:]
-    for turn, missing in (("3 </s>", ""), ("3</s>", ""), ("3", " </s>"), ("", " </s>")):
-        ids = continuation_ids(tokenizer, [USER], tokens(tokenizer, turn), again, {})
-        assert ids == [*behind_ids(tokenizer, missing), *expected]
 
 
 @pytest.mark.parametrize("text", ["x != y", "[1 , 2]", "do n't", " . ? !", "a 's"])

@@ -14,23 +14,7 @@ from fp8rl.rollout.tasks.tool_calls import parse_calls
 module = pytest.importorskip("sglang.srt.function_call.function_call_parser")
 protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
 
-TEXTS = [
-    "3.10",
-    "true",
-    "null",
-    "Null",
-    "None",
-    '"q"',
-    "'q'",
-    "007",
-    "1e5",
-    "[1]",
-    '{"a": 1}',
-    " x ",
-    "a\nb",
-    "",
-    "f()",
-]
+TEXTS = ["3.10", "true", "null", "None", '"q"', "'q'", "007", "1e5", "[1]", '{"a": 1}', " x ", "a\nb", "", "f()"]
 SCHEMAS: dict[str, tuple[dict[str, Any], bool]] = {
     "text": ({"type": "string"}, False),
     "text or null": ({"type": ["null", "string"]}, True),
@@ -55,16 +39,8 @@ FORMS = {
     "hunyuan": ("<tool_calls><tool_call>f<tool_sep>\n", _keys("\n") + "\n", "</tool_call></tool_calls>"),
     "qwen3_coder": ("<tool_call>\n<function=f>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n</tool_call>"),
     "mimo": ("<tool_call>\n<function=f>\n", "<parameter={}>{}</parameter>\n", "</function>\n</tool_call>"),
-    "dots": (
-        '<dots_function_call><invoke name="f">',
-        '<parameter name="{}">{}</parameter>',
-        "</invoke></dots_function_call>",
-    ),
-    "minimax-m2": (
-        '<minimax:tool_call><invoke name="f">',
-        '<parameter name="{}">{}</parameter>',
-        "</invoke></minimax:tool_call>",
-    ),
+    "dots": ('<dots_function_call><invoke name="f">', _NAMED, "</invoke></dots_function_call>"),
+    "minimax-m2": ('<minimax:tool_call><invoke name="f">', _NAMED, "</invoke></minimax:tool_call>"),
     "minicpm5": ('<function name="f">', '<param name="{}">{}</param>', "</function>"),
     "step3": (
         '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">\n',

@@ -1,17 +1,22 @@
-"""Hooks: all or none, and none into a method that is not the one they were written for."""
+"""Hooks: all or none, none into a method that is not the one they were written for, and one for every form of op."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fp8rl.models.trace import Forward, Op, OpForm
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine import plugin
-from fp8rl.rollout.engine.plugin import hooks, state
-from fp8rl.rollout.engine.plugin.hooks import Hook, hooks_for, install
+from fp8rl.rollout.engine.plugin import families, hooks, state
+from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, check_forms
+from fp8rl.rollout.engine.plugin.hooks import Hook, hooks_for, install, provided
+from tests.support.definitions import tiny_models
 
 registry = pytest.importorskip("sglang.srt.plugins.hook_registry")
 
@@ -59,18 +64,12 @@ def test_one_hook_that_does_not_fit_and_nothing_is_hooked(
     registered: list[tuple[Any, ...]], bad: Hook, said: str
 ) -> None:
     with pytest.raises(RuntimeError, match="nothing was hooked") as error:
-        install([GOOD, bad, ALSO_GOOD])
+        install([GOOD, bad, ALSO_GOOD, Hook("plugins.missing", "after", hooked, "")])
     assert registered == []
     assert state.state().hooks == ()
-    assert error.match(said)
+    assert error.match(said) and error.match("missing: not found")
     assert error.match(hooks.SGLANG_VERSION)
     assert GOOD.path not in str(error.value)
-
-
-def test_all_that_do_not_fit_are_named(registered: list[tuple[Any, ...]]) -> None:
-    bad = [Hook(f"plugins.missing_{index}", "after", hooked, "") for index in range(2)]
-    with pytest.raises(RuntimeError, match=r"missing_0: not found[^\n]*\n.*missing_1: not found"):
-        install(bad)
 
 
 NUMERICS = [
@@ -86,10 +85,6 @@ SCALES = {"models.llama.LlamaForCausalLM.load_weights"}
 """Of FP8 blocks, which SGLang's Llama drops."""
 LAYOUTS = {FP8_LAYER.format(kind) + "process_weights_after_loading_block_quant" for kind in ("Linear", "MoE")}
 DRAW = {"layers.sampler.Sampler._sample_from_probs"}
-ROPE_ON_CPU = "layers.rotary_embedding.factory.get_rope_cpu"
-OF_QWEN3_5 = {
-    f"models.qwen3_5.Qwen3_5{name}" for name in ("GatedDeltaNet.forward", "AttentionDecoderLayer.self_attention")
-}
 VECTORS = {f"models.qwen3_{net}GatedDeltaNet.__init__" for net in ("next.Qwen3", "5.Qwen3_5")}
 """Of linear attention, which are FP32 in any mode."""
 QUANTIZERS = {
@@ -99,31 +94,16 @@ QUANTIZERS = {
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_every_target_is_in_the_installed_sglang_with_its_parameters(cuda: bool) -> None:
-    problems = {hooks._problem(hook) for numerics in NUMERICS for hook in hooks_for(numerics, cuda)}
-    assert problems == {None}
-
-
-@pytest.mark.parametrize("cuda", [False, True])
-@pytest.mark.parametrize("numerics", NUMERICS)
-def test_targets_are_hooked_once(numerics: NumericsConfig, cuda: bool) -> None:
-    targets = [hook.target for hook in hooks_for(numerics, cuda)]
-    assert len(set(targets)) == len(targets)
+def test_every_target_is_in_the_installed_sglang_with_its_parameters_and_hooked_once(cuda: bool) -> None:
+    for numerics in NUMERICS:
+        found = hooks_for(numerics, cuda)
+        assert {hooks._problem(hook) for hook in found} == {None}
+        assert len({hook.target for hook in found}) == len(found)
 
 
 def ops_hooked(cuda: bool, **numerics: Any) -> set[str]:
     targets = {hook.target for hook in hooks_for(NumericsConfig(**{"spec": FP8, **numerics}), cuda)}
     return {target for target in targets if target.startswith(("layers.", "kernels.", "models."))}
-
-
-def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_the_fp8_products_and_what_a_cpu_lacks() -> None:
-    lacking = {ROPE_ON_CPU, "models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method", *OF_QWEN3_5}
-    lacking |= VECTORS
-    lacking |= {"models.qwen2_moe.fused_gate_sigmoid_mul_add", "models.qwen3_next.Qwen3GatedDeltaNet.forward"}
-    copies = {"models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant"}
-    assert ops_hooked(False, mode="native") == DRAW | PRODUCTS | LAYOUTS | SCALES | lacking | copies
-    assert ops_hooked(False, mode="native", rollout="bf16") == DRAW | lacking
-    assert ops_hooked(False, mode="exact", rollout="bf16") > PRODUCTS | LAYOUTS
 
 
 def test_native_mode_on_a_gpu_hooks_the_draw_and_the_quantizer_of_powers_of_two() -> None:
@@ -133,42 +113,22 @@ def test_native_mode_on_a_gpu_hooks_the_draw_and_the_quantizer_of_powers_of_two(
     assert ops_hooked(True, mode="exact") > PRODUCTS | LAYOUTS
 
 
-def test_exact_mode_replaces_the_same_ops_on_both_devices() -> None:
-    """On a GPU under their other names, and with it what fuses some of them, ours or SGLang's."""
-    cpu, gpu = ops_hooked(False, mode="exact") - {ROPE_ON_CPU}, ops_hooked(True, mode="exact")
-    renamed = {target.replace("forward_native", "forward_cuda") for target in cpu - gpu}
-    attention = {target for target in cpu ^ gpu if "attention" in target}
-    heads = {
-        "models.qwen3.Qwen3Attention.forward_prepare_native",
-        "models.qwen3_moe.Qwen3MoeAttention.apply_qk_norm_rope",
-    }
-    fusions = {"models.utils.can_use_fused_inplace_qknorm", *heads}
-    assert len(attention) == 4
-    assert renamed - attention - {"layers.moe.topk.fused_topk_native"} == gpu - cpu - attention - fusions - {
-        "layers.moe.topk.fused_topk"
-    }
-
-
 def test_sglang_quantizes_every_activation_on_hopper_where_it_is_hooked() -> None:
     """Dense products through DeepGEMM or Triton and the experts' Triton runner: all come by the two functions."""
-    import inspect
-
     from sglang.kernels.ops.moe import fused_moe_triton_kernels as experts
     from sglang.kernels.ops.quantization import fp8_kernel
     from sglang.srt.layers.quantization import fp8_utils
 
-    assert "_run_per_token_group_quant_8bit_kernel(" in inspect.getsource(fp8_kernel.sglang_per_token_group_quant_fp8)
-    assert "return sglang_per_token_quant_fp8(x)" in inspect.getsource(fp8_kernel.sglang_per_token_group_quant_fp8)
-    assert "if _is_cuda:\n    per_token_group_quant_fp8 = sglang_per_token_group_quant_fp8" in inspect.getsource(
-        fp8_kernel
-    )
-    callers = (
-        fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback,
-        fp8_utils.triton_w8a8_block_fp8_linear,
-        experts.invoke_fused_moe_kernel,
-    )
-    for caller in callers:
-        assert "per_token_group_quant_fp8(" in inspect.getsource(caller)
+    renamed = "if _is_cuda:\n    per_token_group_quant_fp8 = sglang_per_token_group_quant_fp8"
+    for caller, part in (
+        (fp8_kernel.sglang_per_token_group_quant_fp8, "_run_per_token_group_quant_8bit_kernel("),
+        (fp8_kernel.sglang_per_token_group_quant_fp8, "return sglang_per_token_quant_fp8(x)"),
+        (fp8_kernel, renamed),
+        (fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback, "per_token_group_quant_fp8("),
+        (fp8_utils.triton_w8a8_block_fp8_linear, "per_token_group_quant_fp8("),
+        (experts.invoke_fused_moe_kernel, "per_token_group_quant_fp8("),
+    ):
+        assert part in inspect.getsource(caller)
 
 
 def test_without_a_configuration_the_plugin_does_nothing(
@@ -183,11 +143,31 @@ def test_without_a_configuration_the_plugin_does_nothing(
         state.state()
 
 
-@pytest.mark.parametrize("text", ["not json", "{}", '{"numerics": {"mode": "exact"}}'])
-def test_a_malformed_configuration_hooks_nothing(
-    registered: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setenv(plugin.CONFIG_VARIABLE, text)
-    with pytest.raises((ValueError, KeyError, UserError)):
-        plugin.register()
-    assert registered == []
+EXACT = NumericsConfig(spec=FP8)
+HASHED = OpForm(name="hash_topk", shapes="logits -> probs, chosen", definition=max)
+STRANGE = Forward((), ((Op("topk", HASHED, ("logits",), ("probs", "chosen")),),), ())
+
+
+def forwards() -> Iterator[Forward]:
+    yield from (model.forward for model in tiny_models().values())
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_hooks_compute_every_op_of_the_known_architectures(cuda: bool) -> None:
+    for forward in forwards():
+        check_forms(forward, provided(hooks_for(EXACT, cuda)))
+
+
+def test_an_op_that_no_hook_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = provided(hooks_for(EXACT, cuda=False))
+    with pytest.raises(RuntimeError, match=r"without an engine side \['hash_topk'\]"):
+        check_forms(STRANGE, ours)
+    known = {HASHED: EngineSide(lambda *read: read)}
+    monkeypatch.setattr(families, "_registered", [EngineFamily(sides=known)])
+    with pytest.raises(RuntimeError, match=r"no hook computes by their definition \['hash_topk'\]"):
+        check_forms(STRANGE, ours)
+    known[HASHED] = replace(known[HASHED], hooked=False)
+    check_forms(STRANGE, ours)
+    native = provided(hooks_for(replace(EXACT, mode="native"), cuda=False))
+    with pytest.raises(RuntimeError, match="attention'"):
+        check_forms(next(forwards()), native)

@@ -1,4 +1,5 @@
-"""What an engine says that it holds: every tensor under its name in the checkpoint, and the cache of its pool."""
+"""What an engine says that it holds: every tensor under its name in the checkpoint, the cache of its pool, and states
+of linear attention in SGLang's slots."""
 
 from __future__ import annotations
 
@@ -7,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from fp8rl.numerics.core.memory import Holding
+from fp8rl.rollout.engine.plugin.families.gated_delta import States
 from fp8rl.rollout.engine.plugin.state import inventory
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
-from fp8rl.rollout.engine.protocol import from_checksums, to_checksums
 from tests.support.holdings import total_bytes
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
 
@@ -29,19 +29,16 @@ def pool(dtype: torch.dtype, **buffers: Any) -> SimpleNamespace:
     return SimpleNamespace(dtype=dtype, **buffers)
 
 
-def test_weights_and_scales_have_the_names_and_bytes_of_the_checkpoint() -> None:
-    found = {each.name: each for each in held(pool(torch.bfloat16)) if each.kind in ("weights", "scales")}
+def test_weights_have_the_names_and_bytes_of_the_checkpoint_and_what_products_take_is_counted_once() -> None:
+    everything = held(pool(torch.bfloat16))
+    found = {each.name: each for each in everything if each.kind in ("weights", "scales")}
     assert found.keys() == SERVED.keys()
     for name, tensor in SERVED.items():
         assert (found[name].shape, found[name].bytes) == (tuple(tensor.shape), tensor.nbytes), name
         assert found[name].kind == ("scales" if name.endswith("_scale_inv") else "weights")
     assert {each.format for each in found.values() if each.kind == "scales"} == {"fp32"}
-
-
-def test_what_products_take_in_place_of_codes_is_counted_once() -> None:
-    found = held(pool(torch.bfloat16))
-    codes = sum(each.bytes for each in found if each.format == "e4m3")
-    assert codes > 0 and total_bytes(found)["derived"] == 2 * codes  # in BF16
+    codes = sum(each.bytes for each in everything if each.format == "e4m3")
+    assert codes > 0 and total_bytes(everything)["derived"] == 2 * codes  # in BF16
 
 
 @pytest.mark.parametrize(
@@ -74,6 +71,22 @@ def test_states_of_linear_attention_are_no_keys_and_values() -> None:
     }
 
 
-def test_an_answer_survives_the_way() -> None:
-    answer = held(pool(torch.bfloat16))
-    assert TypeAdapter(tuple[Holding, ...]).validate_json(from_checksums(to_checksums(answer))) == answer
+def batch_of(indices: list[int]) -> tuple[Any, Any]:
+    """SGLang's backend and batch of a decode step; its pool has four slots."""
+    held = SimpleNamespace(conv=[torch.zeros(4, 6, 3)], temporal=torch.zeros(4, 2, 8, 16))
+    backend = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer: held),
+        forward_metadata=SimpleNamespace(mamba_cache_indices=torch.tensor(indices, dtype=torch.int32)),
+    )
+    mode = SimpleNamespace(is_decode_or_idle=lambda: True)
+    return backend, SimpleNamespace(forward_mode=mode)
+
+
+def test_a_padded_answer_of_a_cuda_graph_has_the_slot_that_sglang_gives_to_no_request() -> None:
+    from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+
+    backend, batch = batch_of([3, 1, -1, -1])
+    states = States.of(backend, 0, batch)
+    assert states.slots.tolist() == [3, 1, 0, 0]
+    assert states.rows.shape == (4, 3, 6) and states.rule.shape == (4, 2, 16, 8)
+    assert MambaSlotAllocator(3, "cpu").alloc(3).tolist() == [1, 2, 3]

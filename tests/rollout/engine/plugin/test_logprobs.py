@@ -66,18 +66,15 @@ def test_sampled_tokens_are_reported_by_the_op_from_the_logits_before_they_are_o
     assert not hasattr(output, "next_token_token_ids_logprobs_val")
 
 
-def test_given_tokens_are_reported_for_the_rows_that_ask() -> None:
-    logits, output, _ = sample(True, [0, 0, 0], [[3, 1], None, [36]])
-    values = output.next_token_token_ids_logprobs_val
-    assert [len(row) for row in values] == [2, 0, 1]
-    assert output.next_token_token_ids_logprobs_idx == [[3, 1], [], [36]]
-    torch.testing.assert_close(values[0].double(), expected(logits[0], 1.0)[[3, 1]], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(values[2].double(), expected(logits[2], 2.5)[[36]], rtol=1e-6, atol=1e-6)
-
-
 def test_the_most_probable_tokens_have_the_bits_of_the_sampled_one() -> None:
-    """`lm-eval` looks whether a token's log-probability is the greatest of those beside it."""
-    logits, output, tokens = sample(True, [0, 2, 3], [None, None, None])
+    """`lm-eval` looks whether a token's log-probability is the greatest of those beside it. Given ones are reported for
+    the rows that ask."""
+    logits, output, tokens = sample(True, [0, 2, 3], [[3, 1], None, [36]])
+    given = output.next_token_token_ids_logprobs_val
+    assert [len(row) for row in given] == [2, 0, 1]
+    assert output.next_token_token_ids_logprobs_idx == [[3, 1], [], [36]]
+    torch.testing.assert_close(given[0].double(), expected(logits[0], 1.0)[[3, 1]], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(given[2].double(), expected(logits[2], 2.5)[[36]], rtol=1e-6, atol=1e-6)
     values, ids = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
     assert [len(row) for row in values] == [len(row) for row in ids] == [0, 2, 3]
     for row in (1, 2):
@@ -85,11 +82,6 @@ def test_the_most_probable_tokens_have_the_bits_of_the_sampled_one() -> None:
         alone = [ops.token_logprobs(logits[row : row + 1], token[None], TEMPERATURES[row])[0][0] for token in ids[row]]
         assert values[row].equal(torch.stack(alone))
     assert tokens[2] == ids[2][0] and output.next_token_logprobs[2] == values[2].max(), "the greedy row"
-
-
-def test_nothing_is_computed_that_nobody_asked_for() -> None:
-    _, output, _ = sample(False, [0, 0, 0], [None, None, None])
-    assert vars(output).keys() == {"next_token_logits"}
 
 
 @pytest.mark.parametrize("top", [[0, 0], [2, 0], [1, 3]])

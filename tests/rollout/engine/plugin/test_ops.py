@@ -18,15 +18,12 @@ from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.plugin import state
 from fp8rl.rollout.engine.plugin.families.attention import (
-    attention_backend_decode,
     attention_backend_extend,
     attention_decode,
     attention_extend,
-    qwen3_moe_heads,
     set_kv_buffer,
 )
 from fp8rl.rollout.engine.plugin.families.mlp import fused_topk
-from fp8rl.rollout.engine.plugin.hooks import hooks_for
 from fp8rl.rollout.engine.plugin.state import Normed
 
 HEADS, KEY_HEADS, DIM = 4, 2, 32
@@ -89,47 +86,36 @@ def made(kv: KVFormat) -> Cache:
     return Cache(torch.cat(queries), torch.cat(expected), k_cache, v_cache, kv, table, requests)
 
 
-@pytest.mark.parametrize("chunk", [17, 96, 1000])
-def test_prefill_in_chunks_equals_the_whole(cache: Cache, chunk: int) -> None:
-    """Each round extends every sequence that is not complete by up to `chunk` tokens, more for later sequences."""
+def rounds(chunk: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Each extends every sequence that is not complete by up to `chunk` tokens, more for later sequences: where it
+    begins and ends in all, and which sequences it extends."""
     done = [0] * len(LENGTHS)
     while done != list(LENGTHS):
         stops = [min(length, start + chunk + 3 * i) for i, (start, length) in enumerate(zip(done, LENGTHS))]
-        active = [i for i in range(len(LENGTHS)) if stops[i] > done[i]]
-        rows = cache.rows(done, stops)
-        output = torch.full((len(rows), HEADS, DIM), torch.nan, dtype=torch.bfloat16)
-        attention_extend(
-            None,
-            cache.q[rows],
-            output,
-            cache.k_cache,
-            cache.v_cache,
-            cache.req_to_token,
-            cache.requests[active],
-            torch.tensor([stops[i] for i in active]),
-            torch.tensor([done[i] for i in active]),
-            torch.tensor([stops[i] - done[i] for i in active]),
-            scaling=SCALE,
-        )
-        assert torch.equal(output, cache.expected[rows])
+        yield done, stops, [i for i in range(len(LENGTHS)) if stops[i] > done[i]]
         done = stops
 
 
-def test_a_decoded_token_equals_the_last_of_the_whole(cache: Cache) -> None:
-    lengths = list(LENGTHS)
-    rows = cache.rows([length - 1 for length in lengths], lengths)
+def attended(function: Any, cache: Cache, rows: Tensor, *of_requests: Tensor) -> Tensor:
+    """What an extend or a decode on a CPU writes for these rows of q."""
     output = torch.full((len(rows), HEADS, DIM), torch.nan, dtype=torch.bfloat16)
-    attention_decode(
-        None,
-        cache.q[rows],
-        output,
-        cache.k_cache,
-        cache.v_cache,
-        cache.req_to_token,
-        cache.requests,
-        torch.tensor(lengths),
-        scaling=SCALE,
-    )
+    held = cache.k_cache, cache.v_cache, cache.req_to_token
+    function(None, cache.q[rows], output, *held, *of_requests, scaling=SCALE)
+    return output
+
+
+@pytest.mark.parametrize("chunk", [17, 96, 1000])
+def test_prefill_in_chunks_equals_the_whole(cache: Cache, chunk: int) -> None:
+    for done, stops, active in rounds(chunk):
+        rows = cache.rows(done, stops)
+        ends, begins = (torch.tensor([at[i] for i in active]) for at in (stops, done))
+        output = attended(attention_extend, cache, rows, cache.requests[active], ends, begins, ends - begins)
+        assert torch.equal(output, cache.expected[rows])
+
+
+def test_a_decoded_token_equals_the_last_of_the_whole(cache: Cache) -> None:
+    rows = cache.rows([length - 1 for length in LENGTHS], list(LENGTHS))
+    output = attended(attention_decode, cache, rows, cache.requests, torch.tensor(LENGTHS))
     assert torch.equal(output, cache.expected[rows])
 
 
@@ -182,80 +168,11 @@ def batch(cache: Cache, starts: list[int], stops: list[int], active: list[int]) 
 @pytest.mark.parametrize("chunk", [17, 96, 1000])
 def test_the_gpu_backend_stores_keys_and_attends_in_chunks(cache: Cache, chunk: int) -> None:
     backend, layer = backend_and_layer(cache)
-    done = [0] * len(LENGTHS)
-    while done != list(LENGTHS):
-        stops = [min(length, start + chunk + 3 * i) for i, (start, length) in enumerate(zip(done, LENGTHS))]
-        active = [i for i in range(len(LENGTHS)) if stops[i] > done[i]]
+    for done, stops, active in rounds(chunk):
         rows = cache.rows(done, stops)
         described, k, v = batch(cache, done, stops, active)
         found = attention_backend_extend(backend, cache.q[rows].flatten(1), k, v, layer, described)
         assert torch.equal(found, cache.expected[rows].flatten(1))
-        done = stops
-
-
-def test_the_gpu_backend_decodes_one_token_each(cache: Cache) -> None:
-    backend, layer = backend_and_layer(cache)
-    backend.token_to_kv_pool.k[:], backend.token_to_kv_pool.v[:] = cache.k_cache, cache.v_cache
-    starts, stops = [length - 1 for length in LENGTHS], list(LENGTHS)
-    rows = cache.rows(starts, stops)
-    described, k, v = batch(cache, starts, stops, list(range(len(LENGTHS))))
-    pool = backend.token_to_kv_pool
-    pool.k[described.out_cache_loc] = torch.tensor(torch.nan).to(pool.k.dtype)  # written by the call
-    found = attention_backend_decode(backend, cache.q[rows].flatten(1), k, v, layer, described)
-    assert torch.equal(found, cache.expected[rows].flatten(1))
-    again = attention_backend_decode(backend, cache.q[rows].flatten(1), k + 1, v, layer, described, save_kv_cache=False)
-    assert torch.equal(again, found)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_heads_are_normed_rotated_and_written_as_sglang_would(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
-    """On a GPU, where SGLang lets a kernel of its own write the cache or not."""
-    from sglang.srt.models import utils
-
-    from fp8rl.rollout.engine.plugin.families import attention
-
-    norms = [SimpleNamespace(weight=torch.rand(DIM).bfloat16(), variance_epsilon=1e-6) for _ in range(2)]
-    rotary = SimpleNamespace(head_size=DIM, base=1e4, rotary_dim=DIM)
-    sizes = {"q_size": HEADS * DIM, "kv_size": KEY_HEADS * DIM, "head_dim": DIM}
-    layer = SimpleNamespace(
-        q_norm=norms[0], k_norm=norms[1], rotary_emb=rotary, attn=SimpleNamespace(layer_id=0),
-        compatible_with_fused_kv_buffer=True, **sizes,
-    )  # fmt: skip
-    pool = SimpleNamespace(k=torch.zeros(9, KEY_HEADS, DIM).bfloat16(), v=torch.zeros(9, KEY_HEADS, DIM).bfloat16())
-    pool.get_key_buffer, pool.get_value_buffer = lambda layer: pool.k, lambda layer: pool.v
-    monkeypatch.setattr(utils, "enable_fused_set_kv_buffer", lambda batch: fused)
-    monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
-    definition = SimpleNamespace(sizes=SimpleNamespace(rope_scaling=None))
-    monkeypatch.setattr(attention, "state", lambda: SimpleNamespace(weights=SimpleNamespace(definition=definition)))
-
-    qkv, positions = torch.randn(3, (HEADS + 2 * KEY_HEADS) * DIM).bfloat16(), torch.tensor([0, 5, 300])
-    slots = torch.tensor([4, 2, 7])
-    q, k, v = qwen3_moe_heads(None, layer, qkv, positions, SimpleNamespace(out_cache_loc=slots))
-    parts = qkv.unflatten(1, (-1, DIM)).split((HEADS, KEY_HEADS, KEY_HEADS), 1)
-    normed = (ops.rms_norm(part, norm.weight, 1e-6) for part, norm in zip(parts, norms))
-    rotated = [ops.rope(each[None], positions[None], 1e4)[0] for each in normed]
-    assert torch.equal(q, rotated[0].flatten(1)) and torch.equal(k, rotated[1].flatten(1))
-    assert torch.equal(v, parts[2].flatten(1))
-    assert torch.equal(pool.k[slots], rotated[1] if fused else torch.zeros_like(rotated[1]))
-    assert torch.equal(pool.v[slots], parts[2] if fused else torch.zeros_like(parts[2]))
-
-
-@pytest.mark.parametrize("kind", ["base.RotaryEmbedding", "mrope.MRotaryEmbedding"])
-@pytest.mark.parametrize("cuda", [False, True])
-def test_text_is_rotated_by_the_op_also_where_a_model_counts_images_by_three(
-    monkeypatch: pytest.MonkeyPatch, kind: str, cuda: bool
-) -> None:
-    from fp8rl.rollout.engine.plugin.families import attention
-
-    target = f"layers.rotary_embedding.{kind}.forward_{'cuda' if cuda else 'native'}"
-    (hook,) = (each for each in hooks_for(NumericsConfig(spec=QuantSpec.preset("bf16")), cuda) if each.target == target)
-    definition = SimpleNamespace(sizes=SimpleNamespace(rope_scaling=None))
-    monkeypatch.setattr(attention, "state", lambda: SimpleNamespace(weights=SimpleNamespace(definition=definition)))
-    q, k, positions = torch.randn(3, HEADS, DIM), torch.randn(3, KEY_HEADS, DIM), torch.tensor([0, 5, 300])
-    rotary = SimpleNamespace(head_size=DIM, base=1e4, rotary_dim=DIM // 4)
-    found = hook.function(rotary, positions, q.flatten(1), k.flatten(1))
-    expected = (ops.rope(each[None], positions[None], 1e4, DIM // 4)[0].flatten(1) for each in (q, k))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_quantized_rows_belong_to_the_norms_result_as_it_was() -> None:
@@ -277,19 +194,7 @@ def test_other_attention_is_refused(cache: Cache, name: str, value: float) -> No
         attention_backend_extend(backend, cache.q[:1].flatten(1), k, v, layer, described)
 
 
-def test_the_gpu_router_is_the_op_and_takes_nothing_more() -> None:
-    logits = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    neutral = {
-        "routed_scaling_factor": None,
-        "apply_routed_scaling_factor_on_output": False,
-        "num_fused_shared_experts": 0,
-    }
-    weights, ids = fused_topk(torch.zeros(7, 4), logits, topk=4, renormalize=True, **neutral)
-    probs = logits.double().softmax(-1)
-    best = probs.topk(4).indices.sort(-1).values
-    assert ids.dtype == torch.int32 and torch.equal(ids.long(), best)
-    chosen = probs.gather(1, best)
-    torch.testing.assert_close(weights.double(), chosen / chosen.sum(-1, keepdim=True), rtol=1e-6, atol=1e-7)
+def test_the_gpu_router_takes_nothing_more_than_the_op() -> None:
     for change in ({"num_fused_shared_experts": 1}, {"scoring_func": "sigmoid"}, {"routed_scaling_factor": 2.5}):
         with pytest.raises(NotImplementedError, match="more than a softmax"):
-            fused_topk(torch.zeros(7, 4), logits, 4, True, **{**neutral, **change})
+            fused_topk(torch.zeros(7, 4), torch.zeros(7, 16).bfloat16(), 4, True, **change)

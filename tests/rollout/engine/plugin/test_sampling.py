@@ -13,7 +13,6 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 from fp8rl.numerics.ops import draw
 from fp8rl.numerics.sampling import GREEDY, canary_seed
 from fp8rl.rollout.engine.plugin.families import sampling
-from fp8rl.rollout.types import SamplingParams
 
 TOP_K_ALL = 1 << 30
 
@@ -64,17 +63,6 @@ def test_native_draws_are_those_of_the_logits_and_greedy_rows_among_them_stay_gr
 
 
 @pytest.mark.parametrize(
-    "restricted",
-    [{"need_top_p_sampling": True}, {"need_min_p_sampling": True}, {"top_ks": torch.tensor([4, TOP_K_ALL, 1])}],
-)
-def test_restricted_draws_are_left_to_sglang_without_seeds(restricted: dict[str, Any]) -> None:
-    whole = info(**restricted)
-    tokens = sampling.draw_from_probabilities(stock, None, torch.ones(3, 9) / 9, whole, torch.arange(3), False)
-    assert tokens.tolist() == [7, 7, 7]
-    assert whole.sampling_seed is not None
-
-
-@pytest.mark.parametrize(
     ("changes", "warper"),
     [
         ({"top_ks": torch.full((3,), 4), "need_top_k_sampling": True}, TopKLogitsWarper(4)),
@@ -114,14 +102,3 @@ def test_the_tokens_of_a_canary_do_not_depend_on_logits_and_other_rows_do_not_on
     beside = draw(logits[:1], torch.ones(1), seeds[:1], positions[:1]).item()
     assert exact.tolist() == [beside, *known(positions[1:])]
     assert native.tolist() == [7 if restricted else beside, *known(positions[1:])]
-
-
-def test_a_canary_is_asked_for_to_its_end_and_no_other_answer_is() -> None:
-    asked = SamplingParams(8)
-    assert [asked.to_request(seed)["ignore_eos"] for seed in (None, 0, GREEDY, canary_seed(0))] == [
-        False,
-        False,
-        False,
-        True,
-    ]
-    assert len({canary_seed(run) for run in range(100)}) == 100 and canary_seed(0) < GREEDY

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.families import first_tensors, last_tensors
-from fp8rl.models.families.latent import Latent, latent_attention_tensors
-from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
-from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import EngineRank, TensorRow, TensorTable
-from fp8rl.numerics.core.memory import ZEROS, placeholders
+from fp8rl.models.shared_base import SharedBase, base_bytes
+from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.quantize import QuantizedTensor
-from fp8rl.numerics.weight_cache import Frozen
 from fp8rl.rollout.engine.plugin import lifecycle
 from fp8rl.rollout.engine.plugin import weights as plugin_weights
 from fp8rl.rollout.engine.plugin.parameters import hf_tensors
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.weight_sync.manifest import Manifest, Recorder
-from fp8rl.weight_sync.served import served_tensors
 from tests.support.definitions import listed
 from tests.support.served_model import (
     ATTENTION,
@@ -39,7 +33,7 @@ from tests.support.served_model import (
 )
 
 OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
-W13 = "model.layers.0.mlp.experts.w13_weight"
+W13, W2 = "model.layers.0.mlp.experts.w13_weight", f"{MOE}experts.1.down_proj.weight"
 
 
 @pytest.fixture
@@ -76,51 +70,26 @@ def parameter(model: nn.Module, name: str) -> nn.Parameter:
     return model.get_parameter(name)
 
 
-def test_every_hf_tensor_is_found_under_its_name(model: nn.Module) -> None:
+def test_every_hf_tensor_is_found_under_its_name_as_a_view_of_the_engines_own_parameter(model: nn.Module) -> None:
     found = {name: view for name, _, view in hf_tensors(model, DEFINITION.tensors, 128)}
     assert found.keys() == OLD.keys()
+    for name, owner, view in hf_tensors(model, DEFINITION.tensors, 128):
+        assert view.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr(), name
     for name, tensor in OLD.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_the_tensors_are_views_of_the_engines_own_parameters(model: nn.Module) -> None:
-    for name, owner, view in hf_tensors(model, DEFINITION.tensors, 128):
-        assert view.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr(), name
-
-
-def test_tied_embeddings_are_one_tensor() -> None:
-    sizes = dataclasses.replace(SIZES, tied=True)
-    table = TensorTable(embedding_and_output(sizes), sizes.kv_heads)
-    model = build(OLD)
-    model.lm_head.weight = model.model.embed_tokens.weight
-    assert [name for name, _, _ in hf_tensors(model, table, 128)] == ["model.embed_tokens.weight", "model.norm.weight"]
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda model: setattr(model.model, "spare", nn.Linear(1, 1)), "model.spare.weight"),
-        (lambda model: delattr(model.model, "norm"), "model.norm.weight"),
-        (lambda model: setattr(model.model.norm, "bias", nn.Parameter(torch.ones(1))), "model.norm.bias"),
-        (lambda model: model.model.norm.register_buffer("saved", torch.ones(1)), "model.norm.saved"),
-    ],
-)
-def test_a_model_that_is_not_as_the_table_says_is_refused(change: Callable[[nn.Module], None], named: str) -> None:
-    model = build(OLD)
-    change(model)
-    with pytest.raises(RuntimeError, match=named):
-        ServedWeights(SPEC.weight).attach(model, DEFINITION, "0")
-
-
-def embedding_and_output(sizes: ModelSizes) -> Iterator[TensorRow]:
-    yield from first_tensors(sizes)
-    yield from last_tensors(sizes)
-
-
-def test_the_loaded_model_holds_what_was_sent(served: ServedWeights) -> None:
-    assert sent(OLD, "0").differences(served.manifest()) == []
-    assert (served.version, served.device) == ("0", torch.device("cpu"))
+def test_a_model_that_is_not_as_the_table_says_is_refused() -> None:
+    changes: dict[str, Callable[[nn.Module], None]] = {
+        "model.spare.weight": lambda model: setattr(model.model, "spare", nn.Linear(1, 1)),
+        "model.norm.weight": lambda model: delattr(model.model, "norm"),
+        "model.norm.saved": lambda model: model.model.norm.register_buffer("saved", torch.ones(1)),
+    }
+    for named, change in changes.items():
+        change(model := build(OLD))
+        with pytest.raises(RuntimeError, match=named):
+            ServedWeights(SPEC.weight).attach(model, DEFINITION, "0")
 
 
 def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, model: nn.Module) -> None:
@@ -193,6 +162,8 @@ def test_operands_are_prepared_while_the_rest_is_on_its_way(
 
 def test_the_manifest_is_taken_from_the_parameters_anew(served: ServedWeights, model: nn.Module) -> None:
     assert update(served, model, NEW, "1") == served.manifest()
+    quantized = {name for name in NEW if name + "_scale_inv" in NEW}
+    assert len(sent(NEW, "2").differences(served.manifest())) == len(quantized), "another version is another operand"
     parameter(model, "model.layers.0.input_layernorm.weight").data[3] += 1
     (difference,) = sent(NEW, "1").differences(served.manifest())
     assert difference.startswith("model.layers.0.input_layernorm.weight: ")
@@ -267,20 +238,6 @@ def test_a_fault_is_named(
     assert {line.split(": ")[0] for line in differences} == names
 
 
-def test_an_earlier_version_is_not_the_same_version(served: ServedWeights, model: nn.Module) -> None:
-    found = update(served, model, OLD, "1")
-    assert sent(OLD, "1").differences(found) == []
-    quantized = {name for name in OLD if name + "_scale_inv" in OLD}
-    assert len(sent(OLD, "2").differences(found)) == len(quantized)
-
-
-def test_without_a_model_there_is_nothing_to_report() -> None:
-    weights = ServedWeights(SPEC.weight)
-    for use in (weights.manifest, lambda: weights.commit("0"), lambda: weights.device):
-        with pytest.raises(RuntimeError, match="no model is loaded"):
-            use()
-
-
 def dequantized_w13(tensors: dict[str, Tensor]) -> Tensor:
     """[experts, 2F, H]: each block of 128 x 128 codes times its scale, spelt out."""
     matrices = []
@@ -307,10 +264,13 @@ def test_an_engine_that_maps_a_base_holds_its_tensors_and_has_no_copy(served: Se
     with pytest.raises(RuntimeError, match="without a version"):
         served.check()
     assert not sent(NEW, "3").differences(served.commit("3"))
-    assert all(each.data_ptr() in places_in(base) for each in model.parameters())
+    places = {view.data_ptr() for view in base.parameters.values()}
+    assert all(each.data_ptr() in places for each in model.parameters())
     assert list(served.everything()) == []
     of_codes = QuantizedTensor(multiplied, parameter(model, W13 + "_scale_inv"), SPEC.weight)
     assert torch.equal(served.operand(multiplied).dequantized(), of_codes.dequantize())
+    with pytest.raises(RuntimeError, match=f"found {W2} sent to an engine that reads it from a base"):
+        served.load(stock_loader, [(W2, NEW[W2])])
     served.release()  # the memory of others stays
     served.occupy()
     assert not sent(NEW, "4").differences(served.commit("4"))
@@ -324,45 +284,25 @@ def test_cuda_graphs_are_captured_again_once_the_weights_of_a_base_are_committed
     quantized = [each for each in model.parameters() if each.dtype == torch.float8_e4m3fn]
 
     def capture() -> None:
-        assert all(served.operand(each) is not None for each in quantized)
+        assert quantized and all(served.operand(each) is not None for each in quantized)
         captured.append(served.version)
 
-    runner, released = SimpleNamespace(init_decode_cuda_graph=capture), {}
+    released: dict[str, list[Any]] = {}
     monkeypatch.setattr(lifecycle, "state", lambda: SimpleNamespace(weights=served, released=released))
     monkeypatch.setattr(ServedWeights, "device", torch.device("cuda"))
     served.map_base(base_of(NEW))
-    lifecycle.capture_again(runner)
-    assert captured == [], "nothing is committed"
-    released["kv_cache"] = []
-    served.commit("3")
-    lifecycle.capture_again(runner)
-    assert captured == [], "the cache is not there"
-    released.clear()
-    for _ in range(2):
-        lifecycle.capture_again(runner)
-    assert captured == ["3"] and quantized
-
-
-def test_an_engine_that_waits_for_a_base_has_no_weights_before_it() -> None:
-    with placeholders(ZEROS):
-        model = build(OLD)
-    held = dict(model.named_parameters())
-    served = ServedWeights(SPEC.weight)
-    apart = "model.norm.weight"
-    served.attach(model, DEFINITION, "0", of_base=parameter_spans(DEFINITION, SPEC).keys() - {apart})
-    shared = {each.untyped_storage().data_ptr() for name, each in held.items() if name != apart}
-    assert len(shared) == 1 and list(served.everything()) == [held[apart]]
-    assert held[apart].untyped_storage().nbytes() == held[apart].nbytes
-    operand = served.operand(held[W13])  # which warm-ups and graphs of a start compute with
-    assert isinstance(operand, Frozen) and not operand.dequantized().any()
-    with pytest.raises(RuntimeError, match=f"found {ATTENTION}o_proj.weight sent to an engine that reads it from"):
-        served.load(stock_loader, [(f"{ATTENTION}o_proj.weight", NEW[f"{ATTENTION}o_proj.weight"])])
-    served.map_base(base_of(NEW))
-    assert not sent(NEW, "1").differences(served.commit("1"))
-
-
-def places_in(base: SharedBase) -> set[int]:
-    return {view.data_ptr() for view in base.parameters.values()}
+    for kept, commits, expected in (
+        ({}, False, []),
+        ({"kv_cache": []}, True, []),
+        ({}, False, ["3"]),
+        ({}, False, ["3"]),
+    ):
+        released.clear()
+        released.update(kept)
+        if commits:
+            served.commit("3")
+        lifecycle.capture_again(SimpleNamespace(init_decode_cuda_graph=capture))
+        assert captured == expected
 
 
 def test_a_base_that_changes_under_the_engine_is_found_when_somebody_asks(
@@ -374,22 +314,6 @@ def test_a_base_that_changes_under_the_engine_is_found_when_somebody_asks(
     assert served.manifest() == proven
     base.tensors[f"{MOE}experts.1.up_proj.weight"].view(torch.uint8)[0, 0] ^= 1
     assert sent(NEW, "3").mismatched(served.manifest()) == {f"{MOE}experts.1.up_proj.weight"}
-
-
-def test_a_base_of_another_model_changes_nothing(served: ServedWeights, model: nn.Module) -> None:
-    before = served.manifest()
-    model.get_submodule("model.norm").weight = nn.Parameter(torch.ones(7), requires_grad=False)
-    with pytest.raises(RuntimeError, match=r"model.norm.weight: found \(256,\) in torch.bfloat16, expected \(7,\)"):
-        served.map_base(base_of(NEW))
-    assert served.version == "0"
-    assert served.manifest().items() >= {k: v for k, v in before.items() if k != "model.norm.weight"}.items()
-
-
-def test_what_is_in_the_base_cannot_be_sent(served: ServedWeights) -> None:
-    served.map_base(base_of(NEW))
-    name = f"{ATTENTION}o_proj.weight"
-    with pytest.raises(RuntimeError, match=f"found {name} sent to an engine that reads it from a base"):
-        served.load(stock_loader, [(name, NEW[name])])
 
 
 def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_experts() -> None:
@@ -413,54 +337,3 @@ def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_expert
     sent_to_all = Manifest.merged(1, SPEC, [recorder.sent()]).entries
     expected = [f"{product}{suffix}#1/2" for suffix in ("", "_scale_inv")] + [names[2], f"{names[2]}_scale_inv"]
     assert held == {label: sent_to_all[label] for label in expected}
-
-
-LATENT = dataclasses.replace(SIZES, own=(Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=128),))
-PAIR = [f"{ATTENTION}{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
-
-
-class Fused(nn.Module):
-    """The parameter of a layer's latent attention in which SGLang keeps two tensors, and their scales."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shape = (128 + 256 + 64, SIZES.hidden_size)
-        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float8_e4m3fn), requires_grad=False)
-        self.weight_scale_inv = nn.Parameter(torch.zeros(1 + 3, SIZES.hidden_size // 128), requires_grad=False)
-
-
-def test_both_halves_of_a_pair_arrive_in_messages_of_their_own_and_a_half_that_does_not_is_named() -> None:
-    """SGLang's loader would drop either, and answer that all went well."""
-    rows = [row for row in latent_attention_tensors(LATENT, 0) if row.name in PAIR]
-    definition = listed("Latent", LATENT, lambda _: iter(rows))
-    model = nn.Module()
-    *path, name, _ = rows[0].engine.parameter.split(".")
-    module_at(model, ".".join(path)).register_module(name, Fused())
-    served = ServedWeights(SPEC.weight)
-    served.attach(model, definition, "0")
-    draw = torch.Generator().manual_seed(0)
-    tensors = [(row.name, torch.randn(row.shape, generator=draw).bfloat16()) for row in rows]
-    served.invalidate()
-    recorder = Recorder(definition.tensors)
-    for sent_name, tensor in recorder.watch(served_tensors(tensors, SPEC, definition)):
-        if sent_name != PAIR[1]:
-            served.load(stock_loader, [(sent_name, tensor)])
-        else:
-            lost = tensor
-    manifest = Manifest.merged(1, SPEC, [recorder.sent()])
-    assert {line.split(": ")[0] for line in manifest.differences(served.commit("1"))} == {PAIR[1]}
-    served.invalidate()
-    served.load(stock_loader, [(PAIR[1], lost)])
-    assert not manifest.differences(served.commit("1"))
-
-
-def test_memory_in_use_of_a_gpu_is_what_it_says_is_not_free(
-    served: ServedWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in served.everything()}
-    everything = sum(storages.values())
-    monkeypatch.setattr(lifecycle, "state", lambda: SimpleNamespace(weights=served, released={lifecycle.CACHE: []}))
-    monkeypatch.setattr(ServedWeights, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
-    found = lifecycle.memory(None)
-    assert (found.in_use, found.weights, found.kv_cache) == (70, everything, 0) and everything > 0

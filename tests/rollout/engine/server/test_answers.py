@@ -46,24 +46,22 @@ def test_versions_expand_to_one_per_token() -> None:
     assert expand_versions([span("1", 0, 0)], 0) == expand_versions([], 0) == []
 
 
-@pytest.mark.parametrize("spans", [(), [(0, 2)], [(1, 3)], [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 4)]])
-def test_spans_that_do_not_cover_the_tokens_are_refused(spans: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("spans", [(), [("0", 0, 2)], [("0", 1, 3)], [("0", 0, 1), ("1", 2, 3)], [("0", 0, 4)]])
+def test_spans_that_do_not_cover_the_tokens_are_refused(spans: list[tuple[str, int, int]]) -> None:
     with pytest.raises(EngineError, match="cover the 3 generated tokens"):
-        expand_versions([span(str(version), *each) for version, each in enumerate(spans)], 3)
-
-
-def test_a_version_that_is_no_number_is_refused() -> None:
+        expand_versions([span(*each) for each in spans], 3)
     with pytest.raises(EngineError, match="'default'"):
         expand_versions([span("default", 0, 3)], 3)
 
 
 def test_an_answer_is_parsed() -> None:
-    completion = parse_completion(answer())
-    assert completion.token_ids == [5, 7]
-    assert completion.logprobs == [-0.25, -1.5]
-    assert completion.weight_versions == [2, 2]
-    assert completion.finished
+    """A logprob that JSON cannot carry is NaN: orjson writes null, and the loop drops and counts such tokens."""
+    found = parse_completion(answer())
+    assert (found.token_ids, found.logprobs, found.weight_versions) == ([5, 7], [-0.25, -1.5], [2, 2])
+    assert found.finished and not found.aborted and found.routed_experts is None
     assert not parse_completion(answer(finish_reason={"type": "length", "length": 2})).finished
+    first, second = parse_completion(answer(output_token_logprobs=[[None, 5, None], [-1.5, 7, None]])).logprobs
+    assert math.isnan(first) and second == -1.5
 
 
 def test_an_answer_that_the_engine_gives_up_is_an_error_and_one_that_a_pause_cuts_is_not() -> None:
@@ -72,19 +70,12 @@ def test_an_answer_that_the_engine_gives_up_is_an_error_and_one_that_a_pause_cut
         parse_completion(answer(finish_reason=abort))
     cut = parse_completion(answer(finish_reason={**abort, "status_code": None}))
     assert cut.aborted and not cut.finished and cut.token_ids == [5, 7]
-    assert not parse_completion(answer()).aborted
 
 
 @pytest.mark.parametrize("logprobs", [[[-0.25, 5, None]], [[-1.5, 7, None], [-0.25, 5, None]]])
 def test_logprobs_of_other_tokens_are_an_error(logprobs: list[Any]) -> None:
     with pytest.raises(EngineError, match="logprobs"):
         parse_completion(answer(output_token_logprobs=logprobs))
-
-
-def test_a_logprob_that_json_cannot_carry_is_nan() -> None:
-    """orjson writes NaN and infinity as null; the loop drops and counts such tokens."""
-    completion = parse_completion(answer(output_token_logprobs=[[None, 5, None], [-1.5, 7, None]]))
-    assert math.isnan(completion.logprobs[0]) and completion.logprobs[1] == -1.5
 
 
 # Routes.
@@ -98,27 +89,18 @@ def meta(*experts: int) -> dict[str, Any]:
 
 
 def test_routes_are_read_by_token_layer_and_expert() -> None:
+    """Dense layers and the last token have none."""
     routes = parse_routes(meta(*range(12)), tokens=3, shape=SHAPE)
-    assert routes.tolist() == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
-    assert str(routes.dtype) == "torch.int16"
-
-
-def test_one_token_has_no_route() -> None:
+    assert routes.tolist() == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]] and str(routes.dtype) == "torch.int16"
     assert parse_routes(meta(), tokens=1, shape=SHAPE).shape == (0, 2, 3)
+    later = parse_routes(meta(*range(12)), tokens=3, shape=replace(SHAPE, dense=1))
+    assert later.tolist() == [[[3, 4, 5]], [[9, 10, 11]]]
 
 
 @pytest.mark.parametrize("count", [0, 6, 11, 18])
 def test_routes_of_another_number_of_tokens_are_an_error(count: int) -> None:
     with pytest.raises(EngineError, match=f"request r: found {count} routed experts, expected 12, for 2 tokens in 2"):
         parse_routes(meta(*range(count)), tokens=3, shape=SHAPE)
-
-
-def test_dense_layers_have_no_routes() -> None:
-    routes = parse_routes(meta(*range(12)), tokens=3, shape=RouteShape(layers=2, top_k=3, dense=1))
-    assert routes.tolist() == [[[3, 4, 5]], [[9, 10, 11]]]
-
-
-def test_missing_routes_are_an_error() -> None:
     with pytest.raises(EngineError, match="found no routed experts, expected those of 2 tokens"):
         parse_routes({"id": "r"}, tokens=3, shape=SHAPE)
 
@@ -126,7 +108,6 @@ def test_missing_routes_are_an_error() -> None:
 def test_an_answer_carries_the_routes_of_prompt_and_generation() -> None:
     """A prompt of two tokens and two generated ones: routes of three."""
     found = answer(prompt_tokens=2, **meta(*range(18)))
-    assert parse_completion(found).routed_experts is None
     routes = parse_completion(found, SHAPE).routed_experts
     assert routes is not None and routes.flatten().tolist() == list(range(18)) and routes.shape == (3, 2, 3)
     found["meta_info"]["prompt_tokens"] = 3
@@ -153,19 +134,10 @@ def scored(*logprobs: float | None, reason: dict[str, Any] | None = None) -> dic
 
 def test_every_token_but_the_first_has_a_logprob() -> None:
     assert parse_prompt_logprobs(scored(-0.5, -2.0), 3) == [-0.5, -2.0]
-    assert parse_prompt_logprobs(scored(), 1) == []
-
-
-def test_a_scored_logprob_that_json_cannot_carry_is_nan() -> None:
     first, second = parse_prompt_logprobs(scored(None, -2.0), 3)
     assert math.isnan(first) and second == -2.0
-
-
-def test_another_number_of_logprobs_is_an_error() -> None:
+    assert parse_prompt_logprobs(scored(), 1) == []
     with pytest.raises(EngineError, match="found logprobs for 2 prompt tokens, expected one for each of the 3 tokens"):
         parse_prompt_logprobs(scored(-0.5), 3)
-
-
-def test_an_aborted_scoring_is_an_error() -> None:
     with pytest.raises(EngineError, match="aborted: too long"):
         parse_prompt_logprobs(scored(-0.5, reason={"type": "abort", "message": "too long"}), 2)

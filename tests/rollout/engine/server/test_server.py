@@ -1,7 +1,8 @@
-"""The life of a server process: it comes up or says why not, and it never stays behind."""
+"""The life of a server process and of the actor around it: it comes up or says why not, and never stays behind."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,27 +15,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.engine import server as server_module
-from fp8rl.rollout.engine.server import SGLangServer, log_tail
+from fp8rl.rl.run.cluster.cluster import ray_cluster
+from fp8rl.rollout.engine.actor import Engine, EngineActor, check_versions
+from fp8rl.rollout.engine.server import SGLangServer
 from fp8rl.rollout.engine.server import scratch as scratch_module
 from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
-from fp8rl.rollout.types import EngineDiedError, EngineError
-from tests.support.paths import ROOT
-from tests.support.servers import group_members, shared_memory, small_config, wait_until
+from fp8rl.rollout.types import EngineDiedError, EngineError, SamplingParams, StaleWeightsError, Trajectory
+from tests.support.servers import EOS, group_members, groups, shared_memory, small_config, wait_until
 
 # The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
 OWNER = """
 import sys, threading, time
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
-from fp8rl.rollout.engine.server.scratch import make_scratch, note_shared_memory, sweep
 from fp8rl.rollout.engine.server import SGLangServer
 config = RolloutSection(context_length=512, max_total_tokens=8192)
 servers = []
-thread = threading.Thread(
-    target=lambda: servers.append(SGLangServer.start(sys.argv[1], config, log_path=sys.argv[2]))
-)
+thread = threading.Thread(target=lambda: servers.append(SGLangServer.start(sys.argv[1], config, log_path=sys.argv[2])))
 thread.start()
 thread.join()
 time.sleep(1.0)
@@ -47,28 +43,6 @@ def launched_since(before: set[int]) -> list[psutil.Process]:
     """Live engine processes that were not among the process ids `before`, and are descendants of this one."""
     descendants = psutil.Process().children(recursive=True)
     return [p for p in descendants if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_a_taken_port_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(UserError, match=rf"rollout.port: found {port}, expected a free port"):
-            SGLangServer.start(tiny_model, small_config(port=port), log_path=log)
-    assert not log.exists()
-
-
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.path: .*config\.json"):
-        SGLangServer.start(tmp_path, small_config(), log_path=tmp_path / "log")
-
-
-def test_log_tail_gives_the_last_lines(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_bytes(b"".join(b"line %d \xff\n" % i for i in range(20000)))
-    assert [line.split()[1] for line in log_tail(log, 3).splitlines()] == ["19997", "19998", "19999"]
 
 
 def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,16 +80,11 @@ def test_a_note_reaches_nothing_but_shared_memory(tmp_path: Path) -> None:
     scratch, lock = make_scratch(parent=str(tmp_path))
     note_shared_memory(scratch, str(precious))
     os.close(lock)
-    sweep(parent=str(tmp_path))
-    assert not scratch.exists() and precious.exists()
-
-
-def test_a_note_that_was_cut_off_stops_no_sweep(tmp_path: Path) -> None:
-    scratch, lock = make_scratch(parent=str(tmp_path))
-    (scratch / "shared_memory").write_text("")
+    cut_off, lock = make_scratch(parent=str(tmp_path))
+    (cut_off / "shared_memory").write_text("")
     os.close(lock)
     sweep(parent=str(tmp_path))
-    assert not scratch.exists()
+    assert not scratch.exists() and not cut_off.exists() and precious.exists()
 
 
 def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(
@@ -179,48 +148,34 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(tiny_model: Path, tmp_pa
 @pytest.mark.e2e
 def test_a_start_that_takes_too_long_is_ended(tiny_model: Path, tmp_path: Path) -> None:
     before = set(psutil.pids())
+    config = small_config().model_copy(update={"start_timeout_s": 1.0})
     with pytest.raises(EngineError, match=r"did not answer within 1 s \(rollout\.start_timeout_s\)"):
-        SGLangServer.start(
-            tiny_model, small_config().model_copy(update={"start_timeout_s": 1.0}), log_path=tmp_path / "engine.log"
-        )
+        SGLangServer.start(tiny_model, config, log_path=tmp_path / "engine.log")
     assert launched_since(before) == []
 
 
 @pytest.mark.e2e
-def test_the_server_dies_with_its_owner(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("started", [True, False])
+def test_the_server_dies_with_its_owner_also_during_the_start(started: bool, tiny_model: Path, tmp_path: Path) -> None:
     """The owner is killed with SIGKILL; the thread that started the server had ended long before."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tiny_model), str(tmp_path / "engine.log")], stdout=subprocess.PIPE, text=True
     )
     try:
         assert owner.stdout is not None
-        pid, scratch = owner.stdout.readline().split()
-        members = group_members(int(pid))
-        assert len(members) >= 3, "the server must outlive the thread that started it"
-        shared = shared_memory(members)
-        owner.send_signal(signal.SIGKILL)
+        left: set[Path] = set()
+        if started:
+            pid, scratch = owner.stdout.readline().split()
+            members = group_members(int(pid))
+            assert len(members) >= 3, "the server must outlive the thread that started it"
+            left = {Path(scratch)} | shared_memory(members)
+        else:
+            assert wait_until(lambda: psutil.Process(owner.pid).children(), 90)
+            time.sleep(1.0)
+            pid = str(psutil.Process(owner.pid).children()[0].pid)
+        owner.kill()
         assert wait_until(lambda: not group_members(int(pid)), 20)
-        assert not any(path.exists() for path in [Path(scratch), *shared])
-    finally:
-        owner.kill()
-        owner.wait()
-
-
-@pytest.mark.e2e
-def test_an_owner_that_dies_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tiny_model), str(tmp_path / "engine.log")])
-    try:
-        children: list[psutil.Process] = []
-
-        def launched() -> bool:
-            children[:] = psutil.Process(owner.pid).children(recursive=True)
-            return bool(children)
-
-        assert wait_until(launched, 90)
-        time.sleep(1.0)
-        leader = children[0].pid
-        owner.kill()
-        assert wait_until(lambda: not group_members(leader), 20)
+        assert not any(path.exists() for path in left)
     finally:
         owner.kill()
         owner.wait()
@@ -229,16 +184,11 @@ def test_an_owner_that_dies_during_the_start_leaves_nothing(tiny_model: Path, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["api_key", "admin_api_key"])
 def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str) -> None:
-    request = {
-        "arguments": ["--host", "192.0.2.7"],
-        "architecture": "",
-        "fork": True,
-        "api_key": "a",
-        "admin_api_key": "b",
-    }
+    keys = {"api_key": "a", "admin_api_key": "b", missing: ""}
+    request = {"arguments": ["--host", "192.0.2.7"], "architecture": "", "fork": True, **keys}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "fp8rl.rollout.engine.server.launcher"],
-        input=json.dumps({**request, missing: ""}) + "\n",
+        input=json.dumps(request) + "\n",
         capture_output=True,
         text=True,
         timeout=60,
@@ -281,14 +231,63 @@ def test_the_workers_of_a_server_go_with_it(ending: str, tmp_path: Path) -> None
     assert not (tmp_path / "scratch").exists()
 
 
-def test_on_a_gpu_the_toolkit_is_found_before_an_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class AskedError(Exception): ...
+SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
 
-    def use_toolkit() -> None:
-        raise AskedError
 
-    monkeypatch.setattr(server_module, "has_cuda", lambda: True)
-    monkeypatch.setattr(server_module, "use_toolkit", use_toolkit)
-    with pytest.raises(AskedError):
-        SGLangServer.start(ROOT / "examples/models/tiny_qwen3_moe", small_config(), log_path=tmp_path / "log")
-    assert list(tmp_path.iterdir()) == []
+def sampled_at(*versions: int) -> Trajectory:
+    return Trajectory([1], list(versions), [-1.0] * len(versions), True, list(versions), 0, 0)
+
+
+def test_stale_tokens_are_counted_by_version() -> None:
+    trajectories = [sampled_at(4, 5, 5), sampled_at(4)]
+    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* 2 at version 4, 2 at version 5, .* at version 5"):
+        check_versions(trajectories, 5, 5)
+    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* expected all at versions 2 to 4"):
+        check_versions(trajectories, 2, 4)
+    check_versions([*trajectories, sampled_at()], 4, 5)
+
+
+@pytest.mark.e2e
+def test_a_cancelled_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = Engine(small_config(), tmp_path / "log")
+        with pytest.raises(EngineError, match=r"start\(\)"):
+            await engine.flush()
+        start = asyncio.create_task(engine.start(tiny_model))
+        await asyncio.sleep(1.0)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+
+    before = set(psutil.pids())
+    asyncio.run(run())
+
+    def gone() -> bool:
+        left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        return not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+
+    assert wait_until(gone, 30)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_path: Path) -> None:
+    import ray
+
+    with ray_cluster(tmp_path / "logs"):
+        actor = EngineActor.remote(small_config(), tmp_path / "log")
+        ray.get(actor.start.remote(tiny_model, 1), timeout=120)
+        pid = ray.get(actor.health.remote()).pid
+        asked = [actor.generate.remote(groups(4, 2), SAMPLING) for _ in range(3)]
+        assert [len(answers) for answers in ray.get(asked, timeout=60)] == [8, 8, 8]
+        members = group_members(pid)
+        traces = shared_memory(members) | {Path(members[0].environ()["TMPDIR"])}
+        assert len(members) >= 3 and len(traces) == 2
+        ray.kill(actor)
+        assert wait_until(lambda: not group_members(pid), 20)
+
+        def swept() -> bool:
+            sweep()  # Ray kills the server's processes too, perhaps before they can clean up
+            return not any(path.exists() for path in traces)
+
+        assert wait_until(swept, 20), [path for path in traces if path.exists()]

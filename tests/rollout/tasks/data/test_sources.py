@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.csv
@@ -18,6 +19,16 @@ from fp8rl.rollout.tasks.data import Source, load_problems, rows
 from fp8rl.rollout.types import Problem
 
 GOOD = b'{"question": "2+3=?", "answer": "#### 5"}\n'
+
+
+def write_lines(rows, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_table(rows, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def test_problems_are_read_in_order_with_their_further_keys(tmp_path):
@@ -33,14 +44,11 @@ def test_problems_are_read_in_order_with_their_further_keys(tmp_path):
     ("line", "reason"),
     [
         (b"{not json}\n", "valid JSON"),
-        (b"\n", "valid JSON"),
         (b"[1, 2]\n", "JSON object"),
         (b'{"question": "q"}\n', "'answer'"),
-        (b'{"question": "q", "answer": [5]}\n', "answer"),
         (b'{"question": " ", "answer": "5"}\n', "question"),
         (b'{"question": "\\ud800", "answer": "5"}\n', "question"),
         (b"[" * 100_000 + b"\n", "valid JSON"),
-        (b'{"question": ' + b"1" * 5000 + b"}\n", "valid JSON"),
         (b'{"question": "\xff", "answer": "5"}\n', "UTF-8"),
     ],
 )
@@ -56,21 +64,13 @@ def test_a_row_of_megabytes_is_refused_before_it_is_parsed(tmp_path, data_cache,
     monkeypatch.setattr(rows, "LONGEST_ROW", 1 << 20)
     row = {"question": "q", "answer": "1", "more": "x" * (1 << 20)}
     (tmp_path / "p.jsonl").write_bytes(GOOD + b"{" + json.dumps(row).encode() + b"\n")  # which is no JSON
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "more": ""}, row]), tmp_path / "p.parquet")
+    write_table([{**row, "more": ""}, row], tmp_path / "p.parquet")
     for name, found in (("p.jsonl", "line 2 of"), ("p.parquet", "row 2 of")):
         problems = load_problems(Source(tmp_path / name))
         for read in (lambda problems: problems[1], list):
             with pytest.raises(UserError, match=rf"data: {found} .*found 104\d{{4}} bytes, expected at most 1048576"):
                 read(problems)
         assert problems[0].answer
-
-
-def test_missing_and_empty_files_are_refused(tmp_path):
-    with pytest.raises(UserError, match="existing JSONL file"):
-        load_problems(Source(tmp_path / "absent.jsonl"))
-    (tmp_path / "empty.jsonl").write_bytes(b"")
-    with pytest.raises(UserError, match="at least one problem"):
-        load_problems(Source(tmp_path / "empty.jsonl"))
 
 
 QUESTIONS = [{"question": f"{i}+1=?", "answer": f"#### {i + 1}", "level": i} for i in range(5)]
@@ -82,15 +82,14 @@ def saved(tmp_path, data_cache):
     """The same problems in each form that they may have, by name."""
     from datasets import Dataset, DatasetDict
 
-    table = Dataset.from_list(QUESTIONS)
-    others = Dataset.from_list([{"question": "x", "answer": "y", "level": 0}])
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    table.to_parquet(tmp_path / "[odd] name*.parquet")
-    table.save_to_disk(tmp_path / "saved")
-    DatasetDict({"train": others, "test": table}).save_to_disk(tmp_path / "splits")
-    (tmp_path / "folder/data").mkdir(parents=True)
-    others.to_parquet(tmp_path / "folder/data/train-00000-of-00001.parquet")
-    table.to_parquet(tmp_path / "folder/data/test-00000-of-00001.parquet")
+    others = [{"question": "x", "answer": "y", "level": 0}]
+    write_lines(QUESTIONS, tmp_path / "p.jsonl")
+    write_table(QUESTIONS, tmp_path / "[odd] name*.parquet")
+    Dataset.from_list(QUESTIONS).save_to_disk(tmp_path / "saved")
+    splits = {"train": Dataset.from_list(others), "test": Dataset.from_list(QUESTIONS)}
+    DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    write_table(others, tmp_path / "folder/data/train-00000-of-00001.parquet")
+    write_table(QUESTIONS, tmp_path / "folder/data/test-00000-of-00001.parquet")
     return {
         "lines": Source(tmp_path / "p.jsonl"),
         "parquet": Source(tmp_path / "[odd] name*.parquet"),
@@ -108,23 +107,19 @@ def test_every_form_of_data_gives_the_same_problems(saved):
         assert problems[1:3] == expected[1:3] and problems.name(3) == ("line 4" if name == "lines" else "row 4")
 
 
-@pytest.mark.parametrize(
-    ("name", "other"), [("k[1]", "k1"), ("run*", "run_old"), ("v?", "v2"), ("a[!b]", "ac"), ("[c]/d", "c/d")]
-)
+@pytest.mark.parametrize(("name", "other"), [("k[1]", "k1"), ("run*", "run_old"), ("[c]/d", "c/d")])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "README.md"])
 def test_a_directory_whose_name_is_a_pattern_gives_its_own_rows(tmp_path, data_cache, name, other, kind):
-    for folder, answer in ((name, "own"), (other, "other's")):
-        (tmp_path / folder).mkdir(parents=True)
-        row, file = {"question": "q", "answer": answer}, tmp_path / folder / "train"
-        file.with_suffix(".jsonl").write_text(json.dumps(row) + "\n")
+    for folder, answer in ((tmp_path / name, "own"), (tmp_path / other, "other's")):
+        row = {"question": "q", "answer": answer}
+        write_lines([row], folder / "train.jsonl")
         if kind == "README.md":
             configurations = [{"config_name": "default", "data_files": "tr*.jsonl"}]
-            (tmp_path / folder / kind).write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")
+            (folder / kind).write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")
         elif kind != "jsonl":
-            file.with_suffix(".jsonl").unlink()
-            table = pyarrow.Table.from_pylist([row])
+            (folder / "train.jsonl").unlink()
             write = pyarrow.parquet.write_table if kind == "parquet" else pyarrow.csv.write_csv
-            write(table, file.with_suffix(f".{kind}"))
+            write(pyarrow.Table.from_pylist([row]), folder / f"train.{kind}")
     assert [problem.answer for problem in load_problems(Source(tmp_path / name))] == ["own"]
 
 
@@ -143,13 +138,11 @@ MIXED = [{"tools": [call("f", a=1)]}, {"tools": [call("g", a="one"), call("h", a
 @pytest.mark.parametrize("nested", [NESTED, MIXED], ids=["other keys", "other types"])
 def test_nested_values_of_tables_have_no_keys_of_other_rows(tmp_path, data_cache, nested):
     rows = [{"question": [TURNS[1] | row, TURNS[1]], "answer": "2", **row} for row in nested]
-    (tmp_path / "folder").mkdir()
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "lines.jsonl").write_text(lines)
-    (tmp_path / "folder/train.jsonl").write_text(lines)
+    write_lines(rows, tmp_path / "lines.jsonl")
+    write_lines(rows, tmp_path / "folder/train.jsonl")
     names = ["lines.jsonl", "folder"]
     if nested is NESTED:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+        write_table(rows, tmp_path / "p.parquet")
         names.append("p.parquet")
     for name in names:
         problems = load_problems(Source(tmp_path / name))
@@ -164,8 +157,8 @@ def test_a_turn_that_only_calls_a_tool_needs_no_content(tmp_path, data_cache):
     asked, answered = {"role": "user", "content": "1+2=?"}, {"role": "tool", "content": "3"}
     turns = [[asked, {"role": "assistant", "tool_calls": calls, **said}, answered] for said in ({}, {"content": None})]
     rows = [{"question": each, "answer": "#### 3"} for each in turns]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    write_lines(rows, tmp_path / "rows.jsonl")
+    write_table(rows, tmp_path / "rows.parquet")
     wanted = (asked, {"role": "assistant", "content": "", "tool_calls": calls}, answered)
     for name in ("rows.jsonl", "rows.parquet"):
         assert [problem.messages for problem in load_problems(Source(tmp_path / name))] == [wanted, wanted]
@@ -178,9 +171,10 @@ def test_a_turn_that_only_calls_a_tool_needs_no_content(tmp_path, data_cache):
 def test_a_csv_has_questions_and_answers_as_they_are_written(tmp_path, data_cache):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/train.csv").write_text("q,answer,level\n1,007,3\n2,1.50,4\n")
-    found = list(load_problems(Source(tmp_path / "mine", question="q")))
-    assert [(problem.question, problem.answer) for problem in found] == [("1", "007"), ("2", "1.50")]
-    assert [problem.fields for problem in found] == [{"level": 3}, {"level": 4}]
+    found = [
+        (each.question, each.answer, each.fields) for each in load_problems(Source(tmp_path / "mine", question="q"))
+    ]
+    assert found == [("1", "007", {"level": 3}), ("2", "1.50", {"level": 4})]
 
 
 @pytest.mark.parametrize(
@@ -191,8 +185,7 @@ def test_a_csv_has_questions_and_answers_as_they_are_written(tmp_path, data_cach
     ],
 )
 def test_dates_that_a_directory_of_json_would_change_are_refused(tmp_path, data_cache, row, column):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/train.jsonl").write_text(json.dumps(row) + "\n")
+    write_lines([row], tmp_path / "mine/train.jsonl")
     with pytest.raises(UserError, match=f"with dates in {column}, which .* Name the file itself"):
         load_problems(Source(tmp_path / "mine"))
     (problem,) = load_problems(Source(tmp_path / "mine/train.jsonl"))
@@ -215,15 +208,6 @@ def test_files_that_only_a_directory_takes_are_named_with_it(tmp_path, data_cach
     assert [problem.answer for problem in load_problems(Source(tmp_path / "mine"))] == ["2"]
 
 
-def test_a_column_that_is_null_in_a_row_stays(tmp_path, data_cache):
-    table = [{"question": "q", "answer": "1", "level": None}, {"question": "q", "answer": "1", "level": 2}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "p.parquet")
-    assert [problem.fields for problem in load_problems(Source(tmp_path / "p.parquet"))] == [
-        {"level": None},
-        {"level": 2},
-    ]
-
-
 def test_a_file_too_large_for_memory_is_read_line_by_line(saved, monkeypatch):
     monkeypatch.setattr(rows, "READ_WHOLE", 10)
     problems = load_problems(saved["lines"])
@@ -232,31 +216,26 @@ def test_a_file_too_large_for_memory_is_read_line_by_line(saved, monkeypatch):
 
 
 def test_columns_have_names_of_the_users_and_may_be_nested(tmp_path, data_cache):
-    from datasets import Dataset
-
     rows = [
         {"prompt": TURNS, "reward_model": {"ground_truth": "2", "style": "rule"}, "when": datetime.date(2026, 1, 2)},
         {"prompt": [*TURNS, {"role": "assistant", "content": "2"}, TURNS[1]], "reward_model": None, "when": None},
     ]
-    Dataset.from_list(rows).to_parquet(tmp_path / "p.parquet")
+    write_table(rows, tmp_path / "p.parquet")
     source = Source(tmp_path / "p.parquet", "k", None, "prompt", "reward_model.ground_truth", "Be long.")
     problems = load_problems(source)
     assert problems[0].messages == tuple(TURNS), "a conversation keeps its own system prompt"
     assert (problems[0].question, problems[0].answer) == ("1+1=?", "2")
     assert problems[0].fields == {"reward_model": {"ground_truth": "2", "style": "rule"}, "when": "2026-01-02"}
-    with pytest.raises(
-        UserError, match=r"k: row 2 of .*found \['prompt', 'reward_model', 'when'\], expected a column 'reward_model.gr"
-    ) as error:
+    has = r"^k: row 2 of .*found \['prompt', 'reward_model', 'when'\], expected a column 'reward_model.gr"
+    with pytest.raises(UserError, match=has) as error:
         problems[1]
-    assert error.value.key.startswith("k: row 2 of ") and error.value.remedy.startswith(
-        "Correct row 2, or set data.keys"
-    )
+    assert error.value.remedy.startswith("Correct row 2, or set data.keys")
 
 
 def test_a_whole_number_is_an_answer_and_a_system_prompt_begins_what_has_none(tmp_path):
     own = [{"role": "developer", "content": "D"}, TURNS[1]]
     lines = [{"question": "q", "answer": 72}, *({"question": turns, "answer": "3"} for turns in (TURNS[1:], own))]
-    (tmp_path / "p").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(lines, tmp_path / "p")
     first, second, third = load_problems(Source(tmp_path / "p", system_prompt="S", chat_template={"short": True}))
     system = {"role": "system", "content": "S"}
     assert first.answer == "72" and first.conversation == [system, {"role": "user", "content": "q"}]
@@ -283,63 +262,47 @@ def test_a_question_of_another_type_is_refused(tmp_path, question, found):
 
 
 def test_what_is_not_there_is_said_with_what_is(saved, tmp_path):
-    def refusal(source: Source) -> str:
-        with pytest.raises(UserError) as error:
+    def refused(text: str, form: Source | str, **changes: Any) -> None:
+        source = form if isinstance(form, Source) else dataclasses.replace(saved[form], **changes)
+        with pytest.raises(UserError, match=text):
             list(load_problems(source))
-        return str(error.value)
 
     for form in ("parquet", "saved", "folder"):
-        text = refusal(dataclasses.replace(saved[form], key="data.train", question="prompt"))
-        assert text.startswith("data.train: keys.question: found 'prompt', expected a column of")
-        assert "which has question, answer, level. Set data.keys.question" in text
-    text = refusal(dataclasses.replace(saved["lines"], answer="solution.value"))
-    assert "line 1" in text and "expected a column 'solution.value'" in text and "data.keys.answer" in text
+        has = "expected a column of .*which has question, answer, level. Set data.keys.question"
+        refused(f"^data.train: keys.question: found 'prompt', {has}", form, key="data.train", question="prompt")
+    refused("line 1 .*expected a column 'solution.value'.*data.keys.answer", "lines", answer="solution.value")
     for form in ("folder", "saved splits"):
         for split in ("validation", None):
-            text = refusal(dataclasses.replace(saved[form], split=split))
-            assert text.startswith(f"data.split: found {split!r}, expected one of train, test")
+            refused(f"^data.split: found {split!r}, expected one of train, test", form, split=split)
     for form in ("parquet", "saved", "lines"):
-        assert "data.split: found 'test', expected none" in refusal(dataclasses.replace(saved[form], split="test"))
+        refused("data.split: found 'test', expected none", form, split="test")
     for form, text in (("folder", "one of default"), ("saved splits", "none"), ("lines", "none")):
-        assert refusal(dataclasses.replace(saved[form], name="x")).startswith(f"data.name: found 'x', expected {text}")
+        refused(f"^data.name: found 'x', expected {text}", form, name="x")
     (tmp_path / "empty").mkdir()
-    assert "empty: " in (text := refusal(Source(tmp_path / "empty"))) and "parquet, JSON or CSV files" in text
+    refused("empty: .*parquet, JSON or CSV files", Source(tmp_path / "empty"))
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    refused("at least one problem", Source(tmp_path / "empty.jsonl"))
+    refused("no such file', expected an existing JSONL file, parquet", Source(tmp_path / "absent.parquet"))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nonsense")
-    assert "expected a whole parquet file of one row or more. Copy it again" in refusal(
-        Source(tmp_path / "bad.parquet")
-    )
-    assert "no such file', expected an existing JSONL file, parquet" in refusal(Source(tmp_path / "absent.parquet"))
     whole = (tmp_path / "[odd] name*.parquet").read_bytes()
     (tmp_path / "torn.parquet").write_bytes(whole[:40] + b"\0" * 40 + whole[80:])
-    assert "expected a whole parquet file of one row or more" in refusal(Source(tmp_path / "torn.parquet"))
+    for name in ("bad", "torn"):
+        refused("expected a whole parquet file of one row or more", Source(tmp_path / f"{name}.parquet"))
 
 
 def test_a_directory_with_several_configurations_is_refused_with_their_names(tmp_path, data_cache):
-    configurations = []
-    for name in ("main", "socratic"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.jsonl").write_bytes(GOOD)
-        configurations.append({"config_name": name, "data_files": f"{name}/train.jsonl"})
+    names = ("main", "socratic")
+    configurations = [{"config_name": name, "data_files": f"{name}/train.jsonl"} for name in names]
+    for name in names:
+        write_lines([{"question": "2+3=?", "answer": "#### 5"}], tmp_path / name / "train.jsonl")
     (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")
-    with pytest.raises(
-        UserError, match=r"data.name: found None, expected one of main, socratic, the conf.*name: main}\.$"
-    ):
+    has = r"data.name: found None, expected one of main, socratic, the conf.*name: main}\.$"
+    with pytest.raises(UserError, match=has):
         load_problems(Source(tmp_path))
     assert len(load_problems(Source(tmp_path / "main"))) == 1
     configurations[1]["default"] = True
     (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")
     assert len(load_problems(Source(tmp_path))) == 1
-
-
-def test_flipped_bytes_in_a_table_are_said_with_their_row(tmp_path, data_cache):
-    path = tmp_path / "p.parquet"
-    rows = [{"question": f"what is {i}?", "answer": f"#### {i}"} for i in range(3)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="none", write_statistics=False)
-    path.write_bytes(path.read_bytes().replace(b"what is 1?", b"what\xffis 1?"))
-    problems = load_problems(Source(path, "data.train"))
-    with pytest.raises(UserError, match=r"data.train: row 2 of .*p.parquet: found .UnicodeDecodeError"):
-        list(problems)
-    assert problems[2].answer == "#### 2"
 
 
 def test_pipes_and_devices_are_no_data(tmp_path, data_cache):

@@ -50,8 +50,12 @@ def test_a_conversation_is_the_models_tokens_and_the_environments_in_their_order
     ]
 
 
-def test_the_last_token_of_a_bounded_turn_is_part_of_the_text(play: Stage, tokenizer: Any) -> None:
+def test_the_last_token_of_a_bounded_turn_is_part_of_the_text_and_a_stop_is_one_token(
+    play: Stage, tokenizer: Any
+) -> None:
     async def environment(conversation: Conversation) -> None:
+        with pytest.raises(ValueError, match="found '==', which is 2 tokens, expected one"):
+            await conversation.sample(stop=["=="])
         await conversation.sample(max_new_tokens=1)
 
     answer = play(environment, "57")
@@ -71,14 +75,6 @@ def test_an_answer_ends_where_its_tokens_do_whoever_would_speak(
     answer = play(environment, "(9+4=", ",,", max_new_tokens=room)
     assert answer.token_ids == ids(tokenizer, tokens) and answer.environment_spans == told
     assert not answer.finished and len(answer.token_ids) <= room
-
-
-def test_a_stop_must_be_one_token(play: Stage) -> None:
-    async def environment(conversation: Conversation) -> None:
-        await conversation.sample(stop=["=="])
-
-    with pytest.raises(ValueError, match="found '==', which is 2 tokens, expected one"):
-        play(environment, "1")
 
 
 def test_an_error_of_the_engine_is_not_hidden_by_an_environment_that_catches_everything(play: Stage) -> None:
@@ -110,22 +106,6 @@ def test_the_time_of_an_environment_is_bounded_and_that_of_the_engine_is_not_its
     asyncio.run(run(environment_s=0.0, engine_s=0.5))
     with pytest.raises(TimeoutError):
         asyncio.run(run(environment_s=5.0, engine_s=0.0))
-
-
-def test_a_message_continues_the_chat_as_the_template_would_have_written_it(play: Stage, tokenizer: Any) -> None:
-    """The oracle is the template itself, over the whole conversation."""
-
-    async def environment(conversation: Conversation) -> None:
-        await conversation.sample()
-        conversation.message("user", "again")
-        await conversation.sample()
-
-    chat = [{"role": "user", "content": "1+2=?"}]
-    begun = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    answer = play(environment, "4" + EOS, "3" + EOS, question=begun)
-    chat += [{"role": "assistant", "content": "4"}, {"role": "user", "content": "again"}]
-    whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + "3" + EOS
-    assert tokenizer.decode(answer.prompt_ids + answer.token_ids) == whole
 
 
 def test_an_environment_may_begin_with_messages_of_its_own(play: Stage, tokenizer: Any) -> None:
@@ -165,9 +145,8 @@ def test_a_turn_that_outlives_its_conversation_changes_no_row_and_no_other_is_as
         before = copy.deepcopy(row)
         held.set()
         late.append(asyncio.ensure_future(conversation.sample()))
-        assert [type(each) for each in await asyncio.gather(*late, return_exceptions=True)] == [
-            ConversationOverError
-        ] * 2
+        ends = await asyncio.gather(*late, return_exceptions=True)
+        assert [type(each) for each in ends] == [ConversationOverError] * 2
         assert row == before == conversation.trajectory({}) and len(row.logprobs) == len(row.token_ids) == 1
         assert len(model.asked) == 2
         conversation._main.append_turn(Trajectory([9], [4], [-1.0], True, [1], 0, 7))

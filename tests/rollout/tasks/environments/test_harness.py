@@ -8,13 +8,10 @@ import gzip
 import json
 import re
 import sys
-import textwrap
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +23,28 @@ import pytest
 import fp8rl.rollout.tasks.environments.harness as harness_module
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.tasks.environments import EnvironmentSection, HarnessSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.functions import load_environment
 from fp8rl.rollout.tasks.environments.harness import Harness, ProgramEndpoint, ProgramError
-from fp8rl.rollout.tasks.openai import Refusal, read_request
+from fp8rl.rollout.tasks.openai import read_request
 from fp8rl.rollout.types import Problem, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Model
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 USER = {"role": "user", "content": "1+2=?"}
+SHORT_OF_ROOM = "no room is left for an answer"
 
 HARNESS = HarnessSection.model_validate({"program": "x:y"})
 Agent = Callable[[openai.AsyncOpenAI], Any]
+
+
+def harness_of(**settings: Any) -> Harness:
+    """As a spec has it."""
+    harness = load_environment(EnvironmentSection(function="harness", harness=settings))  # type: ignore[arg-type]
+    assert isinstance(harness, Harness)
+    return harness
 
 
 def played(
@@ -57,11 +61,8 @@ def played(
             return await agent(client)
 
     async def run() -> tuple[Any, list[Trajectory]]:
-        harness = agent
-        if not isinstance(harness, Harness):
-            config = EnvironmentSection(function="harness", harness={"program": "x:y", **settings}).harness  # type: ignore[arg-type]
-            assert config is not None
-            harness = Harness(config, program)
+        config = HarnessSection.model_validate({"program": "x:y", **settings})
+        harness = agent if isinstance(agent, Harness) else Harness(config, program)
         conversation = Conversation(prompt, 7, sampling, model, tokenizer, timeout_s=10.0, longest=1000)
         try:
             returned = await conversation.run(harness)
@@ -106,13 +107,10 @@ def test_three_turns_with_tools_are_one_row_in_which_nothing_is_tokenized_twice(
     assert row.prompt_ids == ids(tokenizer, "<|user|>1+2=?<|assistant|>")
     between = "<|tool|>3<|assistant|>"
     assert row.token_ids == ids(tokenizer, CALL + EOS + between + CALL + EOS + between + "#### 3" + EOS)
-    assert len(row.environment_spans) == 2 and all(
-        tokenizer.decode(row.token_ids[a:b]) == between for a, b in row.environment_spans
-    )
+    assert [tokenizer.decode(row.token_ids[a:b]) for a, b in row.environment_spans] == [between] * 2
     assert row.logprobs == [-float(t) for t in ids(tokenizer, CALL + EOS + CALL + EOS + "#### 3" + EOS)]
-    assert (
-        row.weight_versions == [1] * (len(ids(tokenizer, CALL)) + 1) + [2] * (len(ids(tokenizer, CALL)) + 1) + [3] * 7
-    )
+    count = len(ids(tokenizer, CALL)) + 1
+    assert row.weight_versions == [1] * count + [2] * count + [3] * 7
     assert [prompt for prompt, _, _ in model.asked][2] == row.prompt_ids + row.token_ids[:-7]
 
 
@@ -139,46 +137,9 @@ def test_a_history_that_is_changed_is_a_row_of_its_own_from_the_recorded_tokens_
     assert len({row.seed for row in rows}) == 3 and {seed for _, seed, _ in model.asked} == {row.seed for row in rows}
 
 
-@pytest.mark.parametrize(
-    ("said", "sent", "goes_on"),
-    [
-        ("<think>\na\n</think>\n\nb", {"content": "b", "reasoning": "a"}, True),
-        ("a</think>b", {"content": "b", "thinking": "\na\n"}, True),
-        ("<think>a</think>b", {"content": "<think>a</think>b", "reasoning_content": "a"}, True),
-        ("<think>a</think>b", {"content": "b", "reasoning_content": "c"}, False),
-        ("<think>a</think>b", {"content": "c", "reasoning_content": "a"}, False),
-        ("<think>a</think>b", {"content": "b"}, False),
-    ],
-)
-def test_thoughts_that_a_program_splits_off_are_the_models_tokens(
-    tokenizer: Any, said: str, sent: dict[str, str], goes_on: bool
-) -> None:
-    tokenizer = copy.deepcopy(tokenizer)
-    thoughts = "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{% for m in messages %}", "{% for m in messages %}" + thoughts
-    )
-
-    async def agent(client: openai.AsyncOpenAI) -> None:
-        assert await say(client, [USER]) == said
-        await say(client, [USER, {"role": "assistant", **sent}, USER])
-
-    _, rows, _ = played(tokenizer, agent, said + EOS, "y" + EOS)
-    (row, *others) = [tokenizer.decode(row.prompt_ids + row.token_ids) for row in rows]
-    assert row.startswith("<|user|>1+2=?<|assistant|>" + said + EOS) == goes_on and len(others) == (not goes_on)
-
-
 async def say(client: openai.AsyncOpenAI, messages: list[Any], **settings: Any) -> str:
     answer = await client.chat.completions.create(model="policy", messages=messages, **settings)
     return answer.choices[0].message.content or ""
-
-
-def test_two_agents_at_once_and_the_same_question_twice_are_rows_with_draws_of_their_own(tokenizer: Any) -> None:
-    async def agent(client: openai.AsyncOpenAI) -> None:
-        await asyncio.gather(say(client, [USER]), say(client, [USER]), say(client, [{**USER, "content": "?"}]))
-
-    _, rows, _ = played(tokenizer, agent, "4" + EOS, "5" + EOS, "6" + EOS)
-    assert len(rows) == 3 and len({row.seed for row in rows}) == 3 and sampled(rows) == 6
 
 
 def test_a_stream_brings_the_same_and_one_that_is_abandoned_is_recorded(tokenizer: Any) -> None:
@@ -202,22 +163,6 @@ def test_a_stream_brings_the_same_and_one_that_is_abandoned_is_recorded(tokenize
     assert sampled(rows) == len(ids(tokenizer, CALL)) + 1 + 2
 
 
-def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None:
-    async def agent(client: openai.AsyncOpenAI) -> None:
-        first = await client.completions.create(model="policy", prompt="1+2=", stop=["++", "="], max_tokens=50)
-        assert (first.choices[0].text, first.choices[0].finish_reason) == ("12", "stop")
-        text = "1+2=" + first.choices[0].text
-        second = await client.completions.create(model="policy", prompt=text + "++?", max_tokens=2)
-        assert (second.choices[0].text, second.choices[0].finish_reason) == ("34", "length")
-
-        await client.completions.create(model="policy", prompt=text + "!", max_tokens=2)
-
-    _, (other, row), _ = played(tokenizer, agent, "12++77" + EOS, "345", "67")
-    assert tokenizer.decode(row.prompt_ids + row.token_ids) == "1+2=12++?34" and len(row.environment_spans) == 1
-    assert row.logprobs == [-float(t) for t in ids(tokenizer, "12++34")], "what follows a stop was never said"
-    assert (tokenizer.decode(other.prompt_ids), tokenizer.decode(other.token_ids)) == ("1+2=12!", "67")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "status", "message"),
@@ -225,25 +170,12 @@ def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None
         ({"model": "gpt-5"}, 404, "The model 'gpt-5' does not exist; a run serves 'policy'"),
         ({"extra_body": {"best_of": 2}}, 400, "best_of: is not supported"),
         ({"messages": "hello"}, 400, "messages: found 'hello', expected a list of messages"),
-        ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages.0: found the role 'poet', expected system"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "messages.0: found the role ['user'], expected"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            400,
-            "messages.0.content: found 'image_url', expected text alone",
-        ),
-        ({"n": 2}, 400, "n: found 2, expected 1"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "found 'image_url', expected text"),
         ({"temperature": 0.2}, 400, "temperature: found 0.2, expected 1.0, as in the run"),
-        ({"seed": 3}, 400, "seed: found 3, expected none"),
         ({"max_tokens": 0}, 400, "max_tokens: found 0. Input should be greater than or equal to 1"),
         ({"tools": [TOOL]}, 400, "Set environment.harness.tool_parser"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type: found 'web_search'. Input should be 'function'"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "add", "parameters": "a, b"}}]},
-            400,
-            "tools.0.function.parameters: found 'a, b'. Input should be a valid dictionary",
-        ),
-        ({"tool_choice": "required"}, 400, "tool_choice: found 'required'"),
         ({"tool_choice": {"type": "function"}}, 400, "or write tool_choice into environment.harness.override, and the"),
         ({"messages": [{"role": "user", "content": "1" * 1000}]}, 400, "no room is left for an answer"),
     ],
@@ -262,28 +194,7 @@ def test_a_request_that_cannot_be_answered_as_asked_is_refused_in_one_sentence(
     assert returned == 1.0 and sampled(rows) == 2
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b"{", "body: found Expecting property name"),
-        (b'["policy"]', "body: found list, expected a JSON object"),
-        (b'{"model": ' + b"[" * 10_000, "body: found lists and objects in one another, more than 100 deep"),
-        (b'{"model": ' + b"[" * 200 + b"]" * 200 + b"}", "body: found lists and objects in one another"),
-        (b'{"temperature": NaN}', "body: found the number NaN"),
-        (b'{"temperature": 1e999}', "body: found the number 1e999"),
-        (b'{"max_tokens": ' + b"9" * 400 + b"}", "body: found a number of 400 digits"),
-        (b'{"prompt": "\xff"}', "body: found 'utf-8' codec can't decode byte 0xff"),
-        (b'{"prompt": "\xed\xa0\x80"}', "body: found 'utf-8' codec can't decode byte 0xed"),
-        (b'{"model": "policy", "prompt": "\\ud800"}', "body: found 'utf-8' codec can't encode"),
-    ],
-)
-def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> None:
-    with pytest.raises(Refusal, match=message):
-        read_request(body, False, SamplingParams(8), (), vocabulary=128)
-
-
 ASKED = json.dumps({"model": "policy", "messages": [USER]}).encode()
-SHORT_OF_ROOM = "no room is left for an answer"
 
 
 @pytest.mark.parametrize(
@@ -310,26 +221,17 @@ def test_a_body_counts_as_what_it_is_unpacked(tokenizer: Any, body: bytes, encod
         assert status == 200 and said["choices"][0]["message"]["content"] == "3"
 
 
-def test_unknown_endpoints_are_refused_in_openais_form(tokenizer: Any) -> None:
-    async def agent(client: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found") as caught:
-            await client.embeddings.create(model="policy", input="1")
-        assert caught.value.type == "invalid_request_error"
-
-    played(tokenizer, agent)
-
-
-def test_a_long_text_is_tokenized_beside_the_other_conversations(tokenizer: Any) -> None:
-    other_is_done, slow = threading.Event(), copy.copy(tokenizer)
+def test_a_long_text_is_tokenized_beside_the_other_conversations_all_of_which_find_the_endpoint(tokenizer: Any) -> None:
+    others_are_done, slow, found = threading.Event(), copy.copy(tokenizer), set[str]()
 
     def waits(messages: Any, **options: Any) -> Any:
-        if len(messages[-1]["content"]) > 1000:
-            assert other_is_done.wait(10)
+        assert len(messages[-1]["content"]) < 1000 or others_are_done.wait(10)
         return tokenizer.apply_chat_template(messages, **options)
 
     slow.apply_chat_template = waits
 
     async def program(base_url: str, api_key: str, problem: Problem) -> None:
+        found.add(base_url)
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             await say(client, [{"role": "user", "content": problem.question}])
 
@@ -337,17 +239,17 @@ def test_a_long_text_is_tokenized_beside_the_other_conversations(tokenizer: Any)
         harness, sampling = Harness(HARNESS, program), SamplingParams(8, stop_token_ids=(tokenizer.eos_token_id,))
 
         async def one(question: str) -> None:
-            prompt = Prompt(Problem(question, "!"), [4])
-            model = Model(tokenizer, "3" + EOS)
+            prompt, model = Prompt(Problem(question, "!"), [4]), Model(tokenizer, "3" + EOS)
             await Conversation(prompt, 7, sampling, model, slow, 10.0, longest=100_000).run(harness)
 
         begun = asyncio.create_task(one("1" * 80_000))
-        await one("1")
-        other_is_done.set()
+        await asyncio.gather(*(one("1") for _ in range(8)))
+        others_are_done.set()
         await begun
         await harness.close()
 
     asyncio.run(run())
+    assert len(found) == 1 and found.pop().startswith("http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("forced", ["required", {"type": "function", "function": {"name": "add"}}])
@@ -361,28 +263,13 @@ def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None
     async def agent(client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.AuthenticationError, match="found no key of an active conversation"):
             await say(client.with_options(api_key="another"), [USER])
+        with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found"):
+            await client.embeddings.create(model="policy", input="1")
         await say(client, [USER])
+        (choice,) = (await client.completions.create(model="policy", prompt="1+2=", stop=["++"], max_tokens=9)).choices
+        assert (choice.text, choice.finish_reason) == ("12", "stop")
 
-    played(tokenizer, agent, "3" + EOS)
-
-
-def test_conversations_that_begin_at_once_all_find_the_endpoint_open(tokenizer: Any) -> None:
-    found: list[str] = []
-
-    async def program(base_url: str, api_key: str, problem: Problem) -> None:
-        found.append(base_url)
-
-    async def run() -> None:
-        config = EnvironmentSection.model_validate({"function": "harness", "harness": {"program": "x:y"}}).harness
-        assert config is not None
-        harness = Harness(config, program)
-        prompt, sampling = Prompt(Problem("?", "!"), [4]), SamplingParams(8)
-        begun = [Conversation(prompt, n, sampling, Model(tokenizer), tokenizer, 10.0) for n in range(8)]
-        await asyncio.gather(*(conversation.run(harness) for conversation in begun))
-        await harness.close()
-
-    asyncio.run(run())
-    assert len(found) == 8 and len(set(found)) == 1 and found[0].startswith("http://127.0.0.1:")
+    played(tokenizer, agent, "3" + EOS, "12++77" + EOS)
 
 
 def test_requests_without_end_are_refused_and_settings_that_are_overridden_are_not_heard(tokenizer: Any) -> None:
@@ -405,16 +292,18 @@ def test_a_program_that_fails_for_want_of_room_has_come_to_the_end_of_its_answer
     assert returned is None and not row.finished
 
 
-def test_an_engine_that_is_lost_ends_the_conversation_with_its_own_error(tokenizer: Any) -> None:
+@pytest.mark.slow
+def test_a_program_that_never_ends_is_ended_in_time_or_with_the_error_of_an_engine_that_is_lost(tokenizer: Any) -> None:
     async def agent(client: openai.AsyncOpenAI) -> None:
         while True:
-            try:
+            with suppress(openai.InternalServerError):
                 await say(client, [USER])
-            except openai.InternalServerError:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(600)
 
     with pytest.raises(IndexError):
         played(tokenizer, agent)  # a model without a line
+    with pytest.raises(ProgramError, match="the program took more than 0.5 s"):
+        played(tokenizer, agent, "3" + EOS, deadline_s=0.5)
 
 
 AGENT = """
@@ -432,6 +321,10 @@ print("thinking")
 END
 print(json.dumps({"reward": float(said["content"] == "3"), "turns": 1}))
 """
+SLEEPS = """import subprocess
+child = subprocess.Popen(['sleep', '600'])
+open('child', 'w').write(str(child.pid))
+child.wait()"""
 
 
 @pytest.mark.slow
@@ -440,39 +333,38 @@ print(json.dumps({"reward": float(said["content"] == "3"), "turns": 1}))
     [
         ("", {"reward": 1.0, "turns": 1}),
         ("raise SystemExit('no luck')", "ended with status 1: no luck"),
-        (
-            "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen('child', 'w').write(str(child.pid))\n"
-            "child.wait()",
-            "the program took more than 3 s (environment.harness.deadline_s)",
-        ),
+        (SLEEPS, "the program took more than 3 s (environment.harness.deadline_s)"),
     ],
 )
 def test_a_command_is_a_process_of_its_own_that_may_die_and_is_ended_in_time(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, expected: Any
 ) -> None:
-    (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT).replace("END", end))
+    """A proxy of the environment, whose variables it may be given, is not asked for the endpoint."""
+    (tmp_path / "agent.py").write_text(AGENT.replace("END", end))
     monkeypatch.setenv("FP8RL_SECRET", "x")
-    command = [sys.executable, "-I", "-S", str(tmp_path / "agent.py")]
-    settings = {"command": command, "deadline_s": 3.0 if "sleep" in end else 60.0, "directory": str(tmp_path)}
-    harness = load_environment(EnvironmentSection(function="harness", harness=settings))  # type: ignore[arg-type]
-    assert isinstance(harness, Harness)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    harness = harness_of(
+        command=[sys.executable, "-I", "-S", str(tmp_path / "agent.py")],
+        deadline_s=3.0 if end is SLEEPS else 60.0,
+        directory=str(tmp_path),
+        variables=["HTTP_PROXY"],
+    )
     if isinstance(expected, dict):
         assert played(tokenizer, harness, "3" + EOS)[0] == expected
     else:
         with pytest.raises(ProgramError) as caught:
             played(tokenizer, harness, "3" + EOS)
         assert expected in str(caught.value)
-    if "sleep" in end:
+    if end is SLEEPS:
         assert not psutil.pid_exists(int((tmp_path / "child").read_text())), "it is ended with all that it has started"
 
 
 @pytest.mark.slow
 def test_a_command_that_says_much_takes_no_memory_of_the_run(tokenizer: Any) -> None:
     def command(code: str) -> Harness:
-        settings = {"command": [sys.executable, "-I", "-S", "-c", "import sys, time\n" + code]}
-        harness = load_environment(EnvironmentSection(function="harness", harness=settings))  # type: ignore[arg-type]
-        assert isinstance(harness, Harness)
-        return harness
+        return harness_of(command=[sys.executable, "-I", "-S", "-c", "import sys, time\n" + code])
 
     told = "for _ in range(64):\n    sys.stdout.write('x' * 2**20 + '\\n'); sys.stderr.write('y' * 2**16 + '\\n')\n"
     tracemalloc.start()
@@ -481,147 +373,74 @@ def test_a_command_that_says_much_takes_no_memory_of_the_run(tokenizer: Any) -> 
         assert tracemalloc.get_traced_memory()[1] < 8 << 20, "of 68 MiB that were said"
     finally:
         tracemalloc.stop()
-    with pytest.raises(ProgramError) as caught:
+    with pytest.raises(ProgramError, match="yyy\nno such thing$") as caught:
         played(tokenizer, command(told + "sys.exit('no such thing')"))
-    assert str(caught.value).endswith("yyy\nno such thing") and len(str(caught.value)) < 5000
-
-
-@pytest.mark.slow
-def test_an_async_program_that_never_ends_is_ended_in_time(tokenizer: Any) -> None:
-    async def agent(client: openai.AsyncOpenAI) -> None:
-        await say(client, [USER])
-        await asyncio.sleep(600)
-
-    with pytest.raises(ProgramError, match="the program took more than 0.5 s"):
-        played(tokenizer, agent, "3" + EOS, deadline_s=0.5)
-
-
-@pytest.mark.slow
-def test_a_program_that_swallows_its_cancellation_keeps_nobody(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness_module, "end", partial(end, seconds=0.2))
-    config = EnvironmentSection(function="harness", harness={"program": "x:y", "deadline_s": 0.2}).harness  # type: ignore[arg-type]
-    assert config is not None
-    events: list[str] = []
-
-    async def program(base_url: str, api_key: str, problem: Problem) -> None:
-        until = time.monotonic() + 2.0
-        while time.monotonic() < until:
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.05)
-        events.append("the program ends")
-
-    class Closing(Harness):
-        async def close(self) -> None:
-            events.append("the harness closes")
-            await super().close()
-
-    with pytest.raises(ProgramError, match="the program took more than 0.2 s"):
-        played(tokenizer, Closing(config, program), "3" + EOS)
-    assert events == ["the harness closes", "the program ends"], "asyncio.run alone waits for it"
-
-
-@pytest.mark.parametrize("upper", [False, True])
-def test_a_proxy_of_the_environment_is_not_asked_for_the_endpoint(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, upper: bool
-) -> None:
-    """For a program in this process, and for a command that is given the proxy's variables."""
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.setenv(name.upper() if upper else name, "http://127.0.0.1:9")
-
-    async def agent(client: openai.AsyncOpenAI) -> Any:
-        return await say(client, [USER])
-
-    returned, _, _ = played(tokenizer, agent, "3" + EOS)
-    assert returned == "3"
-    monkeypatch.delenv("no_proxy")
-    monkeypatch.delenv("NO_PROXY")
-    (tmp_path / "agent.py").write_text(AGENT.replace("END", ""))
-    settings = {"command": [sys.executable, str(tmp_path / "agent.py")], "variables": ["HTTP_PROXY", "http_proxy"]}
-    harness = load_environment(EnvironmentSection(function="harness", harness=settings))  # type: ignore[arg-type]
-    assert isinstance(harness, Harness)
-    assert played(tokenizer, harness, "3" + EOS)[0] == {"reward": 1.0, "turns": 1}
+    assert len(str(caught.value)) < 5000
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"function": "harness"}, "environment.harness: found 'neither', expected a command or a program, one"),
-        ({"function": "harness", "harness": {"command": ["no-such-program"]}}, "found 'no-such-program', expected"),
         ({"function": "harness", "harness": {"command": ["ls"], "tool_parser": "x"}}, "harness.tool_parser: found 'x'"),
         ({"function": "harness", "harness": {"command": ["ls"], "directory": "/no"}}, "harness.directory: found '/no'"),
-        (
-            {"function": "harness", "harness": {"program": "json:dumps"}},
-            "program: found 'json:dumps', expected an async",
-        ),
+        ({"function": "harness", "harness": {"program": "json:dumps"}}, "found 'json:dumps', expected an async"),
         ({"function": "mine:play", "harness": {"command": ["ls"]}}, "a program beside function=mine:play"),
     ],
 )
 def test_a_program_that_cannot_be_run_is_refused_before_anything_starts(settings: Any, message: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(message)):
         load_environment(EnvironmentSection.model_validate(settings))
-    assert message in str(caught.value)
 
 
 def test_a_program_with_a_slash_is_a_path_of_the_spec_and_a_refusal_says_where_it_was_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "specs/bin").mkdir(parents=True)
-    (tmp_path / "specs/bin/agent").write_text("#!/bin/sh\n")
-    (tmp_path / "specs/spec.yaml").write_text(
-        "model: {path: m}\ndata: {train: d}\n"
-        "environment: {function: harness, harness: {command: [bin/agent, a/b.py]}}\n"
-    )
+    agent, spec = tmp_path / "specs/bin/agent", {"model": {"path": "m"}, "data": {"train": "d"}}
+    agent.parent.mkdir(parents=True)
+    agent.write_text("#!/bin/sh\n")
+    spec["environment"] = {"function": "harness", "harness": {"command": ["bin/agent", "a/b.py"]}}
+    (tmp_path / "specs/spec.yaml").write_text(json.dumps(spec))
     monkeypatch.chdir(tmp_path)
 
-    def loaded(*overrides: str) -> EnvironmentSection:
-        return load_experiment("specs/spec.yaml", overrides).environment
+    def loaded(*overrides: str) -> Any:
+        section = load_experiment("specs/spec.yaml", overrides).environment
+        return section.harness.command, load_environment(section)  # type: ignore[union-attr]
 
-    agent = tmp_path / "specs/bin/agent"
-    assert loaded().harness.command == (str(agent), "a/b.py")  # type: ignore[union-attr]
     with pytest.raises(UserError, match=f"command: found '?{agent}.*expected a program that can be run"):
-        load_environment(loaded())
+        loaded()
     agent.chmod(0o700)
-    assert isinstance(load_environment(loaded()), Harness)
-    for command, said in (
+    command, harness = loaded()
+    assert command == (str(agent), "a/b.py") and isinstance(harness, Harness)
+    for program, said in (
         ("bin/agent", f"found '{tmp_path}/bin/agent', expected a program that can be run"),
         ("./specs/bin", f"found '{tmp_path}/specs/bin', expected a program that can be run"),
         ("no_such_agent", "found 'no_such_agent', expected a program that can be run, by its path or in PATH"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
-            load_environment(loaded(f"environment.harness.command=[{command}]"))
+            loaded(f"environment.harness.command=[{program}]")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [b"", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_headers_that_drip_end_the_connection(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_that_drip_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind an answer."""
     monkeypatch.setattr(harness_module, "_HEADERS_S", 0.3)
 
-    async def dripped() -> float:
+    async def dripped() -> None:
         endpoint = ProgramEndpoint(None, ())
         await endpoint.open()
         port = int(endpoint.url.rpartition(":")[2].removesuffix("/v1"))
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        if first:
-            writer.write(first)
-            assert b"401" in await reader.readline()
-            await reader.readuntil(b"}}")
-        begun = asyncio.get_running_loop().time()
-        for drip in b"GET / HTTP/1.1\r\nX: " + b"x" * 100:
-            writer.write(bytes([drip]))
-            try:
-                if await asyncio.wait_for(reader.read(1), 0.05) == b"":
-                    break
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                break
-        else:
-            raise AssertionError("the connection goes on")
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"401" in await reader.readline()
+        await reader.readuntil(b"}}")
+        async with asyncio.timeout(5):
+            with suppress(ConnectionError):
+                while not reader.at_eof():
+                    writer.write(b"G")
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(reader.read(1), 0.05)
         writer.close()
         await endpoint.close()
-        return asyncio.get_running_loop().time() - begun
 
-    assert asyncio.run(dripped()) > 0.15
+    asyncio.run(dripped())

@@ -26,48 +26,30 @@ from fp8rl.rollout.tasks.rewards.builtin import format, integer, length
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
 
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("13,18,10\n#### 10", 1.0),
-        ("####10", 1.0),
-        ("#### 9 no\n#### 10", 1.0),
-        ("#### 010", 1.0),
-        ("10", 0.0),
-        ("#### 10\n", 0.0),
-        ("#### 10 ", 0.0),
-        ("#### 10.0", 0.0),
-        ("#### 10 #### 9", 0.0),
-        ("#### 10 ####", 0.0),
-        ("#### 1_0", 0.0),
-        ("#### 110", 0.0),
-        ("#### -10", 0.0),
-        ("#### " + "1" * 100_000, 0.0),
-        ("", 0.0),
-    ],
-)
-def test_the_exact_integer_at_the_very_end_is_wanted(text: str, reward: float) -> None:
-    assert integer(text, "13,18,10\n#### 10", finished=True) == reward
+RIGHT = ["13,18,10\n#### 10", "####10", "#### 9 no\n#### 10", "#### 010"]
+WRONG = [
+    "10",
+    "#### 10\n",
+    "#### 10 ",
+    "#### 10.0",
+    "#### 10 #### 9",
+    "#### 10 ####",
+    "#### 1_0",
+    "#### 110",
+    "#### -10",
+]
 
 
-def test_signs_and_thousands_are_read() -> None:
+def test_our_rewards_by_hand() -> None:
+    """The exact integer is wanted at the very end of a finished answer, a pattern of all of it; length is free up to
+    a point."""
+    for text in (*RIGHT, *WRONG, "#### " + "1" * 100_000, ""):
+        assert integer(text, "13,18,10\n#### 10", finished=True) == (text in RIGHT)
+        assert integer(text, "13,18,10\n#### 10", finished=False) == 0.0
     assert integer("#### -2125", "#### -2,125", finished=True) == 1.0
-    assert integer("#### 21,25", "#### 2,125", finished=True) == 0.0
-
-
-def test_an_unfinished_answer_and_a_reference_without_an_integer_earn_nothing() -> None:
-    assert integer("#### 10", "#### 10", finished=False) == 0.0
-    assert integer("one half", "one half", finished=True) == 0.0
-
-
-def test_format_wants_all_of_a_finished_answer() -> None:
-    assert format("a\n#### 3", finished=True, pattern=r".*#### \d+") == 1.0
-    assert format("a\n#### 3 ", finished=True, pattern=r".*#### \d+") == 0.0
-    assert format("#### 3", finished=False, pattern=r".*") == 0.0
-
-
-def test_length_is_free_up_to_a_point() -> None:
+    assert integer("#### 21,25", "#### 2,125", finished=True) == integer("one", "one", finished=True) == 0.0
+    for text, finished, reward in (("a\n#### 3", True, 1.0), ("a\n#### 3 ", True, 0.0), ("a\n#### 3", False, 0.0)):
+        assert format(text, finished=finished, pattern=r".*#### \d+") == reward
     assert [length("", tokens, free=10) for tokens in (0, 10, 15, 30)] == [0.0, 0.0, -0.5, -2.0]
 
 
@@ -140,23 +122,13 @@ def sglang_serves(model: Path, scratch: Path) -> Iterator[str]:
         patch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")
         _import_one_model_only("Qwen3ForSequenceClassification")  # it takes a third of the time
         environment = dict(os.environ)
-    options = [
-        "--model-path",
-        str(model),
-        "--is-embedding",
-        "--dtype",
-        "float32",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-    ]
-    small = ["--max-total-tokens", "4096", "--context-length", "512", "--disable-overlap-schedule", "--sleep-on-idle"]
-    cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--skip-server-warmup"]
+    options = f"--model-path {model} --is-embedding --dtype float32 --host 127.0.0.1 --port {port}".split()
+    options += "--max-total-tokens 4096 --context-length 512 --disable-overlap-schedule --sleep-on-idle".split()
+    options += "--device cpu --attention-backend torch_native --skip-server-warmup".split()
     settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "none", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (scratch / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", FORKING, *options, *small, *cpu],
+            [sys.executable, "-c", FORKING, *options],
             env={**environment, **settings, "TMPDIR": str(scratch)},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -185,12 +157,7 @@ def answers(url: str) -> bool:
     [
         ({}, [[0.5], [-1.0]], [0.5, -1.0]),
         ({"label": 1}, [[0.5, 2.0], [-1.0, 3.0]], [2.0, 3.0]),
-        (
-            {},
-            [[0.5, 2.0], [-1.0, 3.0]],
-            "found 2 logits of a reward model and label=None, expected one, or a label below",
-        ),
-        ({"label": 2}, [[0.5, 2.0], [-1.0, 3.0]], "found 2 logits of a reward model and label=2"),
+        ({}, [[0.5, 2.0], [-1.0, 3.0]], "found 2 logits of a reward model and label=None, expected one, or a label"),
         ({}, [[0.5]], "expected 2 classifications, one per answer"),
     ],
 )
