@@ -14,14 +14,12 @@ from examples import smollm2
 
 def test_no_problem_is_trained_on_and_held_out(tmp_path: Path) -> None:
     smollm2.write_problems(tmp_path)
-    rows = {
-        name: [json.loads(line) for line in (tmp_path / f"sums_{name}.jsonl").read_text().splitlines()]
+    train, held_out = (
+        [json.loads(line) for line in (tmp_path / f"sums_{name}.jsonl").read_text().splitlines()]
         for name in ("train", "eval")
-    }
-    questions = {name: {row["question"] for row in some} for name, some in rows.items()}
-    assert len(questions["train"]) == 128 and len(questions["eval"]) == 43
-    assert not questions["train"] & questions["eval"]
-    for row in rows["train"] + rows["eval"]:
+    )
+    assert len(train) == 128 and len({row["question"] for row in train + held_out}) == 128 + 43
+    for row in train + held_out:
         first, second = map(int, row["question"].removesuffix(" =").split(" + "))
         assert row["answer"] == str(first + second)
 
