@@ -96,7 +96,8 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
     assert report(*sightings).unseen == []
     held = {row.key: row.bytes for row in rows_of(sightings)}
     masters = held["master"] + held["gain.master"]
-    assert held["moment"] == 2 * masters == 2 * held["gradient.buffer"]
+    if kind != LINEAR:  # whose vectors in FP32 are their own masters
+        assert held["moment"] == 2 * masters == 2 * held["gradient.buffer"]
     keys = {each.key for each in sightings}
     assert ({"experts.activation", "experts.weight", "experts.gradient", "experts.output"} <= keys) == (kind != "dense")
     assert ("router" in {row.row for row in rows_of(sightings) if row.found}) == (kind != "dense")

@@ -71,7 +71,6 @@ def test_a_run_whose_gate_fell_back_to_bf16_is_asked_in_bf16(data: Path) -> None
         (["{name: [}"], [], "--set: found "),
         (["{name: it}"], [], "eval.sets.0.path"),
         (["sums.jsonl", "sums.jsonl"], [], "found two sets called sums"),
-        (["sums.jsonl"], ["rolout.tp=1"], "rolout"),
         (["sums.jsonl"], ["eval.problems=0"], "--set: found none"),
     ],
 )
