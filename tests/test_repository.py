@@ -24,13 +24,8 @@ LAUNCH = sorted((ROOT / "examples/launch").iterdir())
 def test_the_site_has_every_page_with_a_title_by_word() -> None:
     text = (ROOT / "docs/hooks/mkdocs.yml").read_text()
     sections: list[dict[str, list[dict[str, str]]]] = yaml.safe_load(text)["nav"]
-    titles = {
-        page: title
-        for section in sections
-        for pages in section.values()
-        for entry in pages
-        for title, page in entry.items()
-    }
+    entries = [entry for section in sections for pages in section.values() for entry in pages]
+    titles = {page: title for entry in entries for title, page in entry.items()}
     listed = list(titles)
     assert (titles["plan.md"], titles["gpu.md"]) == ("Plan", "GPU")
     assignments = ast.parse((ROOT / "docs/hooks/pages.py").read_text()).body

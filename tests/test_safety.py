@@ -26,12 +26,8 @@ REMOVALS = {
     "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
     "fp8rl/rl/run/stack.py": {"TemporaryDirectory", "rmtree"},  # a pair of engines; `served`
     "fp8rl/rollout/tasks/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
-    "fp8rl/rollout/engine/server/scratch.py": {
-        "mkdtemp",
-        "rename",
-        "unlink",
-        "rmtree",
-    },  # our scratch, and shared memory of its note
+    "fp8rl/rollout/engine/server/scratch.py": set("mkdtemp rename unlink rmtree".split()),  # our scratch, and shared
+    # memory of its note
     "lab/studies/model_scale.py": {"rmtree"},  # a model that it has made
     "lab/studies/run.py": {"TemporaryDirectory"},
     "fp8rl/trainer/checkpoint/files.py": {"rmtree"},  # `.step_N.partial`
@@ -68,9 +64,8 @@ def removal(node: ast.AST) -> str | None:
         case ast.Name(id=name) if name not in _OF_TEXTS:
             return name if name in _REMOVING else None
         case ast.Call(func=ast.Attribute(value=owner, attr="replace"), args=[_], keywords=[]):
-            return (
-                None if isinstance(owner, ast.Name) and owner.id == "dataclasses" else "replace"
-            )  # of a path: that of a text takes two, that of a dataclass keywords
+            # Of a path: that of a text takes two, that of a dataclass keywords.
+            return None if isinstance(owner, ast.Name) and owner.id == "dataclasses" else "replace"
         case ast.Attribute(value=ast.Name(id="os" | "shutil"), attr=name) if name in _REMOVING:
             return name
         case ast.Attribute(attr=name) if name in _REMOVING - _OF_TEXTS:
