@@ -27,54 +27,27 @@ from tests.support.commands import result_of
 from tests.support.paths import EXAMPLES
 
 CPU_LIBRARIES: dict[str, str | None] = {
-    "torch": "2.13.0+cpu",
-    "triton": "3.7.1",
-    "megatron-core": "0.16.1",
-    "mbridge": "0.15.1",
-    "sglang": "0.5.19",
-    "transformers": "5.12.1",
-    "ray": "2.60.0",
-    "wandb": "0.31.0",
-    "fp8rl-cpu-stubs": "0.1.0",
+    "torch": "2.13.0+cpu", "triton": "3.7.1", "megatron-core": "0.16.1", "mbridge": "0.15.1", "sglang": "0.5.19",
+    "transformers": "5.12.1", "ray": "2.60.0", "wandb": "0.31.0", "fp8rl-cpu-stubs": "0.1.0",
     **dict.fromkeys(("transformer_engine", "transformer_engine_torch", "sglang-kernel", "sgl-deep-gemm")),
     "flashinfer-python": None,
-}
+}  # fmt: skip
 GPU_LIBRARIES = CPU_LIBRARIES | {
-    "torch": "2.13.0+cu130",
-    "transformer_engine": "2.20.2",
-    "transformer_engine_torch": "2.20.2",
-    "sglang-kernel": "0.4.6.post1",
-    "sgl-deep-gemm": "0.1.7",
-    "flashinfer-python": "0.6.18",
-    "fp8rl-cpu-stubs": None,
-}
+    "torch": "2.13.0+cu130", "transformer_engine": "2.20.2", "transformer_engine_torch": "2.20.2",
+    "sglang-kernel": "0.4.6.post1", "sgl-deep-gemm": "0.1.7", "flashinfer-python": "0.6.18", "fp8rl-cpu-stubs": None,
+}  # fmt: skip
 WANTED = {
-    "torch": "<2.14,>=2.13",
-    "transformer_engine": "==2.20.2",
-    "megatron-core": "==0.16.1",
-    "sglang": "==0.5.19",
+    "torch": "<2.14,>=2.13", "transformer_engine": "==2.20.2", "megatron-core": "==0.16.1", "sglang": "==0.5.19",
     "sglang-kernel": "==0.4.6.post1",
-}
+}  # fmt: skip
 CPU = Machine(
-    python="3.11.7",
-    system="Linux x86_64",
-    libraries=CPU_LIBRARIES,
-    wanted=WANTED,
-    cc="/usr/bin/gcc",
-    cxx="/usr/bin/g++",
-    compiles=True,
-)
+    python="3.11.7", system="Linux x86_64", libraries=CPU_LIBRARIES, wanted=WANTED, cc="/usr/bin/gcc",
+    cxx="/usr/bin/g++", compiles=True,
+)  # fmt: skip
 H200 = replace(
-    CPU,
-    libraries=GPU_LIBRARIES,
-    gpus=(InstalledGpu("NVIDIA H200", 141 << 30, (9, 0)),) * 8,
-    torch_sees=True,
-    torch_cuda="13.0",
-    driver="580.95.05",
-    driver_cuda="13.0",
-    cublaslt="13.1.1",
-    nvcc="/usr/local/cuda/bin/nvcc",
-)
+    CPU, libraries=GPU_LIBRARIES, gpus=(InstalledGpu("NVIDIA H200", 141 << 30, (9, 0)),) * 8, torch_sees=True,
+    torch_cuda="13.0", driver="580.95.05", driver_cuda="13.0", cublaslt="13.1.1", nvcc="/usr/local/cuda/bin/nvcc",
+)  # fmt: skip
 
 
 def with_libraries(machine: Machine, **versions: str | None) -> Machine:

@@ -35,14 +35,9 @@ def scored_batch(*differences: list[float]) -> ScoredBatch:
     d[mask] = torch.tensor([value for row in differences for value in row])
     routes = torch.randint(0, 8, (rows, WIDTH, LAYERS, TOP_K), generator=draw).short()
     batch = TokenBatch(
-        tokens=torch.randint(0, 100, (rows, WIDTH), generator=draw),
-        lengths=lengths,
-        loss_mask=mask,
-        temperature=0.7,
-        fields={"rollout_logprobs": rollout, "advantages": mask.float()},
-        routes=routes,
-        replay=True,
-    )
+        tokens=torch.randint(0, 100, (rows, WIDTH), generator=draw), lengths=lengths, loss_mask=mask, temperature=0.7,
+        fields={"rollout_logprobs": rollout, "advantages": mask.float()}, routes=routes, replay=True,
+    )  # fmt: skip
     return ScoredBatch(batch, torch.where(mask, VERSION, 0), VERSION, rollout + d, routes.flip(0))
 
 

@@ -17,12 +17,9 @@ Keys = dict[str, Any]
 
 ROPE_DIM = 64
 LINEAR_ATTENTION = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 64,
-}
+}  # fmt: skip
 """With two values to a key, a key's values are a whole block."""
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -71,17 +68,11 @@ def _mixtral(shape: TinyModel, common: Keys) -> Keys:
 def _grouped(shape: TinyModel) -> Keys:
     """A dense first layer, an expert that every token takes, and groups of experts, of which a token may go to half."""
     return {
-        "intermediate_size": 2 * shape.intermediate,
-        "moe_intermediate_size": shape.intermediate,
-        "n_routed_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k,
-        "n_shared_experts": 1,
-        "n_group": shape.groups,
-        "topk_group": max(1, shape.groups // 2),
-        "routed_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": shape.renormalize,
-    }
+        "intermediate_size": 2 * shape.intermediate, "moe_intermediate_size": shape.intermediate,
+        "n_routed_experts": shape.experts, "num_experts_per_tok": shape.top_k, "n_shared_experts": 1,
+        "n_group": shape.groups, "topk_group": max(1, shape.groups // 2), "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1, "norm_topk_prob": shape.renormalize,
+    }  # fmt: skip
 
 
 def _glm4_moe(shape: TinyModel, common: Keys) -> Keys:
@@ -134,20 +125,14 @@ def _qwen3_next(shape: TinyModel, common: Keys) -> Keys:
 
 
 OWN: dict[str, Callable[[TinyModel, Keys], Keys]] = {
-    "qwen2": _dense,
-    "qwen3": _dense,
-    "qwen3_moe": _qwen3_moe,
-    "llama": _llama,
-    "mistral": lambda shape, common: _dense(shape, common, sliding_window=None),
-    "mixtral": _mixtral,
-    "olmoe": _olmoe,
+    "qwen2": _dense, "qwen3": _dense, "qwen3_moe": _qwen3_moe, "llama": _llama,
+    "mistral": lambda shape, common: _dense(shape, common, sliding_window=None), "mixtral": _mixtral, "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
     "deepseek_v3": lambda shape, common: _latent(shape, common, shape.head_dim, shape.head_dim, **SIGMOID),
     "deepseek_v32": lambda shape, common: _indexed(shape, common, shape.head_dim, shape.head_dim),
     "glm4_moe_lite": lambda shape, common: _latent(shape, common, 3 * ROPE_DIM, 2 * shape.head_dim),
-    "glm_moe_dsa": _glm_moe_dsa,
-    "qwen3_next": _qwen3_next,
+    "glm_moe_dsa": _glm_moe_dsa, "qwen3_next": _qwen3_next,
     "qwen3_5_text": lambda shape, common: _dense(shape, _linear(shape, common)),
     "qwen3_5_moe_text": lambda shape, common: _linear(shape, common, **_shared_expert(shape)),
-}
+}  # fmt: skip
 """The keys of a model's config by its type."""

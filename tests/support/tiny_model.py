@@ -98,21 +98,12 @@ def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -
 def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
     """The model with random FP32 weights; the global generator is left as it was."""
     common: dict[str, Any] = {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
-        "tie_word_embeddings": shape.tied,
-        "bos_token_id": None,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-    }
+        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions, "rms_norm_eps": 1e-6, "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA}, "tie_word_embeddings": shape.tied,
+        "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD,
+    }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = tiny("qwen3_moe" if shape.family == "qwen3" and shape.experts else shape.family, shape, common)

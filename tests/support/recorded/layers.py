@@ -21,13 +21,9 @@ def forward(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
     decode = forward_batch.forward_mode.is_decode()
     counts = [1] * len(forward_batch.rids) if decode else forward_batch.extend_seq_lens.tolist()
     record = {
-        "layer": self.layer_id,
-        "requests": forward_batch.rids,
-        "counts": counts,
-        "positions": forward_batch.positions,
-        "x": hidden_states,
-        "y": found,
-    }
+        "layer": self.layer_id, "requests": forward_batch.rids, "counts": counts, "positions": forward_batch.positions,
+        "x": hidden_states, "y": found,
+    }  # fmt: skip
     path = Path(os.environ[FOLDER]) / f"{next(_numbers):06}"
     torch.save(record, path)
     path.rename(path.with_suffix(".pt"))  # whole, or not seen
