@@ -1,7 +1,5 @@
 """What the pages name is there: each path of the repository, each module, and each link to another page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

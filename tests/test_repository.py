@@ -1,7 +1,5 @@
 """What stands beside the code says what the code says: the site, the hooks, the citation, the launch templates."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Certifying a dump: each side is judged by the model itself, and what is planted in one is found and named."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

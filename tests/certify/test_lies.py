@@ -1,7 +1,5 @@
 """Certifying a server that lies, breaks off, drips or speaks another form: one sentence each, in its time."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,8 +1,6 @@
 """Mistakes of engines, planted in dumps of a model that is sure of most tokens: each is seen, and no wrong
 cause is named. Honest engines are within the floor."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Certifying a running server: what is planted in one is found and named, and bad input is one message."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Comparison, temperature fit and ranking on hand-made data."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

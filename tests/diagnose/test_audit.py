@@ -1,7 +1,5 @@
 """The audit of a live trainer: nothing is found where nothing is planted, and what is planted is found by name."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

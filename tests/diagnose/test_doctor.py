@@ -1,7 +1,5 @@
 """Machines written by hand, judged; and this one, through the command."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The checks of a preflight on findings made by hand, and its report."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

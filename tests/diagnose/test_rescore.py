@@ -1,7 +1,5 @@
 """The command `fp8rl rescore` and the exit code of a stopped run; real rescorings are in tests/e2e/test_gates.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

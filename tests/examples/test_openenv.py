@@ -1,7 +1,5 @@
 """Environments of OpenEnv: the words of its own server, kept, and a model whose lines are given."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

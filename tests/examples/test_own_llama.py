@@ -1,7 +1,5 @@
 """An architecture in a file of a user's: read, planned, trained as transformers computes it, and served."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The pretrained example: its problems, its reward, and what is said where its package is not there."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path

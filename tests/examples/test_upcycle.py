@@ -1,7 +1,5 @@
 """A mixture of experts of a dense model begins as that model."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

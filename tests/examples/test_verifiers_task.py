@@ -1,8 +1,6 @@
 """Tasks of verifiers. The package stands here for itself: the few names of it that are used, with an environment that
 counts."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Some three hundred bad inputs, always the same ones: each is refused in one sentence, or is none after all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

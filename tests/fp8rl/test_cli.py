@@ -1,7 +1,5 @@
 """The commands beside `train`; what `train` refuses and does is in tests/e2e."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What `fp8rl eval` is going to ask, and what it refuses before anything starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

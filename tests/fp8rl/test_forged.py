@@ -1,7 +1,5 @@
 """Folders of somebody else's, with code wherever a library might run it: no command that looks at them does."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Commands on models of the hub, which are known by a name and a commit and lie in the cache."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The folder of a run, seen from a notebook."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `fp8rl init` writes is an experiment, and `fp8rl runs` shows what runs have in common and what not."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

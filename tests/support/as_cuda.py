@@ -4,8 +4,6 @@
 CUDA install has. It changes the process for good: call it in one of its own, before SGLang is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types

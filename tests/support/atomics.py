@@ -1,7 +1,5 @@
 """Sums that a GPU takes in no defined order, found without one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

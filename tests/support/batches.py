@@ -1,7 +1,5 @@
 """Batches and a loss for the trainer's tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Chat templates of the kinds that published models have, written for these tests, and tokenizers that have them."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +142,7 @@ KINDS = {
         "{% endif %}"
         "{{ '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}",
-        (*("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_tool|>", "<|im_middle|>", "<|im_end|>", "[EOS]",
+        ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_tool|>", "<|im_middle|>", "<|im_end|>", "[EOS]",
          "<|calls_begin|>", "<|calls_end|>"),
         "[EOS]", "<|im_end|>",
     ),

@@ -1,7 +1,5 @@
 """`fp8rl train` as a user starts it: a process whose console is watched, and whose whole family is accounted for."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

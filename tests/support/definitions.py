@@ -1,7 +1,5 @@
 """Tables of tensors for tests that need names rather than a model."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Callable, Iterator

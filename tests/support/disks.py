@@ -1,7 +1,5 @@
 """Disks that fill up."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A step of an algorithm on made-up answers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

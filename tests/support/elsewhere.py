@@ -3,8 +3,6 @@
 A process that has imported torch, Triton and the kernels forks for each script: the imports are most of a script.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib

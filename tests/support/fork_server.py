@@ -4,8 +4,6 @@ Whoever wants a process connects to its socket, sends environment, arguments and
 start and end.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

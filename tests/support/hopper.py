@@ -3,8 +3,6 @@
 Triton brings its own assembler, so only the launch itself needs a device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The default lowering, by hand from the libraries' documentation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fp8rl.numerics.config import NumericsConfig

@@ -1,7 +1,5 @@
 """Small random Hugging Face models whose blocks align on up to two tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

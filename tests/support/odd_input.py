@@ -1,7 +1,5 @@
 """Input that is wrong in the ways that files, values and places can be: drawn from a generator, so always the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """A small HTTP server of both APIs whose answers are a function of the prompt, but for a fault that is planted."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

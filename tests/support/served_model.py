@@ -1,7 +1,5 @@
 """A module tree with FP8 parameters where SGLang keeps them, and the HF tensors that are in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Checkpoints as Qwen3.5 publishes them: a model of text and a tower for pictures, experts stacked, some in FP32."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """A run that is recorded and told to trackers, without the training; and the trajectories of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A wandb server of ours on a real socket: it takes runs, and may stall or die."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """A TCP proxy between a client and a server, which delays, changes or drops what the client sends."""
 
-from __future__ import annotations
-
 import mmap
 import re
 import socket

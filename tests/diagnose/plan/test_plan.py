@@ -1,7 +1,5 @@
 """Plans of real models: what fits, what conflicts, what is refused; and the command."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sizes, formula, tensors and ops of the made-up architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

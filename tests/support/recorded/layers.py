@@ -1,7 +1,5 @@
 """The layers' inputs and outputs, a file for each call, in the folder that an environment variable names."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path
