@@ -230,13 +230,6 @@ def test_folders_of_a_user_s_with_our_names_are_not_in_the_way(installed: str, w
     assert done.stdout.startswith(str(where / "fp8rl/models/__init__.py")) and "certify" in done.stdout
 
 
-@pytest.mark.parametrize(("group", "name"), [("console_scripts", "fp8rl"), ("sglang.srt.plugins", "fp8rl")])
-def test_entry_points_load(group: str, name: str) -> None:
-    (entry_point,) = importlib.metadata.entry_points(group=group, name=name)
-    assert entry_point.dist is not None and entry_point.dist.name == "fp8rl"
-    assert callable(entry_point.load())
-
-
 @pytest.mark.slow
 @cpu_install
 def test_stub_refuses_cuda(tmp_path: Path) -> None:

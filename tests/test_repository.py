@@ -57,15 +57,6 @@ def test_the_citation_is_of_this_version() -> None:
     assert f"({PROJECT['version']})" in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem)
-def test_issue_forms_are_whole(form: Path) -> None:
-    read = yaml.safe_load(form.read_text())
-    if form.stem != "config":
-        assert read["name"] and read["description"]
-        ids = [part["id"] for part in read["body"]]
-        assert len(set(ids)) == len(ids) and all(part["attributes"]["label"] for part in read["body"])
-
-
 @pytest.mark.parametrize("file", LAUNCH, ids=lambda path: path.name)
 def test_launch_templates_name_what_there_is(file: Path) -> None:
     text = file.read_text()

@@ -4,7 +4,6 @@ import json
 import random
 import re
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 
@@ -67,19 +66,6 @@ def test_the_teacher_errs_only_when_a_step_crosses_ten():
     # A step back below ten may err as well: 13 -> 9 (10 when noisy), 14 -> 10 does not cross.
     seen = Counter(noisy_answer("9+4-4+1=?", rng) for _ in range(4000))
     assert {answer.split("\n")[0] for answer in seen} == {"14,10,11", "13,10,11", "13,9,10", "13,9,11"}
-
-
-@pytest.mark.slow
-def test_the_warm_start_file_is_wrong_as_often_as_the_noise_makes_it():
-    problems = load_problems(Source(EXAMPLES / "data" / "arithmetic_sft.jsonl"))
-    crossings_wrong = Counter()
-    for problem in problems:
-        totals = [int(problem.question[0]), *totals_of(problem.question)]
-        crosses = any(a // 10 != b // 10 for a, b in pairwise(totals))
-        crossings_wrong[crosses, not problem.answer.endswith(f"#### {totals[-1]}")] += 1
-    assert crossings_wrong[False, True] == 0
-    wrong = crossings_wrong[True, True]
-    assert 0.55 < wrong / (wrong + crossings_wrong[True, False]) < 0.85
 
 
 @pytest.mark.slow

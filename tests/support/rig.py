@@ -141,13 +141,9 @@ class Rig:
         return self._runner.run(call)
 
     def start_trainer(
-        self,
-        model: Path,
-        config: TrainerSection,
-        numerics: NumericsConfig,
-        adapter: AdapterSection | None = None,
+        self, model: Path, config: TrainerSection, numerics: NumericsConfig, adapter: AdapterSection | None = None,
         shared_base: bool = False,
-    ) -> TrainerGroup:
+    ) -> TrainerGroup:  # fmt: skip
         """A trainer of a model, on ranks that others were on before; it takes the place of the one before."""
         self.up()
         self._trainer = None
@@ -271,14 +267,9 @@ class Pipeline:
         return answers
 
     def sample(
-        self,
-        temperature: float,
-        seed: int = 0,
-        count: int | None = None,
-        cut: Truncation = EVERY_TOKEN,
-        supports: bool = False,
-        answers: int = 2,
-    ) -> TokenBatch:
+        self, temperature: float, seed: int = 0, count: int | None = None, cut: Truncation = EVERY_TOKEN,
+        supports: bool = False, answers: int = 2,
+    ) -> TokenBatch:  # fmt: skip
         """So many answers to each of the first `count` prompts, as the loop would batch them."""
         sampling = SamplingParams(NEW_TOKENS, temperature, **dataclasses.asdict(cut), supports=supports)
         groups = to_groups(prompts(seed)[:count], answers, run_seed=seed, step=1)
@@ -311,13 +302,9 @@ class Pipeline:
 
 
 def make_engine(
-    log: Path,
-    numerics: NumericsConfig,
-    tp: int = 1,
-    adapter: AdapterSection | None = None,
-    shared_base: bool = False,
+    log: Path, numerics: NumericsConfig, tp: int = 1, adapter: AdapterSection | None = None, shared_base: bool = False,
     **changes: Any,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
     config = RolloutSection(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp)
     plugin = {

@@ -59,17 +59,9 @@ class CapsuleRun:
         return cls(files, settings, numerics)
 
     def write(
-        self,
-        step: int,
-        why: Sequence[str],
-        seen: ScoredBatch,
-        rows: Sequence[int],
-        tis_cap: float = 2.0,
-        *,
-        weights: bool = True,
-        manifest: Path | None = None,
-        held: Sequence[Mapping[str, str]] = (),
-    ) -> Path:
+        self, step: int, why: Sequence[str], seen: ScoredBatch, rows: Sequence[int], tis_cap: float = 2.0, *,
+        weights: bool = True, manifest: Path | None = None, held: Sequence[Mapping[str, str]] = (),
+    ) -> Path:  # fmt: skip
         """The capsule of `step`."""
         manifest = manifest or self.files.manifest(VERSION)
         kept = CapsuleSource(step, why, rows, self.numerics, self.files.experiment, manifest, held)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fp8rl.numerics.backend.implementation import using
-from tests.support.atomics import Atomics
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.launches import interpreted_launches
+from tests.support.launches import Atomics, interpreted_launches
 from tests.support.trainers import MakeTrainer
 
 KERNELS, OPS = 112, 428

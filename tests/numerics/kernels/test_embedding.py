@@ -5,8 +5,8 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from tests.support.atomics import Atomics
 from tests.support.kernels import DEVICE, random
+from tests.support.launches import Atomics
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
