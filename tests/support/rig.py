@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -94,17 +95,9 @@ class Setup:
 
     @property
     def numerics(self) -> NumericsConfig:
-        return NumericsConfig(
-            mode=self.mode,
-            spec=QuantSpec.preset(self.preset).override(
-                {"first_layers_bf16": self.bf16_ends, "last_layers_bf16": self.bf16_ends}
-            ),
-            trainer=self.trainer,
-            rollout=self.rollout,
-            k_splits=self.k_splits,
-            router_replay=self.router_replay,
-            kv=self.kv,
-        )
+        ends = {"first_layers_bf16": self.bf16_ends, "last_layers_bf16": self.bf16_ends}
+        own = {name: getattr(self, name) for name in ("mode", "trainer", "rollout", "k_splits", "router_replay", "kv")}
+        return NumericsConfig(spec=QuantSpec.preset(self.preset).override(ends), **own)
 
     @property
     def served(self) -> tuple[Any, ...]:
@@ -246,9 +239,8 @@ class Pipeline:
     def bridge(
         self, transport: str = "tensor", pause: str = "retract", delta: bool = False, wakes: bool = False
     ) -> Bridge:
-        config = SyncSection(
-            transport=transport, pause=pause, bucket_mib=1, delta=delta, shared_base=self.setup.shared_base
-        )
+        own = {"bucket_mib": 1, "shared_base": self.setup.shared_base}
+        config = SyncSection(transport=transport, pause=pause, delta=delta, **own)
         model, spec = self.rig.models[self.setup.model], self.setup.numerics.rollout_spec
         return Bridge(self.trainer, spec, config, model, self.rig.folder, wakes, self.setup.beside, self.held)
 
@@ -286,16 +278,15 @@ class Pipeline:
             (answer,) = await self.engine.generate([group], sampling)
             return answer
 
-        async def run(prompt: Prompt, seed: int) -> Trajectory:
+        async def run(seed: int, prompt: Prompt) -> Trajectory:
             conversation = Conversation(prompt, seed, SamplingParams(new_tokens), sample, tokenizer, 60.0)
             await conversation.run(environment)
             return conversation.trajectory({})
 
         async def all_of_them() -> list[Trajectory]:
-            return list(await asyncio.gather(*(run(p, seed) for seed, p in enumerate(prompts(3)[-count:]))))
+            return list(await asyncio.gather(*itertools.starmap(run, enumerate(prompts(3)[-count:]))))
 
-        trajectories: list[Trajectory] = self.rig.run(all_of_them())
-        return trajectories
+        return self.rig.run(all_of_them())  # type: ignore[no-any-return]
 
     def train_step(self, batch: TokenBatch) -> PassResult:
         return self.trainer.train_step(batch, SftObjective.of(batch))
@@ -307,12 +298,8 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
     config = RolloutSection(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp)
-    plugin = {
-        "numerics": numerics.to_dict(),
-        "adapter": adapter and adapter.model_dump(mode="json"),
-        "shared_base": shared_base,
-    }
-    options = {"plugin": plugin, "expected": expected_report(numerics, adapter)}
+    beside = {"adapter": adapter and adapter.model_dump(mode="json"), "shared_base": shared_base}
+    options = {"plugin": {"numerics": numerics.to_dict(), **beside}, "expected": expected_report(numerics, adapter)}
     return Engine(config, log, **{**options, **changes})
 
 
