@@ -143,28 +143,16 @@ def test_gpu_lock_has_what_the_gpu_path_imports() -> None:
     assert missing <= OPTIONAL.keys()
 
 
-def test_image_has_the_cuda_release_of_its_torch() -> None:
+def test_image_has_the_cuda_release_of_its_torch_and_installs_the_gpu_lock_and_nothing_else() -> None:
     (image,) = re.findall(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-devel-ubuntu24\.04$", DOCKERFILE, re.MULTILINE)
     assert gpu_lock()["cuda-toolkit"].startswith(f"{image}.")
     assert f"nvidia-cudnn-cu{image.partition('.')[0]}" in gpu_lock()
-
-
-def test_image_installs_the_gpu_lock_and_nothing_else_and_runs_doctor_without_root() -> None:
     assert re.findall(r"pip install (.+)", DOCKERFILE) == ["--no-deps --no-build-isolation -e . -e ./certify"]
-    assert "make gpu-libraries PYTHON=python3.12" in DOCKERFILE
     make = ["make", "--always-make", "--dry-run", "gpu-libraries"]
     steps = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"pip install .*-r (\S+)", steps) == ["requirements/gpu.txt", "requirements/gpu_source.txt"]
     assert steps.count("pip install") == steps.count("--no-deps") == 2
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[-1] == "fp8rl"
-    assert re.findall(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE) == ['["fp8rl", "doctor"]']
-
-
-def test_image_gets_no_environment_and_no_run() -> None:
-    ignored = set((ROOT / ".dockerignore").read_text().splitlines())
-    left_out = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line and line[0] != "#"}
-    folders = {name for name in left_out if "*" not in name and "_cache" not in name and not name.startswith("__")}
-    assert folders - {".hypothesis"} <= ignored
 
 
 @pytest.mark.slow

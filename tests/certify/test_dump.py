@@ -30,7 +30,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl_certify import dump as certifying
 from fp8rl_certify.dump import certify_dump
-from fp8rl_certify.dump.dump_report import DumpReport, write_page
+from fp8rl_certify.dump.dump_report import DumpReport
 from fp8rl_certify.dump.reading import read_dump
 from fp8rl_certify.dump.reference import Reference
 from fp8rl_certify.dump.rows import Sampling
@@ -138,32 +138,14 @@ def test_noise_on_a_model_that_is_sure_of_its_tokens_is_not_taken_for_other_weig
     assert not certifying._is_unrelated(sure, noisy) and certifying._is_unrelated(sure, other)
 
 
-def test_rounded_log_probabilities_are_noticed_and_keys_that_are_not_read_are_said(
+def test_a_part_of_a_long_dump_is_scored_and_rounding_noticed(
     certified: Certified, model: Path, tokens: Tokens
 ) -> None:
-    report = certified(rows(tokens, said(model, tokens).bfloat16().double(), reward=1.0))
-    assert any("rounded to bfloat16" in note for note in report.notes) and report.unread == ["reward"]
-
-
-def test_a_part_of_a_long_dump_is_scored(certified: Certified, model: Path, tokens: Tokens) -> None:
-    report = certified(rows(tokens, said(model, tokens)), budget=3 * (PROMPT + ANSWER))
+    rounded = said(model, tokens).bfloat16().double()
+    report = certified(rows(tokens, rounded, reward=1.0), budget=3 * (PROMPT + ANSWER))
     assert (report.rows, report.of_rows, report.tokens) == (3, ROWS, 3 * ANSWER)
     assert sorted(row.place for row in report.worst) == ["line 1", "line 5", "line 9"]
-
-
-@pytest.mark.slow
-def test_the_page_has_the_verdict_the_comparisons_and_a_chart_of_each_breakdown(
-    certified: Certified, model: Path, tokens: Tokens, tmp_path: Path
-) -> None:
-    report = certified(rows(tokens, said(model, tokens, 0.5), temperature=0.8))
-    write_page(report, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "the engine: broken: its log-probabilities are those of temperature 0.5, not of 0.8" in page
-    assert "floor: the model in BF16 from the model in FP32" in page and "GraniteForCausalLM" in page
-    charts = json.loads(page.partition('id="charts">')[2].partition("</script>")[0])
-    titles = ["How large differences are", "By place in the answer", "By probability of the token", "By kind of token"]
-    assert [chart["title"] for chart in charts] == titles
-    assert sum(charts[0]["series"][0]["y"]) == report.tokens
+    assert any("rounded to bfloat16" in note for note in report.notes) and report.unread == ["reward"]
 
 
 @pytest.mark.slow
@@ -442,5 +424,12 @@ def test_the_command_prints_the_verdict_and_writes_the_page(model: Path, tokens:
     result = CliRunner().invoke(app, ["certify", str(path), "--model", str(model), "--temperature", "0.7"])
     assert result.exit_code == 0 and result.stdout.startswith("the engine: within the floor"), "the verdict comes first"
     assert (tmp_path / "dump.certify.html").is_file()
-    code, printed = run(path, "--model", model, "--json", "--page", tmp_path / "other.html")
-    assert code == 1 and '"verdict": "broken"' in printed and (tmp_path / "other.html").is_file()
+    page = tmp_path / "other.html"
+    code, printed = run(path, "--model", model, "--temperature", "0.8", "--json", "--page", page)
+    assert code == 1 and '"verdict": "broken"' in printed
+    text = page.read_text()
+    assert "the engine: broken: its log-probabilities are those of temperature 0.7, not of 0.8" in text
+    assert "floor: the model in BF16 from the model in FP32" in text and "GraniteForCausalLM" in text
+    charts = json.loads(text.partition('id="charts">')[2].partition("</script>")[0])
+    titles = ["How large differences are", "By place in the answer", "By probability of the token", "By kind of token"]
+    assert [chart["title"] for chart in charts] == titles and sum(charts[0]["series"][0]["y"]) == ROWS * ANSWER

@@ -71,7 +71,9 @@ def test_a_metric_that_no_run_has_is_answered_with_the_nearest(path: Path) -> No
     with pytest.raises(UserError, match="rollout/reward/integr"):
         run.metric("rollout/reward/integr")
     (path / "metrics.jsonl").write_text("")
-    assert run.metric("rollout/reward/integer") == {}
+    assert run.metric("rollout/reward/integer") == {} and run.frame().empty and run.frame().index.name == "step"
+    with pytest.raises(UserError, match="found no row"):
+        run.report()
 
 
 def test_a_spec_may_be_a_mapping_with_paths_from_here_or_an_experiment(
