@@ -99,16 +99,14 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
         ("import nowhere", "", "a module that can be imported; this one ends in ModuleNotFoundError"),
         (OWN, "algorithm.quantil=0.5", "Did you mean algorithm.quantile?"),
         (OWN, "algorithm.quantile=2.0", "algorithm.quantile: found 2.0, expected a number less than or equal to 1"),
-        (OWN.replace("trajectory_adv", "trajectory_av"), "", "Own with def trajectory_avantages', expected def"),
         (
-            f"{OWN}\n    def shaped(self, outcomes): return outcomes\n",
+            "from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass",
             "",
-            "Own with def shaped(self, outcomes)', expected def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> "
-            "Outcomes. Write it so; docs/api.md has all signatures.",
+            "own.py:Own', expected def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor",
         ),
-        (f"{OWN}\n    def needs(self): return None\n", "", "expected @property def needs(self)"),
+        (OWN.replace("trajectory_adv", "trajectory_av"), "", "Own with def trajectory_avantages', expected def"),
     ],
-    ids=["no-algorithm", "another-name", "import", "key", "value", "misspelt", "parameters", "property"],
+    ids=[*("no-algorithm", "another-name", "import", "key", "value", "no-advantages", "misspelt")],
 )
 def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(
     tmp_path: Path, text: str, override: str, expected: str

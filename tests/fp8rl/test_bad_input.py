@@ -22,7 +22,8 @@ from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl_certify.dump.reading import read_dump
 from fp8rl_certify.dump.reference import facts
 from tests.support.commands import result_of
-from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, room, with_header
+from tests.support.disks import room
+from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, with_header
 from tests.support.paths import EXAMPLES
 
 pytestmark = pytest.mark.slow

@@ -42,14 +42,24 @@ def flipped_bit(tensors: Iterable[Named]) -> Iterator[Named]:
         yield name, tensor
 
 
-def missed(start: str) -> Callable[[Iterable[Named]], Iterator[Named]]:
-    """Tensors whose names begin so are not sent: the engine keeps what it had."""
-    return lambda tensors: ((name, tensor) for name, tensor in tensors if not name.startswith(start))
+def missed_expert(tensors: Iterable[Named]) -> Iterator[Named]:
+    """Nothing of EXPERT is sent: the engine keeps what it had."""
+    return ((name, tensor) for name, tensor in tensors if not name.startswith(EXPERT))
 
 
-missed_expert, missed_bias, missed_adapter = missed(EXPERT), missed(BIAS), missed(ADAPTER)
-half_a_pair = missed(HALF)
-"""The engine has the other tensor of the parameter alone."""
+def missed_bias(tensors: Iterable[Named]) -> Iterator[Named]:
+    """BIAS is not sent: the engine keeps what it had."""
+    return ((name, tensor) for name, tensor in tensors if name != BIAS)
+
+
+def half_a_pair(tensors: Iterable[Named]) -> Iterator[Named]:
+    """HALF and its scales are not sent: the engine has the other tensor of their parameter alone."""
+    return ((name, tensor) for name, tensor in tensors if not name.startswith(HALF))
+
+
+def missed_adapter(tensors: Iterable[Named]) -> Iterator[Named]:
+    """ADAPTER is not sent: the engine keeps what it had."""
+    return ((name, tensor) for name, tensor in tensors if name != ADAPTER)
 
 
 def adapters_of_other_experts(tensors: Iterable[Named]) -> Iterator[Named]:

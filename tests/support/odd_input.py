@@ -2,11 +2,9 @@
 
 import json
 import os
-import resource
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -117,14 +115,3 @@ def _paths(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
         yield from _paths(part, (*before, key))
-
-
-@contextmanager
-def room(size: int) -> Iterator[None]:
-    """Lets no file of this process pass `size` bytes, as a disk that fills up does."""
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
-    try:
-        yield
-    finally:  # within the test: pytest's own output may go to a longer file
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)

@@ -20,7 +20,7 @@ from fp8rl.numerics.core.files import (
     writing,
 )
 from fp8rl.numerics.core.reading import check_regular, json_lines, read_bytes, read_json
-from tests.support.odd_input import room
+from tests.support.disks import room
 
 
 def test_a_file_is_replaced_whole(tmp_path):
