@@ -1,5 +1,7 @@
 """The layers' inputs and outputs, a file for each call, in the folder that an environment variable names."""
 
+from __future__ import annotations
+
 import itertools
 import os
 from pathlib import Path
@@ -19,9 +21,13 @@ def forward(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
     decode = forward_batch.forward_mode.is_decode()
     counts = [1] * len(forward_batch.rids) if decode else forward_batch.extend_seq_lens.tolist()
     record = {
-        "layer": self.layer_id, "requests": forward_batch.rids, "counts": counts, "positions": forward_batch.positions,
-        "x": hidden_states, "y": found,
-    }  # fmt: skip
+        "layer": self.layer_id,
+        "requests": forward_batch.rids,
+        "counts": counts,
+        "positions": forward_batch.positions,
+        "x": hidden_states,
+        "y": found,
+    }
     path = Path(os.environ[FOLDER]) / f"{next(_numbers):06}"
     torch.save(record, path)
     path.rename(path.with_suffix(".pt"))  # whole, or not seen
