@@ -84,7 +84,11 @@ def swallowed(times: int = 1) -> Touch:
 
 
 def delayed(seconds: float) -> Touch:
-    return lambda chunk: time.sleep(seconds) or chunk
+    def touch(chunk: bytes) -> bytes:
+        time.sleep(seconds)
+        return chunk
+
+    return touch
 
 
 def flipped_in_memory(trainer: int, times: int = 1) -> Touch:
