@@ -84,17 +84,6 @@ class BySharing(LoadFileScheduling):  # type: ignore[misc]
         return "the rig" if file in RIG else file
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--as-on-cuda", action="store_true", help="engines overlap and spawn their workers, as on a GPU")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("as_on_cuda"):
-        from tests.support.as_on_cuda import install
-
-        install()
-
-
 @pytest.hookimpl(trylast=True)  # the terminal's own reporter is there then
 def pytest_sessionstart(session: pytest.Session) -> None:
     if getattr(session.config.option, "numprocesses", None):

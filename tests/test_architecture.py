@@ -3,7 +3,7 @@
 import ast
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -39,62 +39,49 @@ FLOORS = ("mismatch", "record", "algorithms", "experiment", "guard", "report", "
 """Of `rl`, from the bottom up."""
 
 
+def broken(files: Iterable[Path], forbidden: Callable[[str], bool]) -> list[str]:
+    """The imports that are forbidden, by their module."""
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in files
+        for line, module in imported_modules(path.read_text())
+        if forbidden(module)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_imports_follow_the_rule(package: str) -> None:
     forbidden = (MAY_IMPORT.keys() | {"lab", "tests"}) - MAY_IMPORT[package] - {package}
-    broken = [
-        f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for path in files_of(package)
-        for line, module in imported_modules(path.read_text())
-        if package_of(module) in forbidden
-    ]
-    assert not broken, f"{package} may import {sorted(MAY_IMPORT[package]) or 'no other package'}: {broken}"
+    assert not broken(files_of(package), lambda module: package_of(module) in forbidden)
 
 
 @pytest.mark.slow
 def test_everything_is_imported_below_fp8rl() -> None:
     """A folder at the top of the repository is no package of its own: a user may have one of that name."""
-    broken = [
-        f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for folder in ("fp8rl", "lab", "tests", "examples")
-        for path in python_files(folder)
-        for line, module in imported_modules(path.read_text())
-        if module.split(".")[0] in MAY_IMPORT.keys() - {"fp8rl"} | {"studies", "bench"}
-    ]
-    assert not broken, broken
+    files = [path for folder in ("fp8rl", "lab", "tests", "examples") for path in python_files(folder)]
+    tops = MAY_IMPORT.keys() - {"fp8rl"} | {"studies", "bench"}
+    assert not broken(files, lambda module: module.split(".")[0] in tops)
 
 
 def test_numerics_imports_only_torch_and_the_standard_library() -> None:
     """But for the base class of all sections of a spec, which every package above has some of, and a library
     whose products stand in for ours."""
-    own = {
-        ROOT / "fp8rl/numerics/core/section.py": {"pydantic"},
-        ROOT / "fp8rl/numerics/kernels/products/deepgemm.py": {"deep_gemm"},
-    }
     allowed = NUMERICS_THIRD_PARTY | set(sys.stdlib_module_names) | {"fp8rl"}
-    broken = [
-        f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for path in files_of("numerics")
-        for line, module in imported_modules(path.read_text())
-        if module.split(".")[0] not in allowed | own.get(path, set())
+    found = broken(files_of("numerics"), lambda module: module.split(".")[0] not in allowed)
+    assert sorted({each.split(":")[0] + each.partition(" imports")[2].split(".")[0] for each in found}) == [
+        "fp8rl/numerics/core/section.py pydantic",
+        "fp8rl/numerics/kernels/products/deepgemm.py deep_gemm",
     ]
-    assert not broken, broken
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT.keys() - {"models"}))
 def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
-    names = re.compile(
-        r"model\.layers|self_attn|embed_tokens|lm_head\.|layernorm\.weight|mlp\.\w+_proj|w13_weight|w2_weight"
-    )
-    broken = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.value!r}"
-        for path in files_of(package)
-        for node in strings(ast.parse(path.read_text()))
-        if names.search(node.value)
-    ]
-    assert not broken
+    names = r"model\.layers|self_attn|embed_tokens|lm_head\.|layernorm\.weight|mlp\.\w+_proj|w13_weight|w2_weight"
+    trees = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in files_of(package)}
+    found = [(path, node.value) for path, tree in trees.items() for node in strings(tree)]
+    assert not [(path, text) for path, text in found if re.search(names, text)]
 
 
 def test_no_file_outside_the_families_folders_knows_a_family() -> None:
@@ -103,28 +90,24 @@ def test_no_file_outside_the_families_folders_knows_a_family() -> None:
     assert len(names) >= 3
     of_one = {f"fp8rl.{home}.{name}" for home in FAMILIES for name in (*names, "experts")}
     named = re.compile(r"latent|\b(?:sigmoid_router|head_norms|qkv_bias)\b", re.IGNORECASE)
-    broken = {}
+    found = {}
     for path in python_files("fp8rl"):
-        file, text = str(path.relative_to(ROOT)), path.read_text()
-        if path.parent in FAMILY_FOLDERS or path.stem in names & {"latent"}:
-            continue
-        if found := sorted({*named.findall(text), *(imported_files(text, of_one))}):
-            broken[file] = found
-    assert broken.keys() == KNOW_A_FAMILY.keys(), {file: broken[file] for file in broken.keys() - KNOW_A_FAMILY.keys()}
+        text, of_a_family = path.read_text(), path.parent in FAMILY_FOLDERS or path.stem == "latent"
+        if not of_a_family and (known := {*named.findall(text), *imported_files(text, of_one)}):
+            found[str(path.relative_to(ROOT))] = known
+    assert found.keys() == KNOW_A_FAMILY.keys(), {file: found[file] for file in found.keys() - KNOW_A_FAMILY.keys()}
 
 
 def test_inside_studies_the_harness_knows_no_study_and_a_study_no_other() -> None:
     """`names.py` loads one by its name, which is no import in its source."""
     allowed = {"document": {"harness"}, "run": {"harness", "document"}, "harness": set()}
-    broken = []
+    found = []
     for path in python_files("lab/studies"):
         room = path.relative_to(ROOT / "lab/studies").parts[0].removesuffix(".py")
-        may = allowed.get(room, {"harness"}) | {room}
-        for line, module in imported_modules(path.read_text()):
-            parts = module.split(".")
-            if parts[:2] == ["lab", "studies"] and len(parts) > 2 and parts[2] not in may:
-                broken.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
-    assert not broken
+        may = {f"lab.studies.{other}" for other in allowed.get(room, {"harness"}) | {room}}
+        of_studies = lambda module, may=may: module.startswith("lab.studies.") and _top(module, 3) not in may  # noqa: E731
+        found += broken([path], of_studies)
+    assert not found
 
 
 @pytest.mark.slow
@@ -132,13 +115,7 @@ def test_inside_studies_the_harness_knows_no_study_and_a_study_no_other() -> Non
 def test_imports_inside_rl_never_point_up(floor: str) -> None:
     above = {f"fp8rl.rl.{other}" for other in FLOORS[FLOORS.index(floor) + 1 :]}
     files = [ROOT / f"fp8rl/rl/{floor}.py"] if floor == "loop" else python_files(f"fp8rl/rl/{floor}")
-    broken = [
-        f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for path in files
-        for line, module in imported_modules(path.read_text())
-        if ".".join(module.split(".")[:3]) in above
-    ]
-    assert not broken
+    assert not broken(files, lambda module: _top(module, 3) in above)
 
 
 def test_every_floor_of_rl_is_under_the_rule() -> None:
@@ -161,23 +138,18 @@ def test_no_two_files_import_each_other() -> None:
     sorter.prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize(
-    ("source", "modules"),
-    [
-        ("import fp8rl.rl", ["fp8rl.rl"]),
-        ("import torch, fp8rl.rl.loop as loop", ["torch", "fp8rl.rl.loop"]),
-        ("from fp8rl.trainer.step.batch import TokenBatch", ["fp8rl.trainer.step.batch"]),
-        ("def f():\n    from fp8rl.rollout import engine", ["fp8rl.rollout"]),
-        ("from fp8rl import models, train", ["fp8rl.models", "fp8rl.train"]),
-        ("if TYPE_CHECKING:\n    import fp8rl.trainer.actor", ["fp8rl.trainer.actor"]),
-        ("import importlib\nimportlib.import_module('fp8rl.rl.loop')", ["importlib", "fp8rl.rl.loop"]),
-        ("__import__('torch')", ["torch"]),
-        ("from . import spec\nfrom .spec import QuantSpec", []),
-        ("text = 'import rl'", []),
-    ],
-)
-def test_imported_modules_finds_every_form(source: str, modules: list[str]) -> None:
-    assert [module for _, module in imported_modules(source)] == modules
+def test_imported_modules_finds_every_form() -> None:
+    source = """import torch, fp8rl.rl.loop as loop
+def f():
+    from fp8rl.rollout import engine
+from fp8rl import models
+if TYPE_CHECKING:
+    import fp8rl.trainer.actor
+importlib.import_module('fp8rl.rl')
+from .spec import QuantSpec
+text = 'import rl'"""
+    found = "torch fp8rl.rl.loop fp8rl.rollout fp8rl.models fp8rl.trainer.actor fp8rl.rl"
+    assert [module for _, module in imported_modules(source)] == found.split()
 
 
 def python_files(package: str) -> list[Path]:
@@ -190,6 +162,10 @@ def files_of(package: str) -> list[Path]:
     if package != "fp8rl":
         return python_files(f"fp8rl/{package}")
     return [path for path in python_files("fp8rl") if path.relative_to(ROOT / "fp8rl").parts[0] not in MAY_IMPORT]
+
+
+def _top(module: str, parts: int) -> str:
+    return ".".join(module.split(".")[:parts])
 
 
 def package_of(module: str) -> str:

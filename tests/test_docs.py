@@ -1,7 +1,5 @@
 """What the pages name is there: each path of the repository, each module, and each link to another page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -31,17 +29,11 @@ def test_every_path_and_module_that_a_page_names_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_every_link_leads_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    inside = [link.partition("#")[0] for link in links if "://" not in link]
-    assert not [link for link in inside if link and not (page.parent / link).exists()]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_every_anchor_is_a_heading(page: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]*)#([^)\s]+)\)", page.read_text())
-    local = [(page.parent / link if link else page, anchor) for link, anchor in links if "://" not in link]
-    assert not [(str(target), anchor) for target, anchor in local if anchor not in _anchors(target)]
+def test_every_link_leads_somewhere_and_every_anchor_is_a_heading(page: Path) -> None:
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
+    targets = [(page.parent / file if file else page, anchor) for file, _, anchor in links]
+    assert not [str(target) for target, anchor in targets if not target.exists()]
+    assert not [(str(target), anchor) for target, anchor in targets if anchor and anchor not in _anchors(target)]
 
 
 def test_the_page_for_those_who_come_from_elsewhere_names_keys_that_there_are() -> None:

@@ -25,12 +25,8 @@ REMOVALS = {
     "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
     "fp8rl/rl/run/stack.py": {"TemporaryDirectory", "rmtree"},  # a pair of engines; `served`
-    "fp8rl/rollout/engine/server/scratch.py": {
-        "mkdtemp",
-        "rename",
-        "unlink",
-        "rmtree",
-    },  # our scratch, and shared memory of its note
+    "fp8rl/rollout/engine/server/scratch.py": set("mkdtemp rename unlink rmtree".split()),  # our scratch, and shared
+    # memory of its note
     "lab/studies/model_scale.py": {"rmtree"},  # a model that it has made
     "lab/studies/run.py": {"TemporaryDirectory"},
     "fp8rl/trainer/checkpoint/files.py": {"rmtree"},  # `.step_N.partial`
@@ -67,9 +63,8 @@ def removal(node: ast.AST) -> str | None:
         case ast.Name(id=name) if name not in _OF_TEXTS:
             return name if name in _REMOVING else None
         case ast.Call(func=ast.Attribute(value=owner, attr="replace"), args=[_], keywords=[]):
-            return (
-                None if isinstance(owner, ast.Name) and owner.id == "dataclasses" else "replace"
-            )  # of a path: that of a text takes two, that of a dataclass keywords
+            # Of a path: that of a text takes two, that of a dataclass keywords.
+            return None if isinstance(owner, ast.Name) and owner.id == "dataclasses" else "replace"
         case ast.Attribute(value=ast.Name(id="os" | "shutil"), attr=name) if name in _REMOVING:
             return name
         case ast.Attribute(attr=name) if name in _REMOVING - _OF_TEXTS:
@@ -137,16 +132,12 @@ def code(node: ast.AST) -> str | None:
 
 
 PRINTS = {
-    "certify/fp8rl_certify/cli.py": "JSON",
-    "fp8rl/cli.py": "the version",
-    "fp8rl/commands/diagnosis.py": "JSON",
-    "fp8rl/commands/models.py": "JSON",
-    "fp8rl/numerics/core/terminal.py": "what was made printable",
+    "certify/fp8rl_certify/cli.py": "JSON", "fp8rl/cli.py": "the version", "fp8rl/commands/diagnosis.py": "JSON",
+    "fp8rl/commands/models.py": "JSON", "fp8rl/numerics/core/terminal.py": "what was made printable",
     "fp8rl/rl/run/cluster/submission.py": "what was made printable",
-    "fp8rl/rollout/tasks/rewards/workers.py": "JSON",
-    "lab/studies/benefit.py": "lines of ours",
+    "fp8rl/rollout/tasks/rewards/workers.py": "JSON", "lab/studies/benefit.py": "lines of ours",
     "lab/studies/prototypes/gated_delta.py": "numbers",
-}
+}  # fmt: skip
 """Each file that prints by itself, and what. All other lines go through `numerics.core.terminal` or `PlainConsole`."""
 
 

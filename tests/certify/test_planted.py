@@ -1,7 +1,5 @@
-"""Thirty-four mistakes of engines, planted in dumps of a model that is sure of most tokens: each is seen, and no wrong
+"""Mistakes of engines, planted in dumps of a model that is sure of most tokens: each is seen, and no wrong
 cause is named. Honest engines are within the floor."""
-
-from __future__ import annotations
 
 import copy
 import functools
@@ -20,13 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.arithmetic import sample_problem
 from fp8rl_certify import dump as certifying
 from fp8rl_certify.dump import certify_dump, reference
-from fp8rl_certify.dump.dump_report import SideReport
+from fp8rl_certify.dump.dump_report import DumpReport, sentence
 from fp8rl_certify.dump.reference import Reference
 from tests.support.paths import EXAMPLES
 
 pytestmark = pytest.mark.slow
 
 BOS, EOS, ROWS, ANSWER = 1, 2, 48, 18
+UNKNOWN = "the engine: off, cause unknown: mean |d| "
 Change = Callable[[Any], None]
 
 
@@ -71,9 +70,9 @@ class Engine:
         """float64 [B, T], log-probabilities of the answers."""
         return (logits / temperature).log_softmax(-1).gather(-1, self.tokens[:, self.prompt :, None]).squeeze(-1)
 
-    def certified(self, said: Tensor, folder: Path, **more: Any) -> SideReport:
-        """Certify answers up to their end. more: further keys of the rows; a list has one for each."""
-        found = []
+    def certified(self, name: str, said: Tensor, folder: Path) -> DumpReport:
+        """Certify answers up to their end, with what is DECLARED beside them."""
+        found, more = [], DECLARED[name](self) if name in DECLARED else {}
         for number, (tokens, values) in enumerate(zip(self.tokens.tolist(), said.clamp(max=0.0).tolist(), strict=True)):
             rest = {key: value[number] if isinstance(value, list) else value for key, value in more.items()}
             length = ([*tokens[self.prompt :], EOS].index(EOS) + 1) if EOS in tokens[self.prompt :] else ANSWER
@@ -81,8 +80,7 @@ class Engine:
             row = {"tokens": tokens[: self.prompt + length], "prompt_length": self.prompt, "logprobs": values[:length]}
             found.append(json.dumps(row | rest))
         (folder / "dump.jsonl").write_text("\n".join(found))
-        (side,) = certify_dump(folder / "dump.jsonl", self.path).sides
-        return side
+        return certify_dump(folder / "dump.jsonl", self.path)
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +140,14 @@ HONEST: dict[str, Callable[[Engine], Tensor]] = {
     "FP16": lambda e: e.said(e.asked(dtype=torch.float16)),
     "log-probabilities in BF16": lambda e: e.said(e.logits).bfloat16().double(),
     "log-probabilities with three digits": lambda e: e.said(e.logits).round(decimals=3),
+    "top-p 0.9, declared": lambda e: _of_top_p(e).clamp(min=-50.0),
 }
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_engine_is_within_the_floor(engine: Engine, tmp_path: Path, name: str) -> None:
-    side = engine.certified(HONEST[name](engine), tmp_path)
-    assert (side.verdict, side.explanations) == ("within the floor", [])
+    report = engine.certified(name, HONEST[name](engine), tmp_path)
+    assert (report.verdict, report.sides[0].explanations) == ("within the floor", [])
 
 
 def _noise(size: float) -> Change:
@@ -191,9 +190,8 @@ def _capped(engine: Engine, part: float) -> Tensor:
 def _of_top_p(engine: Engine, p: float = 0.9) -> Tensor:
     """Renormalised over the tokens of top-p; -inf outside."""
     probabilities, ids = engine.logits.softmax(-1).sort(-1, descending=True)
-    outside = (probabilities.cumsum(-1) - probabilities >= p).scatter(
-        -1, ids, probabilities.cumsum(-1) - probabilities >= p
-    )
+    outside = probabilities.cumsum(-1) - probabilities >= p
+    outside = outside.scatter(-1, ids, outside)
     return engine.said(engine.logits.masked_fill(outside, -math.inf))
 
 
@@ -202,18 +200,17 @@ def _sampled(engine: Engine) -> dict[str, Any]:
     return {"mask": _of_top_p(engine).isfinite().int().tolist()}
 
 
-def _swapped(engine: Engine, *pairs: tuple[int, int]) -> Tensor:
-    said = engine.said(engine.logits)
-    for one, other in pairs:
-        said[[one, other]] = said[[other, one]]
+def _of_one_prompt_swapped(engine: Engine) -> Tensor:
+    """The first two answers to one prompt of which no two thirds are equal stand in each other's place."""
+    answers, said = engine.tokens[:, engine.prompt :], engine.said(engine.logits)
+    pairs = ([4 * prompt, 4 * prompt + other] for prompt in range(ROWS // 4) for other in (1, 2, 3))
+    pair = next([a, b] for a, b in pairs if (answers[a] == answers[b]).sum() < ANSWER * 2 // 3)
+    said[pair] = said[pair[::-1]]
     return said
 
 
-def _of_one_prompt(engine: Engine) -> tuple[int, int]:
-    """The first two answers to one prompt of which no two thirds are equal."""
-    answers = engine.tokens[:, engine.prompt :]
-    pairs = ((4 * prompt, 4 * prompt + other) for prompt in range(ROWS // 4) for other in (1, 2, 3))
-    return next(pair for pair in pairs if (answers[pair[0]] == answers[pair[1]]).sum() < ANSWER * 2 // 3)
+def _white(size: float) -> Tensor:
+    return size * torch.randn(ROWS, ANSWER, generator=torch.Generator().manual_seed(1))
 
 
 def _some(engine: Engine, other: Tensor, rows: Any, places: Any = slice(None)) -> Tensor:
@@ -227,64 +224,57 @@ def _theta(config: Any) -> None:
     config.rope_parameters = config.rope_parameters | {"rope_theta": 20_000.0}
 
 
-def _eps(config: Any) -> None:
-    config.rms_norm_eps = 0.1
-
-
-Plant = tuple[Callable[[Engine], Tensor], str | None, dict[str, Any] | Callable[[Engine], dict[str, Any]]]
-PLANTED: dict[str, Plant] = {
-    "temperature 0.9": (lambda e: e.said(e.logits, 0.9), "temperature", {}),
-    "temperature 1.1": (lambda e: e.said(e.logits, 1.1), "temperature", {}),
-    "temperature 0.7": (lambda e: e.said(e.logits, 0.7), "temperature", {}),
-    "temperature 1.4": (lambda e: e.said(e.logits, 1.4), "temperature", {}),
-    "temperature 1, declared as 0.7": (lambda e: e.said(e.logits), "temperature", {"temperature": 0.7}),
-    "logits times 1.1": (lambda e: e.said(1.1 * e.logits), "temperature", {}),
-    "logits times 0.5": (lambda e: e.said(0.5 * e.logits), "temperature", {}),
-    "a soft cap of the largest logit": (lambda e: _capped(e, 1.0), "soft cap", {}),
-    "a soft cap of half the largest logit": (lambda e: _capped(e, 0.5), "soft cap", {}),
-    "a soft cap of twice the largest logit": (lambda e: _capped(e, 2.0), "soft cap", {}),
-    "six rows swapped": (lambda e: _swapped(e, (0, 9), (5, 17), (22, 34)), "rows", {}),
-    "two rows of one prompt swapped": (lambda e: _swapped(e, _of_one_prompt(e)), "rows", {}),
-    "three rows of other weights": (lambda e: _some(e, e.said(e.asked(_noise(1.0))), [2, 11, 30]), "rows", {}),
-    "each row another's": (lambda e: e.said(e.logits).roll(5, 0), None, {}),
-    "the token before": (lambda e: e.said(e.logits).roll(1, 1), "shift", {}),
-    "the token behind": (lambda e: e.said(e.logits).roll(-1, 1), "shift", {}),
-    "a BOS in front": (lambda e: e.said(e.asked(front=1)), "BOS", {}),
-    "top-p 0.9, not declared": (lambda e: _of_top_p(e).clamp(min=-50.0), "renormalised", _sampled),
-    "top-p 0.9, not renormalised": (
-        lambda e: e.said(e.logits),
-        "not renormalised",
-        lambda e: {"top_p": 0.9} | _sampled(e),
-    ),
-    "logarithms of base 2": (lambda e: e.said(e.logits) / math.log(2), "base", {}),
-    "logarithms of base 10": (lambda e: e.said(e.logits) / math.log(10), "base", {}),
-    "the end of an answer": (lambda e: e.said(e.logits) - 3.0 * (e.tokens[:, e.prompt :] == EOS), "special tokens", {}),
-    "the first token": (lambda e: _some(e, e.said(e.logits) - 0.7, slice(None), 0), "first token", {}),
-    "half of another version": (
-        lambda e: _some(e, e.said(e.asked(_noise(0.3))), slice(1, None, 2)),
-        "version",
-        {"version": ROWS // 2 * [1, 2]},
-    ),
-    "other weights": (lambda e: e.said(e.asked(_noise(3.0))), None, {}),
-    "weights nearby": (lambda e: e.said(e.asked(_noise(0.05))), None, {}),
-    "weights of four bits": (lambda e: e.said(e.asked(_rounded(7))), None, {}),
-    "an adapter": (lambda e: e.said(e.asked(_low_rank)), None, {}),
-    "a layer less": (lambda e: e.said(e.asked(_without_last_layer)), None, {}),
-    "other rotary embeddings": (lambda e: e.said(e.asked(config=_theta)), None, {}),
-    "another epsilon of the norms": (lambda e: e.said(e.asked(config=_eps)), None, {}),
-    "noise of 0.1": (
-        lambda e: e.said(e.logits) + 0.1 * torch.randn(ROWS, ANSWER, generator=torch.Generator().manual_seed(1)),
-        None,
-        {},
-    ),
-    "clipped at -1": (lambda e: e.said(e.logits).clamp(min=-1.0), None, {}),
-    "the most probable token's": (lambda e: e.logits.log_softmax(-1).amax(-1), None, {}),
+PLANTED: dict[str, tuple[Callable[[Engine], Tensor], str]] = {
+    "temperature 0.9": (lambda e: e.said(e.logits, 0.9), "temperature 0.9, not of 1"),
+    "temperature 1.4": (lambda e: e.said(e.logits, 1.4), "temperature 1.4, not of 1"),
+    "temperature 1, declared as 0.7": (lambda e: e.said(e.logits), "temperature 1, not of 0.7"),
+    "logits times 0.5": (lambda e: e.said(0.5 * e.logits), "temperature 2, not of 1"),
+    "a soft cap of half the largest logit": (lambda e: _capped(e, 0.5), "a soft cap of about 13.9"),
+    "a soft cap of twice the largest logit": (lambda e: _capped(e, 2.0), "a soft cap of about 55.5"),
+    "two rows of one prompt swapped": (_of_one_prompt_swapped, "2 of 48 rows differ"),
+    "three rows of other weights": (lambda e: _some(e, e.said(e.asked(_noise(1.0))), [2, 11, 30]), "3 of 48 rows"),
+    "each row another's": (lambda e: e.said(e.logits).roll(5, 0), UNKNOWN),
+    "the token before": (lambda e: e.said(e.logits).roll(1, 1), "of the token before each"),
+    "the token behind": (lambda e: e.said(e.logits).roll(-1, 1), "of the token behind each"),
+    "a BOS in front": (lambda e: e.said(e.asked(front=1)), "texts with a token 1 (BOS) at their beginning"),
+    "top-p 0.9, not declared": (lambda e: _of_top_p(e).clamp(min=-50.0), "the tokens that top-p 0.9 leaves"),
+    "top-p 0.9, not renormalised": (lambda e: e.said(e.logits), "of all tokens, not of those that top-p"),
+    "logarithms of base 2": (lambda e: e.said(e.logits) / math.log(2), "its logarithms have base 2, not e"),
+    "the end of an answer": (lambda e: e.said(e.logits) - 3.0 * (e.tokens[:, e.prompt :] == EOS), "special tokens"),
+    "the first token": (lambda e: _some(e, e.said(e.logits) - 0.7, slice(None), 0), "the first token of each"),
+    "half of another version": (lambda e: _some(e, e.said(e.asked(_noise(0.3))), slice(1, None, 2)), "versions but 1"),
+    "other weights": (lambda e: e.said(e.asked(_noise(3.0))), UNKNOWN),
+    "weights nearby": (lambda e: e.said(e.asked(_noise(0.05))), UNKNOWN),
+    "weights of four bits": (lambda e: e.said(e.asked(_rounded(7))), UNKNOWN),
+    "an adapter": (lambda e: e.said(e.asked(_low_rank)), UNKNOWN),
+    "a layer less": (lambda e: e.said(e.asked(_without_last_layer)), UNKNOWN),
+    "other rotary embeddings": (lambda e: e.said(e.asked(config=_theta)), UNKNOWN),
+    "noise of 0.1": (lambda e: e.said(e.logits) + _white(0.1), UNKNOWN),
+    "a number on top": (lambda e: e.said(e.logits) - 0.2, UNKNOWN),
+    "clipped at -1": (lambda e: e.said(e.logits).clamp(min=-1.0), UNKNOWN),
+    "the most probable token's": (lambda e: e.logits.log_softmax(-1).amax(-1), UNKNOWN),
 }
+"""What a server has said, and a piece of the sentence about it."""
+DECLARED: dict[str, Callable[[Engine], dict[str, Any]]] = {
+    "temperature 1, declared as 0.7": lambda e: {"temperature": 0.7},
+    "top-p 0.9, declared": lambda e: {"top_p": 0.9} | _sampled(e),
+    "top-p 0.9, not declared": _sampled,
+    "top-p 0.9, not renormalised": lambda e: {"top_p": 0.9} | _sampled(e),
+    "half of another version": lambda e: {"version": ROWS // 2 * [1, 2]},
+}
+"""Further keys of the rows."""
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_seen_and_no_wrong_cause_is_named(engine: Engine, tmp_path: Path, name: str) -> None:
-    plant, cause, more = PLANTED[name]
-    side = engine.certified(plant(engine), tmp_path, **(more(engine) if callable(more) else more))
-    assert side.verdict in ("above the floor", "broken")
-    assert [each.name for each in side.explanations] == ([cause] if cause else [])
+    plant, text = PLANTED[name]
+    report = engine.certified(name, plant(engine), tmp_path)
+    (side,) = report.sides
+    told, floor = sentence(side, report), report.floor.mean
+    assert side.verdict in ("above the floor", "broken") and text in told and floor is not None
+    assert len(side.explanations) == (text != UNKNOWN)
+    assert all(each.after < floor for each in side.explanations), "made good, nothing but the floor is left"
+    if text == UNKNOWN:
+        assert all(each.after > 0.1 * each.before for each in side.tried) and side.tried
+        assert ("it hardly follows this model" in told) == side.unrelated
+        assert side.unrelated == (name in ("each row another's", "other weights"))

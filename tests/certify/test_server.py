@@ -1,7 +1,5 @@
 """Certifying a running server: what is planted in one is found and named, and bad input is one message."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -73,11 +71,9 @@ def test_a_planted_dependence_is_named(fault: str, cause: str, ways: list[str], 
     report = certified(Planted(fault), path)
     assert (report.verdict, report.breaks) == ("broken", [cause])
     assert [way.name for way in report.ways if way.outcome == "differs"] == ways
-    way = next(way for way in report.ways if way.outcome == "differs")
-    assert way.found is not None and way.found.size.max == 2.0**-20
-    assert way.found.first is not None and len(set(way.found.first.tokens)) == 1
-    one, other = way.found.first.logprobs
-    assert one is not None and other is not None and abs(one - other) == 2.0**-20
+    found = next(way for way in report.ways if way.outcome == "differs").found
+    assert found is not None and found.first is not None and found.size.max == 2.0**-20
+    assert len(set(found.first.tokens)) == 1 and abs(float.__sub__(*found.first.logprobs)) == 2.0**-20
 
 
 @pytest.mark.parametrize("salts", [True, False])
@@ -112,10 +108,8 @@ def test_a_server_that_stops_answering_is_undecided() -> None:
     assert report.ways[-1].outcome == "not reached" and "was over" in report.ways[-1].why
 
 
-@pytest.mark.parametrize(("fault", "verdict"), [("", "certified"), ("batch", "broken"), ("chunk", "broken")])
-def test_a_short_limit_has_a_verdict_on_a_few_prompts(
-    fault: str, verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("fault", "verdict"), [("", "certified"), ("chunk", "broken")])
+def test_a_short_limit_has_a_verdict_on_a_few_prompts(fault: str, verdict: str, monkeypatch: Any) -> None:
     """Each way is tried with a few prompts before any is tried with all."""
     asked, left = Http._asked, iter(range(45))
 
@@ -172,10 +166,8 @@ def run(*arguments: str | Path) -> tuple[int, str]:
         (Planted(key="k"), [], "--api-key: found 'none, which http://127.0.0.1:PORT refuses (401)'"),
         (Planted(key="k"), ["--api-key", "x"], "--api-key: found 'one, which http://127.0.0.1:PORT refuses (401)'"),
         (Planted(), ["--model", "gpt-4"], f"--model: found 'gpt-4', expected one of this server's: {NAME}."),
-        (Planted(native=False), ["--model", "gpt-4"], f"found 'gpt-4', expected one of this server's: {NAME}."),
         (Planted(logprobs=False), [], "--server: found 'answers of /generate without output_token_logprobs'"),
         (Planted(native=False, logprobs=False), [], "--server: found 'answers of /v1/completions without log-prob"),
-        (Planted(status=500), [], "which has neither /generate nor /v1/models"),
     ],
 )
 def test_a_server_that_cannot_be_asked_is_one_message(planted: Planted, arguments: list[str], message: str) -> None:
@@ -191,18 +183,14 @@ def test_where_no_server_is_that_is_said() -> None:
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         code, printed = run("--server", url)
     assert code == 2 and f"--server: found 'nothing that answers at {url}" in printed
-    for address in ("127.0.0.1:30000", "ftp://x", "http://", "http://[", ""):
-        code, printed = run("--server", address)
-        assert code == 2 and "expected an address like http://127.0.0.1:30000" in printed, address
+    code, printed = run("--server", "127.0.0.1:30000")
+    assert code == 2 and "expected an address like http://127.0.0.1:30000" in printed
 
 
 def test_the_command_says_what_breaks_a_server() -> None:
     with serve(Planted("batch", key="k")) as url:
         result = CliRunner().invoke(app, ["certify", "--server", url, "--api-key", "k"])
-        assert result.exit_code == 1
-        assert result.stdout.startswith("broken: answers change with what else is in the batch"), (
-            "the verdict comes first"
-        )
+        assert result.exit_code == 1 and result.stdout.startswith("broken: answers change with what else is in the")
         result = CliRunner().invoke(app, ["certify", "--server", url, "--api-key", "k", "--json"])
     found = json.loads(result.stdout)
     assert (result.exit_code, found["verdict"], found["breaks"]) == (1, "broken", ["batch"])

@@ -1,13 +1,10 @@
 """Comparison, temperature fit and ranking on hand-made data."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +28,6 @@ from fp8rl.diagnose.attribution.compare import (
     relative_rms,
 )
 from fp8rl.diagnose.attribution.findings import Evidence, rank
-from fp8rl.diagnose.measure import sync_weights
 from fp8rl.diagnose.subject import read_subject
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
@@ -44,7 +40,7 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.trainer.checkpoint.files import About, write_about
-from fp8rl.weight_sync.manifest import Manifest, SyncError
+from fp8rl.weight_sync.manifest import Manifest
 from tests.support.commands import result_of
 from tests.support.definitions import SIZES
 from tests.support.scored_batches import CapsuleRun, scored_batch
@@ -54,10 +50,9 @@ SITES = [(site.layer, site.op.name) for site in MODEL.forward.sites()]
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 NATIVE = replace(EXACT, mode="native")
 DOWN = "model.layers.1.mlp.experts.5.down_proj.weight"
-GATE = "model.layers.1.mlp.experts.5.gate_proj.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight_scale_inv"
 NORM = "model.norm.weight"
-ENTRIES = {DOWN: "a@7", GATE: "b@7", QUERY: "c@7", NORM: "d"}
+ENTRIES = {DOWN: "a@7", DOWN.replace("down", "gate"): "b@7", QUERY: "c@7", NORM: "d"}
 
 
 def clues(**changes: object) -> Evidence:
@@ -85,12 +80,14 @@ def scales(before: float, after: float) -> Cause:
 
 
 def test_relative_rms_by_hand() -> None:
-    assert relative_rms(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])) == 0
-    assert relative_rms(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
-    assert relative_rms(torch.zeros(2), torch.ones(2)) == math.inf
-    assert relative_rms(torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])) == 0
-    assert relative_rms(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 1.0])) == math.inf
-    assert relative_rms(torch.empty(0), torch.empty(0)) == 0
+    for one, other, expected in (
+        ([3.0, 4.0], [3.0, 4.5], 0.1),
+        ([0.0, 0.0], [1.0, 1.0], math.inf),
+        ([1.0, math.nan], [1.0, math.nan], 0.0),
+        ([1.0, math.nan], [1.0, 1.0], math.inf),
+        ([], [], 0.0),
+    ):
+        assert relative_rms(torch.tensor(one), torch.tensor(other)) == pytest.approx(expected)
 
 
 def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
@@ -100,17 +97,14 @@ def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
         Op("norm", ADD_NORM, ("x", "residual"), ("x", "residual")),
         Op("topk", TOPK, ("x",), ("probs", "chosen")),
     )
-    trainer = {
+    written = {
         "embed:out.x": torch.ones(2, 3),
         "norm:out.x": torch.tensor([[1.0], [2.0]]),
         "norm:out.residual": torch.tensor([[2.0], [4.0]]),
         "topk:out.probs": torch.ones(2, 2),
-        "topk:out.chosen": torch.zeros(2, 1),
     }
-    engine = trainer | {
-        "norm:out.residual": torch.tensor([[2.0], [3.0]]).bfloat16(),
-        "topk:out.chosen": torch.ones(2, 1),
-    }
+    trainer, engine = (written | {"topk:out.chosen": torch.full((2, 1), value)} for value in (0.0, 1.0))
+    engine["norm:out.residual"] = torch.tensor([[2.0], [3.0]]).bfloat16()
     first, second, third = op_differences(Forward(ops, (), ()), trainer, engine)
     assert (second.layer, second.op, second.differing, second.largest) == (None, "norm", 0.25, 1.0)
     assert second.relative_rms == pytest.approx(0.2)
@@ -123,11 +117,8 @@ def test_experts_by_hand() -> None:
     each = torch.ones(3, 2, 4)
     theirs = each.clone()
     theirs[0, 1] = theirs[1, 1] = 2.0
-    trainer = {
-        "layers.1.experts:each": each,
-        "layers.1.experts:in.chosen": chosen,
-        "layers.1.experts:in.probs": torch.zeros(3, 4),
-    }
+    given = {"layers.1.experts:in.chosen": chosen, "layers.1.experts:in.probs": torch.zeros(3, 4)}
+    trainer = {"layers.1.experts:each": each, **given}
     dense = (Op("down", LINEAR, ("x",), ("x",)),)
     forward = Forward((), (dense, (Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",)),)), ())
     abs_d = torch.tensor([0.3, 0.5, 0.1], dtype=torch.float64)
@@ -166,122 +157,67 @@ def test_the_temperature_of_a_record_is_found(true: float) -> None:
     assert fit.abs_diff_mean == pytest.approx(0.02 * math.sqrt(2 / math.pi), rel=0.2)
 
 
-def test_weights_belong_to_ops() -> None:
-    found = rank(clues(held=ENTRIES | dict.fromkeys((DOWN, QUERY, NORM), "x@7")))
-    assert {(f.layers, f.op, f.experts) for f in found} == {
-        ((1,), "experts", (5,)),
-        ((0,), "qkv", ()),
-        ((), "final_norm", ()),
-    }
-
-
-def test_agreement_has_no_finding() -> None:
-    assert rank(clues()) == ()
-
-
-def test_weights_come_first_and_explain_their_ops() -> None:
-    held = ENTRIES | {DOWN: "x@7", QUERY: "y@7"}
-    ops = differing((0, "qkv", 0.1), (1, "experts", 0.2), (0, "rope", 0.9))
-    found = rank(clues(held=held, ops=ops, experts=[expert(1, 4, 0.0), expert(1, 5, 0.31)]))
-    assert [(f.cause, f.op) for f in found] == [("weights", "experts"), ("weights", "qkv"), ("op", "rope")]
-    assert found[0].text == (
-        "layer 1 experts: expert 5 differs (relative RMS 0.31): in the engine, down_proj are not those of version 7"
-    )
-    assert found[1].tensors == (QUERY,) and "q_proj scales" in found[1].text
-
-
-def test_an_engine_of_another_version_is_one_finding() -> None:
-    named = {f"model.layers.{layer}.self_attn.q_proj.weight": f"{layer}@7" for layer in range(9)}
-    expected = Manifest("7", "digest", named)
-    nine = Model(QWEN3_MOE, replace(SIZES, layers=9))
-    (finding,) = rank(
-        clues(model=nine, expected=expected, held={name: d.replace("@7", "@6") for name, d in named.items()})
-    )
-    assert finding.text == "9 of 9 weights in the engine are not those of version 7"
-    assert finding.layers == tuple(range(9))
+NINE = {f"model.layers.{layer}.self_attn.q_proj.weight": f"{layer}@7" for layer in range(9)}
+OTHERS = {name: digest.replace("@7", "@6") for name, digest in NINE.items()}
+QKV = "layer 0 qkv: in the engine, q_proj scales were not"
+CAUSES = [Cause("routing", 0.04, 0.03, "R3"), Cause("quantization", 0.04, 0.01, ""), Cause("op definitions", 4, 0, "")]
+SMALL = differing((0, "post_norm", 0.003), (1, "experts", 0.02))
+EXPERTS_DIFFER = differing((1, "experts", 0.2))
 
 
 @pytest.mark.parametrize(
     ("seen", "says"),
     [
-        (
-            {"reproduced": 0.4},
-            ["state: .* 0.4.* agree to 0 now: other weights, stale operands of former weights or another sampler"],
-        ),
+        ({}, []),
+        ({"held": ENTRIES | {DOWN: "x@7", QUERY: "y@7", NORM: "z"}, "experts": [expert(1, 4, 0.0), expert(1, 5, 0.31)],
+          "ops": differing((0, "qkv", 0.1), (1, "experts", 0.2), (0, "rope", 0.9))},
+         [r"weights: layer 1 experts: expert 5 differs \(relative RMS 0.31\): in the engine, down_proj are not those o",
+          "weights: layer 0 qkv differs.*q_proj scales are not", "weights: final_norm: in the engine", "op: rope"]),
+        ({"model": Model(QWEN3_MOE, replace(SIZES, layers=9)), "expected": Manifest("7", "", NINE), "held": OTHERS},
+         ["weights: 9 of 9 weights in the engine are not those of version 7$"]),
+        ({"reproduced": 0.4}, ["state: .* 0.4.* to 0 now: other weights, stale operands of former weights or anothe"]),
         ({"reproduced": 0.4, "wrong": []}, ["held the right weights, by their digests, so it computed with stale"]),
         ({"nonfinite": 3, "wrong": []}, ["state: 3 recorded .* not finite.* now: other weights, stale operands"]),
-        (
-            {"reproduced": 0.4, "wrong": [ADAPTER_SCALE, f"{QUERY}#1/2"]},
-            ["adapter.scale: in the engine, ", "layer 0 qkv: in the engine, q_proj scales were not", "state"],
-        ),
-        (
-            {"reproduced": 0.4, "causes": [scales(0.4, 0.0), scales(0.4, 0.1)]},
-            ["scales: fp32 scales in the engine, where the numerics say pow2, give its record .* 0.4 .* 0 ", "state"],
-        ),
+        ({"reproduced": 0.4, "wrong": [ADAPTER_SCALE, f"{QUERY}#1/2"]}, ["adapter.scale: in the engin", QKV, "state"]),
+        ({"reproduced": 0.4, "causes": [scales(0.4, 0.0), scales(0.4, 0.1)]},
+         ["scales: fp32 scales in the engine, where the numerics say pow2, give its record .* 0.4 .* 0 ", "state"]),
         ({"rescored": 0.2}, ["state: the trainer does not reproduce its recorded .* 0.2.* in other numerics or with"]),
         ({"rescored": 1e-6, "reproduced": 1e-6, "wrong": []}, []),
+        ({"fit": TemperatureFit(0.7, 1e-7), "reproduced": 0.4}, ["sampler: .*temperature 0.7, and the batch says 1 "]),
+        ({"fit": TemperatureFit(5.8, 3.8), "reproduced": 12.8}, ["^state"]),  # a temperature must explain all
+        ({"fit": TemperatureFit(1.001, 0.0), "reproduced": 1e-6}, []),
+        ({"ops": differing((0, "router", 0.002), (0, "rope", 0.3), (1, "rope", 0.6), (None, "embed", 0.1))},
+         [r"op: rope differs in every layer on equal inputs \(relative RMS 0.6, 100%.*; in exact mode it is fp8rl\.n",
+          "op: embed differs", "op: router differs in layer 0 on equal inputs"]),
+        ({"ops": EXPERTS_DIFFER, "experts": [expert(1, 0, 0.0), expert(1, 1, 0.0), expert(1, 3, 0.3)]}, ["expert 3 "]),
+        ({"ops": EXPERTS_DIFFER, "experts": [expert(1, index, 0.3) for index in range(3)]}, ["op: experts differ in "]),
+        ({"ops": differing((1, "rope", 0.3)), "settings": {"rope": ("rope_theta", 2e4, 1e4)}},
+         ["rope_theta is 20000 in the trainer and 10000 in the engine$"]),
+        ({"ops": SMALL}, ["experts", "post_norm"]),
+        ({"ops": SMALL, "numerics": NATIVE}, ["experts"]),
+        ({"ops": differing((0, "attention", 0.003), (1, "post_norm", 0.001)), "numerics": NATIVE},
+         ["attention.*no op differs by more than roundings do$"]),
+        ({"ops": differing((0, "qkv", 0.03), (1, "qkv", 0.04), (0, "router", 0.01)),
+          "numerics": replace(EXACT, trainer="bf16")},
+         ["quantization: .*the trainer multiplies in BF16 and the engine in FP8 .* of qkv by 0.04", "op: router"]),
+        ({"numerics": NATIVE, "ops": differing((0, "experts", 0.03)), "causes": CAUSES},
+         ["op: experts", "op definitions: ", "quantization: "]),
     ],
-)
-def test_a_record_that_a_side_does_not_give_again(seen: dict[str, Any], says: list[str]) -> None:
-    found = rank(clues(**seen))
-    assert len(found) == len(says)
-    assert all(re.search(pattern, finding.text) for finding, pattern in zip(found, says, strict=True)), found
+)  # fmt: skip
+def test_findings_are_ranked_and_said(seen: dict[str, Any], says: list[str]) -> None:
+    found = [f"{finding.cause}: {finding.text}" for finding in rank(clues(**seen))]
+    assert len(found) == len(says), found
+    assert all(re.search(pattern, text) for text, pattern in zip(found, says, strict=True)), found
 
 
-def test_a_temperature_must_explain_all() -> None:
-    sampler = rank(clues(fit=TemperatureFit(0.7, 1e-7), reproduced=0.4))
-    assert [f.cause for f in sampler] == ["sampler"]
-    assert "temperature 0.7, and the batch says 1 " in sampler[0].text
-    broken = rank(clues(fit=TemperatureFit(5.8, 3.8), reproduced=12.8))
-    assert [f.cause for f in broken] == ["state"]
-    assert rank(clues(fit=TemperatureFit(1.001, 0.0), reproduced=1e-6)) == ()
-
-
-def test_ops_are_ranked_by_size_and_grouped_over_layers() -> None:
-    found = rank(clues(ops=differing((0, "router", 0.002), (0, "rope", 0.3), (1, "rope", 0.6), (None, "embed", 0.1))))
-    assert [(f.op, f.layers) for f in found] == [("rope", (0, 1)), ("embed", ()), ("router", (0,))]
-    assert found[0].text.startswith("rope differs in every layer on equal inputs (relative RMS 0.6, 100%")
-    assert "; in exact mode it is fp8rl.numerics.ops.rope.rope)" in found[0].text
-    assert found[2].text.startswith("router differs in layer 0 on equal inputs")
-
-
-def test_experts_are_named_where_few_differ() -> None:
-    ops, others = differing((1, "experts", 0.2)), [expert(1, index, 0.0) for index in range(3)]
-    (finding,) = rank(clues(ops=ops, experts=[*others, expert(1, 3, 0.3)]))
-    assert finding.experts == (3,) and finding.text.startswith("expert 3 differs in layer 1 on equal inputs")
-    (finding,) = rank(clues(ops=ops, experts=[expert(1, index, 0.3) for index in range(3)]))
-    assert finding.experts == () and finding.text.startswith("experts differ in layer 1 on equal inputs")
-
-
-def test_constants_that_differ_are_named() -> None:
-    (finding,) = rank(clues(ops=differing((1, "rope", 0.3)), settings={"rope": ("rope_theta", 2e4, 1e4)}))
-    assert finding.text.endswith("rope_theta is 20000 in the trainer and 10000 in the engine")
-
-
-def test_native_mode_has_a_floor() -> None:
-    ops = differing((0, "post_norm", 0.003), (1, "experts", 0.02))
-    assert [f.op for f in rank(clues(numerics=NATIVE, ops=ops))] == ["experts"]
-    assert [f.op for f in rank(clues(ops=ops))] == ["experts", "post_norm"]
-    (largest,) = rank(clues(numerics=NATIVE, ops=differing((0, "attention", 0.003), (1, "post_norm", 0.001))))
-    assert largest.op == "attention" and largest.text.endswith("no op differs by more than roundings do")
-
-
-def test_products_in_two_precisions_are_one_finding() -> None:
-    ops = differing((0, "qkv", 0.03), (0, "o_proj", 0.02), (1, "qkv", 0.04), (0, "router", 0.01))
-    first, second = rank(clues(numerics=replace(EXACT, trainer="bf16"), ops=ops))
-    assert first.cause == "quantization" and first.layers == (0, 1)
-    assert "the trainer multiplies in BF16 and the engine in FP8 (relative RMS of qkv by 0.04" in first.text
-    assert second.op == "router"
-
-
-def test_switched_causes_come_last_the_best_first() -> None:
-    causes = [
-        Cause("routing", 0.04, 0.03, "R3"),
-        Cause("quantization", 0.04, 0.01, "both sides in BF16"),
-        Cause("op definitions", 0.04, 0.0, "the shared ops"),
+def test_a_finding_names_its_layers_op_experts_and_tensors() -> None:
+    found = rank(clues(held=ENTRIES | dict.fromkeys((DOWN, QUERY, NORM), "x@7"), ops=differing((0, "rope", 0.3))))
+    assert [(f.layers, f.op, f.experts, f.tensors) for f in found] == [
+        ((0,), "qkv", (), (QUERY,)),
+        ((1,), "experts", (5,), (DOWN,)),
+        ((), "final_norm", (), (NORM,)),
+        ((0,), "rope", (), ()),
     ]
-    found = rank(clues(numerics=NATIVE, ops=differing((0, "experts", 0.03)), causes=causes))
-    assert [f.cause for f in found] == ["op", "op definitions", "quantization"]
 
 
 def test_the_page_is_self_contained_and_its_numbers_stand_beside_it(tmp_path: Path) -> None:
@@ -328,14 +264,6 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
     assert subject.experiment.adapter == spec.adapter
     assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")
     assert (subject.name, page_of(subject)) == ("demo", run / "attribution.html")
-
-
-def test_a_sync_that_fails_is_one_sentence() -> None:
-    def sync() -> None:
-        raise SyncError("2 tensors differ")
-
-    with pytest.raises(UserError, match="sync: found '2 tensors differ', expected engines that hold"):
-        sync_weights(SimpleNamespace(syncing=SimpleNamespace(sync=sync)))  # type: ignore[arg-type]
 
 
 def test_a_capsule_s_tokens_of_older_weights_are_not_attributed(tmp_path: Path) -> None:

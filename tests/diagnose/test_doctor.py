@@ -1,14 +1,13 @@
 """Machines written by hand, judged; and this one, through the command."""
 
-from __future__ import annotations
-
-import dataclasses
 import io
 import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,187 +24,119 @@ from fp8rl.numerics.spec import QuantSpec
 from tests.support.commands import result_of
 from tests.support.paths import EXAMPLES
 
-CPU_LIBRARIES = {
-    "torch": "2.13.0+cpu",
-    "triton": "3.7.1",
-    "transformer_engine": None,
-    "transformer_engine_torch": None,
-    "megatron-core": "0.16.1",
-    "sglang": "0.5.19",
-    "sglang-kernel": None,
-    "sgl-deep-gemm": None,
+CPU_LIBRARIES: dict[str, str | None] = {
+    "torch": "2.13.0+cpu", "triton": "3.7.1", "megatron-core": "0.16.1", "sglang": "0.5.19",
+    "transformers": "5.12.1", "ray": "2.60.0", "wandb": "0.31.0", "fp8rl-cpu-stubs": "0.1.0",
+    **dict.fromkeys(("transformer_engine", "transformer_engine_torch", "sglang-kernel", "sgl-deep-gemm")),
     "flashinfer-python": None,
-    "transformers": "5.12.1",
-    "ray": "2.60.0",
-    "wandb": "0.31.0",
-    "fp8rl-cpu-stubs": "0.1.0",
-}
+}  # fmt: skip
 GPU_LIBRARIES = CPU_LIBRARIES | {
-    "torch": "2.13.0+cu130",
-    "transformer_engine": "2.20.2",
-    "transformer_engine_torch": "2.20.2",
-    "sglang-kernel": "0.4.6.post1",
-    "sgl-deep-gemm": "0.1.7",
-    "flashinfer-python": "0.6.18",
-    "fp8rl-cpu-stubs": None,
-}
+    "torch": "2.13.0+cu130", "transformer_engine": "2.20.2", "transformer_engine_torch": "2.20.2",
+    "sglang-kernel": "0.4.6.post1", "sgl-deep-gemm": "0.1.7", "flashinfer-python": "0.6.18", "fp8rl-cpu-stubs": None,
+}  # fmt: skip
 WANTED = {
-    "torch": "<2.14,>=2.13",
-    "transformer_engine": "==2.20.2",
-    "megatron-core": "==0.16.1",
-    "sglang": "==0.5.19",
+    "torch": "<2.14,>=2.13", "transformer_engine": "==2.20.2", "megatron-core": "==0.16.1", "sglang": "==0.5.19",
     "sglang-kernel": "==0.4.6.post1",
-}
+}  # fmt: skip
 CPU = Machine(
-    python="3.11.7",
-    system="Linux x86_64",
-    libraries=CPU_LIBRARIES,
-    wanted=WANTED,
-    cc="/usr/bin/gcc",
-    cxx="/usr/bin/g++",
-    compiles=True,
-)
-H200 = dataclasses.replace(
-    CPU,
-    libraries=GPU_LIBRARIES,
-    gpus=(InstalledGpu("NVIDIA H200", 141 << 30, (9, 0)),) * 8,
-    torch_sees=True,
-    torch_cuda="13.0",
-    driver="580.95.05",
-    driver_cuda="13.0",
-    cublaslt="13.1.1",
-    nvcc="/usr/local/cuda/bin/nvcc",
-)
+    python="3.11.7", system="Linux x86_64", libraries=CPU_LIBRARIES, wanted=WANTED, cc="/usr/bin/gcc",
+    cxx="/usr/bin/g++", compiles=True,
+)  # fmt: skip
+H200 = replace(
+    CPU, libraries=GPU_LIBRARIES, gpus=(InstalledGpu("NVIDIA H200", 141 << 30, (9, 0)),) * 8, torch_sees=True,
+    torch_cuda="13.0", driver="580.95.05", driver_cuda="13.0", cublaslt="13.1.1", nvcc="/usr/local/cuda/bin/nvcc",
+)  # fmt: skip
 
 
-def without(machine: Machine, *names: str) -> Machine:
-    return dataclasses.replace(machine, libraries={**machine.libraries, **dict.fromkeys(names)})
+def with_libraries(machine: Machine, **versions: str | None) -> Machine:
+    named = {name.replace("__", "-"): version for name, version in versions.items()}
+    return replace(machine, libraries={**machine.libraries, **named})
 
 
-def with_gpu(name: str, capability: tuple[int, int], **changes: str) -> Machine:
-    return dataclasses.replace(H200, gpus=(InstalledGpu(name, 80 << 30, capability),), **changes)
+def with_gpu(name: str, capability: tuple[int, int]) -> Machine:
+    return replace(H200, gpus=(InstalledGpu(name, 80 << 30, capability),))
 
 
-def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision: str) -> NumericsConfig:
+def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision: Any) -> NumericsConfig:
     return NumericsConfig(mode=mode, spec=QuantSpec.preset(preset), **precision)  # type: ignore[arg-type]
-
-
-NATIVE = numerics("native")
-
-
-def ops(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
-    return [(side.name, side.device, side.ops) for side in diagnosis.sides]
 
 
 def keys(diagnosis: Diagnosis) -> list[tuple[str, bool]]:
     return [(remark.key, remark.blocks) for remark in diagnosis.remarks]
 
 
-def test_a_cpu_runs_both_modes_emulated() -> None:
-    exact, native = judge(CPU, numerics()), judge(CPU, NATIVE)
-    assert exact.ok and native.ok and exact.remarks == native.remarks == ()
-    shared = "shared ops, torch, emulated FP8"
-    assert ops(exact) == [("trainer", "cpu", shared), ("engine", "cpu", shared)]
-    assert ops(native) == [("trainer", "cpu", "Megatron-core, emulated FP8"), ("engine", "cpu", "SGLang, emulated FP8")]
-    assert exact.sides[1].attention == "torch_native"
-    assert exact.features == ()
+EXACT, NATIVE, NATIVE_FP32 = numerics(), numerics("native"), numerics("native", "fp8_block_fp32")
+EMULATED, KERNELS = "shared ops, torch, emulated FP8", "shared ops, Triton kernels"
+DEEPGEMM = KERNELS + ", FP8 products on DeepGEMM where its bits are theirs"
+A100, H100 = with_gpu("NVIDIA A100-SXM4-80GB", (8, 0)), with_gpu("NVIDIA H100 80GB HBM3", (9, 0))
+B200 = with_gpu("NVIDIA B200", (10, 0))
+CUDA_12_8 = replace(H200, torch_cuda="12.8")
+GROUPS_OF_64 = replace(NATIVE, spec=NATIVE.spec.override({"activation": {"group": 64}}))
+MX = QuantSpec.preset("mxfp8").override({role: {"scale": "pow2"} for role in ("weight", "activation", "gradient")})
+ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
-def test_each_side_runs_its_own_precision() -> None:
-    found = judge(CPU, numerics("native", trainer="bf16"))
-    assert [(side.precision, side.ops) for side in found.sides] == [
-        ("bf16", "Megatron-core"),
-        ("fp8", "SGLang, emulated FP8"),
-    ]
+@pytest.mark.parametrize(
+    ("machine", "config", "trainer", "engine", "remarks"),
+    [
+        (CPU, EXACT, EMULATED, EMULATED, []),
+        (CPU, NATIVE, "Megatron-core, emulated FP8", "SGLang, emulated FP8", []),
+        (CPU, numerics("native", trainer="bf16"), "Megatron-core", "SGLang, emulated FP8", []),
+        (CPU, GROUPS_OF_64, "Megatron-core, emulated FP8", "SGLang, emulated FP8", []),
+        (H200, EXACT, DEEPGEMM, DEEPGEMM, []),
+        (H200, numerics(deepgemm=False), KERNELS, KERNELS, []),
+        (with_libraries(H200, sgl__deep__gemm=None), EXACT, KERNELS, KERNELS, [("sgl-deep-gemm", True)]),
+        (replace(H200, without_deepgemm="other bits"), numerics(deepgemm=True), None, None, [("DeepGEMM", True)]),
+        (H200, NATIVE, "TransformerEngine", "SGLang", []),
+        (H200, NATIVE_FP32, "TransformerEngine", "SGLang", []),
+        (H200, GROUPS_OF_64, None, None, [("numerics.activation.group", True)]),
+        (with_libraries(H200, transformer_engine=None, transformer_engine_torch=None), NATIVE,
+         "Megatron-core, emulated FP8", "SGLang", [("transformer_engine", False)]),
+        (with_libraries(H200, transformer_engine_torch=None), NATIVE, None, None, [("transformer_engine_torch", True)]),
+        (with_libraries(H200, transformer_engine="2.12.0"), NATIVE, None, None, [("transformer_engine", False)]),
+        (CUDA_12_8, EXACT, DEEPGEMM, DEEPGEMM, []),
+        (CUDA_12_8, NATIVE, None, None, [("numerics.trainer", True)]),
+        (CUDA_12_8, numerics("native", trainer="bf16"), "TransformerEngine", "SGLang", []),
+        (A100, EXACT, EMULATED, EMULATED, []),
+        (A100, NATIVE, None, None, [("numerics.rollout", True), ("numerics.trainer", True)]),
+        (A100, numerics("native", "bf16", trainer="bf16", rollout="bf16"), "TransformerEngine", "SGLang", []),
+        (B200, NATIVE, "TransformerEngine", "SGLang", []),
+        (B200, NATIVE_FP32, None, None, [("numerics.preset", True)]),
+        (B200, replace(NATIVE, spec=MX, rollout="bf16"), "TransformerEngine", "SGLang", []),
+        (H100, replace(NATIVE, spec=MX, rollout="bf16"), None, None, [("numerics.trainer", True)]),
+        (replace(H200, gpus=(*H200.gpus, *A100.gpus)), EXACT, EMULATED, EMULATED, []),  # the weakest decides
+        (replace(CPU, row_variant=("bf16 product",)), NATIVE, None, None, []),
+        (replace(CPU, row_variant=("x",), compiles=False), EXACT, None, None,
+         [("row invariance", True), ("C++ compiler", False)]),
+        (replace(CPU, row_variant=None, probe_error="Illegal"), EXACT, None, None, [("row invariance", True)]),
+        (with_libraries(CPU, ray=None), EXACT, None, None, [("ray", True)]),
+        (with_libraries(CPU, fp8rl__cpu__stubs=None), EXACT, None, None, [("fp8rl-cpu-stubs", True)]),
+        (with_libraries(H200, fp8rl__cpu__stubs="0.1.0"), EXACT, None, None, [("fp8rl-cpu-stubs", True)]),
+        (with_libraries(H200, sglang__kernel=None), EXACT, None, None, [("sglang-kernel", True)]),
+        (with_libraries(H200, sglang__kernel="0.4.10"), EXACT, None, None, [("sglang-kernel", False)]),
+        (with_libraries(CPU, sglang="0.5.20"), EXACT, None, None, [("sglang", True)]),
+        (replace(CPU, cxx=None, compiles=False), EXACT, None, None, [("C++ compiler", False)]),
+        (replace(H200, cc=None), EXACT, None, None, [("C compiler", True)]),
+        (replace(H200, nvcc=None), EXACT, None, None, [("nvcc", True)]),
+        (replace(H200, expandable_segments=ALLOCATOR), EXACT, None, None, [("PYTORCH_ALLOC_CONF", True)]),
+    ],
+)  # fmt: skip
+def test_a_machine_is_judged(
+    machine: Machine, config: NumericsConfig, trainer: str | None, engine: str | None, remarks: list[tuple[str, bool]]
+) -> None:
+    found = judge(machine, config)
+    assert keys(found) == remarks and found.ok is not any(blocks for _, blocks in remarks)
+    assert all(each.found and each.expected and each.remedy.endswith(".") for each in found.remarks)
+    device = "cuda" if machine.gpus else "cpu"
+    assert trainer is None or [(s.device, s.ops) for s in found.sides] == [(device, trainer), (device, engine)]
 
 
-def test_an_h200_runs_exact_mode_on_our_kernels() -> None:
-    found = judge(H200, numerics())
-    assert found.ok and found.remarks == ()
-    shared = "shared ops, Triton kernels, FP8 products on DeepGEMM where its bits are theirs"
-    assert ops(found) == [("trainer", "cuda", shared), ("engine", "cuda", shared)]
-    without = judge(H200, dataclasses.replace(numerics(), deepgemm=False))
-    assert ops(without) == [
-        ("trainer", "cuda", "shared ops, Triton kernels"),
-        ("engine", "cuda", "shared ops, Triton kernels"),
-    ]
-    bare = dataclasses.replace(H200, libraries={**H200.libraries, "sgl-deep-gemm": None})
-    assert ops(judge(bare, numerics())) == ops(without)
-    lacking = dataclasses.replace(H200, without_deepgemm="other bits, in experts")
-    assert keys(judge(lacking, dataclasses.replace(numerics(), deepgemm=True))) == [("DeepGEMM", True)]
-    assert found.sides[1].attention == "triton"
-    can = found.features[0]
-    assert len(found.features) == 8 and (can.fp8, can.blocks, can.mx) == (True, "native", False)
-
-
-def test_an_h200_runs_native_mode_on_the_libraries() -> None:
-    for preset in ("fp8_block_pow2", "fp8_block_fp32"):
-        found = judge(H200, numerics("native", preset))
-        assert found.ok and ops(found) == [("trainer", "cuda", "TransformerEngine"), ("engine", "cuda", "SGLang")]
-
-
-def test_without_transformer_engine_an_h200_emulates_native_mode() -> None:
-    machine = without(H200, "transformer_engine", "transformer_engine_torch")
-    assert judge(machine, numerics()).remarks == ()
-    found = judge(machine, NATIVE)
-    assert found.ok and keys(found) == [("transformer_engine", False)]
-    assert found.sides[0].ops == "Megatron-core, emulated FP8" and found.sides[1].ops == "SGLang"
-    assert "==2.20.2" in found.remarks[0].expected and "install-gpu" in found.remarks[0].remedy
-
-
-def test_another_transformer_engine_is_a_warning_and_one_without_its_torch_extension_in_the_way() -> None:
-    assert keys(judge(without(H200, "transformer_engine_torch"), NATIVE)) == [("transformer_engine_torch", True)]
-    machine = dataclasses.replace(H200, libraries=GPU_LIBRARIES | {"transformer_engine": "2.12.0"})
-    assert keys(judge(machine, NATIVE)) == [("transformer_engine", False)]
-
-
-def test_transformer_engine_refuses_what_it_does_not_offer() -> None:
-    spec = QuantSpec.preset("fp8_block_pow2").override({"activation": {"group": 64}})
-    found = judge(H200, NumericsConfig(mode="native", spec=spec))
-    assert keys(found) == [("numerics.activation.group", True)]
-    assert judge(CPU, NumericsConfig(mode="native", spec=spec)).ok
-
-
-def test_cuda_12_8_has_no_128_blocks() -> None:
-    machine = dataclasses.replace(H200, torch_cuda="12.8")
-    assert judge(machine, numerics()).remarks == ()
-    found = judge(machine, NATIVE)
-    assert found.features[0].fp8 and found.features[0].blocks == "no"
-    assert keys(found) == [("numerics.trainer", True)]
-    assert "12.8" in found.remarks[0].found and "12.9" in found.remarks[0].expected
-    bf16 = judge(machine, numerics("native", trainer="bf16"))
-    assert bf16.remarks == () and bf16.sides[0].ops == "TransformerEngine"
-
-
-def test_an_a100_has_no_fp8() -> None:
-    machine = with_gpu("NVIDIA A100-SXM4-80GB", (8, 0))
-    exact, native = judge(machine, numerics()), judge(machine, NATIVE)
-    assert exact.ok and exact.sides[0].ops == "shared ops, torch, emulated FP8"
-    can = exact.features[0]
-    assert (can.fp8, can.blocks, can.mx) == (False, "no", False)
-    assert keys(native) == [("numerics.rollout", True), ("numerics.trainer", True)]
-    assert judge(machine, numerics("native", "bf16", trainer="bf16", rollout="bf16")).remarks == ()
-
-
-def test_mxfp8_takes_a_b200() -> None:
-    spec = QuantSpec.preset("mxfp8").override(
-        {role: {"scale": "pow2"} for role in ("weight", "activation", "gradient")}
-    )
-    mx = NumericsConfig(mode="native", spec=spec, rollout="bf16")
-    assert judge(with_gpu("NVIDIA B200", (10, 0)), mx).ok
-    assert keys(judge(with_gpu("NVIDIA H100 80GB HBM3", (9, 0)), mx)) == [("numerics.trainer", True)]
-
-
-def test_a_b200_multiplies_blocks_as_mx() -> None:
-    machine = with_gpu("NVIDIA B200", (10, 0))
-    found = judge(machine, NATIVE)
-    assert found.ok and (found.features[0].blocks, found.features[0].mx) == ("by MX", True)
-    assert keys(judge(machine, numerics("native", "fp8_block_fp32"))) == [("numerics.preset", True)]
-
-
-def test_the_weakest_gpu_decides() -> None:
-    gpus = (InstalledGpu("NVIDIA H200", 141 << 30, (9, 0)), InstalledGpu("NVIDIA A100", 80 << 30, (8, 0)))
-    assert judge(dataclasses.replace(H200, gpus=gpus), numerics()).sides[0].ops == "shared ops, torch, emulated FP8"
+def test_what_gpus_can_do() -> None:
+    can = [judge(machine, EXACT).features[0] for machine in (A100, CUDA_12_8, H200, B200)]
+    assert [(each.fp8, each.blocks) for each in can] == [(False, "no"), (True, "no"), (True, "native"), (True, "by MX")]
+    assert [each.mx for each in can] == [False, False, False, True]
+    assert judge(CPU, EXACT).features == () and len(judge(H200, EXACT).features) == 8
+    assert [judge(machine, EXACT).sides[1].attention for machine in (CPU, H200)] == ["torch_native", "triton"]
 
 
 @pytest.mark.parametrize(
@@ -213,54 +144,14 @@ def test_the_weakest_gpu_decides() -> None:
     [(None, "13.0", "make install-gpu"), ("13.0", "12.4", "driver"), ("13.0", "13.0", "CUDA_VISIBLE_DEVICES")],
 )
 def test_a_gpu_that_torch_does_not_see_is_named(torch_cuda: str | None, driver_cuda: str, remedy: str) -> None:
-    machine = dataclasses.replace(
-        CPU, gpus=H200.gpus[:1], torch_cuda=torch_cuda, driver="550.54", driver_cuda=driver_cuda
-    )
-    found = judge(machine, numerics())
+    found = judge(replace(CPU, gpus=H200.gpus[:1], torch_cuda=torch_cuda, driver_cuda=driver_cuda), EXACT)
     assert found.ok and keys(found) == [("gpu", False)] and remedy in found.remarks[0].remedy
     assert found.sides[0].device == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("machine", "key", "blocks"),
-    [
-        (without(CPU, "ray"), "ray", True),
-        (without(CPU, "fp8rl-cpu-stubs"), "fp8rl-cpu-stubs", True),
-        (without(H200, "sglang-kernel"), "sglang-kernel", True),
-        (dataclasses.replace(CPU, libraries=CPU_LIBRARIES | {"sglang": "0.5.20"}), "sglang", True),
-        (dataclasses.replace(H200, libraries=GPU_LIBRARIES | {"sglang-kernel": "0.4.10"}), "sglang-kernel", False),
-        (dataclasses.replace(H200, libraries=GPU_LIBRARIES | {"fp8rl-cpu-stubs": "0.1.0"}), "fp8rl-cpu-stubs", True),
-        (dataclasses.replace(CPU, cxx=None, compiles=False), "C++ compiler", False),
-        (dataclasses.replace(CPU, compiles=False), "C++ compiler", False),
-        (dataclasses.replace(H200, cc=None), "C compiler", True),
-        (dataclasses.replace(H200, nvcc=None), "nvcc", True),
-        (
-            dataclasses.replace(H200, expandable_segments="PYTORCH_ALLOC_CONF=expandable_segments:True"),
-            "PYTORCH_ALLOC_CONF",
-            True,
-        ),
-        (dataclasses.replace(CPU, row_variant=("bf16 product",)), "row invariance", True),
-        (dataclasses.replace(CPU, row_variant=None, probe_error="Illegal instruction"), "row invariance", True),
-    ],
-)
-def test_every_obstacle_is_named_with_a_remedy(machine: Machine, key: str, blocks: bool) -> None:
-    found = judge(machine, numerics())
-    assert keys(found) == [(key, blocks)] and found.ok is not blocks
-    assert found.remarks[0].found and found.remarks[0].expected and found.remarks[0].remedy.endswith(".")
-
-
 def test_a_toolkit_of_another_cuda_is_named() -> None:
-    (remark,) = judge(dataclasses.replace(H200, nvcc=None, other_nvcc="/opt/bin/nvcc of CUDA 12.4"), numerics()).remarks
+    (remark,) = judge(replace(H200, nvcc=None, other_nvcc="/opt/bin/nvcc of CUDA 12.4"), EXACT).remarks
     assert "12.4" in remark.found and "CUDA 13.0" in remark.expected and "CUDA_HOME" in remark.remedy
-
-
-def test_native_mode_asks_for_no_row_invariance() -> None:
-    assert judge(dataclasses.replace(CPU, row_variant=("bf16 product",)), NATIVE).ok
-
-
-def test_obstacles_stand_before_warnings() -> None:
-    machine = dataclasses.replace(CPU, compiles=False, row_variant=("rope",))
-    assert [remark.blocks for remark in judge(machine, numerics()).remarks] == [True, False]
 
 
 def console_text(diagnosis: Diagnosis) -> str:
@@ -269,11 +160,11 @@ def console_text(diagnosis: Diagnosis) -> str:
     return console.export_text()
 
 
-def test_the_page_says_it_all() -> None:
-    text = console_text(judge(dataclasses.replace(H200, torch_cuda="12.8"), NATIVE))
-    for part in ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "TransformerEngine", "obstacle"):
-        assert part in text
-    assert "cannot run here yet" in text
+def test_the_page_says_it_all_and_so_does_the_json() -> None:
+    found = judge(CUDA_12_8, NATIVE)
+    parts = ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "TransformerEngine", "obstacle")
+    assert all(part in console_text(found) for part in (*parts, "cannot run here yet"))
+    assert Diagnosis.from_json(found.to_json()) == found
 
 
 def test_nvidia_smi_is_read() -> None:
@@ -285,13 +176,6 @@ def test_nvidia_smi_is_read() -> None:
     assert parse_nvidia_smi(["No devices were found"]) == (None, ())
 
 
-def test_json_holds_the_diagnosis() -> None:
-    values = json.loads(judge(H200, NATIVE).to_json())
-    assert values["schema"] == 1 and values["ok"] and values["mode"] == "native"
-    assert values["spec_digest"] == QuantSpec.preset("fp8_block_pow2").digest()
-    assert values["machine"]["gpus"][0]["capability"] == [9, 0] and values["features"][0]["blocks"] == "native"
-
-
 @pytest.mark.slow
 def test_this_machine_through_the_command() -> None:
     command = [sys.executable, "-c", "from fp8rl.cli import app; app()", "doctor", "--json"]
@@ -301,14 +185,7 @@ def test_this_machine_through_the_command() -> None:
     assert found["machine"]["libraries"]["torch"] == torch.__version__
     assert found["machine"]["wanted"]["sglang"] == "==0.5.19"
     if not torch.cuda.is_available():
-        assert (
-            found["ok"] and found["machine"]["row_variant"] == [] and found["sides"][1]["attention"] == "torch_native"
-        )
-
-
-def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
-    result = result_of("doctor", tmp_path / "none.yaml")
-    assert result.exit_code == 2 and "error: spec: found " in result.output
+        assert found["ok"] and found["machine"]["row_variant"] == []
 
 
 @pytest.mark.slow
@@ -316,27 +193,21 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("trainer.pp=3", "trainer.pp: found 3"),
-        ("model.path=/nowhere", "model.path: found '/nowhere'"),
         ("data.train=/nowhere", "data.train: found"),
         ("numerics.first_layers_bf16=5", "first_layers_bf16"),
-        ("rollout.context_length=2000000", "rollout.context_length: found 2000000"),
+        ("", "obstacle  ray: found not installed"),
     ],
 )
-def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
-    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: CPU)
-    result = result_of("doctor", EXAMPLES / "arithmetic.yaml", override)
+def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
+    lacking = CPU if override else with_libraries(CPU, ray=None)
+    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: lacking)
+    result = result_of("doctor", *([EXAMPLES / "arithmetic.yaml", override] if override else []))
     assert result.exit_code == 1 and said in result.output
 
 
 def test_a_message_that_was_given_whole_is_shown_as_it_stands() -> None:
     whole = Remark.refusal(UserError("spec.yaml: two names for one thing. Leave one out."))
     assert whole.shown("obstacle", "warning").plain == "obstacle  spec.yaml: two names for one thing. Leave one out."
-
-
-def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: without(CPU, "ray"))
-    result = result_of("doctor")
-    assert result.exit_code == 1 and "obstacle  ray: found not installed" in result.output
 
 
 REWARDS = """
@@ -394,13 +265,12 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
         ("<|Assistant|><think>\n", "<think>\n"),
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "</think>\n\n"),
         ("<|START_THINKING|>", "<|START_THINKING|>"),
-        ("[THINK]", "[THINK]"),
         ("<think> is a tag<|assistant|>", None),
     ],
 )
 def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str | None) -> None:
     found = DataFound("data.train", "x", 1, prompt, 9, "b", {"format": "0"})
-    page = " ".join(console_text(dataclasses.replace(judge(CPU, numerics()), data=(found,))).split())
+    page = " ".join(console_text(replace(judge(CPU, EXACT), data=(found,))).split())
     assert (f"it ends in {opening!r}: an answer, and so what the reward `format` reads, begins behind it" in page) == (
         opening is not None
     )
@@ -411,7 +281,6 @@ def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str 
     ("kept", "overrides", "found"),
     [
         (["config.json", "tokenizer*", "*.jinja"], [], ["model.path"]),
-        (["tokenizer*", "*.jinja"], [], ["model.path"]),
         (["tokenizer*", "*.jinja"], ["rewards=[{function: integer, kwargs: {a: 1}}]"], ["model.path", "rewards"]),
         (["*"], ["trainer.pp=3", "eval.problems=100000"], ["trainer.pp", "eval.problems"]),
         (["config.json"], [], ["model.path"]),
@@ -420,7 +289,7 @@ def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str 
 def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_is_refused(
     kept: list[str], overrides: list[str], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = dataclasses.replace(CPU, row_variant=("x",))
+    broken = replace(CPU, row_variant=("x",))
     monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: broken)
     for file in {file for pattern in kept for file in (EXAMPLES / "models/tiny_qwen3_moe").glob(pattern)}:
         shutil.copy(file, tmp_path)
@@ -437,5 +306,5 @@ def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_
 
 def test_supervised_data_have_no_reward_and_a_long_prompt_is_shown_at_its_ends() -> None:
     found = DataFound("data.train", "x", 1, "a" * 5000, 900, "b", {})
-    page = console_text(dataclasses.replace(judge(CPU, numerics()), data=(found,)))
+    page = console_text(replace(judge(CPU, EXACT), data=(found,)))
     assert "[... 3,000 characters ...]" in page and "1 problem in x" in page and "gives to" not in page

@@ -1,17 +1,14 @@
 """The checks of a preflight on findings made by hand, and its report."""
 
-from __future__ import annotations
-
 import dataclasses
+import io
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from click.testing import Result
 from rich.console import Console
 
 from fp8rl.diagnose.measure import difference
@@ -29,6 +26,7 @@ from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
 from tests.support.commands import result_of
 from tests.support.definitions import SIZES, shape_of
+from tests.support.preconditions import edit_config, write_lines
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
 MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)
@@ -49,21 +47,22 @@ def made(mean: float | None, **changes: float | None) -> Difference:
     )
 
 
-def test_aligned_blocks_pass_and_their_sizes_are_said() -> None:
+BF16 = {"numerics": {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}}
+
+
+def test_aligned_blocks_pass_and_bf16_needs_none() -> None:
     check = same_spec.block_alignment(shape_of(MODEL), spec(trainer={"tp": 2}))
     assert check.ok and check.remedy == ""
-    for part in ("hidden_size 256", "head_dim 128", "moe_intermediate_size 128", "tp 2"):
-        assert part in check.found
+    assert all(part in check.found for part in ("hidden_size 256", "head_dim 128", "moe_intermediate_size 128", "tp 2"))
+    assert same_spec.block_alignment(shape_of(dataclasses.replace(MODEL, head_dim=64)), spec(**BF16)).ok
 
 
 @pytest.mark.parametrize(
     ("model", "sections", "name"),
     [
         (dataclasses.replace(MODEL, head_dim=64), {}, "head_dim"),
-        (dataclasses.replace(MODEL, expert_size=192), {}, "moe_intermediate_size"),
         (dataclasses.replace(DENSE, ffn_size=384), {"trainer": {"tp": 2}}, "intermediate_size / trainer.tp = 384 / 2"),
         (MODEL, {"trainer": {"tp": 4}}, "num_key_value_heads"),
-        (MODEL, {"trainer": {"ep": 3, "dp": 3}}, "num_experts"),
     ],
 )
 def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes, sections: dict, name: str) -> None:
@@ -72,79 +71,43 @@ def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes
     assert name in check.found + check.expected
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """`fp8rl preflight` on a tiny model of the given shape whose config.json is changed; nothing may be started."""
-
-    def must_not_start(*_: object, **__: object) -> None:
-        raise AssertionError("a process was about to be started")
-
-    monkeypatch.setattr("fp8rl.diagnose.preflight.open_pair", must_not_start)
-
-    def invoke(shape: TinyModel, *arguments: str, **config: object) -> Result:
-        write_tiny_model(tmp_path / "model", shape)
-        file = tmp_path / "model" / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | config))
-        line = json.dumps({"question": "1+4=?", "answer": "#### 5"})
-        (tmp_path / "train.jsonl").write_text(line + "\n")
-        path = tmp_path / "spec.yaml"
-        sections = {
-            "model": {"path": str(tmp_path / "model")},
-            "data": {"train": "train.jsonl"},
-            "eval": {"problems": 0},
-        }
-        path.write_text(yaml.safe_dump(sections))
-        return result_of("preflight", path, *arguments)
-
-    return invoke
-
-
-def test_misaligned_blocks_are_a_verdict_without_a_start(command: Callable[..., Result]) -> None:
-    result = command(TinyModel(hidden=192, heads=4, kv_heads=2), "--json")
-    assert result.exit_code == 1
-    found = PreflightReport.from_json(result.stdout)
-    (failed,) = [check for check in found.checks if not check.ok]
-    assert failed.name == "block alignment" and "192" in failed.found and "multiple of 128" in failed.expected
-    assert found.verdicts == {"spec": True, "bytes": False, "logprobs": None}
-
-
-def test_weights_of_another_architecture_are_bad_input(command: Callable[..., Result]) -> None:
-    result = command(TinyModel(heads=4, kv_heads=2), num_hidden_layers=3)
-    assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: model.path: model.layers.2.input_layernorm.weight: found 'no such tensor'")
-
-
-def test_a_run_without_an_engine_has_nothing_to_agree_with(command: Callable[..., Result]) -> None:
-    result = command(TinyModel(heads=4, kv_heads=2), "algorithm.name=sft")
-    assert result.exit_code == 2 and "expected a run with an engine" in result.stderr
-
-
-def test_bf16_needs_no_alignment() -> None:
-    numerics = {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}
-    assert same_spec.block_alignment(shape_of(dataclasses.replace(MODEL, head_dim=64)), spec(numerics=numerics)).ok
-
-
 @pytest.mark.parametrize(
-    ("trainer", "rollout", "ok"),
+    ("shape", "config", "arguments", "said"),
     [
-        ("fp8", "fp8", True),
-        ("fp8_forward", "fp8", True),
-        ("bf16", "bf16", True),
-        ("bf16", "fp8", False),
-        ("fp8", "bf16", False),
+        (TinyModel(hidden=192, heads=4, kv_heads=2), {}, [], "block alignment"),
+        (TinyModel(heads=4, kv_heads=2), {"num_hidden_layers": 3}, [], "model.layers.2.input_layernorm.weight: found"),
+        (TinyModel(heads=4, kv_heads=2), {}, ["algorithm.name=sft"], "expected a run with an engine"),
     ],
+    ids=["misaligned", "of another architecture", "without an engine"],
 )
-def test_both_sides_run_one_precision(trainer: str, rollout: str, ok: bool) -> None:
-    check = same_spec.same_precision(spec(numerics={"trainer": trainer, "rollout": rollout}))
-    assert check.ok is ok
-    assert ok or "numerics.trainer=fp8 numerics.rollout=fp8" in check.remedy
+def test_nothing_is_started_for_what_cannot_agree(
+    shape: TinyModel, config: dict, arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("fp8rl.diagnose.preflight.open_pair")
+    write_tiny_model(tmp_path / "model", shape)
+    edit_config(tmp_path / "model", **config)
+    write_lines(tmp_path / "train.jsonl", [("1+4=?", "#### 5")])
+    sections = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}, "eval": {"problems": 0}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(sections))
+    result = result_of("preflight", tmp_path / "spec.yaml", "--json", *arguments)
+    assert result.exit_code == (1 if said == "block alignment" else 2) and said in result.output
+    if result.exit_code == 1:
+        found = PreflightReport.from_json(result.stdout)
+        (failed,) = [check for check in found.checks if not check.ok]
+        assert "192" in failed.found and "multiple of 128" in failed.expected
+        assert found.verdicts == {"spec": True, "bytes": False, "logprobs": None}
+
+
+def test_both_sides_run_one_precision() -> None:
+    for trainer, rollout, ok in (("fp8_forward", "fp8", True), ("bf16", "bf16", True), ("bf16", "fp8", False)):
+        check = same_spec.same_precision(spec(numerics={"trainer": trainer, "rollout": rollout}))
+        assert check.ok is ok and (ok or "numerics.trainer=fp8 numerics.rollout=fp8" in check.remedy)
 
 
 def test_modules_quantized_on_one_side_only_are_named() -> None:
     assert same_spec.quantized_modules(["b", "a"], ["a", "b"]).ok
     check = same_spec.quantized_modules(["a", "c"], ["a", "d", "e"])
-    assert not check.ok
-    assert check.found == "only in the trainer: c; only in the engine: d, e"
+    assert not check.ok and check.found == "only in the trainer: c; only in the engine: d, e"
 
 
 @pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
@@ -166,9 +129,6 @@ def test_a_scale_of_another_format_is_named(scale: torch.Tensor) -> None:
     good = torch.tensor([2.0**-20, 1.0, 64.0])
     check = same_spec.scale_formats([("a_scale_inv", good), ("b_scale_inv", scale)], ["a_scale_inv"], "pow2")
     assert not check.ok and "1 of 2" in check.found and "b_scale_inv" in check.found
-
-
-def test_a_scale_that_the_engine_holds_otherwise_fails() -> None:
     check = same_spec.scale_formats([], ["a_scale_inv"], "pow2")
     assert not check.ok and "a_scale_inv (not the one that was quantized)" in check.found
 
@@ -178,31 +138,29 @@ def test_an_engine_that_reports_something_else_is_told() -> None:
     assert same_spec.handshake(EXACT, None, expected).ok
     changed = expected.model_copy(update={"spec_digest": "0" * 16, "hooks": expected.hooks[1:]})
     check = same_spec.handshake(EXACT, None, changed)
-    assert not check.ok
-    assert "spec_digest" in check.found and expected.hooks[0] in check.found
+    assert not check.ok and "spec_digest" in check.found and expected.hooks[0] in check.found
 
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_router_precision_is_the_shared_ops_in_exact_mode(cuda: bool) -> None:
     """As the hooks provide it, whatever its name is on the machine."""
-    ours = provided(hooks_for(EXACT, cuda))
-    assert "topk" in ours
-    assert same_spec.router_precision("exact", [("bfloat16", "float32")], ours).ok
-    assert not same_spec.router_precision("exact", [("bfloat16", "bfloat16")], ours).ok
-    assert not same_spec.router_precision("exact", [("bfloat16", "float32")], []).ok
-    its_own = provided(hooks_for(NATIVE, cuda))
-    native = same_spec.router_precision("native", [("bfloat16", "bfloat16")], its_own)
-    assert native.ok and "bfloat16 probabilities" in native.found and "its own router" in native.found
-    assert not same_spec.router_precision("native", [("bfloat16", "float32")], its_own).ok
-    assert not same_spec.router_precision("native", [("bfloat16", "bfloat16")], ours).ok
+    ours, its_own = (provided(hooks_for(numerics, cuda)) for numerics in (EXACT, NATIVE))
+    for mode, probabilities, hooks, ok in (
+        ("exact", "float32", ours, True),
+        ("exact", "bfloat16", ours, False),
+        ("exact", "float32", [], False),
+        ("native", "bfloat16", its_own, True),
+        ("native", "float32", its_own, False),
+        ("native", "bfloat16", ours, False),
+    ):
+        assert same_spec.router_precision(mode, [("bfloat16", probabilities)], hooks).ok is ok
 
 
-@pytest.mark.parametrize("kind", ("bfloat16", "float8_e4m3fn", "float16"))
-def test_the_kv_cache_is_in_the_format_of_the_spec(kind: str) -> None:
+def test_the_kv_cache_is_in_the_format_of_the_spec() -> None:
     for numerics, expected in ((EXACT, "bfloat16"), (dataclasses.replace(EXACT, kv="fp8"), "float8_e4m3fn")):
-        report = expected_report(numerics).model_copy(update={"kv_cache_dtype": kind})
-        check = same_spec.kv_cache_dtype(numerics, report)
-        assert check.ok is (kind == expected) and check.expected == f"keys and values in {expected}, as in the trainer"
+        for kind in ("bfloat16", "float8_e4m3fn", "float16"):
+            report = expected_report(numerics).model_copy(update={"kv_cache_dtype": kind})
+            assert same_spec.kv_cache_dtype(numerics, report).ok is (kind == expected)
 
 
 def test_a_difference_is_over_the_masked_tokens() -> None:
@@ -237,50 +195,24 @@ def test_native_mode_is_bound_by_the_bf16_floor() -> None:
 
 def test_a_floor_fails_in_exact_mode_alone() -> None:
     floors = {"alone against together": made(1e-6)}
-    assert [check.ok for check in noise_floor("exact", floors)] == [False]
-    assert [check.ok for check in noise_floor("native", floors)] == [True]
+    assert [check.ok for mode in ("exact", "native") for check in noise_floor(mode, floors)] == [False, True]
 
 
-def report(*checks: Check) -> PreflightReport:
-    return PreflightReport(
-        spec_digest="d",
-        mode="exact",
-        trainer="fp8",
-        rollout="fp8",
-        checks=list(checks),
-        quantized={"trainer": ["a"], "engine": ["a"]},
-        differences={"trainer against engine": made(0.0), "nothing": made(None, exact_frac=None)},
-        seconds=1.5,
-    )
-
-
-def test_a_report_survives_its_json() -> None:
-    found = report(Check("spec", "one", True, "f", "e"), Check("bytes", "two", False, "f", "e", "r"))
-    text = found.to_json()
-    assert PreflightReport.from_json(text) == found
-    values = json.loads(text)
-    assert values["schema"] == 1 and values["ok"] is False
+def test_a_report_survives_its_json_and_shows_what_a_failed_check_expected() -> None:
+    checks = [Check("spec", "one", True, "found 1", "no 1"), Check("bytes", "two", False, "a", "b", "c")]
+    differences = {"trainer against engine": made(0.0), "nothing": made(None, exact_frac=None)}
+    found = PreflightReport("d", "exact", "fp8", "fp8", checks, {"trainer": ["a"], "engine": ["a"]}, differences, 1.5)
+    assert PreflightReport.from_json(found.to_json()) == found
+    values = json.loads(found.to_json())
+    assert (values["schema"], values["ok"]) == (1, False)
     assert values["verdicts"] == {"spec": True, "bytes": False, "logprobs": None}
-    assert values["checks"][1] == {
-        "agreement": "bytes",
-        "name": "two",
-        "ok": False,
-        "found": "f",
-        "expected": "e",
-        "remedy": "r",
-    }
+    assert values["checks"][1] == dataclasses.asdict(checks[1])
     with pytest.raises(ValueError, match="schema: found 2, expected 1"):
         PreflightReport.from_json(json.dumps(values | {"schema": 2}))
-
-
-def test_a_failed_check_shows_what_was_expected_and_the_remedy(tmp_path: Path) -> None:
-    console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
-    console.print(
-        rendered(report(Check("spec", "one", True, "found 1", "no 1"), Check("bytes", "2", False, "a", "b", "c")))
-    )
-    text = console.export_text()
-    assert "found 1" in text and "no 1" not in text
-    assert "expected b" in text and "c\n" in text.replace(" ", "")
+    console = Console(width=100, file=io.StringIO())
+    console.print(rendered(found))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "found 1" in text and "no 1" not in text and "expected b" in text and "c\n" in text.replace(" ", "")
     assert "same spec holds, same bytes does not hold, same logprobs was not reached" in text
 
 

@@ -1,7 +1,5 @@
 """The command `fp8rl rescore` and the exit code of a stopped run; real rescorings are in tests/e2e/test_gates.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -59,11 +57,8 @@ def test_the_table_begins_with_the_worst_token(capsule: Capsule) -> None:
     output = io.StringIO()
     print_rescored(rescored(capsule, change=0.25), Console(width=120, file=output))
     said = output.getvalue()
-    rows = [line.split("│")[1:-1] for line in said.splitlines() if line.startswith("│")]
-    assert [(row[0].strip(), row[1].strip(), row[-1].strip()) for row in rows[:2]] == [
-        ("1", "3", "-1.00e+00"),
-        ("1", "2", "5.00e-01"),
-    ]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
+    assert [(row[0], row[1], row[-1]) for row in rows[:2]] == [("1", "3", "-1.00e+00"), ("1", "2", "5.00e-01")]
     assert "because" in said and "NOT reproduced: 3 of 4 trainer logprobs" in said
     assert "mismatch/train_rollout_logprob_abs_diff_mean: recorded" in said
 

@@ -4,7 +4,6 @@ import json
 import random
 import re
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 
@@ -51,9 +50,9 @@ def test_the_hash_is_fixed_and_keeps_a_tenth_out():
     # Values of the reference prototype, so that old checkpoints keep their held-out set.
     assert [is_held_out(q) for q in ("9+4+5-8=?", "4+4+6-1=?", "8-2+2-5=?", "8+6-4+9=?")] == [False, True, True, False]
     rng = random.Random(1)
-    questions = {
-        f"{rng.randint(1, 9)}+{rng.randint(1, 9)}-{rng.randint(1, 9)}+{rng.randint(1, 9)}=?" for _ in range(9999)
-    }
+    assert all(is_held_out(sample_problem(rng, side).question) == side for side in (True, False) for _ in range(20))
+    drawn = ([rng.randint(1, 9) for _ in range(4)] for _ in range(9999))
+    questions = {f"{a}+{b}-{c}+{d}=?" for a, b, c, d in drawn}
     assert 0.08 < sum(map(is_held_out, questions)) / len(questions) < 0.12
 
 
@@ -70,31 +69,10 @@ def test_the_teacher_errs_only_when_a_step_crosses_ten():
 
 
 @pytest.mark.slow
-def test_the_warm_start_file_is_wrong_as_often_as_the_noise_makes_it():
-    problems = load_problems(Source(EXAMPLES / "data" / "arithmetic_sft.jsonl"))
-    crossings_wrong = Counter()
-    for problem in problems:
-        totals = [int(problem.question[0]), *totals_of(problem.question)]
-        crosses = any(a // 10 != b // 10 for a, b in pairwise(totals))
-        crossings_wrong[crosses, not problem.answer.endswith(f"#### {totals[-1]}")] += 1
-    assert crossings_wrong[False, True] == 0
-    wrong = crossings_wrong[True, True]
-    assert 0.55 < wrong / (wrong + crossings_wrong[True, False]) < 0.85
-
-
-def test_other_seeds_give_other_problems_and_lines_are_plain_json(tmp_path):
+def test_other_seeds_give_other_problems_and_more_than_exist_are_refused(tmp_path):
     write_files(tmp_path / "a", seed=1, train=20, evaluation=5, supervised=20)
     write_files(tmp_path / "b", seed=2, train=20, evaluation=5, supervised=20)
     a, b = ((tmp_path / x / "arithmetic_train.jsonl").read_text() for x in "ab")
     assert a != b and [sorted(json.loads(line)) for line in a.splitlines()] == [["answer", "question"]] * 20
-
-
-@pytest.mark.slow
-def test_more_distinct_problems_than_exist_are_refused(tmp_path):
     with pytest.raises(ValueError, match="distinct"):
         write_files(tmp_path, train=1, evaluation=3000, supervised=1)
-
-
-def test_sample_problem_respects_its_side():
-    rng = random.Random(0)
-    assert all(is_held_out(sample_problem(rng, side).question) == side for side in (True, False) for _ in range(20))

@@ -43,16 +43,9 @@ def main(tmp_path: Path) -> Path:
 
 
 def over(main: Path, model: Path) -> Experiment:
-    return load_experiment(
-        EXAMPLES / "planned/gsm8k.yaml",
-        [
-            f"model.path={model}",
-            f"data.train.path={main}",
-            f"data.eval.path={main}",
-            "eval.problems=6",
-            f"eval.sets=[{{name: sampled, path: {main}, split: test, samples: 8, temperature: 1.0, pass_at: [1, 8]}}]",
-        ],
-    )
+    sampled = f"{{name: sampled, path: {main}, split: test, samples: 8, temperature: 1.0, pass_at: [1, 8]}}"
+    paths = [f"model.path={model}", f"data.train.path={main}", f"data.eval.path={main}"]
+    return load_experiment(EXAMPLES / "planned/gsm8k.yaml", [*paths, "eval.problems=6", f"eval.sets=[{sampled}]"])
 
 
 def test_the_sample_has_the_shape_of_gsm8k() -> None:
@@ -69,18 +62,15 @@ def test_the_spec_takes_the_data_set_as_it_is_downloaded(main: Path, model: Path
     spec, tokenizer = over(main, model), load_tokenizer(model, "model.path")
     remarks: list[str] = []
     check_data(spec, tokenizer, remarks.append)
-    assert [remark.split(" are ")[0] for remark in remarks] == [
-        "All 6 evaluated problems of data.eval",
-        "All 6 evaluated problems of eval.sets.0",
-    ]
+    first, second = remarks
+    assert first.startswith("All 6 evaluated problems of data.eval are") and "of eval.sets.0 are" in second
     lines = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
     problems = load_problems(spec.data.training[0])
     assert [(problem.question, problem.answer) for problem in problems] == [tuple(line.values()) for line in lines]
     prompt = tokenizer.decode(prompt_ids(tokenizer, problems[0]))
     assert prompt.startswith("<|system|>Solve the problem step by step.") and prompt.endswith("<think></think>")
-    assert sorted(p.question for p in training_problems(spec).of_step(1, 6)) == sorted(
-        line["question"] for line in lines
-    )
+    drawn = training_problems(spec).of_step(1, 6)
+    assert sorted(problem.question for problem in drawn) == sorted(line["question"] for line in lines)
     greedy, sampled = held_out(spec, tokenizer)
     assert [len(group.seeds) for group in greedy.groups] == [1] * 6
     assert [len(group.seeds) for group in sampled.groups] == [8] * 6 and sampled.sampling.max_new_tokens == 1024

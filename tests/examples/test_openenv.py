@@ -1,7 +1,5 @@
 """Environments of OpenEnv: the words of its own server, kept, and a model whose lines are given."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -82,17 +80,11 @@ def test_each_turn_is_an_action_and_what_is_seen_then_the_next_message(play: Sta
     settings = {"url": serve(server), "action": "message", "observation": "echoed_message", "reset": {"seed": 3}}
     answer = play(partial(openenv, **settings), "12" + EOS, "3456789012345" + EOS, max_new_tokens=100)
     assert tokenizer.decode(answer.prompt_ids) == "<|user|>1+2=?\nEchoes environment ready!<|assistant|>"
-    assert transcript(answer, tokenizer) == [
-        ("model", "12" + EOS),
-        ("environment", "<|user|>12<|assistant|>"),
-        ("model", "3456789012345"),
-    ]
+    said = [words for _, words in transcript(answer, tokenizer)]
+    assert said == ["12" + EOS, "<|user|>12<|assistant|>", "3456789012345"]
     assert answer.outcome == {"reward": 1.2, "steps": 2.0, "unread": 0.0}
-    assert server.heard == [
-        {"type": "reset", "data": {"seed": 3}},
-        {"type": "step", "data": {"message": "12"}},
-        {"type": "step", "data": {"message": "3456789012345"}},
-    ]
+    assert [each["type"] for each in server.heard] == ["reset", "step", "step"]
+    assert [each["data"] for each in server.heard] == [{"seed": 3}, {"message": "12"}, {"message": "3456789012345"}]
 
 
 def test_whole_actions_are_json_and_one_that_is_refused_is_told_why(play: Stage, tokenizer: Any, serve: Any) -> None:
@@ -117,15 +109,10 @@ def test_a_server_that_is_not_there_or_refuses_a_reset_is_named(play: Stage, ser
         play(partial(openenv, url=serve(Server(READY))), "1" + EOS)
 
 
-@pytest.mark.parametrize("fields", [{}, {"reset": None}, {"reset": {}}])
-def test_a_problem_without_arguments_of_its_own_is_reset_by_those_of_the_spec(
-    play: Stage, serve: Any, fields: dict[str, Any]
-) -> None:
+def test_a_problem_without_arguments_of_its_own_is_reset_by_those_of_the_spec(play: Stage, serve: Any) -> None:
     server = Server(READY, LAST)
-    play(partial(openenv, url=serve(server), reset={"seed": 3}), "{}" + EOS, fields=fields, max_new_tokens=100)
+    environment = partial(openenv, url=serve(server), reset={"seed": 3})
+    play(environment, "{}" + EOS, fields={"reset": None}, max_new_tokens=100)
     assert server.heard[0] == {"type": "reset", "data": {"seed": 3}}
-
-
-def test_arguments_of_a_reset_that_are_no_object_are_named(play: Stage) -> None:
     with pytest.raises(OpenEnvError, match="reset: found 'seed=3' in the problem, expected an object"):
-        play(partial(openenv, url="http://127.0.0.1:1"), fields={"reset": "seed=3"})
+        play(environment, fields={"reset": "seed=3"})

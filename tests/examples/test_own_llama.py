@@ -1,7 +1,5 @@
 """An architecture in a file of a user's: read, planned, trained as transformers computes it, and served."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -32,6 +30,7 @@ from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.commands import result_of
 from tests.support.paths import EXAMPLES
+from tests.support.preconditions import edit_config
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -48,32 +47,19 @@ def nothing_known() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write(tmp_path / "model")
-
-
 def write(path: Path) -> Path:
     """A Llama of random FP32 weights large enough to matter, and a tokenizer."""
     write_tiny_model(path, TinyModel(experts=0))
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
+    widths = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 2048}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**widths, **heads, tie_word_embeddings=True)
     made = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(0.08 * torch.randn_like(parameter) + float(parameter.dim() == 1))
     made.save_pretrained(path)
-    named = json.loads((path / "config.json").read_text()) | {"architectures": ["OurLlamaForCausalLM"]}
-    (path / "config.json").write_text(json.dumps(named))
+    edit_config(path, architectures=["OurLlamaForCausalLM"])
     return path
 
 
@@ -92,9 +78,9 @@ def test_an_architecture_that_is_not_known_is_refused_with_what_to_do(tmp_path: 
     assert said.count("Qwen3MoeForCausalLM") == 1 and "docs/models.md, 'How to add the next'" in said
 
 
-@pytest.mark.slow
-def test_the_trainer_computes_what_transformers_does_and_learns(model: Path, layout: Layout) -> None:
+def test_the_trainer_computes_what_transformers_does_and_learns(tmp_path: Path, layout: Layout) -> None:
     load_architecture(FILE)
+    model = write(tmp_path / "model")
     tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
     exact = make_trainer(model, layout, PLAIN, torch.float32)
     with torch.no_grad():
@@ -122,7 +108,6 @@ def spec(folder: Path, file: str = FILE, **sections: object) -> Path:
     return folder / "spec.yaml"
 
 
-@pytest.mark.slow
 def test_a_spec_that_names_the_file_passes_the_checks_and_a_resumed_run_compares_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_bytes(Path(FILE).read_bytes())
     experiment = load_experiment(spec(tmp_path, "own.py"))
@@ -143,8 +128,6 @@ def test_a_spec_that_names_the_file_passes_the_checks_and_a_resumed_run_compares
     [
         (None, "no such file"),
         ("", r"model\.architecture: found ARCHITECTURE = None in .*own\.py, expected a file with ARCHITECTURE"),
-        ("ARCHITECTURE = 3", "found ARCHITECTURE = 3"),
-        ("import nothing_of_the_kind", "found a module that ends in ModuleNotFoundError"),
         ("import sys; sys.exit(3)", "found a module that ends in SystemExit: 3"),
     ],
 )
@@ -155,7 +138,6 @@ def test_a_file_without_an_architecture_is_refused(tmp_path: Path, text: str | N
         load_experiment(spec(tmp_path, "own.py"))
 
 
-@pytest.mark.slow
 def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     load_architecture(FILE)
     convert_checkpoint(write(tmp_path / "model"), tmp_path / "served", SPEC.rollout_spec)
@@ -172,7 +154,6 @@ def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     assert "OurLlamaForCausalLM" in done.stdout
 
 
-@pytest.mark.slow
 def test_commands_that_take_a_model_take_the_file(tmp_path: Path) -> None:
     model = write(tmp_path / "model")
     refused = result_of("convert", model, tmp_path / "out")

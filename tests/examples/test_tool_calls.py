@@ -1,7 +1,5 @@
 """The chains that are worked out by calls of a tool."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,9 +1,6 @@
 """A mixture of experts of a dense model begins as that model."""
 
-from __future__ import annotations
-
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from fp8rl.models import read_model
 from fp8rl.models.checkpoint.padding import padded, unpadded
 from fp8rl.models.checkpoint.reading import check_stored
 from tests.support.padded import DENSE, NINE_HEADS, SMOL, dense, logits, unscaled, weights, whole_blocks, write
+from tests.support.preconditions import edit_config
 from tests.support.tiny_model import TinyModel
 
 
@@ -51,26 +49,20 @@ def test_a_mixture_of_a_padded_model_becomes_one_in_its_widths_before(tmp_path: 
     torch.testing.assert_close(logits(tmp_path / "narrow"), logits(source), rtol=0, atol=1e-5)
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+def test_another_model_and_numbers_that_do_not_fit_it_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"found \['Qwen3ForCausalLM'\] with .*, expected LlamaForCausalLM or Mistral"):
         upcycle(write(tmp_path / "qwen", TinyModel(experts=0)), tmp_path / "out")
     with pytest.raises(SystemExit, match="with unscaled positions"):
         upcycle(write(tmp_path / "scaled", SMOL), tmp_path / "out")
     source = dense(tmp_path / "dense")
-    config = json.loads((source / "config.json").read_text()) | {"sliding_window": 4096}
-    (source / "config.json").write_text(json.dumps(config))
+    edit_config(source, sliding_window=4096)
     with pytest.raises(SystemExit, match="a window of 4096, expected .* no window"):
         upcycle(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_numbers_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
-    source = dense(tmp_path / "dense")
     for wrong, message in (
-        ({"top_k": 5}, "--top-k: found 5"),
+        ({"layers": 1, "top_k": 5}, "--top-k: found 5"),
         ({"layers": DENSE.layers}, f"--layers: found {DENSE.layers}, expected 1 to {DENSE.layers - 1}"),
-        ({"shared": 4}, "--shared: found 4, expected .* divides the intermediate_size 384"),
+        ({"layers": 1, "shared": 4}, "--shared: found 4, expected .* divides the intermediate_size 384"),
     ):
         with pytest.raises(SystemExit, match=message):
-            upcycle(source, tmp_path / "out", **({"layers": 1} | wrong))
+            upcycle(dense(tmp_path / message[2:8]), tmp_path / "out", **wrong)
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 """Some three hundred bad inputs, always the same ones: each is refused in one sentence, or is none after all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,10 +14,8 @@ from typer.testing import CliRunner
 import fp8rl.diagnose.attribution
 import fp8rl.evaluating
 import fp8rl.rl.run.restarts
-import fp8rl_certify.dump
-from fp8rl import Run
+import fp8rl_certify.dump.command
 from fp8rl.cli import app
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.engine.server import SGLangServer
@@ -61,7 +57,7 @@ def folder(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, da
     monkeypatch.setattr(fp8rl.diagnose.attribution, "attribute_offline", _accept)
     monkeypatch.setattr(fp8rl.evaluating, "serve", _accept)
     monkeypatch.setattr(SGLangServer, "start", _accept)
-    monkeypatch.setattr(fp8rl_certify.dump, "certify_dump", _read_only)
+    monkeypatch.setattr(fp8rl_certify.dump.command, "certify_dump", _read_only)
     return _anew(experiment, tmp_path / "it")
 
 
@@ -97,10 +93,8 @@ def problem_with(command: Command) -> str:
 
 
 def check(commands: Iterator[Command]) -> None:
-    found = [
-        f"{[str(part)[:80] for part in command]}: {what}" for command in commands if (what := problem_with(command))
-    ]
-    assert not found, "\n".join(found)
+    found = [(str(command)[:300], what) for command in commands if (what := problem_with(command))]
+    assert not found, "\n".join(map(str, found))
 
 
 def spec_of(folder: Path) -> dict[str, Any]:
@@ -114,89 +108,56 @@ def keys_of(values: dict[str, Any], above: str = "") -> Iterator[str]:
             yield from keys_of(value, f"{above}{name}.")
 
 
-@pytest.mark.slow
-def test_specs_with_other_bytes(folder: Path) -> None:
+def specs_with_other_bytes(folder: Path) -> Iterator[Command]:
     draw, path = Random(1), folder / "spec.yaml"
     whole = path.read_bytes()
-
-    def commands() -> Iterator[Command]:
-        for number in range(30):
-            path.write_bytes(flipped(whole, draw))
-            yield ["train" if number % 2 else "plan", path]
-
-    check(commands())
+    for number in range(30):
+        path.write_bytes(flipped(whole, draw))
+        yield ["train" if number % 2 else "plan", path]
 
 
-@pytest.mark.slow
-def test_specs_with_other_values(folder: Path) -> None:
+def specs_with_other_values(folder: Path) -> Iterator[Command]:
     draw, values = Random(2), spec_of(folder)
-
-    def commands() -> Iterator[Command]:
-        for number in range(30):
-            (folder / "spec.yaml").write_text(json.dumps(changed(values, draw)))
-            yield ["train" if number % 2 else "plan", folder / "spec.yaml"]
-
-    check(commands())
+    for number in range(30):
+        (folder / "spec.yaml").write_text(json.dumps(changed(values, draw)))
+        yield ["train" if number % 2 else "plan", folder / "spec.yaml"]
 
 
-def test_specs_whose_aliases_never_end(folder: Path) -> None:
+def specs_whose_aliases_never_end(folder: Path) -> Iterator[Command]:
     text = (folder / "spec.yaml").read_text()
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
-
-    def commands() -> Iterator[Command]:
-        for spec in (
-            bomb + text,
-            text + "x: &x {y: *x}\n",
-            "- " * 3000,
-            "{" * 5000,
-            text.replace("first", "!!str &n first"),
-        ):
-            (folder / "spec.yaml").write_text(spec)
-            yield ["train", folder / "spec.yaml"]
-
-    check(commands())
+    tagged = text.replace("first", "!!str &n first")
+    for spec in (bomb + text, text + "x: &x {y: *x}\n", "- " * 3000, "{" * 5000, "a: " * 60, tagged):
+        (folder / "spec.yaml").write_text(spec)
+        yield ["train", folder / "spec.yaml"]
 
 
-@pytest.mark.slow
-def test_overrides(folder: Path) -> None:
+def overrides(folder: Path) -> Iterator[Command]:
     draw = Random(3)
     keys = [*keys_of(spec_of(folder)), "environment.harness.command", "environment.harness.program", "adapter", "xx"]
-
-    def commands() -> Iterator[Command]:
-        for _ in range(50):
-            override = f"{draw.choice(keys)}={draw.choice(TEXTS)}"
-            yield ["train", folder / "spec.yaml", "--", draw.choice([override] * 9 + [override[::-1]])]
-
-    check(commands())
+    for _ in range(50):
+        override = f"{draw.choice(keys)}={draw.choice(TEXTS)}"
+        yield ["train", folder / "spec.yaml", "--", draw.choice([override] * 9 + [override[::-1]])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", TEXTS[::6])
-def test_sets_of_an_evaluation(folder: Path, text: str) -> None:
-    check(iter([["eval", MODEL, "--set", text], ["eval", MODEL, "--set", "{path: " + text + "}"]]))
+def sets_of_an_evaluation(folder: Path) -> Iterator[Command]:
+    for text in TEXTS[::6]:
+        yield ["eval", MODEL, "--set", text]
+        yield ["eval", MODEL, "--set", "{path: " + text + "}"]
 
 
-@pytest.mark.slow
-def test_lines_of_data(folder: Path) -> None:
+def lines_of_data(folder: Path) -> Iterator[Command]:
     draw, good = Random(4), {"question": [{"role": "user", "content": "1"}], "answer": "#### 2"}
-
-    def commands() -> Iterator[Command]:
-        for _ in range(20):
-            (folder / "data.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(changed(good, draw)) + "\n")
-            yield ["train", folder / "spec.yaml"]
-
-    check(commands())
+    for _ in range(20):
+        (folder / "data.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(changed(good, draw)) + "\n")
+        yield ["train", folder / "spec.yaml"]
 
 
-def test_lines_of_a_dump(folder: Path) -> None:
+def lines_of_a_dump(folder: Path) -> Iterator[Command]:
     draw, good = Random(5), {"tokens": [1, 2, 3, 4], "prompt_length": 2, "logprobs": [-0.1, -0.2], "temperature": 1.0}
-
-    def commands() -> Iterator[Command]:
-        for _ in range(20):
-            (folder / "dump.jsonl").write_text(json.dumps(changed(good, draw)) + "\n")
-            yield ["certify", folder / "dump.jsonl", "--model", MODEL]
-
-    check(commands())
+    for _ in range(20):
+        (folder / "dump.jsonl").write_text(json.dumps(changed(good, draw)) + "\n")
+        yield ["certify", folder / "dump.jsonl", "--model", MODEL]
 
 
 def on_a_model(folder: Path, draw: Random) -> Command:
@@ -204,48 +165,43 @@ def on_a_model(folder: Path, draw: Random) -> Command:
     return draw.choice([["plan", folder / "model"], ["train", folder / "spec.yaml"], *others])
 
 
-@pytest.mark.slow
-def test_descriptions_of_models(folder: Path) -> None:
+def descriptions_of_models(folder: Path) -> Iterator[Command]:
     draw, path = Random(6), folder / "model/config.json"
     whole = json.loads(path.read_text())
     further = dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "layer_types"))
-
-    def commands() -> Iterator[Command]:
-        for number in range(40):
-            path.write_text(json.dumps(changed(whole | further if number % 2 else whole, draw)))
-            yield on_a_model(folder, draw)
-
-    check(commands())
+    for number in range(40):
+        path.write_text(json.dumps(changed(whole | further if number % 2 else whole, draw)))
+        yield on_a_model(folder, draw)
 
 
-@pytest.mark.slow
-def test_files_of_tokenizers(folder: Path) -> None:
+def files_of_tokenizers(folder: Path) -> Iterator[Command]:
     draw = Random(7)
     names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
-
-    def commands() -> Iterator[Command]:
-        for number in range(16):
-            _anew(MODEL, folder / "model")
-            path = folder / "model" / names[number % 4]
-            path.write_bytes(flipped(path.read_bytes(), draw))
-            yield on_a_model(folder, draw)
-
-    check(commands())
+    for number in range(16):
+        _anew(MODEL, folder / "model")
+        path = folder / "model" / names[number % 4]
+        path.write_bytes(flipped(path.read_bytes(), draw))
+        yield on_a_model(folder, draw)
 
 
-@pytest.mark.slow
-def test_headers_of_weights(folder: Path) -> None:
+def headers_of_weights(folder: Path) -> Iterator[Command]:
     draw, path = Random(8), folder / "model/model.safetensors"
     whole = path.read_bytes()
+    for number in range(16):
+        path.write_bytes(whole if number % 4 else flipped(whole[:2000], draw) + whole[2000:])
+        if number % 4:
+            with_header(path, lambda header: changed(header, draw))
+        yield on_a_model(folder, draw)
 
-    def commands() -> Iterator[Command]:
-        for number in range(16):
-            path.write_bytes(whole if number % 4 else flipped(whole[:2000], draw) + whole[2000:])
-            if number % 4:
-                with_header(path, lambda header: changed(header, draw))
-            yield on_a_model(folder, draw)
 
-    check(commands())
+INPUTS = [specs_with_other_bytes, specs_with_other_values, specs_whose_aliases_never_end, overrides]
+INPUTS += [sets_of_an_evaluation, lines_of_data, lines_of_a_dump]
+INPUTS += [descriptions_of_models, files_of_tokenizers, headers_of_weights]
+
+
+@pytest.mark.parametrize("commands", INPUTS)
+def test_odd_input_is_refused_or_taken(commands: Callable[[Path], Iterator[Command]], folder: Path) -> None:
+    check(commands(folder))
 
 
 FILES: dict[str, Callable[[Path], Command]] = {
@@ -262,17 +218,20 @@ FILES: dict[str, Callable[[Path], Command]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_other_things_in_place_of_a_file(folder: Path, file: str) -> None:
     def commands() -> Iterator[Command]:
         for make in list(KINDS.values())[len(file) % 2 :: 2]:
-            if os.path.lexists(folder / file):
-                shutil.rmtree(folder / file) if (folder / file).is_dir() else (folder / file).unlink()
+            _without(folder / file)
             make(folder / file)
             yield FILES[file](folder)
 
     check(commands())
+
+
+def _without(path: Path) -> None:
+    if os.path.lexists(path):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 @pytest.fixture
@@ -288,7 +247,6 @@ def run(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_runs_with_damaged_files(run: Path) -> None:
     draw, kinds = Random(9), list(KINDS.values())
     whole = {name: (run / name).read_bytes() for name in ("spec.yaml", "metrics.jsonl")}
@@ -296,10 +254,8 @@ def test_runs_with_damaged_files(run: Path) -> None:
     def commands() -> Iterator[Command]:
         for number in range(24):
             for name, data in whole.items():
-                path = run / name
-                if os.path.lexists(path):
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-                path.write_bytes(data)
+                _without(run / name)
+                (run / name).write_bytes(data)
             path = run / ("metrics.jsonl" if number % 2 else "spec.yaml")
             if number % 3:
                 path.write_bytes(flipped(path.read_bytes(), draw))
@@ -312,35 +268,24 @@ def test_runs_with_damaged_files(run: Path) -> None:
     check(commands())
 
 
-def test_a_run_without_rows_is_read_as_such(run: Path) -> None:
-    (run / "metrics.jsonl").write_text("")
-    found = Run(run)
-    assert found.frame().empty and found.frame().index.name == "step" and found.metrics == []
-    with pytest.raises(UserError, match="found no row"):
-        found.report()
-    check(iter([["report", run], ["runs", "--dir", run.parent]]))
-
-
 @pytest.mark.parametrize(
-    ("code", "command"),
+    "command",
     [
-        ("sys.exit(0)", ["train", "it/spec.yaml", "model.architecture={}"]),
-        ("sys.exit(0)", ["plan", "it/model", "model.architecture={}"]),
-        ("sys.exit(0)", ["serve", "it/model", "--architecture", "{}"]),
-        ("sys.exit(0)", ["convert", "it/model", "new", "--architecture", "{}"]),
-        ("sys.exit(0)", ["train", "it/spec.yaml", "rewards=[{{function: {}:name}}]"]),
-        ("sys.exit(0)", ["train", "it/spec.yaml", "environment.function={}:name"]),
-        ("sys.exit(0)", ["train", "it/spec.yaml", "algorithm.name={}:name"]),
+        ["train", "it/spec.yaml", "model.architecture={}"],
+        ["plan", "it/model", "model.architecture={}"],
+        ["serve", "it/model", "--architecture", "{}"],
+        ["train", "it/spec.yaml", "rewards=[{{function: {}:name}}]"],
+        ["train", "it/spec.yaml", "environment.function={}:name"],
+        ["train", "it/spec.yaml", "algorithm.name={}:name"],
     ],
-)  # fmt: skip
-def test_a_file_of_the_user_s_that_exits_is_named(folder: Path, code: str, command: list[str]) -> None:
+)
+def test_a_file_of_the_user_s_that_exits_is_named(folder: Path, command: list[str]) -> None:
     file = folder / "own.py"
-    file.write_text(f"import os, sys\n{code}\n")
+    file.write_text("import sys\nsys.exit(0)\n")
     done = result_of(*(part.format(file) for part in command))
     assert (done.exit_code, done.output.count("error: ")) == (2, 1) and str(file) in done.output, done.output
 
 
-@pytest.mark.slow
 def test_places_where_nothing_can_be_written(run: Path, tmp_path: Path) -> None:
     def commands() -> Iterator[Command]:
         for place in places(tmp_path):
@@ -355,71 +300,30 @@ def test_places_where_nothing_can_be_written(run: Path, tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "nowhere") == "/nowhere/x" and Path("/dev/null").is_char_device()
 
 
-@pytest.mark.parametrize("kind", ["directory", "pipe", "nowhere", "full"])
-def test_a_report_replaces_nothing_but_a_page(run: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["directory", "pipe", "nowhere"])
+def test_a_page_replaces_nothing_else(run: Path, tmp_path: Path, kind: str) -> None:
     KINDS[kind](run / "report.html")
     before = os.lstat(run / "report.html")
-    assert result_of("report", run).exit_code == 2
     check(iter([["report", run]]))
-    assert os.lstat(run / "report.html").st_ino == before.st_ino
-
-
-def test_a_page_replaces_none_of_the_user_s_files(run: Path, tmp_path: Path) -> None:
-    page, dump = tmp_path / "page.html", tmp_path / "dump.jsonl"
+    assert result_of("report", run).exit_code == 2 and os.lstat(run / "report.html").st_ino == before.st_ino
+    dump = tmp_path / "dump.jsonl"
     dump.write_text('{"prompt_ids": [1], "response_ids": [2], "logprobs": [-1.0]}\n')
-    commands: list[Command] = [["runs", run, run, "--page", page], ["runs", run, run, "--page", page]]
-    assert [result_of(*command).exit_code for command in commands] == [0, 0]
     for command, mine in (
-        (["runs", run, run, "--page", run / "metrics.jsonl"], run / "metrics.jsonl"),
-        (["certify", dump, "--page", dump], dump),
-        (["attribute", run, "--out", run / "spec.yaml"], run / "spec.yaml"),
+        (["runs", run, run, "--page"], run / "metrics.jsonl"),
+        (["certify", dump, "--page"], dump),
+        (["attribute", run, "--out"], run / "spec.yaml"),
     ):
-        before = mine.read_bytes()
-        result = result_of(*command)
-        assert result.exit_code == 2 and "which is no page" in result.output
-        assert mine.read_bytes() == before
+        whole, result = mine.read_bytes(), result_of(*command, mine)
+        assert result.exit_code == 2 and "which is no page" in result.output and mine.read_bytes() == whole
 
 
-ADDRESSES = [
-    *(
-        "",
-        "x",
-        "http://",
-        "http://x:y",
-        "http://[::1",
-        "auto",
-        "local",
-        "ray://127.0.0.1:1",
-        "os://x",
-        "127.0.0.1:8265",
-    ),
-    *(
-        "http://a b:1",
-        "http://127.0.0.1:99999",
-        f"http://{'x' * 300}",
-        "a\0b",
-        "http://é:1",
-        "http://127.0.0.1:1/?x=[/b]",
-    ),
-]
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(
+    "address",
+    ["", "http://x:y", "http://[::1", "auto", "ray://127.0.0.1:1", "127.0.0.1:8265", "http://a b:1", "http://x:1/?x=[/b]"],
+)  # fmt: skip
 def test_addresses_that_are_none_of_a_dashboard(folder: Path, address: str) -> None:
     result = result_of("submit", folder / "spec.yaml", "--address", address)
     assert result.exit_code == 2 and "expected the dashboard of a Ray cluster" in result.output
-
-
-def test_every_other_spec_of_yaml_is_refused_where_it_stands(folder: Path) -> None:
-    for text, expected in (
-        ("run: !!python/name:os.system x", "the tag "),
-        ("run: &a [*a]", "the alias *a of nothing that is whole before it"),
-        ("run: {}\nrun: {}", "found duplicate key"),
-        ("a: " * 60, "in line 1"),
-    ):
-        (folder / "spec.yaml").write_text(text)
-        result = result_of("train", folder / "spec.yaml")
-        assert result.exit_code == 2 and expected in result.output
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What `fp8rl eval` is going to ask, and what it refuses before anything starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -72,7 +70,6 @@ def test_a_run_whose_gate_fell_back_to_bf16_is_asked_in_bf16(data: Path) -> None
         (["{name: [}"], [], "--set: found "),
         (["{name: it}"], [], "eval.sets.0.path"),
         (["sums.jsonl", "sums.jsonl"], [], "found two sets called sums"),
-        (["sums.jsonl"], ["rolout.tp=1"], "rolout"),
         (["sums.jsonl"], ["eval.problems=0"], "--set: found none"),
     ],
 )

@@ -1,7 +1,5 @@
 """Folders of somebody else's, with code wherever a library might run it: no command that looks at them does."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
@@ -22,7 +20,7 @@ from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.run import Run
 from fp8rl.trainer.checkpoint.files import STATE, About, digests, write_about
-from tests.support.commands import result_of
+from tests.support.commands import invoke
 from tests.support.paths import EXAMPLES, new_run
 from tests.support.ranks import WARM
 
@@ -49,11 +47,8 @@ def forged(tmp_path: Path, ran: Path) -> RunDir:
     code.write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\ndef Loss(answer, reference): return 0.0\n")
     run = new_run(tmp_path / "runs/forged")
     spec = load_experiment(EXAMPLES / "arithmetic.yaml", ["run.steps=2"]).to_dict()
-    named = {
-        "algorithm": {"name": f"{code}:Loss"},
-        "rewards": [{"function": f"{code}:Loss"}],
-        "environment": {"function": f"{code}:Loss"},
-    }
+    loss = f"{code}:Loss"
+    named = {"algorithm": {"name": loss}, "rewards": [{"function": loss}], "environment": {"function": loss}}
     run.experiment.write_text(yaml.safe_dump(spec | named))
     write_atomically(run.metrics, json.dumps({"step": 2, "rollout/reward_mean": 0.5}) + "\n")
     record = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, 7, True, [1, 2], [3], [-0.5], [-0.5], [2], 1.0)
@@ -61,10 +56,9 @@ def forged(tmp_path: Path, ran: Path) -> RunDir:
     write_rollouts(run.rollouts(2), [record])
     state = run.checkpoint(2) / STATE
     state.mkdir(parents=True)
-    for name in (".metadata", "common.pt", "__0_0.distcp"):
-        torch.save(Planted(ran), state / name) if name != ".metadata" else (state / name).write_bytes(
-            pickle.dumps(Planted(ran))
-        )
+    for name in ("common.pt", "__0_0.distcp"):
+        torch.save(Planted(ran), state / name)
+    (state / ".metadata").write_bytes(pickle.dumps(Planted(ran)))
     (state / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     names = [f"{STATE}/{file.name}" for file in state.iterdir()]
     write_about(run.checkpoint(2), About(2, {}, digests(run.checkpoint(2), names)))
@@ -79,11 +73,7 @@ def plant_model(path: Path, code: Path, ran: Path) -> None:
     """A model directory that asks for code of its own, with pickled weights."""
     shutil.copytree(EXAMPLES / "models/tiny_qwen3_moe", path, ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copy(code, path / "code.py")
-    asked = {
-        "AutoConfig": "code.Loss",
-        "AutoModelForCausalLM": "code.Loss",
-        "AutoTokenizer": ["code.Loss", "code.Loss"],
-    }
+    asked = {"AutoConfig": "code.Loss", "AutoModelForCausalLM": "code.Loss", "AutoTokenizer": ["code.Loss"] * 2}
     for name in ("config.json", "tokenizer_config.json"):
         values = json.loads((path / name).read_text()) | {"auto_map": asked, "tokenizer_class": "Loss"}
         (path / name).write_text(json.dumps(values))
@@ -95,17 +85,9 @@ def plant_model(path: Path, code: Path, ran: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "report RUN",
-        "runs --dir RUN/..",
-        "runs RUN RUN",
-        "certify RUN",
-        "rescore RUN/capsules/step_2",
-        "attribute RUN/capsules/step_2",
-        "serve RUN",
-        "serve RUN/model",
-        "eval RUN/model --set DATA",
-        "convert RUN/model RUN/../out",
-        "certify RUN/model/pytorch_model.bin --model RUN/model",
+        *("report RUN", "runs --dir RUN/..", "runs RUN RUN", "certify RUN", "rescore RUN/capsules/step_2"),
+        *("attribute RUN/capsules/step_2", "serve RUN", "serve RUN/model", "eval RUN/model --set DATA"),
+        *("convert RUN/model RUN/../out", "certify RUN/model/pytorch_model.bin --model RUN/model"),
         "certify RUN/checkpoints/step_2/state/.metadata --model RUN/model",
     ],
 )
@@ -116,20 +98,14 @@ def test_no_command_runs_what_it_looks_at(
     data = str(EXAMPLES / "data/arithmetic_eval.jsonl")
     arguments = command.replace("RUN", str(forged.path)).replace("DATA", data).split()
     # It becomes a rank of the trainer, which this process may be already.
-    invoke = _invoke_in_a_process if command == "certify RUN" else _invoke
-    exit_code, output = invoke(arguments)
+    exit_code, output = _invoke_in_a_process(arguments) if command == "certify RUN" else invoke(*arguments)
     assert not ran.exists()
     assert exit_code in (0, 2), output
 
 
-def _invoke(arguments: list[str]) -> tuple[int, str]:
-    result = result_of(*arguments)
-    return result.exit_code, result.output
-
-
 def _invoke_in_a_process(arguments: list[str]) -> tuple[int, str]:
     with ProcessPoolExecutor(1, mp_context=WARM) as pool:
-        return pool.submit(_invoke, arguments).result(timeout=120)
+        return pool.submit(invoke, *arguments).result(timeout=120)
 
 
 @pytest.mark.parametrize("command", ["report RUN", "runs --dir RUN/..", "runs RUN RUN"])
@@ -140,7 +116,7 @@ def test_who_looks_at_a_run_does_not_import_its_architecture(
     values["model"]["architecture"] = str(tmp_path / "code.py")
     values["numerics"] |= {"mode": "native", "rollout": "bf16", "scope": ["a_kind_of_its_own"]}
     forged.experiment.write_text(yaml.safe_dump(values))
-    exit_code, output = _invoke(command.replace("RUN", str(forged.path)).split())
+    exit_code, output = invoke(*command.replace("RUN", str(forged.path)).split())
     assert exit_code == 0 and not ran.exists(), output
     assert Run(forged.path).spec.model.architecture is not None and not ran.exists()
     with pytest.raises(UserError, match="ARCHITECTURE = None"):
@@ -158,7 +134,6 @@ def test_an_attribution_starts_with_nothing_that_a_run_names(
         raise UserError("nothing is started here")
 
     monkeypatch.setattr(attribution, "open_pair", refused)
-    result = result_of("attribute", forged.path)
-    assert result.exit_code == 2 and not ran.exists()
+    assert invoke("attribute", forged.path)[0] == 2 and not ran.exists()
     (experiment,) = started
     assert str(ran.parent / "code.py") not in json.dumps([experiment.rewards, experiment.environment], default=str)

@@ -1,12 +1,11 @@
 """Commands on models of the hub, which are known by a name and a commit and lie in the cache."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from fp8rl.diagnose.doctor.conditions import data_found
 from fp8rl.diagnose.subject import read_subject
@@ -15,16 +14,25 @@ from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.record.run_dir import RunDir
-from tests.support.hub_cache import COMMIT, NAME, cache_model
 from tests.support.paths import EXAMPLES
 from tests.support.scored_batches import CapsuleRun, scored_batch
 
 MODEL = EXAMPLES / "models/tiny_qwen3_moe"
 
 
+NAME, COMMIT = "owner/tiny", "0123456789abcdef0123456789abcdef01234567"
+
+
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return cache_model(MODEL, tmp_path / "cache", monkeypatch)
+    """Where NAME lies at COMMIT in a cache as a download leaves one, without a network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "cache/models--owner--tiny"
+    shutil.copytree(MODEL, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(COMMIT)
+    return repository / "snapshots" / COMMIT
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What `from fp8rl import ...` gives."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess

@@ -1,7 +1,5 @@
 """What `fp8rl init` writes is an experiment, and `fp8rl runs` shows what runs have in common and what not."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -37,9 +35,8 @@ def test_the_first_experiment_is_whole_and_reads_as_one(tmp_path: Path, monkeypa
 
 def made_run(base: Path, name: str, rate: float, rows: list[dict[str, float]]) -> None:
     run = new_run(base / "runs" / name)
-    spec = load_experiment(
-        {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"name": name[0], "steps": 9}, "trainer": {"lr": rate}}
-    )
+    own = {"run": {"name": name[0], "steps": 9}, "trainer": {"lr": rate}}
+    spec = load_experiment({"model": {"path": "m"}, "data": {"train": "d"}, **own})
     run.experiment.write_text(spec.to_yaml())
     run.metrics.write_text("".join(json.dumps({"step": step} | row) + "\n" for step, row in enumerate(rows, 1)))
 
@@ -106,12 +103,7 @@ def test_two_runs_are_compared_in_what_differs_and_what_always_matters(
     assert "trainer.lr" in page and invoke("runs", "--page", "all.html")[0] == 0
     code, printed = invoke("runs", "a")
     assert code == 2 and "found 'one name', expected none or two" in printed
-    usage = " ".join(invoke("runs", "-h")[1].split())
-    assert "runs [OPTIONS] [A] [B]" in usage
-
-
-def test_a_narrow_terminal_folds_names_and_cuts_none(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "60")  # a narrow terminal folds names and cuts none
     printed = invoke("runs", "a", "b[red]")[1]
     assert "…" not in printed and LARGEST in "".join(line.split()[0] for line in printed.splitlines() if line.strip())
 
@@ -129,12 +121,12 @@ def test_names_are_shown_as_they_are_and_end_no_command(tmp_path: Path, monkeypa
         chat = {"data": experiment["data"] | {"chat_template": {"system": f"[/b]\x1b[2J{name}"}}}
         run.experiment.write_text(yaml.safe_dump(experiment | chat))
         run.metrics.write_text(json.dumps({"step": 1, "rollout/reward_mean": 0.5}) + "\n")
-    commands = (
+    page = ("--page", named / "[page].html")
+    for arguments in (
         ("report", run.path),
         ("runs", "--dir", named / "runs"),
-        ("runs", "[/a]", "[b]", "--dir", named / "runs", "--page", named / "[page].html"),
-    )
-    for arguments in commands:
+        ("runs", "[/a]", "[b]", "--dir", named / "runs", *page),
+    ):
         code, printed = invoke(*arguments)
         assert code == 0 and "[b]" in printed and "\x1b" not in printed, printed
     assert "[/b][2J[b]" in printed

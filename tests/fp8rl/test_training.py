@@ -1,7 +1,5 @@
 """The start of a run, up to where its loop begins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

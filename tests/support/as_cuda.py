@@ -4,8 +4,6 @@
 CUDA install has. It changes the process for good: call it in one of its own, before SGLang is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types
@@ -46,48 +44,27 @@ def _is_gpu(device: Any) -> bool:
 class _Stream:
     cuda_stream = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, other: Any) -> None:
-        pass
+    def wait_stream(self, other: Any) -> None: ...
 
-    def synchronize(self) -> None:
-        pass
+    def synchronize(self) -> None: ...
 
 
 def pretend() -> None:
     """Be a process with an H100, as far as importing goes."""
     import torchvision.io  # noqa: F401  (its own look at CUDA comes first)
 
-    properties = types.SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=85 << 30,
-        uuid="GPU-0",
-        gcnArchName="",
-        warp_size=32,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block_optin=232448,
-        L2_cache_size=50 << 20,
-    )
+    numbers = {"multi_processor_count": 132, "warp_size": 32, "regs_per_multiprocessor": 65536}
+    sizes = {"total_memory": 85 << 30, "shared_memory_per_block_optin": 232448, "L2_cache_size": 50 << 20}
+    named = {"name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-0", "gcnArchName": "", "major": 9, "minor": 0}
+    properties = types.SimpleNamespace(**named, **numbers, **sizes)
     answers = {
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_capability": (9, 0),
-        "get_device_name": properties.name,
-        "get_device_properties": properties,
-        "mem_get_info": (84 << 30, 85 << 30),
-        "synchronize": None,
-        "empty_cache": None,
-        "set_device": None,
-        "_lazy_init": None,
-        "current_stream": _Stream(),
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": (9, 0),
+        "get_device_name": properties.name, "get_device_properties": properties, "mem_get_info": (84 << 30, 85 << 30),
+        **dict.fromkeys(("synchronize", "empty_cache", "set_device", "_lazy_init")), "current_stream": _Stream(),
         "stream": contextlib.nullcontext(),
-    }
+    }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
     torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]

@@ -1,7 +1,5 @@
 """Batches and a loss for the trainer's tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +41,10 @@ class Poisoned:
     in_gradient: bool = False
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
-        loss = logprobs.sum()
         if self.in_gradient:
             # sqrt has an infinite slope at zero, and zero times infinity is NaN, while the loss itself is zero.
             return ObjectiveOutput((logprobs * 0.0).square().sum().sqrt())
-        return ObjectiveOutput(loss * float("nan") if int(batch.lengths.max()) == self.longest else loss)
+        return ObjectiveOutput(logprobs.sum() * (float("nan") if int(batch.lengths.max()) == self.longest else 1.0))
 
 
 def random_batch(rows: int = 12, longest: int = 60, seed: int = 0, temperature: float = 1.0) -> TokenBatch:

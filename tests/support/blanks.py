@@ -1,7 +1,5 @@
 """Tokenizers that put a blank before texts, as those of Llama 2, Mistral and Mixtral, with templates of their kinds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers

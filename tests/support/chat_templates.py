@@ -1,7 +1,5 @@
 """Chat templates of the kinds that published models have, written for these tests, and tokenizers that have them."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +47,7 @@ KINDS = {
         + _CALLS
         + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-        ("<|im_start|>", "<|im_end|>"),
-        "<|im_end|>",
-        "<|im_end|>",
+        ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>",
     ),
     # Thoughts stand in the last turn alone, an empty block where it has none.
     "chatml with thinking": Kind(
@@ -68,9 +64,7 @@ KINDS = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
         "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}"
         "{% endif %}{% endif %}",
-        ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
-        "<|im_end|>",
-        "<|im_end|>",
+        ("<|im_start|>", "<|im_end|>", "<think>", "</think>"), "<|im_end|>", "<|im_end|>",
     ),
     # The same, without a branch for other roles, and with thoughts in a field of their own.
     "qwen3": Kind(
@@ -88,12 +82,8 @@ KINDS = {
         + _CALLS
         + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-        ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
-        "<|im_end|>",
-        "<|im_end|>",
-        developer="system",
-        others=False,
-        thoughts="reasoning_content",
+        ("<|im_start|>", "<|im_end|>", "<think>", "</think>"), "<|im_end|>", "<|im_end|>", developer="system",
+        others=False, thoughts="reasoning_content",
     ),
     # Every turn keeps its thoughts. What is no user's, model's or system's message is a tool's.
     "reasoning": Kind(
@@ -103,12 +93,8 @@ KINDS = {
         + _CALLS
         + "{{ '<|im_end|>' }}{% else %}{{ '<|tool|>' + m.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|im_end|>", "<think>", "</think>"),
-        "<|im_end|>",
-        "<|im_end|>",
-        developer="system",
-        others=False,
-        thoughts="reasoning",
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|im_end|>", "<think>", "</think>"), "<|im_end|>",
+        "<|im_end|>", developer="system", others=False, thoughts="reasoning",
     ),
     # A developer's message begins the prompt, and a system's stands in its place. The last turn alone has thoughts.
     "gpt-oss": Kind(
@@ -122,12 +108,8 @@ KINDS = {
         "{{ '<|channel|>final<|message|>' + m.content }}"
         + _CALLS
         + "{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
-        ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"),
-        "<|return|>",
-        "<|end|>",
-        lead="<|channel|>final<|message|>",
-        others=False,
-        thoughts="thinking",
+        ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"), "<|return|>", "<|end|>",
+        lead="<|channel|>final<|message|>", others=False, thoughts="thinking",
     ),
     "llama": Kind(
         "{{ '<|begin_of_text|>' }}{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
@@ -138,8 +120,7 @@ KINDS = {
         "{{ '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
         ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"),
-        "<|end_of_text|>",
-        "<|eot_id|>",
+        "<|end_of_text|>", "<|eot_id|>",
     ),
     "glm": Kind(
         "{{ '[gMASK]<sop>' }}{% for m in messages %}"
@@ -152,9 +133,7 @@ KINDS = {
         "{% endfor %}"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
         ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
-        "<|endoftext|>",
-        "",
-        lead="\n",
+        "<|endoftext|>", "", lead="\n",
     ),
     "kimi": Kind(
         "{% for m in messages %}{{ '<|im_' + m.role + '|>' + (m.name or m.role) + '<|im_middle|>' + m.content }}"
@@ -163,12 +142,9 @@ KINDS = {
         "{% endif %}"
         "{{ '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}",
-        (
-            *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_tool|>", "<|im_middle|>", "<|im_end|>"),
-            *("[EOS]", "<|calls_begin|>", "<|calls_end|>"),
-        ),
-        "[EOS]",
-        "<|im_end|>",
+        ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_tool|>", "<|im_middle|>", "<|im_end|>", "[EOS]",
+         "<|calls_begin|>", "<|calls_end|>"),
+        "[EOS]", "<|im_end|>",
     ),
     "deepseek": Kind(
         "{{ '<|begin|>' }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
@@ -180,22 +156,14 @@ KINDS = {
         "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|outputs_end|>' }}{% endif %}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}",
         ("<|begin|>", "<|User|>", "<|Assistant|>", "<|end|>", "<|outputs_begin|>", "<|outputs_end|>", "<|output|>"),
-        "<|end|>",
-        "<|end|>",
-        developer="system",
-        others=False,
+        "<|end|>", "<|end|>", developer="system", others=False,
     ),
     "mistral": Kind(
         "{{ '<s>' }}{% for m in messages %}"
         + _ALTERNATE
         + "{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
         "{% else %}{{ m.content + '</s>' }}{% endif %}{% endfor %}",
-        ("<s>", "</s>", "[INST]", "[/INST]"),
-        "</s>",
-        "</s>",
-        rows=False,
-        tools=False,
-        system=False,
+        ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", "</s>", rows=False, tools=False, system=False,
     ),
     "gemma": Kind(
         "{{ '<bos>' }}{% set first = '' %}{% if messages[0].role == 'system' %}"
@@ -205,14 +173,10 @@ KINDS = {
         + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}"
         "{{ '\n' + (first if loop.first else '') + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
-        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
-        "<eos>",
-        "<end_of_turn>",
-        rows=False,
-        tools=False,
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", "<end_of_turn>", rows=False, tools=False,
         developer="system",
     ),
-}
+}  # fmt: skip
 
 
 def with_template(tokenizer: Any, kind: Kind) -> Any:

@@ -1,7 +1,5 @@
 """Checkpoints as a run writes them, but for the tensors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from pathlib import Path

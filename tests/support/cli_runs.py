@@ -1,7 +1,5 @@
 """`fp8rl train` as a user starts it: a process whose console is watched, and whose whole family is accounted for."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -58,11 +56,11 @@ class StartedRun:
         with self._console.open("wb") as output:
             self.process = subprocess.Popen(
                 [*inside, FP8RL, "train", f"examples/{example}.yaml", *where, *arguments],
-                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**clean, **environment, MARK: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
+                cwd=ROOT,
                 start_new_session=True,
             )
 
@@ -93,10 +91,7 @@ class StartedRun:
         """Every living process that stems from the run, by parentage or by inherited environment."""
         family = family_of(self._mark)
         for process in family:
-            try:
-                self._folders |= set(re.findall(r"/tmp/fp8rl-ray-\w+", " ".join(process.cmdline())))
-            except psutil.NoSuchProcess:
-                pass
+            self._folders |= set(re.findall(r"/tmp/fp8rl-ray-\w+", command_of(process)))
         return family
 
     def engine(self) -> psutil.Process:
@@ -113,7 +108,7 @@ class StartedRun:
         parents: dict[psutil.Process, int] = {}
         for process in self.family():
             with suppress(psutil.NoSuchProcess):
-                if named in " ".join(process.cmdline()):
+                if named in command_of(process):
                     parents[process] = process.ppid()
         pids = {process.pid for process in parents}
         return [process for process, parent in parents.items() if parent not in pids]
@@ -132,10 +127,8 @@ class StartedRun:
         """Kill what is left of it, and remove the folder of its Ray cluster."""
         family = self.family()
         for process in family:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         wait_until_gone(family, 10.0)
         for folder in (*self._folders, self.temporary):
             shutil.rmtree(folder, ignore_errors=True)
@@ -145,19 +138,15 @@ def family_of(mark: str) -> list[psutil.Process]:
     """Every living process with this mark in its environment, and the children of such."""
     kin = {process for process in psutil.process_iter() if _has(process, mark)}
     for process in list(kin):
-        try:
+        with suppress(psutil.NoSuchProcess):
             kin.update(process.children(recursive=True))
-        except psutil.NoSuchProcess:
-            pass
     return [process for process in kin if _lives(process)]
 
 
 def of_runs(mark: str) -> list[psutil.Process]:
     """Of the family of a Ray cluster, the processes that belong to a run, and not to the cluster itself."""
-    ours = re.compile(
-        r"rollout\.engine\.server\.launcher|fp8rl::watch|sglang::|ray::(TrainerActor|Engine)|fp8rl train|wandb-core"
-    )
-    return [process for process in family_of(mark) if ours.search(command_of(process))]
+    ours = r"rollout\.engine\.server\.launcher|fp8rl::watch|sglang::|ray::(TrainerActor|Engine)|fp8rl train|wandb-core"
+    return [process for process in family_of(mark) if re.search(ours, command_of(process))]
 
 
 def command_of(process: psutil.Process) -> str:

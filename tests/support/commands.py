@@ -1,7 +1,5 @@
 """A command in this process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

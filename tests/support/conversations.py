@@ -1,7 +1,5 @@
 """A model whose lines are given, and the conversation that it has with an environment."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass

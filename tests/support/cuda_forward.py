@@ -3,8 +3,6 @@
 Only for a process in which `as_cuda.pretend` was called first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of tensors for tests that need names rather than a model."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,22 +17,9 @@ from fp8rl.models.trace import Forward
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
 SIZES = ModelSizes(
-    layers=4,
-    hidden_size=256,
-    heads=4,
-    kv_heads=2,
-    head_dim=128,
-    rotary_dim=128,
-    vocab_size=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    max_positions=512,
-    tied=False,
-    ffn_size=384,
-    experts=12,
-    top_k=2,
-    expert_size=128,
-)
+    layers=4, hidden_size=256, heads=4, kv_heads=2, head_dim=128, rotary_dim=128, vocab_size=64, norm_eps=1e-6,
+    rope_theta=1e4, max_positions=512, tied=False, ffn_size=384, experts=12, top_k=2, expert_size=128,
+)  # fmt: skip
 
 
 def shape_of(sizes: ModelSizes) -> Shape:
@@ -50,9 +35,8 @@ def tiny_models() -> dict[str, Model]:
         for name, architecture in architectures().items():
             dense = not any(family.name == "experts" for family in architecture.families)
             family = "qwen3" if architecture.model_type == "qwen3_moe" else architecture.model_type
-            shape = TinyModel(
-                layers=3, hidden=512, heads=4, kv_heads=4, intermediate=256, experts=0 if dense else 8, family=family
-            )
+            sizes = {"layers": 3, "hidden": 512, "heads": 4, "kv_heads": 4, "intermediate": 256}
+            shape = TinyModel(**sizes, experts=0 if dense else 8, family=family)
             write_tiny_model(Path(folder, name), shape)
             found[name] = read_model(Path(folder, name))
     return found

@@ -1,7 +1,5 @@
 """A step of an algorithm on made-up answers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -36,16 +34,14 @@ def dry_run(algorithm: AlgorithmConfig, group_size: int) -> None:
             outcomes = Outcomes(torch.tensor(rewards), groups, finished)
             batch = batch.with_fields(**algorithm.training_fields(outcomes, batch))
             _check("advantages", batch.fields["advantages"], batch.tokens.shape)
-            for name, number in outcomes.metrics.items():
-                _check(name, torch.tensor(number))
+            _check("metrics", torch.tensor([*outcomes.metrics.values()]))
         for rows in algorithm.mini_batches(groups):
             part = batch.select(rows)
             scores = logprobs[rows, : part.width].clone().requires_grad_()
             output = algorithm.objective(part)(scores, torch.ones_like(scores), part)
             output.loss.backward()
-            _check("the loss", output.loss, torch.Size())
             _check("the gradient of the loss", torch.zeros_like(scores) if scores.grad is None else scores.grad)
-            for name, value in output.metrics.items():
+            for name, value in {"the loss": output.loss, **output.metrics}.items():
                 _check(name, value, torch.Size())
             if algorithm.needs.critic:
                 critic = algorithm.critic_objective(part)(scores.detach(), torch.ones_like(scores), part)
@@ -60,16 +56,9 @@ def _scored(algorithm: AlgorithmConfig) -> tuple[TokenBatch, Tensor]:
     mask = (position >= _PROMPT) & (position < _PROMPT + lengths[:, None])
     logprobs = -torch.rand(mask.shape, generator=draw)
     needs = algorithm.needs
-    given = {
-        "rollout_logprobs": algorithm.samples,
-        "old_logprobs": needs.old_logprobs,
-        "reference_logprobs": needs.reference,
-        "values": needs.critic,
-        "teacher_logprobs": needs.teacher,
-    }
-    fields = {
-        name: logprobs + 0.3 * torch.randn(mask.shape, generator=draw) for name, is_given in given.items() if is_given
-    }
+    given = {"rollout_logprobs": algorithm.samples, "old_logprobs": needs.old_logprobs, "values": needs.critic}
+    given |= {"reference_logprobs": needs.reference, "teacher_logprobs": needs.teacher}
+    fields = {name: logprobs + 0.3 * torch.randn(mask.shape, generator=draw) for name, each in given.items() if each}
     return TokenBatch(torch.ones(mask.shape, dtype=torch.int64), lengths + _PROMPT, mask, 1.0, fields), logprobs
 
 

@@ -3,19 +3,17 @@
 A process that has imported torch, Triton and the kernels forks for each script: the imports are most of a script.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib
 import json
 import os
-import subprocess
+import socket
 import sys
 import tempfile
 from typing import Any
 
-from tests.support.fork_server import exit_code_of
+from tests.support.fork_server import ForkServer, send_request, serve
 
 
 def compiled_elsewhere(script: str) -> list[dict[str, Any]]:
@@ -28,22 +26,19 @@ def compiled_elsewhere(script: str) -> list[dict[str, Any]]:
 
 def found_elsewhere(script: str, *arguments: str) -> Any:
     """What `script` prints last, as JSON, in a process whose kernels are not interpreted."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        asked = {
-            "script": script,
-            "arguments": arguments,
-            "environment": compiling(),
-            "folder": os.getcwd(),
-            "output": [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors)],
-        }
-        template = _template()
-        assert template.stdin is not None and template.stdout is not None
-        template.stdin.write(json.dumps(asked) + "\n")
-        template.stdin.flush()
-        code = template.stdout.readline()
-        output.seek(0)
-        errors.seek(0)
-        assert code == "0\n", errors.read()
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+") as errors,
+        socket.socket(socket.AF_UNIX) as server,
+    ):
+        server.connect(_template().path)
+        files = [output.fileno(), errors.fileno()]
+        send_request(server, files, env=compiling(), cwd=os.getcwd(), script=script, arguments=arguments)
+        with server.makefile() as said:
+            _, (_, _, code) = json.loads(said.readline()), json.loads(said.readline())
+        for file in (output, errors):
+            file.seek(0)
+        assert code == 0, errors.read()
         return json.loads(output.read().splitlines()[-1])
 
 
@@ -53,38 +48,21 @@ def compiling() -> dict[str, str]:
 
 
 @functools.cache
-def _template() -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from tests.support import elsewhere; elsewhere._serve()"],
-        env=compiling(),
-        stdin=pipe,
-        stdout=pipe,
-        text=True,
-    )
-    atexit.register(process.communicate)  # at the end of its input it ends
-    return process
+def _template() -> ForkServer:
+    server = ForkServer("tests.support.elsewhere", compiling())
+    atexit.register(server.close)
+    return server
 
 
-def _serve() -> None:
-    """Fork for each line of standard input, and say with which code it ended."""
+def _become(asked: dict[str, Any], files: list[int]) -> None:
+    """Run a script as `python -c` would."""
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(file, descriptor)
+    sys.argv = ["-c", *asked["arguments"]]
+    exec(compile(asked["script"], "<script>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
     for name in ("fp8rl.numerics.kernels.kernels", "tests.support.hopper"):
         importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
-    for line in sys.stdin:
-        if (pid := os.fork()) == 0:
-            os._exit(_ran(**json.loads(line)))
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-def _ran(script: str, arguments: list[str], environment: dict[str, str], folder: str, output: list[str]) -> int:
-    """Run a script as `python -c` would; its exit code."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for descriptor, path in enumerate(output, start=1):
-        os.dup2(os.open(path, os.O_WRONLY), descriptor)
-    sys.argv = ["-c", *arguments]
-
-    def run() -> None:
-        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
-
-    return exit_code_of(run, environment, folder)
+    serve(socket.socket(fileno=int(sys.argv[1])), _become, outlive=False)

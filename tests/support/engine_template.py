@@ -3,8 +3,6 @@
 What an engine makes of its environment and its arguments comes after the imports, and is the launcher's own code.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Experiments without a model and data, for what looks at settings alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fp8rl.rl.experiment import Experiment, parse_experiment

@@ -1,7 +1,5 @@
 """Transports that lose or damage tensors on the way, after the trainer has taken its digests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

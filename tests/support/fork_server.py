@@ -4,8 +4,6 @@ Whoever wants a process connects to its socket, sends environment, arguments and
 start and end.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -15,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,39 +22,30 @@ from typing import Any
 
 from setproctitle import getproctitle
 
+_WAIT = """import runpy, select, sys
+module, sys.argv = sys.argv[1], sys.argv[1:]
+if 0 not in select.select([0, int(sys.argv[1])], [], [])[0]:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
 
 class ForkServer:
     """The server as its owner has it: `python -m module`, which gets the listening socket's descriptor as its argument
-    and hands it to `serve`. It starts when it is first asked for a process, and ends with its owner."""
+    and hands it to `serve`. It makes its imports when it is first asked for a process, and ends with its owner."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fp8rl-fork-")
         self.path = str(Path(self._folder.name) / "socket")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
-        self._listener.listen(64)
-        self._command = [sys.executable, "-P", "-m", module, str(self._listener.fileno())]
-        self._environment = dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._over, over = socket.socketpair()
-        self._starter = threading.Thread(target=self._start_when_asked, args=(over,), daemon=True)
-        self._starter.start()
-
-    def _start_when_asked(self, over: socket.socket) -> None:
-        with over, self._listener:
-            ready, _, _ = select.select([over, self._listener], [], [])
-            if over not in ready:
-                self._process = subprocess.Popen(
-                    self._command, env=self._environment, stdin=subprocess.PIPE, pass_fds=[self._listener.fileno()]
-                )
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.path)
+            listener.listen(64)
+            command, fd = [sys.executable, "-P", "-c", _WAIT, module, str(listener.fileno())], listener.fileno()
+            self._process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.PIPE, pass_fds=[fd])
 
     def close(self) -> None:
-        self._over.close()
-        self._starter.join()
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait(30)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
         self._folder.cleanup()
 
 

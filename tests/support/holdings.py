@@ -1,7 +1,5 @@
 """Sums of what a rank or an engine holds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, get_args

@@ -3,8 +3,6 @@
 Triton brings its own assembler, so only the launch itself needs a device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -71,14 +69,9 @@ def _described(name: str, blocks: int, kernel: Any, loops: bool) -> Compiled:
     ptx = kernel.asm["ptx"]
     wanted = r"cvt\.rn\.satfinite[.\w]+|wgmma\.mma_async[.\w]+|mma\.sync[.\w]+|fma\.rn\.f32"
     return Compiled(
-        name,
-        blocks,
-        kernel.metadata.shared,
-        *_resources(kernel.asm["cubin"], loops),
-        tuple(sorted(set(re.findall(wanted, ptx)))),
-        ptx.count("div.rn.f32"),
-        _sums(kernel.asm["ttgir"]),
-    )
+        name, blocks, kernel.metadata.shared, *_resources(kernel.asm["cubin"], loops),
+        tuple(sorted(set(re.findall(wanted, ptx)))), ptx.count("div.rn.f32"), _sums(kernel.asm["ttgir"]),
+    )  # fmt: skip
 
 
 def _sums(ttgir: str) -> tuple[str, ...]:

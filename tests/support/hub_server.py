@@ -1,7 +1,5 @@
 """A server on this machine that speaks the hub's protocol, as far as its clients use it to fetch a repository."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Triton's interpreter as these tests use it: it adds up in one order, and leaves out work of which nothing is kept."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from functools import cache

@@ -1,8 +1,6 @@
 """Counts what a function would launch on a GPU, and the variants of our kernels that would be compiled for it, without
 one: tensors are on the meta device, and Triton is stopped where it would compile."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs in the test's own process: what their directory holds, without the start of a command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fp8rl.rl.experiment import Experiment, load_experiment

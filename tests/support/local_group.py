@@ -1,7 +1,5 @@
 """The models of one rank in this process, with the calls of a trainer group that a step learns by."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The parameters of one rank of a large model, built on the meta device in a world of which this rank alone is real."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from dataclasses import dataclass

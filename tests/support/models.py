@@ -1,7 +1,5 @@
 """Small random Hugging Face models whose blocks align on up to two tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -69,27 +67,13 @@ def reference(path: Path) -> PreTrainedModel:
 
 def _build(moe: bool, changes: dict[str, Any]) -> PreTrainedModel:
     common: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": LENGTH,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-    }
+        "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": LENGTH,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "attention_bias": False,
+    }  # fmt: skip
     if not moe:
         return Qwen3ForCausalLM(Qwen3Config(**{**common, **changes}))
-    experts: dict[str, Any] = {
-        "moe_intermediate_size": 128,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**common, **experts, **changes}))
+    experts = {"moe_intermediate_size": 128, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    which = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**common, **experts, **which, **changes}))

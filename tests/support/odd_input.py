@@ -1,7 +1,5 @@
 """Input that is wrong in the ways that files, values and places can be: drawn from a generator, so always the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -88,21 +86,14 @@ def _socket(path: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Path], object]] = {
-    "pipe": os.mkfifo,
-    "socket": _socket,
-    "directory": Path.mkdir,
-    "endless": lambda path: path.symlink_to("/dev/zero"),
-    "full": lambda path: path.symlink_to("/dev/full"),
-    "nowhere": lambda path: path.symlink_to("/nowhere/x"),
-    "itself": lambda path: path.symlink_to(path.name),
-    "missing": lambda path: None,
-    "empty": lambda path: path.write_bytes(b""),
-    "zeros": lambda path: path.write_bytes(bytes(100)),
-    "deep": lambda path: path.write_text(DEEP),
-    "list": lambda path: path.write_text("[]"),
+    "pipe": os.mkfifo, "socket": _socket, "directory": Path.mkdir, "endless": lambda path: path.symlink_to("/dev/zero"),
+    "full": lambda path: path.symlink_to("/dev/full"), "nowhere": lambda path: path.symlink_to("/nowhere/x"),
+    "itself": lambda path: path.symlink_to(path.name), "missing": lambda path: None,
+    "empty": lambda path: path.write_bytes(b""), "zeros": lambda path: path.write_bytes(bytes(100)),
+    "deep": lambda path: path.write_text(DEEP), "list": lambda path: path.write_text("[]"),
     "number": lambda path: path.write_text('{"a": ' + HUGE + "}"),
     "latin": lambda path: path.write_bytes(b'{"a": "\xff"}'),
-}
+}  # fmt: skip
 """What may stand in place of a file, and how it gets there."""
 
 

@@ -1,7 +1,5 @@
 """Small models whose widths end within a quantization block, and one whose widths do not."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

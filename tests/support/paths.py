@@ -9,21 +9,11 @@ EXAMPLES = ROOT / "examples"
 SPECS = sorted([*EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("planned/*.yaml")])
 CONFIGS = ROOT / "fp8rl/diagnose/plan/configs"
 REAL_SPECS = {
-    "qwen3_4b_one_gpu": "h100",
-    "qwen3_4b_lora_one_gpu": "h100",
-    "qwen3_30b_a3b_lora_one_gpu": "h100",
-    "qwen3_30b_a3b": "h200",
-    "qwen3_235b_a22b": "h200",
-    "glm_4_7_flash": "h200",
-    "moonlight_16b_a3b": "h100",
-    "llama_3_1_8b": "h100",
-    "deepseek_v3": "h200",
-    "qwen3_5_35b_a3b": "h200",
-    "qwen3_5_35b_a3b_lora_one_gpu": "h100",
-    "qwen3_5_4b_one_gpu": "h100",
-    "qwen3_5_9b_lora_one_gpu": "h100",
-    "qwen3_5_9b": "h100",
-}
+    "qwen3_4b_one_gpu": "h100", "qwen3_4b_lora_one_gpu": "h100", "qwen3_30b_a3b_lora_one_gpu": "h100",
+    "qwen3_30b_a3b": "h200", "qwen3_235b_a22b": "h200", "glm_4_7_flash": "h200", "moonlight_16b_a3b": "h100",
+    "llama_3_1_8b": "h100", "deepseek_v3": "h200", "qwen3_5_35b_a3b": "h200", "qwen3_5_35b_a3b_lora_one_gpu": "h100",
+    "qwen3_5_4b_one_gpu": "h100", "qwen3_5_9b_lora_one_gpu": "h100", "qwen3_5_9b": "h100",
+}  # fmt: skip
 """Examples for models that people train, and the GPU that each is written for."""
 
 

@@ -1,7 +1,5 @@
 """A small HTTP server of both APIs whose answers are a function of the prompt, but for a fault that is planted."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -55,11 +53,10 @@ class Planted:
             "repetition": True,
         }.get(self.fault, False)
         shift = self.requests if self.fault == "repetition" else 1
-        row = list(prompt)
-        said = []
+        row, said = list(prompt), []
         for _ in range(tokens):
-            token, logprob = _next(row)
-            said.append((token, logprob - (2.0**-20 * shift if moved else 0.0)))
+            token = 8 + _hash(row) % 56
+            said.append((token, _logprob(row, token) - (2.0**-20 * shift if moved else 0.0)))
             row.append(token)
         with self.lock:
             self.seen.setdefault(salt, set()).update({tuple(prompt), tuple(row)})
@@ -76,13 +73,11 @@ class Planted:
             "/model_info": {"model_path": NAME},
             "/server_info": {"chunked_prefill_size": CHUNK},
         }
-        if body is None and path in paths and (self.native or path == "/v1/models"):
-            return 200, paths[path]
-        if body is not None and path == "/generate" and self.native:
-            return self._generate(body)
-        if body is not None and path == "/v1/completions":
-            return self._complete(body)
-        return 404, {}
+        if not self.native and path != "/v1/models" and path != "/v1/completions":
+            return 404, {}
+        if body is None:
+            return (200, paths[path]) if path in paths else (404, {})
+        return {"/generate": self._generate, "/v1/completions": self._complete}[path](body)
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         rows, tokens = body["input_ids"], body["sampling_params"]["max_new_tokens"]
@@ -104,7 +99,8 @@ class Planted:
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         if several and len(prompt) > 1 and not self.lists:
             return 400, {"error": "one prompt"}
-        rows = [_ids(each) for each in (prompt if several else [prompt])]
+        texts = prompt if several else [prompt]
+        rows = [[ord(letter) % 256 for letter in each] if isinstance(each, str) else list(each) for each in texts]
         if not self.ids and not isinstance(prompt, str) and not (several and isinstance(prompt[0], str)):
             return 400, {"error": "text only"}
         if any(len(row) + body["max_tokens"] > self.context for row in rows):
@@ -120,8 +116,7 @@ class Planted:
             if body.get("return_token_ids") and self.ids:
                 choice["token_ids"] = [token for token, _ in answer["said"]]
             choices.append(choice)
-        cached = sum(answer["cached"] for answer in found)
-        details = {"cached_tokens": cached} if cached else None
+        details = {"cached_tokens": cached} if (cached := sum(answer["cached"] for answer in found)) else None
         return 200, {"choices": choices[::-1], "usage": {"prompt_tokens_details": details}}
 
     def scored(self, prompt: Sequence[int]) -> list[float]:
@@ -191,21 +186,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
 
-def _next(row: Sequence[int]) -> tuple[int, float]:
-    token = 8 + _hash(row) % 56
-    return token, _logprob(row, token)
-
-
 def _logprob(row: Sequence[int], token: int) -> float:
     return -(1 + _hash([*row, token]) % 5000) / 1024
 
 
 def _hash(row: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(bytes(row[-8:]), digest_size=4).digest(), "big")
-
-
-def _ids(prompt: Any) -> list[int]:
-    return [ord(letter) % 256 for letter in prompt] if isinstance(prompt, str) else list(prompt)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

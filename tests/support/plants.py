@@ -1,8 +1,6 @@
 """Faults that are planted into an engine's own process, before it serves. `PLANT` names one to a server that is forked
 from the template of `warm_engine`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Set
 from typing import Any

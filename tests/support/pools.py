@@ -1,7 +1,5 @@
 """Engines in a test's hand, behind the real sampling: it says when which group is answered, and how."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The imports are most of such a process: about nine seconds, paid once for all ranks of a worker's tests.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import traceback
 from collections.abc import Callable

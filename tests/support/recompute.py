@@ -117,16 +117,9 @@ def _trainer(experiment: Experiment, model: Path, layout: Layout, adapter: Adapt
     from fp8rl.trainer.trainer import Trainer
 
     parallel.start(0, experiment.numerics_config())
-    return Trainer(
-        model,
-        experiment.trainer,
-        experiment.numerics_config(),
-        layout,
-        seed=experiment.run.seed,
-        total_steps=experiment.run.steps,
-        max_sequence_length=experiment.rollout.context_length,
-        adapter=adapter,
-    )
+    lengths = {"total_steps": experiment.run.steps, "max_sequence_length": experiment.rollout.context_length}
+    own = {"seed": experiment.run.seed, "adapter": adapter, **lengths}
+    return Trainer(model, experiment.trainer, experiment.numerics_config(), layout, **own)
 
 
 def _column(lines: list[dict[str, Any]], name: str) -> Tensor:

@@ -1,8 +1,6 @@
 """Does as a refusal says: each way out that a remedy names, as overrides of the spec that was refused. Finds the rules
 that have refused."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -93,17 +94,9 @@ class Setup:
 
     @property
     def numerics(self) -> NumericsConfig:
-        return NumericsConfig(
-            mode=self.mode,
-            spec=QuantSpec.preset(self.preset).override(
-                {"first_layers_bf16": self.bf16_ends, "last_layers_bf16": self.bf16_ends}
-            ),
-            trainer=self.trainer,
-            rollout=self.rollout,
-            k_splits=self.k_splits,
-            router_replay=self.router_replay,
-            kv=self.kv,
-        )
+        ends = {"first_layers_bf16": self.bf16_ends, "last_layers_bf16": self.bf16_ends}
+        own = {name: getattr(self, name) for name in ("mode", "trainer", "rollout", "k_splits", "router_replay", "kv")}
+        return NumericsConfig(spec=QuantSpec.preset(self.preset).override(ends), **own)
 
     @property
     def served(self) -> tuple[Any, ...]:
@@ -140,13 +133,9 @@ class Rig:
         return self._runner.run(call)
 
     def start_trainer(
-        self,
-        model: Path,
-        config: TrainerSection,
-        numerics: NumericsConfig,
-        adapter: AdapterSection | None = None,
+        self, model: Path, config: TrainerSection, numerics: NumericsConfig, adapter: AdapterSection | None = None,
         shared_base: bool = False,
-    ) -> TrainerGroup:
+    ) -> TrainerGroup:  # fmt: skip
         """A trainer of a model, on ranks that others were on before; it takes the place of the one before."""
         self.up()
         self._trainer = None
@@ -249,9 +238,8 @@ class Pipeline:
     def bridge(
         self, transport: str = "tensor", pause: str = "retract", delta: bool = False, wakes: bool = False
     ) -> Bridge:
-        config = SyncSection(
-            transport=transport, pause=pause, bucket_mib=1, delta=delta, shared_base=self.setup.shared_base
-        )
+        own = {"bucket_mib": 1, "shared_base": self.setup.shared_base}
+        config = SyncSection(transport=transport, pause=pause, delta=delta, **own)
         model, spec = self.rig.models[self.setup.model], self.setup.numerics.rollout_spec
         return Bridge(self.trainer, spec, config, model, self.rig.folder, wakes, self.setup.beside, self.held)
 
@@ -270,14 +258,9 @@ class Pipeline:
         return answers
 
     def sample(
-        self,
-        temperature: float,
-        seed: int = 0,
-        count: int | None = None,
-        cut: Truncation = EVERY_TOKEN,
-        supports: bool = False,
-        answers: int = 2,
-    ) -> TokenBatch:
+        self, temperature: float, seed: int = 0, count: int | None = None, cut: Truncation = EVERY_TOKEN,
+        supports: bool = False, answers: int = 2,
+    ) -> TokenBatch:  # fmt: skip
         """So many answers to each of the first `count` prompts, as the loop would batch them."""
         sampling = SamplingParams(NEW_TOKENS, temperature, **dataclasses.asdict(cut), supports=supports)
         groups = to_groups(prompts(seed)[:count], answers, run_seed=seed, step=1)
@@ -294,37 +277,28 @@ class Pipeline:
             (answer,) = await self.engine.generate([group], sampling)
             return answer
 
-        async def run(prompt: Prompt, seed: int) -> Trajectory:
+        async def run(seed: int, prompt: Prompt) -> Trajectory:
             conversation = Conversation(prompt, seed, SamplingParams(new_tokens), sample, tokenizer, 60.0)
             await conversation.run(environment)
             return conversation.trajectory({})
 
         async def all_of_them() -> list[Trajectory]:
-            return list(await asyncio.gather(*(run(p, seed) for seed, p in enumerate(prompts(3)[-count:]))))
+            return list(await asyncio.gather(*itertools.starmap(run, enumerate(prompts(3)[-count:]))))
 
-        trajectories: list[Trajectory] = self.rig.run(all_of_them())
-        return trajectories
+        return self.rig.run(all_of_them())  # type: ignore[no-any-return]
 
     def train_step(self, batch: TokenBatch) -> PassResult:
         return self.trainer.train_step(batch, SftObjective.of(batch))
 
 
 def make_engine(
-    log: Path,
-    numerics: NumericsConfig,
-    tp: int = 1,
-    adapter: AdapterSection | None = None,
-    shared_base: bool = False,
+    log: Path, numerics: NumericsConfig, tp: int = 1, adapter: AdapterSection | None = None, shared_base: bool = False,
     **changes: Any,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
     config = RolloutSection(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp)
-    plugin = {
-        "numerics": numerics.to_dict(),
-        "adapter": adapter and adapter.model_dump(mode="json"),
-        "shared_base": shared_base,
-    }
-    options = {"plugin": plugin, "expected": expected_report(numerics, adapter)}
+    beside = {"adapter": adapter and adapter.model_dump(mode="json"), "shared_base": shared_base}
+    options = {"plugin": {"numerics": numerics.to_dict(), **beside}, "expected": expected_report(numerics, adapter)}
     return Engine(config, log, **{**options, **changes})
 
 

@@ -6,8 +6,6 @@ number of a matrix product is described by its place in the tile. A number or a 
 choose, is described by the two, in however many steps they choose: the steps change no bit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter

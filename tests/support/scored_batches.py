@@ -35,14 +35,9 @@ def scored_batch(*differences: list[float]) -> ScoredBatch:
     d[mask] = torch.tensor([value for row in differences for value in row])
     routes = torch.randint(0, 8, (rows, WIDTH, LAYERS, TOP_K), generator=draw).short()
     batch = TokenBatch(
-        tokens=torch.randint(0, 100, (rows, WIDTH), generator=draw),
-        lengths=lengths,
-        loss_mask=mask,
-        temperature=0.7,
-        fields={"rollout_logprobs": rollout, "advantages": mask.float()},
-        routes=routes,
-        replay=True,
-    )
+        tokens=torch.randint(0, 100, (rows, WIDTH), generator=draw), lengths=lengths, loss_mask=mask, temperature=0.7,
+        fields={"rollout_logprobs": rollout, "advantages": mask.float()}, routes=routes, replay=True,
+    )  # fmt: skip
     return ScoredBatch(batch, torch.where(mask, VERSION, 0), VERSION, rollout + d, routes.flip(0))
 
 
@@ -64,17 +59,9 @@ class CapsuleRun:
         return cls(files, settings, numerics)
 
     def write(
-        self,
-        step: int,
-        why: Sequence[str],
-        seen: ScoredBatch,
-        rows: Sequence[int],
-        tis_cap: float = 2.0,
-        *,
-        weights: bool = True,
-        manifest: Path | None = None,
-        held: Sequence[Mapping[str, str]] = (),
-    ) -> Path:
+        self, step: int, why: Sequence[str], seen: ScoredBatch, rows: Sequence[int], tis_cap: float = 2.0, *,
+        weights: bool = True, manifest: Path | None = None, held: Sequence[Mapping[str, str]] = (),
+    ) -> Path:  # fmt: skip
         """The capsule of `step`."""
         manifest = manifest or self.files.manifest(VERSION)
         kept: dict[str, Any] = {"step": step, "why": why, "rows": rows, "manifest": manifest, "held": held}

@@ -1,8 +1,7 @@
 """A module tree with FP8 parameters where SGLang keeps them, and the HF tensors that are in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +13,15 @@ from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.served import served_tensors
+from tests.support import definitions
 from tests.support.definitions import listed, without_norms
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, WIDTH, EXPERTS = 4, 2, 128, 256, 128, 3
 VOCABULARY, PADDED_VOCABULARY = 60, 64
 ATTENTION, MOE, DENSE = "model.layers.0.self_attn.", "model.layers.0.mlp.", "model.layers.1.mlp."
-SIZES = ModelSizes(
-    layers=2,
-    hidden_size=HIDDEN,
-    heads=HEADS,
-    kv_heads=KEY_HEADS,
-    head_dim=HEAD_DIM,
-    rotary_dim=HEAD_DIM,
-    vocab_size=VOCABULARY,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    max_positions=512,
-    tied=False,
-    ffn_size=2 * WIDTH,
-    experts=EXPERTS,
-    top_k=2,
-    expert_size=WIDTH,
+SIZES = replace(
+    definitions.SIZES, layers=2, vocab_size=VOCABULARY, ffn_size=2 * WIDTH, experts=EXPERTS, expert_size=WIDTH
 )
 
 
@@ -59,20 +45,18 @@ def hf_tensors_served(seed: int) -> dict[str, Tensor]:
         rows = spread.repeat_interleave(128)[: shape[0]]
         return (torch.randn(shape, generator=generator) * (rows[:, None] if len(shape) > 1 else rows)).bfloat16()
 
-    return dict(
-        served_tensors(((name, random(row.shape)) for name, row in DEFINITION.tensors.rows.items()), SPEC, DEFINITION)
-    )
+    tensors = ((name, random(row.shape)) for name, row in DEFINITION.tensors.rows.items())
+    return dict(served_tensors(tensors, SPEC, DEFINITION))
 
 
 def build(served: dict[str, Tensor]) -> nn.Module:
     """The module tree, filled with `served`."""
     root = nn.Module()
-    _add(module_at(root, "model.embed_tokens"), "weight", _padded(served["model.embed_tokens.weight"]))
-    _add(module_at(root, "lm_head"), "weight", _padded(served["lm_head.weight"]))
+    for name in ("model.embed_tokens", "lm_head"):
+        _add(module_at(root, name), "weight", _padded(served[f"{name}.weight"]))
     norms = ("model.layers.0.input_layernorm", ATTENTION + "q_norm", ATTENTION + "k_norm", "model.norm")
     for name in (*norms, MOE + "gate"):
         _add(module_at(root, name), "weight", served[name + ".weight"])
-
     qkv = module_at(root, ATTENTION + "qkv_proj")
     experts = module_at(root, MOE + "experts")
     for suffix in ("weight", "weight_scale_inv"):

@@ -1,7 +1,5 @@
 """A small SGLang server: its settings, prompts for it, its processes, and one call to it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

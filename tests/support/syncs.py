@@ -1,7 +1,5 @@
 """Syncs through a transport of the test's choice, from a trainer group or from a trainer in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,6 +8,7 @@ and six special tokens in the first 102 ids, the rest of the vocabulary unused. 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -19,8 +20,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fp8rl.numerics.core.errors import UserError, user_error
-from tests.support.tiny_architectures import MAKERS
+from tests.support.tiny_architectures import OWN, tiny
 
 if TYPE_CHECKING:  # seconds of imports
     from transformers import PreTrainedModel
@@ -57,13 +57,9 @@ class TinyModel:
     renormalize: bool = True
     """The chosen experts' probabilities are divided by their sum."""
     family: str = "qwen3"
-    """Qwen2, Llama and Mistral are dense, whatever `experts` says, and Llama's context was lengthened; OLMoE has as
-    many key-value heads as heads, `hidden` wide together, and does not renormalize; GLM-4.5 has a dense first layer, an
-    expert that every token takes, and groups of experts; so has DeepSeek-V3, with latent attention, in which `head_dim`
-    is the part of a head that is not rotated and the width of a value. GLM-4.7-Flash, `glm4_moe_lite`, is one with
-    other widths; DeepSeek-V3.2 and GLM-5, `glm_moe_dsa`, have indexers. Mixtral has `hidden` channels in all heads.
-    Qwen3-Next and Qwen3.5 (`qwen3_5_text`, which is dense, and `qwen3_5_moe_text`) have linear attention in three of
-    four layers, or of fewer in each second one."""
+    """Qwen2, Llama, Mistral and Qwen3.5's `qwen3_5_text` are dense, whatever `experts` says. OLMoE needs as many
+    key-value heads as heads, `hidden` wide together. In DeepSeek-V3 `head_dim` is the part of a head that is not
+    rotated, and the width of a value."""
     groups: int = 4
     """Groups of a sigmoid router's experts, of which a token may go to half; 1 as in Kimi-K2."""
     q_rank: int = 128
@@ -74,7 +70,7 @@ class TinyModel:
     @staticmethod
     def families() -> list[str]:
         """Return the values that `family` may have."""
-        return sorted(MAKERS.keys() - {"qwen3_moe"})
+        return sorted(OWN.keys() - {"qwen3_moe"})
 
     @property
     def moe(self) -> bool:
@@ -82,18 +78,9 @@ class TinyModel:
 
 
 def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -> None:
-    """Write config, BF16 safetensors and tokenizer to the new directory `out`; appears whole or not at all.
-
-    Raises:
-        UserError: `out` exists, or the vocabulary is too small for the characters.
-    """
+    """Write config, BF16 safetensors and tokenizer to the new directory `out`; appears whole or not at all."""
     if out.exists():
-        raise user_error("--out", found=str(out), expected="a path that does not exist yet", remedy="Remove it first.")
-    smallest = len(SPECIAL) + len(CHARACTERS)
-    if shape.vocab <= smallest:
-        raise user_error(
-            "--vocab", found=shape.vocab, expected=f"more than {smallest}, the tokens in use", remedy="Raise --vocab."
-        )
+        raise FileExistsError(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -111,25 +98,15 @@ def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -
 def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
     """The model with random FP32 weights; the global generator is left as it was."""
     common: dict[str, Any] = {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_positions,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": shape.tied,
-        "attention_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-    }
-    make = MAKERS[shape.family if shape.family != "qwen3" or not shape.experts else "qwen3_moe"]
+        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions, "rms_norm_eps": 1e-6, "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA}, "tie_word_embeddings": shape.tied,
+        "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD,
+    }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = make(shape, common)
+        model = tiny("qwen3_moe" if shape.family == "qwen3" and shape.experts else shape.family, shape, common)
     assert model.generation_config is not None
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = PAD
@@ -158,14 +135,9 @@ def _tokenizer(shape: TinyModel) -> PreTrainedTokenizerFast:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        unk_token="<|extra_0|>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=shape.max_positions,
-    )
+    named = {"pad_token": "<|pad|>", "eos_token": "<|im_end|>", "unk_token": "<|extra_0|>"}
+    sizes = {"clean_up_tokenization_spaces": False, "model_max_length": shape.max_positions}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, **sizes)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -176,9 +148,8 @@ def _add_older_spellings(path: Path, shape: TinyModel) -> None:
     if shape.moe:
         config["num_experts"] = config["num_local_experts"] = shape.experts
     _update_json(path / "config.json", config)
-    _update_json(
-        path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
-    )
+    fast = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+    _update_json(path / "tokenizer_config.json", fast)
 
 
 def _update_json(path: Path, changes: dict[str, Any]) -> None:
@@ -188,32 +159,15 @@ def _update_json(path: Path, changes: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.support.tiny_model", description="Write a small random model."
-    )
-    parser.add_argument("--out", type=Path, required=True, help="directory to create")
-    parser.add_argument("--family", choices=TinyModel.families(), default=TinyModel.family)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.tiny_model", description=write_tiny_model.__doc__)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=TinyModel.layers)
-    parser.add_argument("--hidden", type=int, default=TinyModel.hidden)
-    parser.add_argument("--heads", type=int, default=TinyModel.heads)
-    parser.add_argument("--kv-heads", type=int, default=TinyModel.kv_heads)
-    parser.add_argument("--head-dim", type=int, default=TinyModel.head_dim)
-    parser.add_argument("--intermediate", type=int, default=TinyModel.intermediate, help="width of an expert or MLP")
-    parser.add_argument("--experts", type=int, default=TinyModel.experts)
-    parser.add_argument("--top-k", type=int, default=TinyModel.top_k)
-    parser.add_argument("--vocab", type=int, default=TinyModel.vocab)
-    parser.add_argument("--max-positions", type=int, default=TinyModel.max_positions)
-    parser.add_argument("--dense", action="store_true", help="a dense Qwen3 instead of a mixture of experts")
-    parser.add_argument("--yarn", action="store_true", help="a DeepSeek-V3 whose context YaRN lengthened")
+    parser.add_argument("--family", choices=TinyModel.families(), default=TinyModel.family)
+    for field in dataclasses.fields(TinyModel):
+        if field.type == "int":
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     values = vars(parser.parse_args())
-    out, seed = values.pop("out"), values.pop("seed")
-    if values.pop("dense"):
-        values["experts"] = 0
-    try:
-        write_tiny_model(out, TinyModel(**values), seed)
-    except UserError as error:
-        parser.exit(2, f"{error}\n")
+    write_tiny_model(values.pop("out"), seed=values.pop("seed"), shape=TinyModel(**values))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """A run that is recorded and told to trackers, without the training; and the trajectories of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +13,10 @@ from fp8rl.rl.record.tracking import BackgroundTrackers, RunTracker
 
 def record(group: int, text: str, abs_diff_mean: float | None, **changes: Any) -> RolloutRecord:
     values = {
-        "prompt": f"1+{group}=?",
-        "text": text,
-        "reward": 1.0,
-        "abs_diff_mean": abs_diff_mean,
-        "group": group,
-        "seed": 1,
-        "finished": True,
-        "prompt_ids": [1, 2],
-        "token_ids": [3, 4],
-        "rollout_logprobs": [-0.1, -1.7320507764816284],
-        "train_logprobs": [-0.1, -1.75],
-        "weight_versions": [4, 4],
-        "advantage": -0.5,
-    }
+        "prompt": f"1+{group}=?", "text": text, "reward": 1.0, "abs_diff_mean": abs_diff_mean, "group": group,
+        "seed": 1, "finished": True, "prompt_ids": [1, 2], "token_ids": [3, 4], "weight_versions": [4, 4],
+        "rollout_logprobs": [-0.1, -1.7320507764816284], "train_logprobs": [-0.1, -1.75], "advantage": -0.5,
+    }  # fmt: skip
     return RolloutRecord(**{**values, **changes})
 
 

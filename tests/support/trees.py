@@ -1,7 +1,5 @@
 """Rows that share prefixes: answers to one prompt, and conversations that branch."""
 
-from __future__ import annotations
-
 import random
 
 import torch

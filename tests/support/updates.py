@@ -1,7 +1,5 @@
 """Answers across updates of the weights, and what a trainer that holds each version says of their tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Callable

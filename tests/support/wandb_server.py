@@ -1,7 +1,5 @@
 """A wandb server of ours on a real socket: it takes runs, and may stall or die."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -79,16 +77,8 @@ class WandbServer:
             return None
         rows = self.history[run]
         counts = {"historyLineCount": len(rows), "logLineCount": 0, "eventsLineCount": 0}
-        tails = {"historyTail": json.dumps([json.dumps(rows[-1])]), "eventsTail": "[]"}
-        return {
-            "id": run,
-            "name": run,
-            **counts,
-            **tails,
-            "summaryMetrics": "{}",
-            "config": "{}",
-            "wandbConfig": '{"t": 1}',
-        }
+        tails = {"historyTail": json.dumps([json.dumps(rows[-1])]), "eventsTail": "[]", "summaryMetrics": "{}"}
+        return {"id": run, "name": run, **counts, **tails, "config": "{}", "wandbConfig": '{"t": 1}'}
 
 
 class Server(ThreadingHTTPServer):

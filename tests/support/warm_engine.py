@@ -4,8 +4,6 @@ The imports are half of a start, and most of the rest is what it finds out about
 its environment and its arguments comes after them, and is the launcher's own code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """A TCP proxy between a client and a server, which delays, changes or drops what the client sends."""
 
-from __future__ import annotations
-
 import mmap
 import re
 import socket
@@ -82,7 +80,7 @@ def cut_between_buckets(times: int = 1) -> Touch:
 
 def swallowed(times: int = 1) -> Touch:
     """Lose the first bucket of a sync without a word, so often: both ends wait."""
-    return _so_often(times, _is_bucket, lambda chunk: b"")
+    return _so_often(times, BUCKET, lambda chunk: b"")
 
 
 def delayed(seconds: float) -> Touch:
@@ -103,7 +101,7 @@ def flipped_in_memory(trainer: int, times: int = 1) -> Touch:
             flip(path, 1000)
         return chunk
 
-    return _so_often(times, _is_bucket, change)
+    return _so_often(times, BUCKET, change)
 
 
 def flipped_on_disk(folder: Path, times: int = 1) -> Touch:
@@ -114,7 +112,7 @@ def flipped_on_disk(folder: Path, times: int = 1) -> Touch:
         flip(weights)
         return chunk
 
-    return _so_often(times, lambda chunk: chunk.startswith(b"POST /update_weights_from_disk"), change)
+    return _so_often(times, b"POST /update_weights_from_disk", change)
 
 
 def flipped_in_message(times: int = 1) -> Touch:
@@ -123,30 +121,24 @@ def flipped_in_message(times: int = 1) -> Touch:
     def change(chunk: bytes) -> bytes:
         text = _DESCRIPTION.search(chunk)
         assert text is not None
-        changed = bytearray(chunk)
-        for place in range(*text.span(), 400):
-            changed[place] ^= 1
-        return bytes(changed)
+        places = {*range(*text.span(), 400)}
+        return bytes(byte ^ (place in places) for place, byte in enumerate(chunk))
 
-    return _so_often(times, lambda chunk: _DESCRIPTION.search(chunk) is not None, change)
+    return _so_often(times, None, change)
 
 
-def _so_often(times: int, meant: Callable[[bytes], bool], change: Touch) -> Touch:
-    """Do `change` to the first chunks that are `meant`."""
+def _so_often(times: int, start: bytes | None, change: Touch) -> Touch:
+    """Do `change` to the first chunks that begin so, or that describe tensors."""
     left = times
 
     def touch(chunk: bytes) -> bytes | None:
         nonlocal left
-        if not left or not meant(chunk):
+        if not left or not (_DESCRIPTION.search(chunk) if start is None else chunk.startswith(start)):
             return chunk
         left -= 1
         return change(chunk)
 
     return touch
-
-
-def _is_bucket(chunk: bytes) -> bool:
-    return chunk.startswith(BUCKET)
 
 
 def flip(file: Path, position: int | None = None) -> None:

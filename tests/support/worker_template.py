@@ -4,8 +4,6 @@ It has not imported Ray, which reads its environment once, when it is loaded. Th
 row-invariant is known to the forks: each trainer would find it out anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

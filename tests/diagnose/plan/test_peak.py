@@ -1,7 +1,5 @@
 """The peak of a real step on a CPU, as torch's allocator counts it, against the calculation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

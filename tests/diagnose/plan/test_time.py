@@ -1,7 +1,5 @@
 """Least step times from measured rates: parts worked by hand, and what must grow with what."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

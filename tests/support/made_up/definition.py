@@ -1,7 +1,5 @@
 """Sizes, formula, tensors and ops of the made-up architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -53,28 +51,19 @@ def ops(sizes: ModelSizes) -> tuple[Op, ...]:
     input_norm, qkv, *norms_and_rope, attended, o_proj = attention.attention_ops(sizes)
     assert attended.form is attention.ATTENTION
     return (
-        input_norm,
-        qkv,
-        Op("gates", LINEAR, ("x",), ("gates",), "self_attn.head_gates", "self_attention.gates"),
-        *norms_and_rope,
-        replace(attended, form=GATED, reads=("q", "k", "v", "gates"), engine="self_attn"),
+        input_norm, qkv, Op("gates", LINEAR, ("x",), ("gates",), "self_attn.head_gates", "self_attention.gates"),
+        *norms_and_rope, replace(attended, form=GATED, reads=("q", "k", "v", "gates"), engine="self_attn"),
         replace(o_proj, megatron="self_attention.linear_proj.proj"),
         Op("out_norm", NORM, ("x",), ("x",), "self_attn.out_norm", "self_attention.linear_proj.norm"),
-    )
+    )  # fmt: skip
 
 
 FAMILY = Family(
-    name="gated",
-    part="attention",
-    kinds=attention.FAMILY.kinds,
-    tensors=tensors,
-    ops=ops,
-    activations=attention.FAMILY.activations,
-    widths=attention.FAMILY.widths,
-    cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.heads // ranks,
-    scored=attention.FAMILY.scored,
+    name="gated", part="attention", kinds=attention.FAMILY.kinds, tensors=tensors, ops=ops,
+    activations=attention.FAMILY.activations, widths=attention.FAMILY.widths,
+    cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.heads // ranks, scored=attention.FAMILY.scored,
     megatron=lambda: import_module("tests.support.made_up.megatron").FAMILY,
-)
+)  # fmt: skip
 ARCHITECTURE = replace(
     qwen3_moe.ARCHITECTURE,
     name="MadeUpForCausalLM",

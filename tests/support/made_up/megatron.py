@@ -1,7 +1,5 @@
 """The made-up family in Megatron: attention whose heads are gated, with a norm behind its projection."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

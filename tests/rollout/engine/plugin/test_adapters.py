@@ -37,7 +37,7 @@ from tests.support.served_model import (
 CONFIG = AdapterSection(rank=4, alpha=8.0)
 SHARED = AdapterSection(rank=4, alpha=8.0, experts="shared", targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 BASE = hf_tensors_served(0)
-QKV, W13 = f"{ATTENTION}qkv_proj.weight", f"{MOE}experts.w13_weight"
+QKV, W13, W2 = f"{ATTENTION}qkv_proj.weight", f"{MOE}experts.w13_weight", f"{MOE}experts.w2_weight"
 
 
 def adapters(config: AdapterSection, seed: int = 0) -> dict[str, Tensor]:

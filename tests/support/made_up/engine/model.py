@@ -1,7 +1,5 @@
 """The made-up architecture in SGLang."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any
