@@ -13,10 +13,8 @@ from rich.console import Console
 from torch import Tensor
 
 from fp8rl.diagnose import audit
-from fp8rl.diagnose.audit import AuditReport, differences_of
-from fp8rl.diagnose.audit.audit_report import rendered, rows_of
-from fp8rl.diagnose.audit.formats import stored
-from fp8rl.diagnose.audit.observations import Grids, Observation, engine_sightings
+from fp8rl.diagnose.audit import AuditReport, differences_of, rendered, rows_of
+from fp8rl.diagnose.audit.observations import Grids, Observation, engine_sightings, stored
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection

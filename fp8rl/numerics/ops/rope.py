@@ -170,7 +170,7 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return rotated(grads[0], ctx.saved_tensors[0], *ctx.form, True), None, None, None, None, None
+        return rotated(grads[0], ctx.saved_tensors[0], *ctx.form, back=True), None, None, None, None, None
 
 
 @op
