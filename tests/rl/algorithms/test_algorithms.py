@@ -332,25 +332,6 @@ def test_extreme_differences_stay_finite_and_nothing_outside_the_mask_matters() 
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("changes", "tis_cap", "said"),
-    [
-        ({"rollout_logprobs": None}, 2.0, "rollout_logprobs"),
-        ({"advantages": None}, None, "advantages"),
-        ({"rollout_logprobs": math.nan}, 2.0, "no usable token among 1"),
-        ({"advantages": math.nan}, None, "advantages: found non-finite"),
-    ],
-)
-def test_missing_fields_and_unusable_batches_are_refused(changes: Any, tis_cap: float | None, said: str) -> None:
-    batch, _ = one_row(1.0, [0.0])
-    ((name, value),) = changes.items()
-    given = batch.fields.pop(name)
-    if value is not None:
-        batch.fields[name] = torch.full_like(given, value)
-    with pytest.raises(ValueError, match=said):
-        algorithm("grpo", tis_cap=tis_cap).objective(batch)
-
-
 def test_on_fresh_tokens_the_three_sources_of_the_ratio_are_one_bit_for_bit() -> None:
     batch, logprobs = sampled(fresh=True)
     batch = with_advantages(batch.with_fields(rollout_logprobs=logprobs.clone()), algorithm("grpo"))

@@ -122,9 +122,3 @@ def test_micro_batches_add_up_with_the_global_denominator() -> None:
         part = batch.select([row])
         parts.append(objective(logprobs[row : row + 1, : part.width], torch.zeros(1, part.width), part).loss.item())
     assert parts == [1.0, 2.0]  # (1 + 2) / 3 and 6 / 3, not each row's own mean
-
-
-def test_a_batch_without_targets_is_refused() -> None:
-    batch = TokenBatch(torch.tensor([[1, 2]]), torch.tensor([2]), torch.zeros(1, 2, dtype=torch.bool))
-    with pytest.raises(ValueError, match="no target token"):
-        SftObjective.of(batch)

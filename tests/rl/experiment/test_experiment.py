@@ -71,7 +71,7 @@ def test_file_inherits_merges_and_overrides_win(write):
     write("more.yaml", "defaults: base.yaml\nrun: {steps: 20}\nrollout: {engines: 2}")
     child = "defaults: [../base.yaml, ../more.yaml]\nrun: {name: child}\ngates: []\ntrainer: {tp: 2}"
     path = write("sub/child.yaml", child)
-    gates = "gates=[{metric: eval/accuracy, below: 0.5}]"
+    gates = "gates=[{metric: train/loss, below: 0.5}]"
     spec = load_experiment(path, ["run.seed=7", "trainer.lr=2e-5", "algorithm={name: sft, batch_size: 4}", gates])
     assert (spec.run.name, spec.run.steps, spec.run.seed) == ("child", 20, 7)
     assert (spec.trainer.lr, spec.trainer.tp, spec.rollout.engines) == (2e-5, 2, 2)
@@ -292,7 +292,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"numerics": {"scope": ["q_proj", "k_proj", "v_proj"]}}, "the engine quantizes"),
     ({"numerics": {"scope": ["q_proj"], "rollout": "bf16"}}, "name all of them or none"),
     ({"numerics": {"scope": [], "rollout": "bf16"}}, "quantizes nothing"),
-    ({"numerics": {"kv": "fp8", "mode": "native"}}, "numerics.kv: found 'fp8' in native mode"),
+    ({"numerics": {"kv": "fp8", "mode": "native"}}, "numerics.kv: found 'fp8 with numerics.mode=native'"),
     ({"algorithm": {"name": "none"}}, " or ".join(map(repr, sorted(ALGORITHMS)))),
     ({"algorithm": {"name": "gsop"}}, "Did you mean gspo? Set it in"),
     ({"algorithm": {"name": "grpo", "kl": {"loss": {"estimator": "k1"}}}}, "estimator: found k1, expected k2"),

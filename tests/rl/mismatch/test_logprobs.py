@@ -194,16 +194,6 @@ def test_every_metric_is_described() -> None:
     assert [name for name in metrics if describe(name) is None] == []
 
 
-def test_bad_arguments_are_refused() -> None:
-    three, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="expected equal ones"):
-        logprob_metrics(three, torch.zeros(2, 4), mask)
-    with pytest.raises(ValueError, match="expected equal ones"):
-        logprob_metrics(three, three, mask, fresh=torch.ones(3, 3, dtype=torch.bool)[:, None])
-    with pytest.raises(ValueError, match="cap: found"):
-        from_differences([0.1], tis_cap=0.5)
-
-
 def part(metrics: dict[str, float], kind: str) -> dict[str, float]:
     """The metrics by position, by the rest of their name."""
     return {name.removeprefix("mismatch/"): value for name, value in metrics.items() if f"_{kind}_" in name}

@@ -38,12 +38,12 @@ LIMIT = "rollout.max_new_tokens=200"
 @pytest.mark.parametrize(
     ("more", "said", "unsaid"),
     [
-        ({}, "reward 0.432  max|d| 0  exact 1  grad 0.987  rollout 1.23s  train 0.50s  sync 0.02s", "accuracy"),
+        ({}, "reward 0.432  grad 0.987  max|d| 0  exact 1  rollout 1.23s  train 0.50s  sync 0.02s", "accuracy"),
         ({"eval/accuracy": 0.925, "mismatch/nonfinite_count": 2.0}, "0.02s  accuracy 0.925  non-finite 2", "tensors"),
         ({"sync/mismatched_tensors": 1.0}, "mismatched tensors 1", "non-finite"),
         (
             {"mismatch/tokens": 16.0, **DRIFT},
-            "max|d| 0  exact 1 of 16 tokens, 3,829 older drifted 2.00e-02, at most 3.10e+00  grad",
+            "max|d| 0  exact 1 of 16 tokens, 3,829 older drifted 2.00e-02, at most 3.10e+00  rollout",
             "accuracy",
         ),
         ({"critic/lr": 1e-5}, "the critic learns alone", "accuracy"),

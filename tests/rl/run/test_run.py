@@ -88,11 +88,11 @@ def test_a_directory_that_goes_away_under_a_run_is_said_before_the_next_step(tmp
 
 
 class Opened:
-    """Stands in for `Run.open`; notes what each attempt was opened with."""
+    """Stands in for `LiveRun`; notes what each attempt was opened with."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stack, self.attempts, self.finished = object(), [], []  # type: ignore[var-annotated]
-        monkeypatch.setattr(restarts_module.LiveRun, "open", self.open)
+        monkeypatch.setattr(restarts_module, "LiveRun", self.open)
         monkeypatch.setattr(restarts_module, "finish", lambda run, stopped: self.finished.append(stopped))
 
     def open(self, experiment: Any, files: Any, outer: Any, stack: Any, lost: str, notes: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Weights to and from Hugging Face tensors: as TransformerEngine holds them, with a class in its place, and as a base in
-the engine's layout holds them."""
+"""Weights to and from Hugging Face tensors: as TransformerEngine holds them, with a class in its place, and as those of
+a base in the engine's layout."""
 
 from __future__ import annotations
 
