@@ -75,7 +75,7 @@ class ModelSizes:
     kept_in_layers: tuple[str, ...] = ()
     """The same of tensors within a layer, where names begin behind its number: `.self_attn.indexer.`"""
     tower: str = ""
-    """The architecture of a checkpoint that has a tower for pictures beside this model of text, which is only kept."""
+    """The checkpoint's architecture if it has a tower for pictures beside this text model. The tower is only kept."""
     picture_tokens: tuple[int, ...] = ()
     """Those that stand for parts of a picture, in such a checkpoint."""
     draft_layers: int = 0

@@ -133,10 +133,10 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
 
 
 def choose_tiles(device: torch.device | str) -> dict[str, bool]:
-    """Let products and attention run in tiles of other sizes, if kernels run and this machine gives the same bits in
-    them: few rows in tiles of 64, many columns of BF16 in tiles of 256. Return which of the two it lets.
+    """Allow tiles of 64 for few rows and tiles of 256 for many BF16 columns. Return which of the two are allowed.
 
-    Every process decides for itself, before its first CUDA graph: where tiles are allowed to differ, bits do not.
+    A size is allowed if kernels run and this machine computes the same bits in it as in tiles of 128. Every process
+    decides for itself, before its first CUDA graph: processes may use different tiles, but their bits are equal.
     """
     if dispatch.installed() is None:
         return {"of 64 rows": False, "of 256 columns": False}
@@ -332,7 +332,8 @@ def _adapter(random: Callable[..., Tensor], experts: tuple[int, ...], n: int, k:
 def _adapted_forms(
     random: Callable[..., Tensor], x: Tensor, w: Tensor, counts: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return an adapted product in slices of K, with its rows in another order, and the experts' terms one by one."""
+    """Return pairs of results that must be equal: an adapted product whole and in slices of K, in two orders of the
+    weight's rows, and the experts' adapter terms together and one by one."""
     adapter, of_each = _adapter(random, (), *w.shape), _adapter(random, (3,), *w.shape)
     halves = zip(*(each.chunk(2, 1) for each in (x, w, adapter.a)), strict=True)
     sums = [(ops.linear_partial(part, of_w), ops.linear_partial(part, of_a)) for part, of_w, of_a in halves]

@@ -44,7 +44,7 @@ def answer_seed(run_seed: int, step: int, prompt: int, answer: int) -> int:
 
 
 def evaluation_seed(run_seed: int, name: str, problem: int, answer: int) -> int:
-    """Return the seed of an answer to a held-out problem, 2^62 to 2^63 - 1, where none of training is.
+    """Return the seed of an answer to a held-out problem, 2^62 to 2^63 - 1. Training has no seeds in this range.
 
     name: the evaluation set. problem: its number in the set. answer: its place among the answers to this problem.
     """

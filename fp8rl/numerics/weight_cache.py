@@ -68,7 +68,7 @@ class WeightCache:
         return self._plain[weight]
 
     def operand(self, weight: Tensor, spec: TensorSpec) -> Any:
-        """Return `ops.trained_operand` of what the parameter weight [N, K] serves; of a frozen one its own operand."""
+        """Return `ops.trained_operand` of the weight [N, K] that is served. A frozen weight brings its own operand."""
         if (frozen := frozen_of(weight)) is not None:
             return frozen
         key = ((weight,), spec)

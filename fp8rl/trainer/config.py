@@ -158,8 +158,8 @@ class TrainerSpec:
     """Optimizer steps of the policy."""
     max_sequence_length: int
     reference: bool = False
-    """Whether a model is to stay as the directory has it: of a policy with adapters its own weights, of any other a
-    copy."""
+    """Whether the trainer also needs the model as the directory has it. A policy with adapters has it in its frozen
+    weights; for any other policy a copy is kept."""
     critic: TrainerSection | None = None
     """Its optimizer's settings, if there is to be one."""
     critic_steps: int | None = None

@@ -30,7 +30,7 @@ def page_of(subject: Subject) -> Path:
 
 
 def compared(subject: Subject) -> str:
-    """Say why |d| of the batch is not that of the run, if it is sampled anew."""
+    """Return why |d| of a batch that is sampled anew differs from |d| of the run. A given batch needs no such text."""
     if subject.batch is not None:
         return ""
     return (

@@ -42,7 +42,7 @@ class Observation:
     calls: int = 1
     """How often they were seen."""
     bytes: int = 0
-    """Of what is held or sent; 0 for what passes."""
+    """Bytes of tensors that are held or sent; 0 for tensors that only pass through a module."""
 
 
 # What the engine holds, class by class of the precision map.

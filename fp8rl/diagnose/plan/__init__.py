@@ -57,7 +57,7 @@ class Plan(Report):
     fewest: TrainerSection | None
     """A layout on as few GPUs as leave that much; None: no number of them does."""
     fewest_apart: bool
-    """Engines need GPUs of their own for that, or there are none."""
+    """True if the layout in `fewest` does not share its GPUs with engines: they have their own, or there are none."""
     tower: str
     """The architecture of a checkpoint that has a tower for pictures beside the text, which takes no GPU memory."""
     assumed: str
@@ -78,7 +78,7 @@ class Plan(Report):
     largest_engine_tp: int
     """The largest `rollout.tp` that divides the model."""
     sync_bytes: tuple[int, ...]
-    """To each engine, and what it would be in BF16."""
+    """Bytes that a sync sends to each engine: in the spec's precision, and in BF16."""
     decode: tuple[tuple[Decode, Decode], ...]
     """What decode steps read, by answers at a time, half of a row each: in the spec's precision and in BF16."""
     rates: Rates | None
@@ -160,8 +160,9 @@ def fitted_plan(
     length: int | None = None,
     bench: Path | None = None,
 ) -> Plan:
-    """The plan of a spec or model under the keys that make it fit, which `Plan.keys` has; as it stands, without `keys`,
-    where none do.
+    """Search for keys that make a spec or model fit. Return the plan with these keys; `Plan.keys` lists them.
+
+    If no keys make it fit, `Plan.keys` is None and the plan is the one without them.
 
     Raises:
         UserError: as `read_plan_subject` and `make_plan`.

@@ -178,7 +178,7 @@ def _dense_layers_in_bf16(base: Experiment, subject: PlanSubject, target: Target
 
 
 def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu, no_more: bool) -> list[int]:
-    """Ranks that an engine may have, so that one leaves the slack on GPUs of its own; in exact mode, on GPUs, one."""
+    """Return the numbers of ranks at which an engine alone on its GPUs leaves the slack. Exact mode allows only 1."""
     if not base.needs_engines:
         return [1]
     job = replace(job_on(replace(subject, experiment=base), gpu), kv_tokens=base.rollout.context_length)

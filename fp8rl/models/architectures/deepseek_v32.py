@@ -18,8 +18,10 @@ LIMIT = "index_topk (up to there the indexer chooses every key; a choice among m
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Sizes have to be there, and so have keys that SGLang's model reads and transformers' config has not; `index_topk`
-    and the dense layers have transformers' defaults."""
+    """Read the sizes. config.json must also have the keys that SGLang's model reads and transformers' config lacks.
+
+    Without `index_topk` or the keys of the dense layers, transformers' defaults are used.
+    """
     if (every := config.size("moe_layer_freq")) != 1:
         raise config.refusal("moe_layer_freq", every, "1: experts in all layers but the first")
     for name in ("scoring_func", "topk_method"):

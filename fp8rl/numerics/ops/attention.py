@@ -1,10 +1,10 @@
 """Causal attention whose result for a query depends on nothing but that query and the keys that it sees.
 
-Keys are taken in splits of 128, in order; each split is one FP32 product. The splits of 1,024 keys, a chunk, are merged
-with the online softmax (Milakov and Gimelshein 2018), which starts anew in every chunk; then the chunks are merged, in
-order, so that they can be worked on at the same time. Merging the first chunk changes nothing, and neither does a split
-or a chunk that a query does not see, bit for bit: the padded length, the batch, prefill, a part of it or decode around
-a query do not change its result.
+Keys are taken in splits of 128, in order. Each split is one FP32 product. The splits of a chunk of 1,024 keys are
+merged with the online softmax (Milakov and Gimelshein 2018), which starts anew in every chunk. So chunks can be
+computed at the same time. Then the chunks are merged in order. A split or chunk that a query does not see changes no
+bit of its result, and neither does merging the first chunk. So a query has the same result at any padded length, in
+any batch, in a whole prefill, in a part of one and in decode.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ class Gradients:
     dtype: torch.dtype
     """The weights' dtype, to which each gradient is rounded."""
     total: Tensor | None
-    """FP32, of a stack's shape: gradients are added to it where they are computed. None: autograd gets them.
-    Megatron-core keeps it at the parameter."""
+    """FP32 [groups, N, K], Megatron-core's `main_grad` of a stacked parameter: the backward adds the gradients to it.
+    None: the backward returns them to autograd."""
 
     @classmethod
     def of(cls, weights: Sequence[Tensor] | Tensor) -> Gradients:

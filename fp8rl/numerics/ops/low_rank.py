@@ -80,7 +80,10 @@ class Fused:
 
     @classmethod
     def of(cls, rows: Tensor, part: Tensor, n: int, parts: int, rank: int) -> Fused:
-        """Return the map of a B whose row i adds to the product's row rows[i], with matrix part[i] of A; int64 [M]."""
+        """Return the map of a B [M, r]. Its row i belongs to output rows[i] of the product and to matrix part[i] of A.
+
+        rows, part: int64 [M].
+        """
         first = (rows * parts + part) * rank
         return cls((first[:, None] + torch.arange(rank, device=rows.device)).flatten(), (n, parts * rank))
 

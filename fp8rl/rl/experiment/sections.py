@@ -71,7 +71,11 @@ class ModelSection(Section):
 
     @property
     def directory(self) -> Path:
-        """The model's directory on this machine; one of the hub is fetched. Raises `UserError`: the hub gives none."""
+        """The model's directory on this machine. A model of the hub is fetched first.
+
+        Raises:
+            UserError: the hub does not give the model.
+        """
         return model_directory(self.path, self.revision, "model.path")
 
     def at(self, directory: Path) -> ModelSection:
@@ -254,7 +258,7 @@ class DataSection(Section):
     eval: DataSource | None = None
     """Held-out problems; needed unless `eval.problems` is 0 or `eval.sets` has some."""
     keys: DataKeys = DataKeys()
-    """Columns of all sources that name none of their own."""
+    """The columns to read from a source, unless the source has `keys` of its own."""
     system_prompt: str | None = None
     """Begins each conversation that has no system prompt in the data."""
     chat_template: dict[str, Any] = Field(default_factory=dict)

@@ -69,7 +69,7 @@ class RunSummary:
     step_seconds: float | None
     """Median wall time of a step."""
     older_tokens: int = 0
-    """Tokens trained on that older weights had sampled, over all steps."""
+    """Number of trained tokens that older weights had sampled, over all steps."""
     mean_drift: float | None = None
     """Mean of abs(d) over these, in nats; None where there are none."""
     largest_drift: float | None = None

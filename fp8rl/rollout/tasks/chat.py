@@ -73,7 +73,7 @@ def render(
 
 
 def template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a template besides messages: these, and a fixed date."""
+    """Return the arguments that a template gets besides the messages: `options` and a fixed date."""
     return {"strftime_now": TODAY.strftime, **options}
 
 
@@ -146,8 +146,8 @@ def _begun(turn: str, answer: str) -> str:
 def end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens at which the model's turn ends, the usual one first.
 
-    Those are the template's own, where it is a token of its own: the end of turn or, in templates without one, the
-    token of the role that speaks next; and the tokenizer's `eos_token`.
+    The first ones are what the template writes behind the turn, if that is a special token: the end of turn or, in
+    templates without one, the role that speaks next. The last one is the tokenizer's `eos_token`.
     """
     found = []
     for role in ("user", "tool"):

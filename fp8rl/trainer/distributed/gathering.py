@@ -50,7 +50,8 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """Return the gradients whose norms are squared and added.
 
-        Experts' are taken one by one, the last first, as Megatron has them that are parameters of their own.
+        A stack of experts gives one gradient for each expert, the last expert first. Megatron has this order where each
+        expert is a parameter of its own.
         """
         whole: list[Tensor] = super().get_main_grads_for_grad_norm()
         pieces: dict[int, list[Tensor]] = {}

@@ -114,7 +114,8 @@ class TokenBatch:
     truncation: Truncation = EVERY_TOKEN
     """The limits under which the tokens with a loss were drawn; they are scored among the tokens that these leave."""
     supports: KeptTokenPool | None = None
-    """The tokens that truncation kept, [B, S], where the trainer's own logits cannot tell."""
+    """The tokens that truncation kept, [B, S], for draws at weights that the trainer may have no more. None: its own
+    logits give them."""
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or 0 in self.tokens.shape:

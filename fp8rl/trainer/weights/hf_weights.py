@@ -32,13 +32,12 @@ from fp8rl.trainer.weights.export import Exporter, MegatronWeights, adopt
 
 
 class HFWeights:
-    """The conversion between one model's parameters and the tensors of its Hugging Face checkpoint, which lies at
-    `path`.
+    """Converts between a model's parameters and the tensors of its Hugging Face checkpoint at `path`.
 
-    Every method needs all ranks. A weight that TransformerEngine holds in FP8 goes the same way twice: its codes as a
-    matrix [N, K], and its scales as a matrix [N / block, K / block].
+    Every method needs all ranks. A weight that TransformerEngine holds in FP8 is converted as two matrices: its codes
+    [N, K] and its scales [N / block, K / block].
 
-    quantized_as: the spec of such weights. cache: gives the weight that is served.
+    quantized_as: the spec of weights in FP8. cache: gives the weight that is served.
     """
 
     def __init__(

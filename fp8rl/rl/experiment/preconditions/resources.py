@@ -167,8 +167,8 @@ def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
         raise user_error(
             "rollout.sleep",
             found=f"true with {gpu.count} GPUs for {ranks} trainer rank(s)",
-            expected="as many ranks as GPUs: engines take free GPUs first, where sleeping frees no memory for the "
-            "trainer",
+            expected="as many ranks as GPUs: engines take free GPUs first, and an engine that sleeps there frees no "
+            "memory for the trainer",
             remedy=f"Have the trainer take all {gpu.count} (trainer.dp), let the run see fewer (CUDA_VISIBLE_DEVICES), "
             "or remove rollout.sleep.",
         )

@@ -259,10 +259,11 @@ def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
 
 
 def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = True) -> bool:
-    """`Scheduler.flush_cache`: while paused, requests that wait without any KV cache do not stand in its way.
+    """`Scheduler.flush_cache`: a paused scheduler also flushes while requests without any KV cache wait.
 
-    The radix tree still holds prefixes of the old weights, and SGLang 0.5.19 refuses to flush while a request waits, or
-    dies of it within an update. Its own test of everything else (nothing runs, no chunk is under way) still counts.
+    The flush is needed: the radix tree still holds prefixes of the old weights. But SGLang 0.5.19 refuses to flush
+    while any request waits, and within an update this ends the server. SGLang's other conditions still hold: nothing
+    runs, and no chunk is under way.
     """
     if not self._engine_paused or any(request.kv.holds_kv for request in self.waiting_queue):
         return original(self, empty_cache)

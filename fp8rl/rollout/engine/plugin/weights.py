@@ -1,7 +1,7 @@
-"""The engine's own weights: what each parameter is called in the HF checkpoint, what it multiplies as, its digest.
+"""The engine's own weights: each parameter's names in the HF checkpoint, its operand in products, and its digests.
 
 `commit` is the one place where the version is set. By then every parameter has been digested since it was last written,
-and the operands of the products are made anew: some by `prepare`, while the rest of the weights is still on its way.
+and its operand has been made anew. `prepare` does this early for parameters that have arrived before the others.
 Between an update and its commit the weights have no version and no forward runs on them.
 """
 

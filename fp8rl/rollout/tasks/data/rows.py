@@ -279,10 +279,10 @@ def _row(columns: Row, features: Mapping[str, Any]) -> Row:
 
 
 def _plain(value: Any, feature: Any) -> Any:
-    """Return the value as JSON has it: a date as text, without bytes, and without the nulls that Arrow puts into
-    structs.
+    """Return the value as JSON has it: dates become text; bytes and the nulls that Arrow puts into structs are left
+    out.
 
-    feature: of `datasets`, whose type `Json` is text in Arrow: values that differ in more than their keys.
+    feature: the value's type in `datasets`. A value of the type `Json` is text in Arrow, and is parsed here.
     """
     if value is None or isinstance(value, bool | int | float):
         return value

@@ -74,8 +74,8 @@ def length(answer: str, tokens: int, free: Annotated[int, Field(ge=1)]) -> float
 def environment(answer: str, outcome: Mapping[str, float], part: str = "reward") -> float:
     """Return the number `part` of the environment's result (a number without a name is `reward`).
 
-    It is 0 if the answer's tokens ran out, so that the environment returned nothing. Raises ReturnError: it returned
-    others.
+    It is 0 if the answer's tokens ran out, so that the environment returned nothing. Raises ReturnError: the
+    environment returned only other numbers.
     """
     if part not in outcome and outcome:
         raise ReturnError(f"found an environment that returned {', '.join(outcome)}, expected {part} (kwargs.part)")

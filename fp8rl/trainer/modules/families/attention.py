@@ -150,8 +150,11 @@ def attention_spec(
     module: type[SelfAttention] | None = None,
     **submodules: Any,
 ) -> ModuleSpec:
-    """Grouped queries, normed as the model's sizes say, and the norm before them inside linear_qkv, as
-    TransformerEngine has it; module, submodules: others in place of these."""
+    """Return the spec of an attention with grouped queries.
+
+    Queries and keys are normed as the model's sizes say. The norm before the attention is inside linear_qkv, as in
+    TransformerEngine. module, submodules: replace the usual ones.
+    """
     modules, sizes = layer.modules, layer.sizes
 
     def head_norm(heads: int) -> ModuleSpec | type[nn.Module] | None:

@@ -140,13 +140,13 @@ def _moe(layer: Any, dispatch_output: Any, operand_of: Callable[[Any], Any]) -> 
 def _experts_of_ranks(
     outputs_of: Callable[[Tensor, Tensor], Tensor], chosen: Tensor, probs: Tensor, layer: Any, dtype: torch.dtype
 ) -> Tensor:
-    """The weighted sum [T, H] over each token's experts, of which this rank has some: on rank 0.
+    """Return on rank 0 the weighted sum [T, H] over each token's experts. This rank has some of the experts.
 
     chosen: int64 [T, k], an expert's index on this rank, or -1 if another has it. outputs_of: what the experts make of
     (token, choice) pairs [T * k], sorted by expert, with the number of pairs of each.
 
-    Nothing waits for the device, as a CUDA graph may hold no such thing: how many pairs are this rank's is known there
-    alone. The others stand behind them, and no expert computes them.
+    A CUDA graph may not wait for the device, and only the device knows how many pairs belong to this rank. So all
+    pairs are sorted: the pairs of other ranks stand behind this rank's pairs, and no expert computes them.
     """
     from sglang.srt.distributed import get_tp_group
 
