@@ -186,7 +186,7 @@ def definition_is_named(
 
 def replay_brings_a_trainer_with_another_router_closer(pipeline: Pipeline, *_: object) -> None:
     batch = pipeline.sample(1.0, answers=1)
-    pipeline.trainer.apply(perturb_routers, 0.02)
+    pipeline.trainer.apply(perturb_routers, 0.2)
     alone = pipeline.trainer.score_routed(batch)
     replayed = pipeline.trainer.score_routed(replace(batch, replay=True))
     assert alone.routes is not None and batch.routes is not None
