@@ -18,14 +18,18 @@ short() {
 }
 mkdir -p "$RUNS"
 part 130 engine
-short latent arithmetic_deepseek &
-short linear arithmetic_qwen3_5 &
-short adapters arithmetic_lora &
-[ -n "$REHEARSE" ] && wait  # two cores
-short shared_base arithmetic_lora sync.shared_base=true &
-short sleep arithmetic rollout.sleep=true &
-short offload arithmetic trainer.optimizer.offload=true &
-short kv8 arithmetic numerics.kv=fp8 &
+# beside NAME SPEC ARGUMENT...: the same beside the others; in a rehearsal, on two cores, before the next.
+beside() {
+    short "$@" &
+    [ -z "$REHEARSE" ] || wait
+}
+beside latent arithmetic_deepseek
+beside linear arithmetic_qwen3_5
+beside adapters arithmetic_lora
+beside shared_base arithmetic_lora sync.shared_base=true
+beside sleep arithmetic rollout.sleep=true
+beside offload arithmetic trainer.optimizer.offload=true
+beside kv8 arithmetic numerics.kv=fp8
 wait
 part 90 rollout
 short resumed arithmetic run.steps=1 && short resumed arithmetic run.steps=2 --resume
