@@ -323,7 +323,7 @@ def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_p
 def test_a_capsule_is_attributed_by_the_command(run: RunDir, stacks: None, step: int, says: str) -> None:
     found, recorded = by_the_command(run.capsule(step)), read_capsule(run.capsule(step)).metrics
     mean = recorded["mismatch/train_rollout_logprob_abs_diff_mean"]
-    assert found["abs_diff_mean"] == pytest.approx(mean) > 0
+    assert mean > 0 and found["abs_diff_mean"] == pytest.approx(mean)
     assert found["findings"][0]["text"].startswith(says)
     assert found["live_abs_diff_mean"] == 0
 
