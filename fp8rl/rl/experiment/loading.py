@@ -22,8 +22,7 @@ from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.layers import MEMBERS, Say, merged, types_of
-from fp8rl.rl.experiment.removed import without_removed
-from fp8rl.rl.experiment.validation import named_architecture, parse_experiment
+from fp8rl.rl.experiment.validation import named_architecture, parse_experiment, without_removed
 
 _HERE = Path("(a mapping)")
 """Stands for the file of a spec that is in none: messages name it, paths are relative to the current directory."""
