@@ -17,10 +17,9 @@ from typing import Annotated, Any, Literal, Union
 import yaml
 
 from fp8rl.models.plain_yaml import comment_behind, parse_override, parse_yaml
-from fp8rl.numerics.core.errors import UserError, shown, user_error
+from fp8rl.numerics.core.errors import UserError, say_error, shown, user_error
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section, sections_in
-from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.sections import DataSource
 from fp8rl.rl.experiment.validation import named_architecture, parse_experiment, without_removed

@@ -22,8 +22,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
-from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.numerics.core.terminal import say_error
+from fp8rl.numerics.core.errors import UserError, say_error, user_error
 from fp8rl.rl.run.interrupts import STOPPED, bounded, is_ending
 from fp8rl.rollout.deadlines import kill_family
 from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, remove_scratch, sweep
