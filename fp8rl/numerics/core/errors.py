@@ -67,8 +67,6 @@ def refusing(rules: Callable[P, Iterator[UserError]]) -> Callable[P, None]:
     return check
 
 
-
-
 def printable(text: str, instead: str = "\N{REPLACEMENT CHARACTER}") -> str:
     """Return the text with `instead` for each character that a terminal would obey; lines and tabs stay.
 
