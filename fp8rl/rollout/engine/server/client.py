@@ -202,7 +202,7 @@ class EngineClient:
         return merged(await self._ask_plugin("commit", version=str(version)))
 
     async def map_base(self, address: str) -> int:
-        """Let the engine read weights at this address (`numerics.core.shared_memory`); `commit` makes them known.
+        """Let the engine read weights at this address (`numerics.core.memory`); `commit` makes them known.
 
         Return their bytes.
         """
