@@ -84,7 +84,7 @@ CODE = {
     "fp8rl/rollout/engine/plugin/families/__init__.py": {"import_module"},  # files beside it
     "fp8rl/rl/algorithms/__init__.py": {"import_module"},  # files in fp8rl/rl/algorithms
     "fp8rl/rl/record/trackers/__init__.py": {"import_module"},  # names of its table
-    "fp8rl/numerics/core/code.py": {"exec_module"},  # files of Python that a spec names
+    "fp8rl/numerics/core/files.py": {"exec_module"},  # files of Python that a spec names
     "fp8rl/rollout/tasks/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/study.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer

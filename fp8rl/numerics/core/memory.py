@@ -1,5 +1,5 @@
-"""The memory of a process: tensors that it holds, placeholders for those that come later, batches of
-tensors, and memory that other processes map.
+"""The memory of a process: tensors that it holds, placeholders for those that come later, batches of tensors,
+and memory that other processes map.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class EngineReport(Message):
     versions: dict[str, str]
     """Versions of libraries, by name."""
     code: str
-    """Digest of the packages that the engine imports (`numerics.core.code.code_digest`)."""
+    """Digest of the packages that the engine imports (`numerics.core.files.code_digest`)."""
     weight_version: str | None
     """Of the loaded weights; None within an update."""
     row_variant_ops: tuple[str, ...] | None
