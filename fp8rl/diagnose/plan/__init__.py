@@ -161,11 +161,7 @@ def fitted_plan(
     bench: Path | None = None,
 ) -> Plan:
     """The plan of a spec or model under the keys that make it fit, which `Plan.keys` has; as it stands, without `keys`,
-    where none do.
-
-    Raises:
-        UserError: as `read_plan_subject` and `make_plan`.
-    """
+    where none do. Raises UserError: as `read_plan_subject` and `make_plan`."""
     subject = read_plan_subject(name, overrides)
     check_has_fp8(subject.experiment, gpu)
     keys = keys_that_fit(subject, gpu, gpus, length)

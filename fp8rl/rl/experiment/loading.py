@@ -155,10 +155,7 @@ def _as_yaml(spec: Mapping[str, Any]) -> str:
 
 def plain(value: Any) -> Any:
     """Return a path, a mapping, a section or a number of numpy's as JSON knows it, for `json.dumps(default=plain)`.
-
-    Raises:
-        UserError: it is something else.
-    """
+    Raises UserError: it is something else."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Section):

@@ -49,11 +49,8 @@ class WandbSection(Section):
 
 
 def check_wandb(config: WandbSection) -> None:
-    """Check that wandb takes the project's name and, online, knows who is there. Asks no server.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that wandb takes the project's name and, online, knows who is there. Asks no server. Raises UserError: it
+    does not."""
     import wandb
 
     try:

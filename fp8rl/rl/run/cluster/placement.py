@@ -57,11 +57,8 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
-    """Return where everything of a run goes. nodes: of the cluster, the driver's first.
-
-    Raises:
-        UserError: it does not fit on the nodes that the spec lets it use.
-    """
+    """Return where everything of a run goes. nodes: of the cluster, the driver's first. Raises UserError: it does not
+    fit on the nodes that the spec lets it use."""
     raise_first(engine_ranks(experiment, any(node.gpus is not None for node in nodes)))
     ranks = place_ranks(nodes, experiment)
     taken = Counter(node.id for node in ranks)
@@ -245,12 +242,8 @@ class NodeView:
 
 
 def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, NodeView]:
-    """Return what each of these nodes sees, by its id.
-
-    Raises:
-        UserError: one does not answer, or does not see `folder`, which is on a disk that they have to share, or one of
-            `files`, which are on such a disk or everywhere alike.
-    """
+    """Return what each of these nodes sees, by its id. Raises UserError: one does not answer, or does not see `folder`,
+    which is on a disk that they have to share, or one of `files`, which are on such a disk or everywhere alike."""
     mark, text = folder / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
     mark.write_text(text)
     expected = {mark: text} | dict.fromkeys(files)
