@@ -125,8 +125,6 @@ BESIDE_LAYERS = 14
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode step of an engine."""
-
     batch: int
     """Answers, a token each."""
     kernels: int
@@ -163,7 +161,6 @@ def decode_step(
 
 
 def decode_kernels(shape: Shape, spec: QuantSpec, mode: Mode) -> int:
-    """Kernels of a decode step."""
     of_layer = OF_LAYER[mode, spec.quantized]
     return BESIDE_LAYERS + sum(of_layer[shape.sizes.has_experts(layer)] for layer in range(shape.sizes.layers))
 

@@ -53,7 +53,6 @@ class Capsule:
 
     path: Path
     step: int
-    """Step of the run."""
     why: list[str]
     """Sentences that say what made it."""
     numerics: NumericsConfig

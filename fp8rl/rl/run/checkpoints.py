@@ -40,7 +40,6 @@ _LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp"}
 
 
 def is_due(experiment: Experiment, step: int) -> bool:
-    """Return whether `step` ends with a checkpoint."""
     return step == experiment.run.steps or step % experiment.checkpoint.every == 0
 
 

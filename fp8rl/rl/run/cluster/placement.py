@@ -22,8 +22,6 @@ from fp8rl.rollout.engine.server.arguments import has_cuda
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster."""
-
     id: str
     address: str
     gpus: int | None = None
@@ -48,7 +46,6 @@ class Placement:
     ranks: tuple[Node, ...]
     """The node of each trainer rank."""
     engines: tuple[EnginePlacement, ...]
-    """The placement of each engine."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -262,7 +259,6 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
 
 
 def _look(address: str, expected: Mapping[Path, str | None]) -> NodeView:
-    """Look around on a node."""
     unseen = [path for path, text in expected.items() if not path.is_file() or text not in (None, path.read_text())]
     return NodeView(interface_of(address), own_capability(), tuple(unseen))
 

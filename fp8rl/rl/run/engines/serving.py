@@ -39,7 +39,6 @@ class Serving:
     manifest: Manifest | None = None
     """Digests of what it holds, for engines that work as soon as they hold the same; None: they wait for a sync."""
     role: Role = "policy"
-    """The role of their model."""
 
 
 def engine_maker(

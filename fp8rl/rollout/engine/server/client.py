@@ -192,7 +192,6 @@ class EngineClient:
         await self.admin("/destroy_weights_update_group", group_name=name)
 
     async def weight_version(self) -> int:
-        """Return the version of the weights that are loaded."""
         response = await self._client.get("/model_info", headers=self._generation_key)
         _raise_for_status(response)
         return int(response.json()["weight_version"])
