@@ -53,11 +53,7 @@ class Listing:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """The runs of a folder by name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The runs of a folder by name. Raises UserError: there is none."""
     found = [Run(path.parent) for path in sorted(folder.glob("*/spec.yaml"))]
     if not found:
         raise user_error("--dir", str(folder), "a folder with runs", "Give another, or train first.")

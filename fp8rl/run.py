@@ -64,11 +64,8 @@ class Run:
         return _whole(self._files.metrics, metrics_found(self._files.metrics))
 
     def metric(self, name: str) -> dict[int, float]:
-        """The values of one metric by step; empty for one that the run has not measured.
-
-        Raises:
-            UserError: no run has such a metric, or no reward, outcome or evaluation set of this one is so named.
-        """
+        """The values of one metric by step; empty for one that the run has not measured. Raises UserError: no run has
+        such a metric, or no reward, outcome or evaluation set of this one is so named."""
         rows = self.metrics
         values = {row["step"]: row[name] for row in rows if name in row}
         known = is_fixed(name) if rows else describe(name) is not None

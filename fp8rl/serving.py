@@ -41,11 +41,8 @@ from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 
 def check_open(host: str, api_key: str | None) -> None:
-    """Refuse an address that is not this machine's, a key that no header can carry, and strangers without a key.
-
-    Raises:
-        UserError: it is one of these.
-    """
+    """Refuse an address that is not this machine's, a key that no header can carry, and strangers without a key. Raises
+    UserError: it is one of these."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.split() == [api_key]):
         raise user_error("--api-key", "another text", "printable ASCII without spaces", "Choose another key.")
     try:
@@ -145,10 +142,7 @@ def convert_model(
 
 def pad_model(model: Path, out: Path, pad: bool, architecture: Path | None) -> dict[str, Any]:
     """Write a model in whole quantization blocks, or without (pad=False); returns the changed keys of its config.json.
-
-    Raises:
-        UserError: the model cannot be padded, or was not, or `out` exists.
-    """
+    Raises UserError: the model cannot be padded, or was not, or `out` exists."""
     model = model_given(model, architecture, "MODEL")
     check_stored(model, read_model(model, "MODEL"), "MODEL", say=lambda _: None)
     _check_new(out)

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.core.terminal import say, say_error
+from fp8rl.numerics.core.errors import UserError, say, say_error
 from fp8rl.rl.run.interrupts import SIGNALS, interruptible
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ CODE = {
     "fp8rl/rollout/engine/plugin/families/__init__.py": {"import_module"},  # files beside it
     "fp8rl/rl/algorithms/__init__.py": {"import_module"},  # files in fp8rl/rl/algorithms
     "fp8rl/rl/record/trackers/__init__.py": {"import_module"},  # names of its table
-    "fp8rl/numerics/core/code.py": {"exec_module"},  # files of Python that a spec names
+    "fp8rl/numerics/core/files.py": {"exec_module"},  # files of Python that a spec names
     "fp8rl/rollout/tasks/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/study.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
@@ -133,12 +133,11 @@ def code(node: ast.AST) -> str | None:
 
 PRINTS = {
     "certify/fp8rl_certify/cli.py": "JSON", "fp8rl/cli.py": "the version", "fp8rl/commands/diagnosis.py": "JSON",
-    "fp8rl/commands/models.py": "JSON", "fp8rl/numerics/core/terminal.py": "what was made printable",
-    "fp8rl/rl/run/cluster/submission.py": "what was made printable",
+    "fp8rl/commands/models.py": "JSON", "fp8rl/numerics/core/errors.py": "what was made printable",
     "fp8rl/rollout/tasks/rewards/workers.py": "JSON", "lab/studies/benefit.py": "lines of ours",
     "lab/studies/prototypes/gated_delta.py": "numbers",
 }  # fmt: skip
-"""Each file that prints by itself, and what. All other lines go through `numerics.core.terminal` or `PlainConsole`."""
+"""Each file that prints by itself, and what. All other lines go through `numerics.core.errors` or `PlainConsole`."""
 
 
 def test_texts_reach_a_terminal_by_one_way() -> None:

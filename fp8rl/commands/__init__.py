@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, say_error, user_error
 from fp8rl.numerics.core.files import is_full
-from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:

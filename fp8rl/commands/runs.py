@@ -26,9 +26,8 @@ from fp8rl.commands import (
     show,
     user_errors,
 )
-from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.errors import say_error, user_error
 from fp8rl.numerics.core.files import check_writable, new_directory, writing
-from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.interrupts import STOPPED, interruptible
 from fp8rl.training import RunFailedError, run_experiment
 

@@ -94,10 +94,7 @@ def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperat
 @contextmanager
 def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layout]:
     """Hold the place of a trainer that is alone, on `numerics`; they may carry the reduction order of a larger layout.
-
-    Raises:
-        UserError: exact mode, on a machine where a token's result depends on its batch.
-    """
+    Raises UserError: exact mode, on a machine where a token's result depends on its batch."""
     from fp8rl.trainer.distributed import parallel
 
     parallel.start(0, numerics)

@@ -78,11 +78,8 @@ class Rescored:
 
 
 def rescore(path: Path, model: Path | None = None) -> Rescored:
-    """Score a capsule's sequences with its numerics and its weights, or those of the directory `model`.
-
-    Raises:
-        UserError: the capsule is damaged or incomplete, or the weights are not those that the manifest speaks of.
-    """
+    """Score a capsule's sequences with its numerics and its weights, or those of the directory `model`. Raises
+    UserError: the capsule is damaged or incomplete, or the weights are not those that the manifest speaks of."""
     capsule = read_capsule(path)
     load_architecture_of(capsule.experiment)
     if model is not None:

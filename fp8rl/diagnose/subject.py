@@ -62,11 +62,8 @@ class Subject:
 
 
 def read_subject(path: Path, key: str) -> Subject:
-    """Read a run's folder, at its newest weights, or a capsule. key: what messages call the argument.
-
-    Raises:
-        UserError: it is neither, it has no weights, or it is damaged.
-    """
+    """Read a run's folder, at its newest weights, or a capsule. key: what messages call the argument. Raises UserError:
+    it is neither, it has no weights, or it is damaged."""
     check_path(path, key)
     path = Path(path).absolute()
     if (path / "capsule.json").is_file():
@@ -122,10 +119,7 @@ def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) ->
 
 def load_architecture_of(experiment: Experiment) -> None:
     """Import the file of `model.architecture`, if a run's spec names one, as whatever computes with its model needs it.
-
-    Raises:
-        UserError: it cannot be imported, or the scope names no module kind that it or another architecture has.
-    """
+    Raises UserError: it cannot be imported, or the scope names no module kind that it or another architecture has."""
     if experiment.model.architecture is not None:
         load_architecture(experiment.model.architecture)
     check_scope(experiment.numerics_config().spec)
@@ -145,11 +139,8 @@ _KEY = "RUN|MODEL"
 
 def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = None) -> Subject:
     """Read a model that is to be served: the trained model of a run, as the run computed; or a model directory in this
-    mode and preset, whose architecture may be in a user's file.
-
-    Raises:
-        UserError: it is neither, or the run has no trained model yet.
-    """
+    mode and preset, whose architecture may be in a user's file. Raises UserError: it is neither, or the run has no
+    trained model yet."""
     check_path(path, _KEY)
     run = RunDir(path.absolute())
     if not run.experiment.is_file():

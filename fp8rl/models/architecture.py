@@ -19,8 +19,8 @@ from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.models.trace import Forward
-from fp8rl.numerics.core.code import module_of_file
 from fp8rl.numerics.core.errors import UserError, shown
+from fp8rl.numerics.core.files import module_of_file
 from fp8rl.numerics.spec import ALL, QuantSpec
 
 # What a model is there for in a run: one word for trainer, engines, protocol and manifest.

@@ -30,11 +30,8 @@ _MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
 
 
 class ConfigFile:
-    """One config.json. Messages speak of the model's directory as `key`.
-
-    Raises:
-        UserError: from every method, for a value that is missing or wrong.
-    """
+    """One config.json. Messages speak of the model's directory as `key`. Raises UserError: from every method, for a
+    value that is missing or wrong."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, key: str) -> None:
         self._values, self._path, self._key = values, path, key

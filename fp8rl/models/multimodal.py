@@ -64,7 +64,6 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of a part."""
         return (self.after - self.first, self.of[2]) if self.of else ()
 
     @property

@@ -58,7 +58,6 @@ def parameter_spans(model: Model, spec: QuantSpec) -> dict[str, ParameterSpan]:
 
 
 def base_bytes(model: Model, spec: QuantSpec) -> int:
-    """Return the bytes of a base."""
     return max(span.stop for span in parameter_spans(model, spec).values())
 
 

@@ -82,9 +82,7 @@ class Op:
     name: str
     form: OpForm
     reads: tuple[str, ...]
-    """Names of its inputs."""
     writes: tuple[str, ...]
-    """Names of its outputs."""
     engine: str = ""
     """Dotted path of its module in the engine's layer, or outside the layers in its whole model."""
     megatron: str = ""
@@ -99,8 +97,6 @@ class Op:
 
 @dataclass(frozen=True)
 class OpSite:
-    """An op in its layer."""
-
     layer: int | None
     """None outside the layers."""
     op: Op
@@ -119,7 +115,6 @@ class Forward:
     last: tuple[Op, ...]
 
     def sites(self) -> list[OpSite]:
-        """Every op of the model."""
         return [
             *(OpSite(None, op) for op in self.first),
             *(OpSite(index, op) for index, ops in enumerate(self.layers) for op in ops),

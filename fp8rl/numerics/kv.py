@@ -35,7 +35,6 @@ class KVFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the cache."""
         return CODES if self.quantized else torch.bfloat16
 
     @property

@@ -30,19 +30,15 @@ class TensorClass:
     key: str
     """The name in audits."""
     row: str
-    """The row of the map."""
     tensors: str
     """The tensors, in words."""
     exact: str
-    """The format in exact mode."""
     native: str
-    """The format in native mode."""
     kernels: str
     """The format in exact mode where the ops are Triton kernels."""
     document: str
     """The format of the published map; empty where it says nothing."""
     why: str
-    """The reason for the format."""
     remedy: str
     """The place to look if another is found."""
 

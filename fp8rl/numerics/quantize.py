@@ -78,7 +78,6 @@ class QuantizedTensor:
     """FP32, one per block; multiplied to dequantize (the convention of HF checkpoints). Its shape is [..., ceil(rows /
     block rows), ceil(columns / block columns)]. E8M0 scales are in torch's float8_e8m0fnu."""
     spec: TensorSpec
-    """The spec that it was quantized by."""
 
     @property
     def nbytes(self) -> int:

@@ -94,7 +94,6 @@ class TensorSpec:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """The dtype that a scale is stored in."""
         return torch.float8_e8m0fnu if self.scale == "e8m0" else torch.float32
 
     @property

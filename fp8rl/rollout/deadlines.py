@@ -21,11 +21,8 @@ GRACE_S = 5.0
 
 
 async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
-    """Return the result of an awaitable within a timeout. It is cancelled at the deadline, and when this is.
-
-    Raises:
-        TimeoutError: it took longer.
-    """
+    """Return the result of an awaitable within a timeout. It is cancelled at the deadline, and when this is. Raises
+    TimeoutError: it took longer."""
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task}, timeout=seconds)

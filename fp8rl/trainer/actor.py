@@ -287,7 +287,6 @@ class TrainerGroup:
         return self._all("apply", "policy", function, *args)
 
     def shutdown(self) -> None:
-        """End all ranks."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors, self._started = [], False

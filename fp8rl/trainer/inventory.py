@@ -57,8 +57,6 @@ def of_model(model: Scorer) -> Iterator[Holding]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One call of a collective."""
-
     collective: str
     """As torch names it, e.g. `reduce_scatter_tensor_coalesced_`."""
     kind: Kind

@@ -101,7 +101,6 @@ class Buffer:
     """One flat buffer of Megatron's."""
 
     experts: bool
-    """It holds experts."""
     elements: int
     """Of its parameters."""
     fp8: bool = False
@@ -169,7 +168,6 @@ class _Held:
     elements: int
     """Of one weight, this rank's part."""
     count: int
-    """The number of weights."""
     quantized: bool = False
     apart: bool = False
     """In a buffer of its own."""

@@ -73,7 +73,6 @@ class Bridge:
 
     trainer: TrainerGroup
     spec: QuantSpec
-    """The spec that the engines serve."""
     config: SyncSection
     model_path: Path
     """Source of configuration files."""
@@ -259,7 +258,6 @@ async def _each(
 
 @asynccontextmanager
 async def _clients(endpoints: Sequence[Endpoint], timeout_s: float) -> AsyncIterator[list[EngineClient]]:
-    """Open a client of each engine, for the block."""
     engines = [EngineClient(endpoint, timeout_s=timeout_s) for endpoint in endpoints]
     try:
         yield engines

@@ -19,8 +19,8 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import digest_of_all
 from fp8rl.models.checkpoint.reading import starting_weights
 from fp8rl.models.shared_base import SharedBase, base_bytes
+from fp8rl.numerics.core.memory import Shared, mapped, share
 from fp8rl.numerics.core.process import all_gathered, rank, together
-from fp8rl.numerics.core.shared_memory import Shared, mapped, share
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec

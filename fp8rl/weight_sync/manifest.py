@@ -84,11 +84,9 @@ class ShardDigests:
     digests: dict[str, str]
     """Digests by HF name."""
     weight_bytes: int
-    """Bytes of the tensors."""
     bytes: int
     """Bytes of the payload."""
     adapters: frozenset[str] = frozenset()
-    """The names of the adapters' tensors."""
     adapter_bytes: int = 0
     """The adapters' part of `weight_bytes`."""
 

@@ -58,6 +58,6 @@ class Stage:
         async def run() -> Trajectory:
             conversation = Conversation(prompt, 7, sampling, model, self.tokenizer, timeout_s=5.0)
             outcome: Any = await conversation.run(environment)
-            return conversation.trajectory(outcome)
+            return conversation.trajectories(outcome)[0]
 
         return asyncio.run(run())

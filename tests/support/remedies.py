@@ -12,7 +12,7 @@ from typing import Any
 from fp8rl.models.plain_yaml import parse_override
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, parse_experiment
-from fp8rl.rl.experiment.layers import merged
+from fp8rl.rl.experiment.loading import merged
 from tests.support.experiments import VALUES
 
 _ASSIGNMENT = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)*=(?:[\w./]*\w)\+*")

@@ -280,7 +280,7 @@ class Pipeline:
         async def run(seed: int, prompt: Prompt) -> Trajectory:
             conversation = Conversation(prompt, seed, SamplingParams(new_tokens), sample, tokenizer, 60.0)
             await conversation.run(environment)
-            return conversation.trajectory({})
+            return conversation.trajectories({})[0]
 
         async def all_of_them() -> list[Trajectory]:
             return list(await asyncio.gather(*itertools.starmap(run, enumerate(prompts(3)[-count:]))))

@@ -15,7 +15,7 @@ from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import base_digest
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.core.shared_memory import DeviceMemory
+from fp8rl.numerics.core.memory import DeviceMemory
 from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.ops.linear import ROW_BLOCK
 from fp8rl.numerics.spec import QuantSpec

@@ -297,10 +297,7 @@ class EngineAnswer:
 
 async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> EngineAnswer:
     """Run the engine's own ops on the trainer's inputs, and its own forward of the same tokens; a disk is shared.
-
-    Raises:
-        EngineError: the engine failed, or its answer is damaged.
-    """
+    Raises EngineError: the engine failed, or its answer is damaged."""
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
         recording = Path(folder) / "trainer.safetensors"
         save_file(trace.tensors, recording, {"temperature": repr(temperature)})

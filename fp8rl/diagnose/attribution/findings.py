@@ -50,7 +50,6 @@ class Evidence:
     held: dict[str, str]
     """Those that it holds, by digest."""
     temperature: float
-    """Of the batch."""
     fit: TemperatureFit | None = None
     """Of the engine's own logits to the record; None without a record."""
     wrong: Sequence[str] | None = None

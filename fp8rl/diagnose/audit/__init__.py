@@ -134,7 +134,6 @@ class Deviation:
     planned: str
     found: str
     why: str
-    """The reason for the plan."""
     remedy: str
     """The place to look at."""
 
@@ -153,7 +152,6 @@ class AuditReport(Report):
     tokens: int
     """Of the step that was watched."""
     seconds: float
-    """Of the whole audit."""
 
     @property
     def ok(self) -> bool:

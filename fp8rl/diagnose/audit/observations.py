@@ -77,8 +77,6 @@ _BEFORE_PRODUCTS: tuple[Part, ...] = ("embedding", "router", "attention", "exper
 
 @dataclass(frozen=True)
 class ModuleRole:
-    """One module of the trainer."""
-
     path: str
     """Megatron's, of this rank."""
     part: Part

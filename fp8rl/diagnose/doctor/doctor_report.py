@@ -50,7 +50,6 @@ class DataFound:
     """A source of problems, and its first problem."""
 
     key: str
-    """Of the spec."""
     path: str
     problems: int
     prompt: str

@@ -62,11 +62,8 @@ class Rates:
 
 
 def read_bench(path: Path, mode: Mode) -> Rates:
-    """Read the rates from a `gpu.json` for specs of this mode.
-
-    Raises:
-        UserError: it cannot be read as one, or it has no rate.
-    """
+    """Read the rates from a `gpu.json` for specs of this mode. Raises UserError: it cannot be read as one, or it has no
+    rate."""
     remedy = "Make one with `python -m lab.bench.gpu gemms grouped quantizers launch` on such a GPU."
     return parsed(path, "--bench", lambda report: _rates(report, path, mode, remedy), remedy)
 
@@ -128,8 +125,6 @@ BESIDE_LAYERS = 14
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode step of an engine."""
-
     batch: int
     """Answers, a token each."""
     kernels: int
@@ -166,7 +161,6 @@ def decode_step(
 
 
 def decode_kernels(shape: Shape, spec: QuantSpec, mode: Mode) -> int:
-    """Kernels of a decode step."""
     of_layer = OF_LAYER[mode, spec.quantized]
     return BESIDE_LAYERS + sum(of_layer[shape.sizes.has_experts(layer)] for layer in range(shape.sizes.layers))
 

@@ -47,7 +47,6 @@ class PreflightReport(Report):
     differences: dict[str, Difference]
     """By name, `trainer against engine` and the floors; of those that were measured."""
     seconds: float
-    """Of the whole preflight."""
 
     @property
     def ok(self) -> bool:

@@ -93,11 +93,8 @@ def starting_weights(
     path: Path, model: Model, device: torch.device | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all that is in the table, one by one, as both sides start from it: finite, and rounded to the
-    dtype that they hold it in. device: where it goes. part: of so many, which share the tensors.
-
-    Raises:
-        UserError: some values are not finite.
-    """
+    dtype that they hold it in. device: where it goes. part: of so many, which share the tensors. Raises UserError: some
+    values are not finite."""
     mine = set(sorted(model.tensors.rows)[part::parts])
     for name, tensor in _tensors(path, "model.path", mine.__contains__):
         here = tensor.to(device)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and files of Python: whether two processes run the same code, and a user's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from io import FileIO
 from pathlib import Path
+from types import ModuleType
 
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.numerics.core.reading import check_path, reason
+from fp8rl.numerics.core.reading import check_path, read_bytes, reason
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -179,3 +182,42 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in 64 hex digits. It is read in parts, however large it is."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+# Code by its files.
+
+_SOURCE = "__fp8rl_source__"
+"""The attribute of a module that says which file it is, and what that said."""
+
+
+def module_of_file(path: str, key: str) -> ModuleType:
+    """Import the module of a file; the one that is imported already, if the file has not changed since. Raises
+    UserError: naming `key`: the file cannot be read. And whatever the module raises."""
+    source = os.path.abspath(path), read_bytes(Path(path), key, "a file of Python", "Correct the path.")
+    name = "fp8rl_user_" + Path(path).stem
+    if getattr(sys.modules.get(name), _SOURCE, None) == source:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    setattr(module, _SOURCE, source)
+    return module
+
+
+def code_digest(packages: Iterable[str], beside: str | None = None) -> str:
+    """Hash the Python files of these packages, as this process would import them, and the file `beside` them.
+
+    Return 16 hex digits of the SHA-256.
+    """
+    total = hashlib.sha256(Path(beside).read_bytes() if beside is not None else b"")
+    for package in sorted(packages):
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError(f"found no package {package}, expected it beside the others. Install fp8rl again")
+        root = Path(spec.submodule_search_locations[0])
+        for file in sorted(root.rglob("*.py")):
+            total.update(f"{package}/{file.relative_to(root).as_posix()}\0".encode())
+            total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()[:16]

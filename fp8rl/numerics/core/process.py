@@ -22,7 +22,6 @@ LOOPBACK = "127.0.0.1"
 
 
 def rank() -> int:
-    """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

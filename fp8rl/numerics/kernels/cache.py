@@ -135,8 +135,6 @@ def no_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of a kernel."""
-
     kernel: str
     """`module:function`"""
     data: str

@@ -52,7 +52,6 @@ class LowRank:
         return self.b.dim() == 3
 
     def of_expert(self, index: int) -> LowRank:
-        """Return the adapter of one expert."""
         return dataclasses.replace(self, a=self.a[index], b=self.b[index]) if self.per_expert else self
 
     def of_rows(self, index: Tensor) -> LowRank:

@@ -18,7 +18,6 @@ from fp8rl.rl.algorithms.base import KEY, AlgorithmConfig, users_algorithm
 
 
 def _algorithms() -> dict[str, type[AlgorithmConfig]]:
-    """The algorithms of this package by name."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
         for value in vars(import_module(f"{__name__}.{module.name}")).values():

@@ -8,23 +8,26 @@ import numbers
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union
 
 import yaml
 
 from fp8rl.models.plain_yaml import comment_behind, parse_override, parse_yaml
-from fp8rl.numerics.core.errors import UserError, shown, user_error
+from fp8rl.numerics.core.errors import UserError, say_error, shown, user_error
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
-from fp8rl.numerics.core.section import Section
-from fp8rl.numerics.core.terminal import say_error
+from fp8rl.numerics.core.section import Section, sections_in
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rl.experiment.layers import MEMBERS, Say, merged, types_of
-from fp8rl.rl.experiment.removed import without_removed
-from fp8rl.rl.experiment.validation import named_architecture, parse_experiment
+from fp8rl.rl.experiment.sections import DataSource
+from fp8rl.rl.experiment.validation import named_architecture, parse_experiment, without_removed
 
+Say = Callable[[str], object]
+MEMBERS = {"algorithm": "name", "algorithm.rejection": "name", "environment": "function"}
+"""Sections in which the other keys depend on one, which names a member, and that key. Where a later layer names another
+member, its section replaces the section of the former one; so does a path alone, in place of a data source."""
 _HERE = Path("(a mapping)")
 """Stands for the file of a spec that is in none: messages name it, paths are relative to the current directory."""
 LARGEST_SPEC = 16 << 20
@@ -152,10 +155,7 @@ def _as_yaml(spec: Mapping[str, Any]) -> str:
 
 def plain(value: Any) -> Any:
     """Return a path, a mapping, a section or a number of numpy's as JSON knows it, for `json.dumps(default=plain)`.
-
-    Raises:
-        UserError: it is something else.
-    """
+    Raises UserError: it is something else."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Section):
@@ -209,3 +209,78 @@ def _parse_override(override: str) -> dict[str, Any]:
     read: Any = functools.reduce(dict.__getitem__, key.split("."), found)
     taken = types if text_alone else {*types, dict, list, NoneType}
     return parse_override(quoted) if str in types and type(read) not in taken else found  # 12345 and no are such texts
+
+
+def merged(base: dict[str, Any], layer: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Lay `layer` over `base`, both as YAML gives them: mappings are merged, all else is replaced.
+
+    A value that stands for a section is the section with that one key. say: told which settings go with a former member
+    or source.
+    """
+    return _merged(base, layer, "", Experiment, say)
+
+
+def _merged(base: dict[str, Any], layer: dict[str, Any], key: str, section: type[Section] | None, say: Say) -> Any:
+    selector = MEMBERS.get(key, "")
+    if None not in (base.get(selector), layer.get(selector)) and base[selector] != layer[selector]:
+        _say_gone(key, selector, base, say)
+        base = {}
+    found = dict(base)
+    for name, value in layer.items():
+        kind, listed = _section(section, name)
+        inner = f"{key}.{name}".lstrip(".")
+        before, after = (_spelled_out(each, kind, listed) for each in (base.get(name), value))
+        is_source = kind is not None and issubclass(kind, DataSource)
+        found[name] = value
+        if is_source and (after is not value or isinstance(before, list)):
+            for source in before if isinstance(before, list) else [before]:
+                _say_gone(inner, "path", source, say)
+        elif isinstance(before, dict) and isinstance(after, dict):
+            found[name] = _merged(before, after, inner, kind, say)
+    return found
+
+
+def _say_gone(key: str, selector: str, settings: Any, say: Say) -> None:
+    others = [name for name in settings if name != selector] if isinstance(settings, dict) else []
+    if others:
+        say(f"{key}: settings of {settings.get(selector)} are left out: {', '.join(map(str, others))}")
+
+
+def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | None, bool]:
+    """The section that a key of a section holds, and whether it is a list of them."""
+    fields = {} if section is None else section.model_fields
+    field = next((each for own, each in fields.items() if (each.alias or own) == name), None)
+    if field is None:
+        return None, False
+    kinds = sections_in(field.annotation)
+    return (kinds[0] if kinds else None), typing.get_origin(field.annotation) is tuple
+
+
+def types_of(key: str) -> set[Any]:
+    """Return the types of value that a dotted key takes; of a section with a `shorthand`, those of that too."""
+    section: type[Section] | None = Experiment
+    *above, name = key.split(".")
+    for part in above:
+        section, _ = _section(section, part)
+    field = section.model_fields.get(name) if section is not None else None
+    return set() if field is None else _types(field.annotation)
+
+
+def _types(annotation: Any) -> set[Any]:
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return {type(part) for part in parts}
+    if origin in (Annotated, Union, UnionType):
+        return set().union(*map(_types, parts[:1] if origin is Annotated else parts))
+    if isinstance(annotation, type) and issubclass(annotation, Section) and annotation.shorthand:
+        return {annotation, *_types(annotation.model_fields[annotation.shorthand].annotation)}
+    listed = _types(parts[0]) if origin is tuple and sections_in(annotation) else set()
+    return {int, float} if annotation is float else {origin or annotation, *listed}
+
+
+def _spelled_out(value: Any, kind: type[Section] | None, listed: bool) -> Any:
+    """A value that stands for a section, as the mapping that it stands for."""
+    alone = (str,) if listed else (str, list)
+    if kind is None or not kind.shorthand or not isinstance(value, alone):
+        return value
+    return {kind.shorthand: value}

@@ -17,9 +17,16 @@ from fp8rl.numerics.core.errors import UserError, raise_first, shown, user_error
 from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_rules import gate_refusals
-from fp8rl.rl.experiment.removed import refusal_of_removed
 from fp8rl.rl.experiment.rules import refusals
 
+REMOVED: dict[str, str] = {
+    "rollout.speculation": "No engine drafts tokens any more.",
+    "guard.fresh_answers": "A step scores 24 answers to later steps.",
+    "guard.capsule_sequences": "A capsule has the 8 worst sequences.",
+    "eval.sets.right_from": "An answer is right from a reward of 1 on.",
+}
+"""Keys that specs had once, without the indices of lists, and what to do: a spec that has one is refused, the spec of
+an old run is read without it. Below a removed section, no key needs a row."""
 _LONGEST_NUMBER = 1024
 """Bits."""
 _LONGEST_KEY = 160
@@ -190,3 +197,21 @@ def nearest_key(key: str, known: list[str]) -> str:
 
 def _without_indices(key: str) -> str:
     return ".".join(part for part in key.split(".") if not part.isdigit())
+
+
+def refusal_of_removed(key: str, found: str) -> str | None:
+    """Return what is said of a removed key, with its value as text; None: specs never had such a key."""
+    remedy = REMOVED.get(".".join(part for part in key.split(".") if not part.isdigit()))
+    if remedy is None:
+        return None
+    return f"{key}: found {found}, expected nothing: this key has gone, see CHANGELOG.md. {remedy or 'Remove it.'}"
+
+
+def without_removed(value: Any, key: str = "") -> Any:
+    """Return the values of an old run's spec without the keys that have gone; `key` is where the value stands."""
+    if isinstance(value, list):
+        return [without_removed(entry, key) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {name: (f"{key}.{name}".lstrip("."), part) for name, part in value.items()}
+    return {name: without_removed(part, below) for name, (below, part) in inner.items() if below not in REMOVED}

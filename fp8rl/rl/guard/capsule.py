@@ -53,7 +53,6 @@ class Capsule:
 
     path: Path
     step: int
-    """Step of the run."""
     why: list[str]
     """Sentences that say what made it."""
     numerics: NumericsConfig
@@ -164,12 +163,8 @@ def write_capsule(
 
 
 def read_capsule(path: Path) -> Capsule:
-    """Read a capsule and check it.
-
-    Raises:
-        UserError: it is no capsule, of another format, a file is missing or damaged, or its parts are of different
-            quantization specs.
-    """
+    """Read a capsule and check it. Raises UserError: it is no capsule, of another format, a file is missing or damaged,
+    or its parts are of different quantization specs."""
     check_path(path, "capsule")
     path = Path(path)
     if not (path / _SUMS).is_file():

@@ -39,8 +39,6 @@ class Firing:
 
 @dataclasses.dataclass
 class RuleState:
-    """State of one rule."""
-
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     beyond: NonNegativeInt = 0

@@ -41,7 +41,6 @@ class ScoredBatch:
         return self.batch.loss_mask & (self.versions == self.version)
 
     def metrics(self) -> dict[str, float]:
-        """The `mismatch/...` metrics."""
         batch, rollout = self.batch, self.batch.fields["rollout_logprobs"]
         metrics = logprob_metrics(self.logprobs, rollout, batch.loss_mask, tis_cap=self.tis_cap, fresh=self.fresh)
         if self.draws is not None:

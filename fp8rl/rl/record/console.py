@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from fp8rl.numerics.core.terminal import printable
+from fp8rl.numerics.core.errors import printable
 from fp8rl.rl.record.metrics import SHOWN_FIRST, held_out_is, metric
 
 

@@ -55,7 +55,6 @@ _EVENT = TypeAdapter(Event)
 
 
 def append_event(path: Path, event: Event) -> None:
-    """Append a line."""
     append_line(path, _line(event))
 
 
@@ -92,7 +91,6 @@ class Session:
     started: Annotated[float, _TIME]
     """Seconds since 1970."""
     machine: str
-    """The machine in words."""
     versions: dict[str, str]
     """Versions of `LIBRARIES` and of Python."""
     commit: str | None

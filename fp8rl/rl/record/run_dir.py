@@ -188,11 +188,8 @@ def _steps(directory: Path, pattern: str) -> list[int]:
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[None]:
-    """Hold the run at `path` for as long as the block lasts. What a killed driver left of a lock holds nothing.
-
-    Raises:
-        UserError: another process holds it; the message names it.
-    """
+    """Hold the run at `path` for as long as the block lasts. What a killed driver left of a lock holds nothing. Raises
+    UserError: another process holds it; the message names it."""
     file = path.with_name(f".{path.name}.lock")
     descriptor = _take(file, path)
     try:

@@ -26,8 +26,6 @@ _DASHES = ("solid", "dot", "dash", "dashdot")
 
 @dataclass(frozen=True)
 class ChartStyle:
-    """The look of a chart."""
-
     note: str
     """A sentence on what to look for."""
     unit: str

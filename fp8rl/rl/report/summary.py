@@ -55,13 +55,11 @@ class RunSummary:
     largest_abs_diff: float | None
     """Largest abs(d) of the run, in nats."""
     largest_abs_diff_step: int | None
-    """The step it occurred in."""
     mean_abs_diff: float | None
     """Mean abs(d) over `compared_tokens`."""
     exact_fraction: float | None
     """Fraction of `compared_tokens` with d == 0."""
     syncs: int
-    """Weight syncs."""
     verified_syncs: int
     """Those in which every tensor was verified."""
     mismatched_tensors: int
@@ -81,7 +79,6 @@ class RunSummary:
     accuracy_change: tuple[float, float] | None = None
     """The 95% interval of the change of accuracy, None where it is no fraction of solved problems."""
     answers: int = 0
-    """Answers of all steps."""
     cut_answers: int = 0
     """Answers that had no room left."""
     withheld_steps: int = 0

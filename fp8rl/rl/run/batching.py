@@ -78,11 +78,8 @@ def batch_from_trajectories(
 
 
 def batch_from_examples(examples: Sequence[SftExample]) -> TokenBatch:
-    """One row per example: prompt then target, the target's tokens as targets of the loss, temperature 1.
-
-    Raises:
-        ValueError: there is no example, or one has an empty prompt or target.
-    """
+    """One row per example: prompt then target, the target's tokens as targets of the loss, temperature 1. Raises
+    ValueError: there is no example, or one has an empty prompt or target."""
     for row, example in enumerate(examples):
         if not example.target_ids:
             raise ValueError(f"example {row}: found no target token, expected at least one (the EOS)")

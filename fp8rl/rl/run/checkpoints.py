@@ -15,11 +15,10 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError, shown, user_error
+from fp8rl.numerics.core.errors import UserError, say_error, shown, typed, user_error
 from fp8rl.numerics.core.files import flush_to_disk
 from fp8rl.numerics.core.reading import RESTORE
 from fp8rl.numerics.core.section import dotted, validated
-from fp8rl.numerics.core.terminal import say_error, typed
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.guard import GateState
@@ -41,7 +40,6 @@ _LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp"}
 
 
 def is_due(experiment: Experiment, step: int) -> bool:
-    """Return whether `step` ends with a checkpoint."""
     return step == experiment.run.steps or step % experiment.checkpoint.every == 0
 
 

@@ -23,7 +23,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 import psutil
 
-from fp8rl.numerics.core.terminal import say_error
+from fp8rl.numerics.core.errors import say_error
 from fp8rl.rollout.deadlines import kill_family
 
 P = ParamSpec("P")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import ray
 
-from fp8rl.numerics.core.terminal import typed
+from fp8rl.numerics.core.errors import typed
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.history import read_events
 from fp8rl.rl.record.metrics_log import read_metrics

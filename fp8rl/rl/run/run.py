@@ -184,11 +184,8 @@ class LiveRun:
             append_session(self.files.sessions, self.session)
 
     def steps(self) -> Iterator[int]:
-        """Go from step to step, up to the last.
-
-        Raises:
-            FileNotFoundError: the run's directory was deleted, renamed or replaced before a step.
-        """
+        """Go from step to step, up to the last. Raises FileNotFoundError: the run's directory was deleted, renamed or
+        replaced before a step."""
         while self.step < self.experiment.run.steps:
             self.step += 1
             check_directory(self.files.path, self._directory, self.step)

@@ -37,7 +37,6 @@ class EngineReport(Message):
     """The configuration and the state of an engine."""
 
     spec_digest: str
-    """Digest of the QuantSpec."""
     numerics: dict[str, Any]
     """NumericsConfig.to_dict()."""
     hooks: tuple[str, ...]
@@ -47,13 +46,12 @@ class EngineReport(Message):
     versions: dict[str, str]
     """Versions of libraries, by name."""
     code: str
-    """Digest of the packages that the engine imports (`numerics.core.code.code_digest`)."""
+    """Digest of the packages that the engine imports (`numerics.core.files.code_digest`)."""
     weight_version: str | None
     """Of the loaded weights; None within an update."""
     row_variant_ops: tuple[str, ...] | None
     """Ops whose result depends on the batch; None in native mode, which does not look for them."""
     implementation: Implementation
-    """Of the ops."""
     threads: int
     """Of the scheduler."""
     role: Role = "policy"
@@ -61,7 +59,6 @@ class EngineReport(Message):
     dtype: str = "bfloat16"
     """Of the model, as torch names it."""
     kv_cache_dtype: str = "bfloat16"
-    """Of the cache."""
     without_deepgemm: str | None = None
     """The reason why products do not run on DeepGEMM, which the spec insists on; None if they do, or need not."""
     adapter: dict[str, Any] | None = None

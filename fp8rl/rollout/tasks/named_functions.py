@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from fp8rl.numerics.core.code import module_of_file
 from fp8rl.numerics.core.errors import UserError, shown, user_error
+from fp8rl.numerics.core.files import module_of_file
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:

@@ -23,7 +23,6 @@ SETTINGS = {
     "model", "n", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p", "top_k",
     "min_p", "seed", "frequency_penalty", "presence_penalty", "user", "metadata", "store", "service_tier",
 }  # fmt: skip
-"""Settings of every request."""
 CHAT_SETTINGS = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "max_completion_tokens",
     "top_logprobs", "chat_template_kwargs",
@@ -64,7 +63,6 @@ class CompletionRequest:
     tools: tuple[dict[str, Any], ...] = ()
     """Of a chat, as a chat template reads them."""
     chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
-    """Arguments of the chat template."""
     may_call: bool = False
     """Tools may be called."""
     prompt: str | tuple[int, ...] = ""
@@ -128,8 +126,6 @@ class _Strict(BaseModel):
 
 
 class _Function(_Strict):
-    """A function of `tools`."""
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None

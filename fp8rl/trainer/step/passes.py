@@ -31,8 +31,6 @@ from fp8rl.trainer.step.trees import with_tree_ratio
 
 @dataclass(frozen=True)
 class RankPass:
-    """The results of one rank's pass."""
-
     rows: list[int]
     """Rows of the batch that this rank's data-parallel replica holds."""
     logprobs: Tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8rl.numerics.core.errors import UserError, shown
+from fp8rl.numerics.core.errors import UserError, printable, say, shown
 from fp8rl.numerics.core.files import (
     append_line,
     check_page,
@@ -20,7 +20,6 @@ from fp8rl.numerics.core.files import (
     writing,
 )
 from fp8rl.numerics.core.reading import check_regular, json_lines, read_bytes, read_json
-from fp8rl.numerics.core.terminal import printable, say
 from tests.support.disks import room
 
 

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from fp8rl.numerics.core.shared_memory import DeviceMemory, HostMemory, mapped
+from fp8rl.numerics.core.memory import DeviceMemory, HostMemory, mapped
 from tests.support.cuda_ipc import install_cuda_ipc
 
 

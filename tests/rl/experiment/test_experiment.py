@@ -13,7 +13,7 @@ import yaml
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.experiment import load_experiment, parse_experiment, read_resolved
-from fp8rl.rl.experiment.removed import REMOVED
+from fp8rl.rl.experiment.validation import REMOVED
 
 MINIMAL = {"model": {"path": "/m"}, "data": {"train": "/t"}}
 

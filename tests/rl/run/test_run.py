@@ -16,8 +16,7 @@ import fp8rl.rl.experiment.preconditions
 import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.restarts as restarts_module
 import fp8rl.rl.run.stack as stack_module
-from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.core.terminal import typed
+from fp8rl.numerics.core.errors import UserError, typed
 from fp8rl.rl.run.background import Background
 from fp8rl.rl.run.checkpoints import how_to_go_on
 from fp8rl.rl.run.restarts import commands_after_a_stop, run_with_restarts

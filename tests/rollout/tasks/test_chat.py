@@ -55,7 +55,7 @@ def played(tokenizer: Any, environment: Any, model: Any, messages: Messages, opt
     async def play() -> Trajectory:
         conversation = Conversation(prompt, 7, sampling, model, tokenizer, timeout_s=60.0)
         await conversation.run(environment)
-        return conversation.trajectory({})
+        return conversation.trajectories({})[0]
 
     return asyncio.run(play())
 

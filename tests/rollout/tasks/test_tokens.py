@@ -55,16 +55,15 @@ class Writer:
 
 def talked(
     tokenizer: Any, messages: list[dict[str, str]], talk: Callable[[Conversation, Writer], Awaitable[object]]
-) -> tuple[Trajectory, list[Trajectory]]:
-    async def run() -> Any:
+) -> list[Trajectory]:
+    async def run() -> list[Trajectory]:
         writer, prompt = Writer(tokenizer), Prompt(Problem("?", "", list(messages)), prompt_ids(tokenizer, messages))
         sampling = SamplingParams(2000, stop_token_ids=end_ids(tokenizer))
         conversation = Conversation(prompt, 7, sampling, writer, tokenizer, timeout_s=60.0, longest=4000)
         await conversation.run(lambda it: talk(it, writer))
-        return conversation.trajectory({}), conversation.trajectories({})
+        return conversation.trajectories({})
 
-    found: tuple[Trajectory, list[Trajectory]] = asyncio.run(run())
-    return found
+    return asyncio.run(run())
 
 
 @pytest.mark.parametrize(("where", "name"), EACH)
@@ -77,7 +76,7 @@ def test_a_conversation_and_a_supervised_answer_have_the_tokens_of_the_whole(whe
         answer = [*said, {"role": "assistant", "content": _words(draws)}]
         row = prompt_ids(tokenizer, said) + answer_ids(tokenizer, said, answer[-1]["content"], {})
         assert row == whole(tokenizer, answer, ended=True)
-        trajectory, _ = talked(tokenizer, said, _at_random(tokenizer, said, draws))
+        trajectory, *_ = talked(tokenizer, said, _at_random(tokenizer, said, draws))
         assert trajectory.prompt_ids + trajectory.token_ids[:-1] == whole(tokenizer, said)
         text = tokenizer.decode(trajectory.token_ids[: -1 if trajectory.stopped else None])
         assert "".join(part for _, part in transcript(trajectory, tokenizer)) == text
@@ -137,7 +136,7 @@ def test_text_completions_have_the_tokens_of_the_whole_text(
             assert (await recording.answer(request)).text == shown
             prompt += shown + rest
 
-    _, rows = talked(tokenizer, [USER], talk)
+    rows = talked(tokenizer, [USER], talk)
     question = prompt_ids(tokenizer, [USER])
     assert all(row.prompt_ids[: len(question)] == question == text_ids(tokenizer, text) for row in rows)
     assert len(rows) == (1 if rest.startswith("</s>") else 3), "a row that a text leaves goes on as another"
@@ -181,5 +180,5 @@ def test_blanks_of_a_text_stay_whatever_the_tokenizer_s_files_say(text: str) -> 
         writer.text = [*prompt_ids(tokenizer, [USER]), *tokens(tokenizer, text + "<|im_end|>")]
         turns.append(await conversation.sample())
 
-    trajectory, _ = talked(tokenizer, [USER], talk)
+    trajectory, *_ = talked(tokenizer, [USER], talk)
     assert [turns[0].text, *(said for _, said in transcript(trajectory, tokenizer))] == [text, text]

@@ -31,7 +31,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp8rl.numerics.core.section import Section
-from fp8rl.rl.mismatch.statistics import clamp_exponent
+from fp8rl.rl.mismatch.logprobs import clamp_exponent
 
 
 class RejectionSection(Section):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8rl.numerics.core.section import Section
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.mismatch.statistics import clamp_exponent
+from fp8rl.rl.mismatch.logprobs import clamp_exponent
 
 Estimator = Literal["k2", "k3"]
 

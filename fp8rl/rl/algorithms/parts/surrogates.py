@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp8rl.rl.mismatch.statistics import clamp_exponent
+from fp8rl.rl.mismatch.logprobs import clamp_exponent
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU."""
-
     name: str
     capability: tuple[int, int]
     """Compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`)."""
@@ -99,7 +97,6 @@ class Job:
     states: int = 0
     """Sequences whose states an engine holds beside the KV cache, where the model has some."""
     bucket_bytes: int = 256 << 20
-    """Bytes of a sync's bucket."""
     maps: bool = False
     """Engines map the buckets of every rank, so that each has a context on each GPU."""
     graph_bytes: float = 0.0
@@ -163,7 +160,6 @@ class Job:
         return -(-self.laid_tokens // (self.layout.dp * self.micro_batch))
 
     def in_bf16(self) -> Job:
-        """Return the job with a BF16 trainer and a BF16 engine."""
         return replace(self, numerics=self.numerics.in_bf16())
 
 

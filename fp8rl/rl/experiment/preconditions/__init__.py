@@ -79,11 +79,8 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
 
 
 def check_functions(experiment: Experiment) -> None:
-    """Check the environment and every reward function.
-
-    Raises:
-        UserError: one is missing, or cannot be called with its `kwargs`; or a tokenizer that it needs is missing.
-    """
+    """Check the environment and every reward function. Raises UserError: one is missing, or cannot be called with its
+    `kwargs`; or a tokenizer that it needs is missing."""
     load_environment(experiment.environment)
     for index, config in enumerate(experiment.rewards.functions):
         _check_reward(config, f"rewards.functions.{index}")
@@ -103,11 +100,8 @@ def _check_reward(config: RewardSection, key: str) -> None:
 
 
 def check_values(function: Callable[..., Any], kwargs: Mapping[str, Any], key: str) -> None:
-    """Check values by the annotations of the parameters that they are for.
-
-    Raises:
-        UserError: naming one below `key`: it has another type, or is out of bounds.
-    """
+    """Check values by the annotations of the parameters that they are for. Raises UserError: naming one below `key`: it
+    has another type, or is out of bounds."""
     hints = get_type_hints(function, include_extras=True)
     for name, value in kwargs.items():
         try:

@@ -30,11 +30,8 @@ TEACHER = "teacher.path"
 
 
 def read_model(path: Path, key: str = "model.path") -> Model:
-    """Read config.json of the Hugging Face directory `path`; messages speak of it as `key`.
-
-    Raises:
-        UserError: directory or config are missing, broken, quantized or of another architecture.
-    """
+    """Read config.json of the Hugging Face directory `path`; messages speak of it as `key`. Raises UserError: directory
+    or config are missing, broken, quantized or of another architecture."""
     if not path.is_dir():
         raise user_error(
             key,
@@ -61,11 +58,8 @@ def check_architecture(model: Model, experiment: Experiment) -> None:
 
 
 def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
-    """Check that the teacher, if there is one, can be served and asked; returns its shape.
-
-    Raises:
-        UserError: its directory or layout is wrong, it has another vocabulary, or no room for the longest answer.
-    """
+    """Check that the teacher, if there is one, can be served and asked; returns its shape. Raises UserError: its
+    directory or layout is wrong, it has another vocabulary, or no room for the longest answer."""
     if experiment.teacher is None:
         return None
     path = experiment.teacher.directory

@@ -203,11 +203,8 @@ def _left_in(group: Path) -> int:
 
 
 def check_port(rollout: RolloutSection) -> None:
-    """Check that a port that the spec gives is free, and wanted by one engine only.
-
-    Raises:
-        UserError: it is taken, or several engines would share it.
-    """
+    """Check that a port that the spec gives is free, and wanted by one engine only. Raises UserError: it is taken, or
+    several engines would share it."""
     if rollout.port is None:
         return
     if rollout.engines > 1:

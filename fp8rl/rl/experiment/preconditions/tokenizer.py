@@ -34,11 +34,8 @@ def rendering() -> Iterator[None]:
 
 
 def read_tokenizer(path: str | Path, vocab_size: int, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """The fast tokenizer in the model directory, with all that a run needs of it.
-
-    Raises:
-        UserError: it is missing or broken, or lacks something; the message speaks of the directory as `key`.
-    """
+    """The fast tokenizer in the model directory, with all that a run needs of it. Raises UserError: it is missing or
+    broken, or lacks something; the message speaks of the directory as `key`."""
     tokenizer = load_tokenizer(path, key)
     if not tokenizer.chat_template:
         raise _refusal(
@@ -90,11 +87,8 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str) -> None:
-    """Check that the chat template renders a question, soon, and differently for another question.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that the chat template renders a question, soon, and differently for another question. Raises UserError: it
+    does not."""
     remedy = "Correct the chat template, or copy that of the model again."
     try:
         with rendering():
@@ -119,11 +113,8 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
-    """Check that the chat template takes a source's arguments and system prompt, and does something with them.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that the chat template takes a source's arguments and system prompt, and does something with them. Raises
+    UserError: it does not."""
     if unread := [name for name in source.chat_template if name not in (read := _reads(tokenizer))]:
         raise user_error(
             f"{source.key}: chat_template",

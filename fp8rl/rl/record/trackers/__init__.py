@@ -71,11 +71,7 @@ class Tracker:
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Check that what each needs is installed.
-
-    Raises:
-        UserError: naming the extra that installs it.
-    """
+    """Check that what each needs is installed. Raises UserError: naming the extra that installs it."""
     for name in names:
         if importlib.util.find_spec(TRACKERS[name]) is None:
             raise user_error(

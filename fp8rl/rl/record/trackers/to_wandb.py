@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.errors import typed, user_error
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.numerics.core.section import Section
-from fp8rl.numerics.core.terminal import typed
 from fp8rl.rl.record.metrics import METRICS, SHOWN_FIRST
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import Tracked, Tracker
@@ -50,11 +49,8 @@ class WandbSection(Section):
 
 
 def check_wandb(config: WandbSection) -> None:
-    """Check that wandb takes the project's name and, online, knows who is there. Asks no server.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that wandb takes the project's name and, online, knows who is there. Asks no server. Raises UserError: it
+    does not."""
     import wandb
 
     try:

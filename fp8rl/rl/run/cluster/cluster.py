@@ -22,8 +22,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
-from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.numerics.core.terminal import say_error
+from fp8rl.numerics.core.errors import UserError, say_error, user_error
 from fp8rl.rl.run.interrupts import STOPPED, bounded, is_ending
 from fp8rl.rollout.deadlines import kill_family
 from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, remove_scratch, sweep
@@ -219,11 +218,8 @@ def _set(variables: dict[str, str | None]) -> None:
 
 
 def _start(folder: Path, **options: Any) -> None:
-    """Start Ray, with one more try, as on a busy machine its processes may not come up within its 30 seconds.
-
-    Raises:
-        UserError: it has not started the second time either.
-    """
+    """Start Ray, with one more try, as on a busy machine its processes may not come up within its 30 seconds. Raises
+    UserError: it has not started the second time either."""
     own = psutil.Process()
     for last in (False, True):
         before = own.children()

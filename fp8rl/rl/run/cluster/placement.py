@@ -22,8 +22,6 @@ from fp8rl.rollout.engine.server.arguments import has_cuda
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster."""
-
     id: str
     address: str
     gpus: int | None = None
@@ -48,7 +46,6 @@ class Placement:
     ranks: tuple[Node, ...]
     """The node of each trainer rank."""
     engines: tuple[EnginePlacement, ...]
-    """The placement of each engine."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -57,11 +54,8 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
-    """Return where everything of a run goes. nodes: of the cluster, the driver's first.
-
-    Raises:
-        UserError: it does not fit on the nodes that the spec lets it use.
-    """
+    """Return where everything of a run goes. nodes: of the cluster, the driver's first. Raises UserError: it does not
+    fit on the nodes that the spec lets it use."""
     raise_first(engine_ranks(experiment, any(node.gpus is not None for node in nodes)))
     ranks = place_ranks(nodes, experiment)
     taken = Counter(node.id for node in ranks)
@@ -245,12 +239,8 @@ class NodeView:
 
 
 def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, NodeView]:
-    """Return what each of these nodes sees, by its id.
-
-    Raises:
-        UserError: one does not answer, or does not see `folder`, which is on a disk that they have to share, or one of
-            `files`, which are on such a disk or everywhere alike.
-    """
+    """Return what each of these nodes sees, by its id. Raises UserError: one does not answer, or does not see `folder`,
+    which is on a disk that they have to share, or one of `files`, which are on such a disk or everywhere alike."""
     mark, text = folder / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
     mark.write_text(text)
     expected = {mark: text} | dict.fromkeys(files)
@@ -269,7 +259,6 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
 
 
 def _look(address: str, expected: Mapping[Path, str | None]) -> NodeView:
-    """Look around on a node."""
     unseen = [path for path, text in expected.items() if not path.is_file() or text not in (None, path.read_text())]
     return NodeView(interface_of(address), own_capability(), tuple(unseen))
 

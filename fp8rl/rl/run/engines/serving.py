@@ -12,7 +12,7 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.backend.implementation import implementation_for
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.code import code_digest
+from fp8rl.numerics.core.files import code_digest
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.cluster.reservations import Reservations
@@ -39,7 +39,6 @@ class Serving:
     manifest: Manifest | None = None
     """Digests of what it holds, for engines that work as soon as they hold the same; None: they wait for a sync."""
     role: Role = "policy"
-    """The role of their model."""
 
 
 def engine_maker(

@@ -39,7 +39,6 @@ class EngineSlot:
     serving: bool = False
     """A sync has verified its weights, so that it gets groups."""
     starts: bool = False
-    """An engine is on its way up."""
     engines: int = 0
     """Engines that were here before."""
     answers: int = 0

@@ -307,7 +307,6 @@ def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int)
 
 
 def answer_seeds(run_seed: int, step: int, number: int, size: int) -> tuple[int, ...]:
-    """Seeds of the `size` answers to prompt `number` of `step`."""
     return tuple(answer_seed(run_seed, step, number, answer) for answer in range(size))
 
 

@@ -28,7 +28,6 @@ class SavedGroup:
     """The answers to one prompt of a step to come."""
 
     number: int
-    """Number of the prompt in the run."""
     prompt_ids: list[int]
     """[P]."""
     seeds: list[int]

@@ -18,8 +18,7 @@ from fp8rl.models.shared_base import SharedBase, parameter_spans
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.backend.implementation import choose
-from fp8rl.numerics.core.memory import ZEROS, give_back, placeholders
-from fp8rl.numerics.core.shared_memory import mapped
+from fp8rl.numerics.core.memory import ZEROS, give_back, mapped, placeholders
 from fp8rl.numerics.probe import choose_deepgemm, choose_tiles
 from fp8rl.rollout.engine.plugin import op_probe
 from fp8rl.rollout.engine.plugin.families import check_forms
@@ -127,7 +126,7 @@ def commit(runner: Any, version: str) -> Held:
 
 
 def map_base(runner: Any, address: str) -> int:
-    """Compute with the weights of a shared base (`models.shared_base`) at this address (`numerics.core.shared_memory`),
+    """Compute with the weights of a shared base (`models.shared_base`) at this address (`numerics.core.memory`),
     not in the engine's own memory, from the next commit on; return their bytes."""
     current = state()
     flat = mapped(address)

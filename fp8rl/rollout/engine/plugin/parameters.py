@@ -39,11 +39,8 @@ def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Pa
 
 
 def check_table(model: nn.Module, definition: Model) -> None:
-    """Refuse a model of the engine that does not hold what the table says, no more and no less.
-
-    Raises:
-        RuntimeError: it names the parameters.
-    """
+    """Refuse a model of the engine that does not hold what the table says, no more and no less. Raises RuntimeError: it
+    names the parameters."""
     expected = definition.tensors.in_engine.keys()
     held = {name.removesuffix(SCALE_SUFFIX) for name, _ in _held(model, definition.tensors)}
     # An engine that starts without weights has made up whatever is saved with a model, its buffers too.

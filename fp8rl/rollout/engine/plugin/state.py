@@ -15,7 +15,7 @@ from fp8rl.models.architecture import Role
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.code import code_digest
+from fp8rl.numerics.core.files import code_digest
 from fp8rl.numerics.core.memory import Holding, format_of, holding
 from fp8rl.numerics.probe import row_variant_ops
 from fp8rl.rollout.engine.plugin.families import families

@@ -142,11 +142,8 @@ class ServedWeights:
 
     def map_base(self, base: SharedBase) -> None:
         """Have the parameters be those of a base, which this engine shares with others and does not write. Nothing may
-        be computed with them until `commit`.
-
-        Raises:
-            RuntimeError: a rank of several holds parts alone; or the base has not this engine's parameters.
-        """
+        be computed with them until `commit`. Raises RuntimeError: a rank of several holds parts alone; or the base has
+        not this engine's parameters."""
         if self.rank.ranks > 1:
             raise RuntimeError(
                 "fp8rl plugin: found a base for a rank of several, expected it for a whole engine; send the weights"

@@ -236,7 +236,6 @@ class SGLangServer:
 
 
 def log_tail(path: Path, lines: int = 30) -> str:
-    """Return the last lines of a log file."""
     with path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - 65536))
         return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])

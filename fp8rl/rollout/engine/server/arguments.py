@@ -81,7 +81,6 @@ class ServedChats:
     """The settings of a server's OpenAI API."""
 
     name: str
-    """Of the model."""
     tool_parser: str | None = None
     """The format of tool calls, as SGLang names it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)

@@ -192,7 +192,6 @@ class EngineClient:
         await self.admin("/destroy_weights_update_group", group_name=name)
 
     async def weight_version(self) -> int:
-        """Return the version of the weights that are loaded."""
         response = await self._client.get("/model_info", headers=self._generation_key)
         _raise_for_status(response)
         return int(response.json()["weight_version"])
@@ -202,7 +201,7 @@ class EngineClient:
         return merged(await self._ask_plugin("commit", version=str(version)))
 
     async def map_base(self, address: str) -> int:
-        """Let the engine read weights at this address (`numerics.core.shared_memory`); `commit` makes them known.
+        """Let the engine read weights at this address (`numerics.core.memory`); `commit` makes them known.
 
         Return their bytes.
         """

@@ -36,12 +36,9 @@ class Source:
 
 
 def load_problems(source: Source) -> Problems:
-    """Return the problems of a source in its order, each read when it is asked for.
-
-    Raises:
-        UserError: there is nothing at the path, nothing in it, or no such column. The message names the source's key. A
-            row that is no problem is refused when it is read.
-    """
+    """Return the problems of a source in its order, each read when it is asked for. Raises UserError: there is nothing
+    at the path, nothing in it, or no such column. The message names the source's key. A row that is no problem is
+    refused when it is read."""
     rows = open_rows(Path(source.path), source.split, source.key, source.name, (source.question, source.answer))
     if not rows:
         raise user_error(

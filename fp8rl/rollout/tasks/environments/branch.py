@@ -39,7 +39,6 @@ class Branch:
 
     @property
     def remaining(self) -> int:
-        """Tokens that are left."""
         return self.limit - len(self.tokens)
 
     @property

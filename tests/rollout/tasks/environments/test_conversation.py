@@ -141,13 +141,13 @@ def test_a_turn_that_outlives_its_conversation_changes_no_row_and_no_other_is_as
         prompt = Prompt(Problem("?", "!"), [9])
         conversation = Conversation(prompt, 7, SamplingParams(64), slow, tokenizer, timeout_s=5.0)
         await conversation.run(environment)
-        row = conversation.trajectory({})
+        row = conversation.trajectories({})[0]
         before = copy.deepcopy(row)
         held.set()
         late.append(asyncio.ensure_future(conversation.sample()))
         ends = await asyncio.gather(*late, return_exceptions=True)
         assert [type(each) for each in ends] == [ConversationOverError] * 2
-        assert row == before == conversation.trajectory({}) and len(row.logprobs) == len(row.token_ids) == 1
+        assert row == before == conversation.trajectories({})[0] and len(row.logprobs) == len(row.token_ids) == 1
         assert len(model.asked) == 2
         conversation._main.append_turn(Trajectory([9], [4], [-1.0], True, [1], 0, 7))
         assert row == before, "a row that was given away is nobody else's"
