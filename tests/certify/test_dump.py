@@ -138,9 +138,7 @@ def test_noise_on_a_model_that_is_sure_of_its_tokens_is_not_taken_for_other_weig
     assert not certifying._is_unrelated(sure, noisy) and certifying._is_unrelated(sure, other)
 
 
-def test_a_part_of_a_long_dump_is_scored_and_rounding_noticed(
-    certified: Certified, model: Path, tokens: Tokens
-) -> None:
+def test_a_part_of_a_long_dump_is_scored_and_rounding_noticed(certified, model, tokens) -> None:
     rounded = said(model, tokens).bfloat16().double()
     report = certified(rows(tokens, rounded, reward=1.0), budget=3 * (PROMPT + ANSWER))
     assert (report.rows, report.of_rows, report.tokens) == (3, ROWS, 3 * ANSWER)
@@ -318,9 +316,7 @@ GOOD = {"tokens": [3, 4, 5, 6], "prompt_length": 2, "logprobs": [-1.0, -2.0]}
         ),
     ],
 )
-def test_a_row_that_does_not_fit_is_one_message(
-    change: dict[str, Any], message: str, model: Path, tmp_path: Path
-) -> None:
+def test_a_row_that_does_not_fit_is_one_message(change, message, model, tmp_path) -> None:
     row = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
     path = write(tmp_path / "dump.jsonl", [GOOD, row])
     code, printed = run(path, "--model", model)

@@ -36,9 +36,7 @@ def run(url: str, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("some", range(3))
-def test_whatever_stands_in_an_answer_is_a_verdict_or_one_sentence(
-    native: bool, some: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_stands_in_an_answer_is_a_verdict_or_one_sentence(native, some, monkeypatch) -> None:
     """A lie in one answer, or in all from one on, as JSON is written, NaN and a number of 400 digits among them."""
     codes = set()
     for seed in range(some * 25, some * 25 + 25):

@@ -123,9 +123,7 @@ def test_an_engine_holds_each_weight_in_what_the_architecture_says(paths: dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "merged"), [("moe", True), ("deepseek_v3", False)])
-def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(
-    kind: str, merged: bool, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(kind, merged, make, monkeypatch) -> None:
     numerics, adapter = plan("exact"), AdapterSection(rank=8, mode="merged" if merged else "separate")
     trainer = make(numerics, kind, adapter=adapter)
     batch = random_batch(rows=4, longest=40)
@@ -175,9 +173,7 @@ CHANNELS = {role: {"granularity": "channel"} for role in ("activation", "gradien
     ],
 )
 @pytest.mark.slow
-def test_other_numerics_have_their_own_plan(
-    changes: dict[str, Any], gradient: str, operands: str, make: Callable[..., Any]
-) -> None:
+def test_other_numerics_have_their_own_plan(changes, gradient, operands, make) -> None:
     numerics = plan("exact", **changes)
     sightings = watched(make(numerics), numerics)
     assert differences_of(sightings) == []
@@ -374,9 +370,7 @@ def test_a_claim_is_judged_by_what_was_seen(seen: dict[str, dict[str, int]], cla
         (["algorithm.name=sft", "eval.problems=0", "gates=[]"], "expected a run with an engine"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_refused_before_anything_starts(arguments, said, monkeypatch) -> None:
     monkeypatch.delattr(audit, "open_pair")
     result = result_of("audit", "examples/arithmetic.yaml", *arguments)
     assert result.exit_code == 2 and result.stdout == "" and said in result.stderr

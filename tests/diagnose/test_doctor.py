@@ -121,9 +121,7 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
         (replace(H200, expandable_segments=ALLOCATOR), EXACT, None, None, [("PYTORCH_ALLOC_CONF", True)]),
     ],
 )  # fmt: skip
-def test_a_machine_is_judged(
-    machine: Machine, config: NumericsConfig, trainer: str | None, engine: str | None, remarks: list[tuple[str, bool]]
-) -> None:
+def test_a_machine_is_judged(machine, config, trainer, engine, remarks) -> None:
     found = judge(machine, config)
     assert keys(found) == remarks and found.ok is not any(blocks for _, blocks in remarks)
     assert all(each.found and each.expected and each.remedy.endswith(".") for each in found.remarks)

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -80,9 +79,7 @@ def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes
     ],
     ids=["misaligned", "of another architecture", "without an engine"],
 )
-def test_nothing_is_started_for_what_cannot_agree(
-    shape: TinyModel, config: dict, arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_started_for_what_cannot_agree(shape, config, arguments, said, tmp_path, monkeypatch) -> None:
     monkeypatch.delattr("fp8rl.diagnose.preflight.open_pair")
     write_tiny_model(tmp_path / "model", shape)
     edit_config(tmp_path / "model", **config)

@@ -108,9 +108,7 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
     ],
     ids=[*("no-algorithm", "another-name", "import", "key", "value", "no-advantages", "misspelt")],
 )
-def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(
-    tmp_path: Path, text: str, override: str, expected: str
-) -> None:
+def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(tmp_path, text, override, expected) -> None:
     (tmp_path / "own.py").write_text(text)
     overrides = [f"algorithm.name={tmp_path / 'own.py'}:Own", override]
     with pytest.raises(UserError, match="^algorithm") as error:
@@ -129,9 +127,7 @@ def test_the_documented_reward_judges_as_the_page_says() -> None:
 
 
 @pytest.mark.slow
-def test_the_documented_data_are_read_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_cache: None
-) -> None:
+def test_the_documented_data_are_read_as_the_page_says(tmp_path, monkeypatch, data_cache) -> None:
     monkeypatch.setattr(sys, "argv", ["short_chains.py", str(tmp_path / "made.parquet")])
     runpy.run_path(str(EXAMPLES / "short_chains.py"))
     made = pyarrow.parquet.read_table(tmp_path / "made.parquet")

@@ -2,9 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-
-import pytest
 
 from examples import tool_calls
 from fp8rl.rollout.tasks.environments.recording import parse_calls
@@ -13,9 +10,7 @@ from tests.support.paths import EXAMPLES
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def test_the_problems_are_what_the_script_writes_and_its_calls_are_read_by_the_parser(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_problems_are_what_the_script_writes_and_its_calls_are_read_by_the_parser(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tool_calls", "--out", str(tmp_path)])
     tool_calls.main()
     problems = (tmp_path / "tool_calls_train.jsonl").read_text()

@@ -27,9 +27,7 @@ def test_a_new_run_has_no_data_that_could_have_changed() -> None:
     assert code == 2 and said.startswith("error: --accept-changed-data: found no --resume")
 
 
-def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert invoke("init", "~/mine")[0] == 0 and (tmp_path / "mine/spec.yaml").is_file()
     for arguments in (["report", "~/none"], ["runs", "--dir=~/none"], ["runs", "--dir", "~/none"]):
@@ -136,9 +134,7 @@ SERVER, WHOLE = "certify --server http://127.0.0.1:1", "expected a model in BF16
         ("eval {model} adapter=null", "adapter: found adapter=null, expected no such key, as"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_or_would_change_nothing_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, expected: str
-) -> None:
+def test_what_cannot_be_done_or_would_change_nothing_is_refused(tmp_path, monkeypatch, command, expected) -> None:
     run = new_run(tmp_path / "it")
     run.experiment.write_text(load_experiment(ROOT / "examples/arithmetic.yaml").to_yaml())
     converted = tmp_path / "converted"
@@ -156,9 +152,7 @@ def test_what_cannot_be_done_or_would_change_nothing_is_refused(
     [([], None, "made-up"), (["--api-key", "a;b"], None, "'a;b'"), ([], "mine", '"$FP8RL_API_KEY"')],
     ids=["none", "option", "variable"],
 )
-def test_serve_prints_a_line_for_another_shell(
-    arguments: list[str], variable: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_prints_a_line_for_another_shell(arguments, variable, shown, monkeypatch) -> None:
     """A key from the environment is not printed, as what is printed may be kept."""
 
     def interrupted() -> None:

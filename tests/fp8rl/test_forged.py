@@ -91,9 +91,7 @@ def plant_model(path: Path, code: Path, ran: Path) -> None:
         "certify RUN/checkpoints/step_2/state/.metadata --model RUN/model",
     ],
 )
-def test_no_command_runs_what_it_looks_at(
-    command: str, forged: RunDir, ran: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_runs_what_it_looks_at(command, forged, ran, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = str(EXAMPLES / "data/arithmetic_eval.jsonl")
     arguments = command.replace("RUN", str(forged.path)).replace("DATA", data).split()
@@ -109,9 +107,7 @@ def _invoke_in_a_process(arguments: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("command", ["report RUN", "runs --dir RUN/..", "runs RUN RUN"])
-def test_who_looks_at_a_run_does_not_import_its_architecture(
-    command: str, forged: RunDir, ran: Path, tmp_path: Path
-) -> None:
+def test_who_looks_at_a_run_does_not_import_its_architecture(command, forged, ran, tmp_path) -> None:
     values = yaml.safe_load(forged.experiment.read_text())
     values["model"]["architecture"] = str(tmp_path / "code.py")
     values["numerics"] |= {"mode": "native", "rollout": "bf16", "scope": ["a_kind_of_its_own"]}
@@ -124,9 +120,7 @@ def test_who_looks_at_a_run_does_not_import_its_architecture(
     assert ran.exists(), "what computes with its model imports it"
 
 
-def test_an_attribution_starts_with_nothing_that_a_run_names(
-    forged: RunDir, ran: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attribution_starts_with_nothing_that_a_run_names(forged, ran, monkeypatch) -> None:
     started = []
 
     def refused(experiment: Experiment, *_: object) -> None:

@@ -75,9 +75,7 @@ def test_a_metric_that_no_run_has_is_answered_with_the_nearest(path: Path) -> No
         run.report()
 
 
-def test_a_spec_may_be_a_mapping_with_paths_from_here_or_an_experiment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spec_may_be_a_mapping_with_paths_from_here_or_an_experiment(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text("model: {path: m}\nrun: {seed: 3}\n")
     values = {

@@ -84,9 +84,7 @@ def test_a_run_that_cannot_be_read_is_a_line_among_the_others(two_runs: Path) ->
         read_resolved(spec)
 
 
-def test_two_runs_are_compared_in_what_differs_and_what_always_matters(
-    two_runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_are_compared_in_what_differs_and_what_always_matters(two_runs, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     code, printed = invoke("runs", "a", "b[red]", "--page", "page.html")
     lines = table_of(printed)

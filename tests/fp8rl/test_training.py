@@ -1,6 +1,5 @@
 """The start of a run, up to where its loop begins."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,7 @@ from tests.support.paths import EXAMPLES
 SPEC = str(EXAMPLES / "arithmetic.yaml")
 
 
-def test_a_resume_that_does_not_start_leaves_the_spec_and_the_next_one_names_the_change_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_does_not_start_leaves_the_spec_and_the_next_one_names_the_change_again(tmp_path, monkeypatch):
     monkeypatch.setattr(preconditions, "check", lambda experiment, note: None)
     before = load_experiment(SPEC, [f"run.dir={tmp_path}"])
     run = RunDir(tmp_path / before.run.name)

@@ -25,9 +25,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
 @pytest.mark.parametrize("backward", ["fp8", "bf16"])
 @pytest.mark.parametrize("k_splits", [1, 2])
-def test_a_frozen_product_and_its_gradient_have_the_bits_of_a_trained_one(
-    preset: str, backward: Backward, k_splits: int
-) -> None:
+def test_a_frozen_product_and_its_gradient_have_the_bits_of_a_trained_one(preset, backward, k_splits) -> None:
     spec, weight, dy = QuantSpec.preset(preset), random(N, K, seed=1), random(7, N, seed=2)
     found = []
     for operand in (ops.trained_operand(weight, spec.weight), Frozen(quantize(weight, spec.weight))):

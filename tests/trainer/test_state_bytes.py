@@ -30,7 +30,7 @@ from tests.support.holdings import bytes_held
 from tests.support.meta_model import parameters_of
 from tests.support.models import EXPERTS, LAYERS, VOCAB
 from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
-from tests.support.trainers import MakeTrainer, Models
+from tests.support.trainers import MakeTrainer
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 BF16 = replace(EXACT, trainer="bf16")
@@ -118,9 +118,7 @@ LIVE: list[tuple[str, str, AdapterSection | None]] = [
 
 
 @pytest.mark.parametrize(("model", "precision", "adapter"), LIVE)
-def test_a_live_trainer_holds_them(
-    model: str, precision: str, adapter: AdapterSection | None, make_trainer: MakeTrainer, models: Models
-) -> None:
+def test_a_live_trainer_holds_them(model, precision, adapter, make_trainer, models) -> None:
     path, numerics = models[model], replace(EXACT, trainer=precision)
     trainer = make_trainer(path, precision, adapter=adapter)
     trainer.score(random_batch(rows=2, longest=8))

@@ -1,6 +1,5 @@
 """The peak of a real step on a CPU, as torch's allocator counts it, against the calculation."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +22,7 @@ pytestmark = pytest.mark.slow
     ("moe", "mode", "precision"),
     [(True, "exact", "fp8"), (False, "exact", "bf16"), (True, "native", "fp8"), (False, "native", "bf16")],
 )
-def test_a_step_holds_at_its_peak_what_is_calculated(
-    moe: bool, mode: str, precision: str, layout: Any, tmp_path: Path
-) -> None:
+def test_a_step_holds_at_its_peak_what_is_calculated(moe, mode, precision, layout, tmp_path) -> None:
     from fp8rl.trainer.trainer import Trainer
 
     config = TrainerSection(micro_batch_tokens=ROWS * LENGTH)

@@ -184,9 +184,7 @@ def test_the_first_stage_keeps_most_micro_batches() -> None:
         ),
     ],
 )
-def test_keys_that_conflict_with_fp8_are_named(
-    subject: str, keys: tuple[str, ...], without: tuple[str, ...], conflict: str
-) -> None:
+def test_keys_that_conflict_with_fp8_are_named(subject, keys, without, conflict) -> None:
     (remark,) = [remark for remark in planned(subject, *keys, gpus=8).remarks if remark.blocks]
     assert conflict in remark.key + remark.expected
     assert planned(subject, *keys, *without, gpus=8).ok
@@ -204,9 +202,7 @@ def test_keys_that_conflict_with_fp8_are_named(
         ("qwen3_4b", ("trainer.ttp=4",), {}, "trainer.ttp"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    subject: str, overrides: tuple[str, ...], options: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_planned_is_refused(subject, overrides, options, message) -> None:
     with pytest.raises(UserError) as error:
         planned(subject, *overrides, **options)
     assert message in str(error.value)

@@ -128,9 +128,7 @@ def test_a_file_is_read_up_to_a_limit_and_numbers_without_end_are_said_shortly(t
         ("\udc80", "?"),
     ],
 )
-def test_a_character_that_a_terminal_would_obey_is_replaced(
-    text: str, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_character_that_a_terminal_would_obey_is_replaced(text, shown, capsys) -> None:
     assert printable(text) == shown
     say(text)
     assert capsys.readouterr().out == shown + "\n"

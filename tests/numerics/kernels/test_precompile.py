@@ -64,9 +64,7 @@ print(json.dumps([found.compiled, found.cached, again.compiled, again.cached, sa
 """
 
 
-def test_what_a_process_needed_is_compiled_for_a_second_one_also_where_the_cache_is_carried_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_process_needed_is_compiled_for_a_second_one_also_where_the_cache_is_carried_to(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
     launched, listed = found_elsewhere(CALLS + LISTED)
     assert listed == sorted(listed) and set(launched) == set(listed) and len(listed) >= 5
@@ -89,9 +87,7 @@ print(json.dumps([each.stdout for each in said]))
 """
 
 
-def test_lists_that_are_kept_are_compiled_without_a_gpu_and_for_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_that_are_kept_are_compiled_without_a_gpu_and_for_another_one(tmp_path, monkeypatch) -> None:
     few: list[str] = []
     for name in ("arithmetic", "qwen3_30b_a3b"):
         lines = (EXAMPLES / f"kernels/{name}.jsonl").read_text().splitlines()

@@ -168,9 +168,7 @@ def test_weights_are_the_softmax_in_whole_numbers() -> None:
     setting=st.tuples(st.floats(0.01, 1.0), st.integers(-1, 30), st.floats(0.0, 1.0)),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_row_keeps_the_same_in_every_batch_and_order(
-    rows: int, vocabulary: int, seed: int, dtype: torch.dtype, setting: tuple[float, int, float]
-) -> None:
+def test_a_row_keeps_the_same_in_every_batch_and_order(rows, vocabulary, seed, dtype, setting) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(rows, vocabulary, generator=generator) * 3).to(dtype)
     whole = floors(logits, *setting, temperature=0.7)
@@ -196,9 +194,7 @@ def by_hand(row: list[float], top_p: float, top_k: int, min_p: float, temperatur
 
 
 @pytest.mark.parametrize("setting", CASES.values(), ids=CASES)
-def test_logprobs_entropy_and_gradients_are_those_of_the_truncated_distribution(
-    setting: tuple[float, int, float],
-) -> None:
+def test_logprobs_entropy_and_gradients_are_those_of_the_truncated_distribution(setting) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(7, 80, generator=generator) * 2).requires_grad_()
     floor = floors(logits.detach(), *setting, temperature=0.9)

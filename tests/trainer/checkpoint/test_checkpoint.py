@@ -37,7 +37,7 @@ from fp8rl.trainer.inventory import optimizer_state
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.disks import room
 from tests.support.models import EXPERTS, LAYERS
-from tests.support.trainers import MakeTrainer, Models
+from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -61,9 +61,7 @@ def _train(trainer: Any, first: int, last: int, **size: int) -> list[tuple[float
 
 
 @pytest.mark.parametrize(("model", "steps_before_loading"), [("moe", 2), ("linear", 0)])
-def test_two_and_two_steps_equal_four(
-    model: str, steps_before_loading: int, tmp_path: Path, make_trainer: MakeTrainer, models: Models
-) -> None:
+def test_two_and_two_steps_equal_four(model, steps_before_loading, tmp_path, make_trainer, models) -> None:
     """Linear attention has parameters in FP32 beside those in BF16, and goes token by token."""
     size = {"rows": 3, "longest": 12} if model == "linear" else {}
     settings, path = {"decay": "cosine", "warmup_steps": 1, "weight_decay": 0.1}, models[model]

@@ -15,7 +15,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer, Models, scored, trainer_on, whole
+from tests.support.trainers import Models, scored, trainer_on, whole
 
 pytestmark = pytest.mark.slow
 
@@ -62,9 +62,7 @@ def adapters(trainer: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("ranks", "names"), RANKS.values(), ids=RANKS)
-def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
-    ranks: dict[str, int], names: tuple[str, ...], models: Models, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_adapters_on_two_ranks_compute_and_learn_as_on_one(ranks, names, models, tmp_path, make_trainer) -> None:
     """One rank's checkpoint is of its first step. Its adapters before that and after the second are compared."""
     paths = {name: models.get(name, models["moe"]) for name in names}
     alone = {}

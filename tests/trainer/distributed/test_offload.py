@@ -202,9 +202,7 @@ def test_its_steps_are_those_of_adam_on_fp32_masters_and_a_resumed_one_goes_on(s
     ("gpu", "offload", "here", "threads"),
     [(True, True, 1, 16), (True, True, 3, 5), (True, True, 40, 1), (True, False, 1, 1), (False, True, 1, 1)],
 )
-def test_beside_a_gpu_a_rank_steps_on_its_share_of_the_node_s_cores(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, offload: bool, here: int, threads: int
-) -> None:
+def test_beside_a_gpu_a_rank_steps_on_its_share_of_the_node_s_cores(monkeypatch, gpu, offload, here, threads) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(optimizer_module.os, "sched_getaffinity", lambda process: range(16))
     monkeypatch.setattr(optimizer_module, "all_gathered", lambda node: [node] * here + ["another"])

@@ -312,16 +312,12 @@ class OneRank:
 
 
 @pytest.fixture(scope="module")
-def one_rank(
-    make_trainer: MakeTrainer, paths: Models, layout: Layout, tmp_path_factory: pytest.TempPathFactory
-) -> OneRank:
+def one_rank(make_trainer, paths, layout, tmp_path_factory) -> OneRank:
     return OneRank(make_trainer, paths, layout, tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
-def outcome(
-    request: pytest.FixtureRequest, paths: Models, one_rank: OneRank, tmp_path_factory: pytest.TempPathFactory
-) -> Outcome:
+def outcome(request, paths, one_rank, tmp_path_factory) -> Outcome:
     config = TrainerSection(**SETTINGS, **LAYOUTS[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     case = Case(paths, one_rank.checkpoint, folder / "saved", request.param)

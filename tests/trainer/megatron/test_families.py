@@ -100,9 +100,7 @@ ROUTERS = [(name, changes) for name in ("qwen3_moe", "glm4_moe") for changes in 
 @pytest.mark.parametrize(
     ("name", "changes"), [*ROUTERS, ("qwen3_moe", {}), ("qwen3", {}), ("qwen3", {"tie_word_embeddings": True})], ids=str
 )
-def test_routers_of_every_form_equal_transformers_in_both_modes(
-    name: str, changes: dict[str, Any], mode: str, folder: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_routers_of_every_form_equal_transformers_in_both_modes(name, changes, mode, folder, tmp_path, make_trainer):
     path = tmp_path / "model"
     shutil.copytree(write(folder, name, torch.float32), path)
     config = json.loads((path / "config.json").read_text()) | changes

@@ -57,9 +57,7 @@ def test_an_exported_directory_has_every_file(moe_path: Path, tmp_path: Path, ma
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("moe", [True, False])
-def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(
-    precision: str, moe: bool, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(precision, moe, moe_path, dense_path, make_trainer) -> None:
     trainer = make_trainer(moe_path if moe else dense_path, precision, micro_batch_tokens=4096)
     batch = random_batch(rows=10, longest=330, temperature=0.7)
     together = scored(trainer, batch)

@@ -29,9 +29,7 @@ LAYOUT = {"tp": 2, "ep": 2}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_every_op_but_the_fp8_products_is_megatrons(
-    precision: str, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_op_but_the_fp8_products_is_megatrons(precision, moe_path, dense_path, make_trainer, monkeypatch) -> None:
     trainers = [make_trainer(path, precision, mode="native") for path in (moe_path, dense_path)]
     for name, _ in inspect.getmembers(ops, inspect.isfunction):
         if name not in ("fp8_linear", "token_logprobs", "trained_operand", "weight_operand", "group_operand"):
@@ -93,9 +91,7 @@ def test_two_ranks_equal_one_within_rounding(moe_path: Path, tmp_path: Path, mak
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("moe", [True, False])
-def test_a_live_trainer_changes_its_precision_and_changes_it_back(
-    mode: str, moe: bool, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_live_trainer_changes_its_precision_and_changes_it_back(mode, moe, moe_path, dense_path, make_trainer):
     path, batch = moe_path if moe else dense_path, random_batch()
     trainer, in_bf16 = (make_trainer(path, precision, mode=mode) for precision in ("fp8", "bf16"))
     fp8, first = trainer.numerics, trainer.score(batch)[1]
@@ -116,9 +112,7 @@ def test_a_live_trainer_changes_its_precision_and_changes_it_back(
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize(("first", "last", "in_fp8"), [(1, 0, {"1"}), (0, 1, {"0"}), (0, 0, {"0", "1"})])
-def test_layers_at_the_ends_may_stay_in_bf16(
-    mode: str, first: int, last: int, in_fp8: set[str], moe_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_layers_at_the_ends_may_stay_in_bf16(mode, first, last, in_fp8, moe_path, make_trainer) -> None:
     """A live trainer: the quantized weights that its forward asks for."""
     trainer = make_trainer(moe_path, "fp8", mode=mode)
     spec = trainer.numerics.spec.override({"first_layers_bf16": first, "last_layers_bf16": last})

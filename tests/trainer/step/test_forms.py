@@ -92,9 +92,7 @@ def said(trainer: Any, batch: TokenBatch) -> dict[str, Tensor]:
     ("kind", "batches", "forms"),
     [("moe", 6, FORMS), ("dense", 4, FORMS), ("latent", 2, FORMS[:2]), ("linear", 2, FORMS[:2])],
 )
-def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(
-    kind: str, batches: int, forms: list[dict[str, Any]], make_trainer: MakeTrainer, models: Models
-) -> None:
+def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(kind, batches, forms, make_trainer, models) -> None:
     padded = make_trainer(models[kind], "fp8", micro_batch_tokens=ALONE)
     expected = {name: said(padded, BATCHES[name]) for name in list(BATCHES)[:batches]}
     for keys in forms:
@@ -114,9 +112,7 @@ def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(
         ("moe", torch.bfloat16, "fp8", 3e-4),
     ],
 )
-def test_gradients_differ_by_the_order_of_sums(
-    kind: str, dtype: Any, precision: str, bound: float, make_trainer: MakeTrainer, models: Models
-) -> None:
+def test_gradients_differ_by_the_order_of_sums(kind, dtype, precision, bound, make_trainer, models) -> None:
     """The embedding's, behind all layers, do not differ at all where rows are end to end. Rows of a tree add gradients
     of hidden states, too, which BF16 rounds."""
     batch, forms = with_supports(conversations()), FORMS[:2] if precision == "bf16" else FORMS[:1]

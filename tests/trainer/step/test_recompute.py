@@ -142,9 +142,7 @@ def noted() -> Iterator[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_no_more_logits_than_a_chunks(
-    precision: str, tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
-) -> None:
+def test_no_more_logits_than_a_chunks(precision, tmp_path, make_trainer, batch) -> None:
     path = write_model(tmp_path / "m", moe=False, vocab_size=WORDS)
 
     def most_logits(chunk: int) -> int:

@@ -7,7 +7,6 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from tests.support.models import token_by_token, write_family, write_model
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
 from tests.support.towers import with_tower
-from tests.support.trainers import POW2, MakeTrainer, Models, scored, spread, trainer_on
+from tests.support.trainers import POW2, MakeTrainer, scored, spread, trainer_on
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 """PEFT 0.21 puts no adapters beside the dense MLP and the shared experts of a DeepSeek-V3, whose experts are fused."""
@@ -49,9 +48,7 @@ def written(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_train
     [("moe", {}), ("moe", {"experts": "shared"}), ("latent", {"targets": LATENT})],
     ids=["per_expert", "shared", "latent"],
 )
-def test_peft_computes_what_the_trainer_does_in_fp32(
-    model: str, changes: dict[str, Any], models: Models, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_peft_computes_what_the_trainer_does_in_fp32(model, changes, models, tmp_path, make_trainer) -> None:
     peft = pytest.importorskip("peft", reason="needs peft and accelerate, which nothing else here does")
     from transformers import AutoModelForCausalLM
 
@@ -78,9 +75,7 @@ def test_a_run_begins_with_an_adapter(written: Path, moe_path: Path, make_traine
     assert (tmp_path / "again" / CONFIG).read_bytes() == (written / CONFIG).read_bytes()
 
 
-def test_a_merged_checkpoint_is_the_sum(
-    written: Path, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_merged_checkpoint_is_the_sum(written, moe_path, tmp_path, make_trainer) -> None:
     convert_checkpoint(moe_path, tmp_path / "bf16", QuantSpec.preset("bf16"), adapter=written)
     convert_checkpoint(moe_path, tmp_path / "fp8", QuantSpec.preset("fp8_block_pow2"), adapter=written)
     convert_checkpoint(tmp_path / "bf16", tmp_path / "after", QuantSpec.preset("fp8_block_pow2"))
@@ -120,9 +115,7 @@ def changed(adapter: Path, change: str) -> None:
         ("{}", "shared", "experts with adapters of their own"),
     ],
 )
-def test_what_is_no_adapter_of_this_model_is_refused(
-    change: str, experts: str, message: str, written: Path, moe_path: Path, tmp_path: Path
-) -> None:
+def test_what_is_no_adapter_of_this_model_is_refused(change, experts, message, written, moe_path, tmp_path) -> None:
     shutil.copytree(written, tmp_path / "adapter")
     changed(tmp_path / "adapter", change)
     model = read_model(moe_path).adapted(AdapterSection(rank=4, experts=experts))
@@ -181,9 +174,7 @@ def test_fp32_logits_are_those_of_transformers(name: str, paths: dict[str, Path]
 
 
 @each
-def test_a_written_model_is_the_one_read(
-    name: str, paths: dict[str, Path], tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_written_model_is_the_one_read(name, paths, tmp_path, make_trainer) -> None:
     path, batch, said = paths[name], random_batch(2, 60), []
     check_stored(path, read_model(path), say=said.append)
     trainer = make_trainer(path, "fp8")
