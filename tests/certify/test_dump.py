@@ -161,14 +161,11 @@ def test_dumps_of_slime_are_read(model: Path, tokens: Tokens, tmp_path: Path) ->
     report = certify_dump(tmp_path / "rollout_7.pt", model)
     assert report.verdict == "within the floor" and report.tokens == ROWS * (ANSWER - 1)
     columns = {
-        "tokens": [torch.tensor(row) for row in tokens],
-        "response_lengths": [ANSWER] * ROWS,
-        "total_lengths": [PROMPT + ANSWER] * ROWS,
-        "loss_masks": [torch.ones(ANSWER, dtype=torch.int32)] * ROWS,
-        "rollout_log_probs": [*logprobs.float()],
-        "log_probs": [*said(model, tokens, 1.4)[:, PROMPT - 1 :].float()],
+        "tokens": [torch.tensor(row) for row in tokens], "response_lengths": [ANSWER] * ROWS,
+        "total_lengths": [PROMPT + ANSWER] * ROWS, "loss_masks": [torch.ones(ANSWER, dtype=torch.int32)] * ROWS,
+        "rollout_log_probs": [*logprobs.float()], "log_probs": [*said(model, tokens, 1.4)[:, PROMPT - 1 :].float()],
         "raw_reward": [1.0] * (ROWS + 2),
-    }
+    }  # fmt: skip
     torch.save({"rollout_id": 7, "rank": 0, "rollout_data": columns}, tmp_path / "train_7_0.pt")
     verdicts = [side.verdict for side in certify_dump(tmp_path / "train_7_0.pt", model).sides]
     assert verdicts == ["within the floor", "broken"], "both sides are in the file of the trainer"

@@ -75,18 +75,15 @@ LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
 BROKEN = {
     "a page": OK + b"Content-Length: 14\r\n\r\n<html>no</html",
     "a redirect": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
-    "a fault": b"HTTP/1.1 500 Oh\r\nContent-Length: 4\r\n\r\n\xff\x00\x1b[",
-    "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n",
-    "half of the headers": OK + b"Content-Le",
-    "less than it says": OK + b"Content-Length: 100\r\n\r\n" + BODY,
+    "a fault": b"HTTP/1.1 500 Oh\r\nContent-Length: 4\r\n\r\n\xff\x00\x1b[", "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "half of the headers": OK + b"Content-Le", "less than it says": OK + b"Content-Length: 100\r\n\r\n" + BODY,
     "two lengths": OK + b"Content-Length: 3\r\nContent-Length: 5\r\n\r\n{}",
     "broken chunks": OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}",
     "broken compression": OK + b"Content-Encoding: gzip\r\n" + LENGTH + BODY,
     "a bomb": OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(bytes(80 << 20), 1),
-    "deep JSON": OK + b"\r\n" + b"[" * 200_000,
-    "an empty body": OK + b"Content-Length: 0\r\n\r\n",
+    "deep JSON": OK + b"\r\n" + b"[" * 200_000, "an empty body": OK + b"Content-Length: 0\r\n\r\n",
     "a long header": OK + b"X: " + b"y" * 200_000 + b"\r\n" + LENGTH + BODY,
-}
+}  # fmt: skip
 SLOW = {
     "headers byte by byte": (OK, b"X-A: b\r\n"),
     "a body byte by byte": (OK + b"Content-Length: 1000000\r\n\r\n", b" "),
@@ -146,13 +143,11 @@ def test_an_answer_that_never_ends_is_given_up_in_time(name: str, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["http://x", "--seconds", "inf"], "--seconds: found inf, expected seconds"),
-        (["http://x", "--api-key", "k\n"], "--api-key: found 'one with other characters than printable ASCII'"),
-        *(([url], "--server: found") for url in ("http://\x00/", "http://[::1", "ftp://x", "", "http://x:99999")),
-        (["http://" + "a" * 70_000], "--server: found"),
-    ],
-)
+    [(["http://x", "--seconds", "inf"], "--seconds: found inf, expected seconds"),
+     (["http://x", "--api-key", "k\n"], "--api-key: found 'one with other characters than printable ASCII'"),
+     *(([url], "--server: found") for url in ("http://\x00/", "http://[::1", "ftp://x", "", "http://x:99999")),
+     (["http://" + "a" * 70_000], "--server: found")],
+)  # fmt: skip
 def test_what_no_request_can_be_made_of_is_refused(arguments: list[str], said: str) -> None:
     code, printed = run(*arguments)
     assert code == 2 and said in printed and len(printed) < 1000

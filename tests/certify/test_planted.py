@@ -132,16 +132,13 @@ def _padded(engine: Engine) -> Tensor:
 
 
 HONEST: dict[str, Callable[[Engine], Tensor]] = {
-    "fused attention": lambda e: e.said(e.logits),
-    "eager attention": lambda e: e.said(e.asked(eager=True)),
-    "a batch with padding": lambda e: e.said(_padded(e)),
-    "a KV cache": lambda e: e.said(_cached(e)),
-    "FP32": lambda e: e.said(e.asked(dtype=torch.float32)),
-    "FP16": lambda e: e.said(e.asked(dtype=torch.float16)),
+    "fused attention": lambda e: e.said(e.logits), "eager attention": lambda e: e.said(e.asked(eager=True)),
+    "a batch with padding": lambda e: e.said(_padded(e)), "a KV cache": lambda e: e.said(_cached(e)),
+    "FP32": lambda e: e.said(e.asked(dtype=torch.float32)), "FP16": lambda e: e.said(e.asked(dtype=torch.float16)),
     "log-probabilities in BF16": lambda e: e.said(e.logits).bfloat16().double(),
     "log-probabilities with three digits": lambda e: e.said(e.logits).round(decimals=3),
     "top-p 0.9, declared": lambda e: _of_top_p(e).clamp(min=-50.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HONEST)

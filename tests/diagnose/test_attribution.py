@@ -98,17 +98,14 @@ def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
         Op("topk", TOPK, ("x",), ("probs", "chosen")),
     )
     written = {
-        "embed:out.x": torch.ones(2, 3),
-        "norm:out.x": torch.tensor([[1.0], [2.0]]),
-        "norm:out.residual": torch.tensor([[2.0], [4.0]]),
-        "topk:out.probs": torch.ones(2, 2),
-    }
+        "embed:out.x": torch.ones(2, 3), "norm:out.x": torch.tensor([[1.0], [2.0]]),
+        "norm:out.residual": torch.tensor([[2.0], [4.0]]), "topk:out.probs": torch.ones(2, 2),
+    }  # fmt: skip
     trainer, engine = (written | {"topk:out.chosen": torch.full((2, 1), value)} for value in (0.0, 1.0))
     engine["norm:out.residual"] = torch.tensor([[2.0], [3.0]]).bfloat16()
     first, second, third = op_differences(Forward(ops, (), ()), trainer, engine)
     assert (second.layer, second.op, second.differing, second.largest) == (None, "norm", 0.25, 1.0)
-    assert second.relative_rms == pytest.approx(0.2)
-    assert (first.differing, third.differing) == (0.0, 0.0)
+    assert second.relative_rms == pytest.approx(0.2) and (first.differing, third.differing) == (0.0, 0.0)
 
 
 def test_experts_by_hand() -> None:
@@ -280,5 +277,4 @@ def test_a_capsule_s_tokens_of_older_weights_are_not_attributed(tmp_path: Path) 
 
 def test_what_cannot_be_attributed_is_refused(tmp_path: Path) -> None:
     refused = result_of("attribute", tmp_path)
-    assert refused.exit_code == 2
-    assert "expected the directory of a run or of a capsule" in refused.output
+    assert refused.exit_code == 2 and "expected the directory of a run or of a capsule" in refused.output

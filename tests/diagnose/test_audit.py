@@ -89,8 +89,7 @@ def found(sightings: list[Observation]) -> dict[str, set[str]]:
 def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: Callable[..., Any]) -> None:
     numerics = plan(mode)
     sightings = watched(make(numerics, kind), numerics, rows=8)  # in several micro-batches
-    assert differences_of(sightings) == []
-    assert report(*sightings).unseen == []
+    assert differences_of(sightings) == [] and report(*sightings).unseen == []
     held = {row.key: row.bytes for row in rows_of(sightings)}
     masters = held["master"] + held["gain.master"]
     if kind != LINEAR:  # whose vectors in FP32 are their own masters
@@ -154,8 +153,7 @@ def test_a_step_that_is_watched_is_a_step(make: Callable[..., Any]) -> None:
     alone.train_step(batch, cross_entropy(batch))
     others = dict(alone.model.named_parameters())
     assert all(torch.equal(p, others[name]) for name, p in trainer.model.named_parameters())
-    assert trainer.weight_version == 1
-    assert not {"grad_norm", "step"} & vars(trainer.optimizer).keys()
+    assert trainer.weight_version == 1 and not {"grad_norm", "step"} & vars(trainer.optimizer).keys()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
 
 
@@ -164,14 +162,11 @@ CHANNELS = {role: {"granularity": "channel"} for role in ("activation", "gradien
 
 @pytest.mark.parametrize(
     ("changes", "gradient", "operands"),
-    [
-        ({"trainer": "bf16"}, "bf16", "bf16"),
-        ({"trainer": "fp8_forward"}, "bf16", "e4m3"),
-        ({"spec": QuantSpec.preset("ironwood")}, "e5m2", "e4m3"),
-        ({"spec": QuantSpec.preset("mxfp8"), "rollout": "bf16"}, "e4m3", "e4m3"),
-        ({"spec": SPEC.override({"gradient": {"rounding": "stochastic"}} | CHANNELS)}, "e4m3", "e4m3"),
-    ],
-)
+    [({"trainer": "bf16"}, "bf16", "bf16"), ({"trainer": "fp8_forward"}, "bf16", "e4m3"),
+     ({"spec": QuantSpec.preset("ironwood")}, "e5m2", "e4m3"),
+     ({"spec": QuantSpec.preset("mxfp8"), "rollout": "bf16"}, "e4m3", "e4m3"),
+     ({"spec": SPEC.override({"gradient": {"rounding": "stochastic"}} | CHANNELS)}, "e4m3", "e4m3")],
+)  # fmt: skip
 @pytest.mark.slow
 def test_other_numerics_have_their_own_plan(changes, gradient, operands, make) -> None:
     numerics = plan("exact", **changes)
@@ -255,8 +250,7 @@ def test_what_is_planted_is_found_and_named(planted: str, make: Callable[..., An
     plant(trainer)
     differences = differences_of(watched(trainer, numerics))
     found = {difference.key: difference for difference in differences}
-    assert key in found
-    assert (found[key].found, found[key].planned) == (wrong, planned)
+    assert key in found and (found[key].found, found[key].planned) == (wrong, planned)
     assert name in found[key].names and found[key].why and found[key].remedy
     # And nothing else, but for what goes with it: gains have masters, too, and experts gradients.
     assert planted == "FP8 residual" or found.keys() <= {key, "gain.master", "experts.gradient"}
@@ -351,25 +345,21 @@ def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("seen", "claim", "verdict"),
-    [
-        ({}, "002-16", "undecided"),
-        ({each.key: {each.document: 1} for each in CLASSES if each.document}, "002-16", "confirmed"),
-        ({"softmax.reduction": {"fp32": 1}, "norm.reduction": {"bf16": 1}}, "002-18", "confirmed"),
-        ({"product.activation": {"e4m3": 1}, "product.output": {"bf16": 2, "fp32": 1}}, "002-15", "contradicted"),
-        ({key: {"fp32": 1} for key in (*BACKWARD, *OPTIMIZER)}, "002-17", "confirmed"),
-    ],
-)
+    [({}, "002-16", "undecided"),
+     ({each.key: {each.document: 1} for each in CLASSES if each.document}, "002-16", "confirmed"),
+     ({"softmax.reduction": {"fp32": 1}, "norm.reduction": {"bf16": 1}}, "002-18", "confirmed"),
+     ({"product.activation": {"e4m3": 1}, "product.output": {"bf16": 2, "fp32": 1}}, "002-15", "contradicted"),
+     ({key: {"fp32": 1} for key in (*BACKWARD, *OPTIMIZER)}, "002-17", "confirmed")],
+)  # fmt: skip
 def test_a_claim_is_judged_by_what_was_seen(seen: dict[str, dict[str, int]], claim: str, verdict: str) -> None:
     assert [each.verdict for each in answers(seen) if each.id == claim] == [verdict]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["numerics.modes=exact"], "numerics.mode"),
-        (["algorithm.name=sft", "eval.problems=0", "gates=[]"], "expected a run with an engine"),
-    ],
-)
+    [(["numerics.modes=exact"], "numerics.mode"),
+     (["algorithm.name=sft", "eval.problems=0", "gates=[]"], "expected a run with an engine")],
+)  # fmt: skip
 def test_bad_input_is_refused_before_anything_starts(arguments, said, monkeypatch) -> None:
     monkeypatch.delattr(audit, "open_pair")
     result = result_of("audit", "examples/arithmetic.yaml", *arguments)

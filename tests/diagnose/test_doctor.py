@@ -189,13 +189,9 @@ def test_this_machine_through_the_command() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "said"),
-    [
-        ("trainer.pp=3", "trainer.pp: found 3"),
-        ("data.train=/nowhere", "data.train: found"),
-        ("numerics.first_layers_bf16=5", "first_layers_bf16"),
-        ("", "obstacle  ray: found not installed"),
-    ],
-)
+    [("trainer.pp=3", "trainer.pp: found 3"), ("data.train=/nowhere", "data.train: found"),
+     ("numerics.first_layers_bf16=5", "first_layers_bf16"), ("", "obstacle  ray: found not installed")],
+)  # fmt: skip
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
     lacking = CPU if override else with_libraries(CPU, ray=None)
     monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: lacking)
@@ -259,13 +255,9 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
 
 @pytest.mark.parametrize(
     ("prompt", "opening"),
-    [
-        ("<|Assistant|><think>\n", "<think>\n"),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "</think>\n\n"),
-        ("<|START_THINKING|>", "<|START_THINKING|>"),
-        ("<think> is a tag<|assistant|>", None),
-    ],
-)
+    [("<|Assistant|><think>\n", "<think>\n"), ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "</think>\n\n"),
+     ("<|START_THINKING|>", "<|START_THINKING|>"), ("<think> is a tag<|assistant|>", None)],
+)  # fmt: skip
 def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str | None) -> None:
     found = DataFound("data.train", "x", 1, prompt, 9, "b", {"format": "0"})
     page = " ".join(console_text(replace(judge(CPU, EXACT), data=(found,))).split())

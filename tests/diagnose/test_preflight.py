@@ -58,27 +58,22 @@ def test_aligned_blocks_pass_and_bf16_needs_none() -> None:
 
 @pytest.mark.parametrize(
     ("model", "sections", "name"),
-    [
-        (dataclasses.replace(MODEL, head_dim=64), {}, "head_dim"),
-        (dataclasses.replace(DENSE, ffn_size=384), {"trainer": {"tp": 2}}, "intermediate_size / trainer.tp = 384 / 2"),
-        (MODEL, {"trainer": {"tp": 4}}, "num_key_value_heads"),
-    ],
-)
+    [(dataclasses.replace(MODEL, head_dim=64), {}, "head_dim"),
+     (dataclasses.replace(DENSE, ffn_size=384), {"trainer": {"tp": 2}}, "intermediate_size / trainer.tp = 384 / 2"),
+     (MODEL, {"trainer": {"tp": 4}}, "num_key_value_heads")],
+)  # fmt: skip
 def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes, sections: dict, name: str) -> None:
     check = same_spec.block_alignment(shape_of(model), spec(**sections))
-    assert not check.ok and check.remedy
-    assert name in check.found + check.expected
+    assert not check.ok and check.remedy and name in check.found + check.expected
 
 
 @pytest.mark.parametrize(
     ("shape", "config", "arguments", "said"),
-    [
-        (TinyModel(hidden=192, heads=4, kv_heads=2), {}, [], "block alignment"),
-        (TinyModel(heads=4, kv_heads=2), {"num_hidden_layers": 3}, [], "model.layers.2.input_layernorm.weight: found"),
-        (TinyModel(heads=4, kv_heads=2), {}, ["algorithm.name=sft"], "expected a run with an engine"),
-    ],
+    [(TinyModel(hidden=192, heads=4, kv_heads=2), {}, [], "block alignment"),
+     (TinyModel(heads=4, kv_heads=2), {"num_hidden_layers": 3}, [], "model.layers.2.input_layernorm.weight: found"),
+     (TinyModel(heads=4, kv_heads=2), {}, ["algorithm.name=sft"], "expected a run with an engine")],
     ids=["misaligned", "of another architecture", "without an engine"],
-)
+)  # fmt: skip
 def test_nothing_is_started_for_what_cannot_agree(shape, config, arguments, said, tmp_path, monkeypatch) -> None:
     monkeypatch.delattr("fp8rl.diagnose.preflight.open_pair")
     write_tiny_model(tmp_path / "model", shape)
@@ -166,8 +161,7 @@ def test_a_difference_is_over_the_masked_tokens() -> None:
     mask = torch.tensor([[False, True, True, False], [False, True, True, False]])
     d = difference(first, second, mask)
     assert (d.tokens, d.nonfinite, d.max) == (3, 1, 0.5)
-    assert d.mean == pytest.approx(0.25) and d.exact_frac == pytest.approx(1 / 3)
-    assert not d.zero
+    assert d.mean == pytest.approx(0.25) and d.exact_frac == pytest.approx(1 / 3) and not d.zero
     assert difference(first, first, mask & ~first.isnan()).zero
 
 
@@ -214,8 +208,7 @@ def test_a_report_survives_its_json_and_shows_what_a_failed_check_expected() -> 
 
 
 def test_zero_is_written_as_zero_and_nothing_else_is() -> None:
-    assert str(made(0.0)) == "|d| mean 0, p99 0, max 0, exact 1 on 100 tokens"
-    assert "mean 1.00e-09" in str(made(1e-9))
+    assert str(made(0.0)) == "|d| mean 0, p99 0, max 0, exact 1 on 100 tokens" and "mean 1.00e-09" in str(made(1e-9))
 
 
 def test_native_mode_is_not_judged_without_its_floor() -> None:

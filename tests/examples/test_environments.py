@@ -77,14 +77,10 @@ def test_output_comes_back_and_is_bounded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [
-        ("1/0", "ZeroDivisionError"),
-        ("x = 'a' * 10**10", "MemoryError"),
-        ("open('file', 'w').write('x' * 10**8)", "File too large"),
-        ("import os; os.kill(os.getpid(), 9)", "it was ended by signal 9"),
-        ("input()", "EOFError"),
-    ],
-)
+    [("1/0", "ZeroDivisionError"), ("x = 'a' * 10**10", "MemoryError"),
+     ("open('file', 'w').write('x' * 10**8)", "File too large"),
+     ("import os; os.kill(os.getpid(), 9)", "it was ended by signal 9"), ("input()", "EOFError")],
+)  # fmt: skip
 def test_an_error_is_told(code: str, expected: str) -> None:
     found = ran(code)
     assert not found.ok and expected in found.text
@@ -106,8 +102,7 @@ def test_time_is_bounded_and_children_end_too_even_those_of_another_session() ->
     began = time.monotonic()
     code = f"import subprocess, sys\nfor _ in range(3): subprocess.Popen([sys.executable, '-c', {sleeps!r}])\n" + sleeps
     found = ran(code, timeout_s=2.0)
-    assert found == Ran("\nit took more than 2 s", False) and time.monotonic() - began < 20
-    assert not _with_mark(mark)
+    assert found == Ran("\nit took more than 2 s", False) and time.monotonic() - began < 20 and not _with_mark(mark)
 
 
 @pytest.mark.slow

@@ -40,12 +40,10 @@ class Own(PolicyGradient):
 
 @pytest.mark.parametrize(
     ("page", "files"),
-    [
-        ("extending", "second_chance.py second_chance.yaml median.py median.yaml"),
-        ("extending", "shows_its_work.py custom_reward.yaml two_sources.yaml"),
-        ("agents", "agent.py agent.yaml agents_sdk.py tool_calls.yaml"),
-    ],
-)
+    [("extending", "second_chance.py second_chance.yaml median.py median.yaml"),
+     ("extending", "shows_its_work.py custom_reward.yaml two_sources.yaml"),
+     ("agents", "agent.py agent.yaml agents_sdk.py tool_calls.yaml")],
+)  # fmt: skip
 def test_what_a_page_shows_is_the_example(page: str, files: str) -> None:
     text = (ROOT / f"docs/{page}.md").read_text()
     assert [name for name in files.split() if (EXAMPLES / name).read_text() not in text] == []

@@ -99,11 +99,9 @@ def spec(folder: Path, file: str = FILE, **sections: object) -> Path:
     values = {
         "model": {"path": str(write(folder / "model")), "architecture": file},
         "numerics": {"trainer": "fp8", "rollout": "fp8"},
-        "data": {"train": str(EXAMPLES / "data/arithmetic_train.jsonl")},
-        "eval": {"problems": 0},
-        "rollout": {"context_length": 256},
-        **sections,
-    }
+        "data": {"train": str(EXAMPLES / "data/arithmetic_train.jsonl")}, "eval": {"problems": 0},
+        "rollout": {"context_length": 256}, **sections,
+    }  # fmt: skip
     (folder / "spec.yaml").write_text(json.dumps(values))
     return folder / "spec.yaml"
 
@@ -125,12 +123,10 @@ def test_a_spec_that_names_the_file_passes_the_checks_and_a_resumed_run_compares
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        (None, "no such file"),
-        ("", r"model\.architecture: found ARCHITECTURE = None in .*own\.py, expected a file with ARCHITECTURE"),
-        ("import sys; sys.exit(3)", "found a module that ends in SystemExit: 3"),
-    ],
-)
+    [(None, "no such file"),
+     ("", r"model\.architecture: found ARCHITECTURE = None in .*own\.py, expected a file with ARCHITECTURE"),
+     ("import sys; sys.exit(3)", "found a module that ends in SystemExit: 3")],
+)  # fmt: skip
 def test_a_file_without_an_architecture_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
     if text is not None:
         (tmp_path / "own.py").write_text(text)

@@ -270,15 +270,10 @@ def test_runs_with_damaged_files(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["train", "it/spec.yaml", "model.architecture={}"],
-        ["plan", "it/model", "model.architecture={}"],
-        ["serve", "it/model", "--architecture", "{}"],
-        ["train", "it/spec.yaml", "rewards=[{{function: {}:name}}]"],
-        ["train", "it/spec.yaml", "environment.function={}:name"],
-        ["train", "it/spec.yaml", "algorithm.name={}:name"],
-    ],
-)
+    [["train", "it/spec.yaml", "model.architecture={}"], ["plan", "it/model", "model.architecture={}"],
+     ["serve", "it/model", "--architecture", "{}"], ["train", "it/spec.yaml", "rewards=[{{function: {}:name}}]"],
+     ["train", "it/spec.yaml", "environment.function={}:name"], ["train", "it/spec.yaml", "algorithm.name={}:name"]],
+)  # fmt: skip
 def test_a_file_of_the_user_s_that_exits_is_named(folder: Path, command: list[str]) -> None:
     file = folder / "own.py"
     file.write_text("import sys\nsys.exit(0)\n")

@@ -84,13 +84,11 @@ def plant_model(path: Path, code: Path, ran: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [
-        *("report RUN", "runs --dir RUN/..", "runs RUN RUN", "certify RUN", "rescore RUN/capsules/step_2"),
-        *("attribute RUN/capsules/step_2", "serve RUN", "serve RUN/model", "eval RUN/model --set DATA"),
-        *("convert RUN/model RUN/../out", "certify RUN/model/pytorch_model.bin --model RUN/model"),
-        "certify RUN/checkpoints/step_2/state/.metadata --model RUN/model",
-    ],
-)
+    [*("report RUN", "runs --dir RUN/..", "runs RUN RUN", "certify RUN", "rescore RUN/capsules/step_2"),
+     *("attribute RUN/capsules/step_2", "serve RUN", "serve RUN/model", "eval RUN/model --set DATA"),
+     *("convert RUN/model RUN/../out", "certify RUN/model/pytorch_model.bin --model RUN/model"),
+     "certify RUN/checkpoints/step_2/state/.metadata --model RUN/model"],
+)  # fmt: skip
 def test_no_command_runs_what_it_looks_at(command, forged, ran, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = str(EXAMPLES / "data/arithmetic_eval.jsonl")

@@ -58,8 +58,7 @@ def test_an_attribution_of_a_run_takes_the_model_that_it_left(experiment: Experi
 def test_a_capsule_begins_with_its_own_weights(experiment: Experiment, tmp_path: Path) -> None:
     capsule = read_capsule(CapsuleRun.make(tmp_path).write(4, [], scored_batch([0.0]), [0]))
     capsule = replace(capsule, experiment=experiment)
-    assert capsule.weights is not None
-    assert capsule.beginning(capsule.weights).model.directory == capsule.weights
+    assert capsule.weights is not None and capsule.beginning(capsule.weights).model.directory == capsule.weights
 
 
 def test_evaluation_renders_with_its_tokenizer(snapshot: Path) -> None:

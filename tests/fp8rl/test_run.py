@@ -36,10 +36,8 @@ EVENT = Event(2, "train/loss", 0.25, "above 0.1", "warn", None, "train/loss is 0
 @pytest.mark.slow
 def test_a_run_is_read_as_its_files_say(path: Path) -> None:
     run = Run(path)
-    assert run.name == "it" and run.spec.run.steps == 2
-    assert [row["step"] for row in run.metrics] == [0, 1, 2]
-    assert run.metric("train/loss") == {1: 0.5, 2: 0.25}
-    assert run.frame()["train/loss"].loc[2] == 0.25
+    assert run.name == "it" and run.spec.run.steps == 2 and [row["step"] for row in run.metrics] == [0, 1, 2]
+    assert run.metric("train/loss") == {1: 0.5, 2: 0.25} and run.frame()["train/loss"].loc[2] == 0.25
     assert run.steps == [1] and run.trajectories(1) == [RECORD]
     assert run.events == [EVENT] and run.stopped == "stopped: train/loss"
     assert run.checkpoints == {2: path / "checkpoints/step_2"} and run.capsules == {} and run.model is None

@@ -60,8 +60,7 @@ def test_rows_that_lie_in_another_order_are_taken_in_the_products_own() -> None:
     frozen = Frozen(there, torch.tensor([1, 3, 2]), BLOCK)
     here = quantize(weight.bfloat16()[: 3 * BLOCK], spec)
     assert torch.equal(frozen.codes.data.view(torch.uint8), here.data.view(torch.uint8))
-    assert torch.equal(frozen.codes.scale_inv, here.scale_inv)
-    assert torch.equal(frozen.dequantized(), here.dequantize())
+    assert torch.equal(frozen.codes.scale_inv, here.scale_inv) and torch.equal(frozen.dequantized(), here.dequantize())
     assert torch.equal(frozen.columns(1, 2).dequantized(), here.dequantize()[:, K // 2 :])
     assert torch.equal(frozen.transposed.dequantize(), here.dequantize().t())
 
@@ -73,11 +72,9 @@ def test_a_frozen_parameter_keeps_its_shape_and_no_memory() -> None:
     freeze(parameter, Frozen(codes))
     cache = WeightCache()
     assert (parameter.shape, parameter.dtype, parameter.requires_grad) == (weight.shape, weight.dtype, False)
-    assert parameter.untyped_storage().nbytes() == 2
-    assert parameter.isnan().all()
+    assert parameter.untyped_storage().nbytes() == 2 and parameter.isnan().all()
     assert cache.operand(parameter, codes.spec) is frozen_of(parameter)
-    assert torch.equal(cache.served(parameter), codes.dequantize())
-    assert not list(cache.operands())
+    assert torch.equal(cache.served(parameter), codes.dequantize()) and not list(cache.operands())
 
 
 def test_computed_once_per_version_and_never_stale():

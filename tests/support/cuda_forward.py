@@ -60,10 +60,8 @@ def engine_paths(path: Path, folder: Path, kv: KVPrecision = "bf16") -> dict[str
     return {
         "called": stubs,
         "differ": [f"capture={capture}" for capture, logits in steps.items() if not torch.equal(logits, whole)],
-        "finite": bool(whole.isfinite().all()),
-        "token": int(whole.argmax()),
-        "expected": int(expected.argmax()),
-    }
+        "finite": bool(whole.isfinite().all()), "token": int(whole.argmax()), "expected": int(expected.argmax()),
+    }  # fmt: skip
 
 
 def _hook(numerics: NumericsConfig) -> None:

@@ -153,8 +153,7 @@ def test_adapters_resume_from_their_checkpoint(moe_path: Path, tmp_path: Path, m
     assert train(first, 0, 2) == expected[:2]
     first.save(tmp_path / "adapters", {"seed": 7})
     train(resumed, 10, 11)  # a different past must leave no trace
-    assert resumed.load(tmp_path / "adapters") == {"seed": 7}
-    assert train(resumed, 2, 4) == expected[2:]
+    assert resumed.load(tmp_path / "adapters") == {"seed": 7} and train(resumed, 2, 4) == expected[2:]
     whole.save(tmp_path / "whole", {})
     small, large = (sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("adapters", "whole"))
     assert small < large / 8

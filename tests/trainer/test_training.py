@@ -45,8 +45,7 @@ def test_logprobs_are_those_before_the_update_in_batch_order(moe_path: Path, mak
     batch = random_batch()
     rows, before = trainer.score(batch)
     step = trainer.train_step(batch, cross_entropy(batch))
-    assert step.rows == rows
-    assert torch.equal(step.result.logprobs, before)
+    assert step.rows == rows and torch.equal(step.result.logprobs, before)
     assert not torch.equal(trainer.score(batch)[1], before)
     masked = torch.zeros(batch.rows, batch.width)
     masked[rows] = before
@@ -70,8 +69,7 @@ def test_a_nonfinite_loss_changes_nothing(in_gradient: bool, moe_path: Path, mak
         trainer.update()
     fresh = make_trainer(moe_path)
     passes = [t.forward_backward(batch, cross_entropy(batch)).result for t in (trainer, fresh)]
-    assert passes[0].loss == passes[1].loss
-    assert passes[0].grad_norm == passes[1].grad_norm
+    assert passes[0].loss == passes[1].loss and passes[0].grad_norm == passes[1].grad_norm
     assert trainer.update() == fresh.update() == 1e-3
 
 
@@ -82,8 +80,7 @@ def test_gradients_that_are_not_applied_are_forgotten(moe_path: Path, make_train
     trainer.forward_backward(dropped, cross_entropy(dropped))
     assert torch.equal(trainer.score(batch)[1], before)
     results = [t.train_step(batch, cross_entropy(batch)).result for t in (trainer, fresh)]
-    assert results[0].grad_norm == results[1].grad_norm
-    assert torch.equal(trainer.score(batch)[1], fresh.score(batch)[1])
+    assert results[0].grad_norm == results[1].grad_norm and torch.equal(trainer.score(batch)[1], fresh.score(batch)[1])
 
 
 def test_weights_are_quantized_once(moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,7 @@ def test_what_was_written_before_the_seal_is_read_and_cannot_be_written() -> Non
     with pytest.raises(OSError):
         mapped(memory.address(), writable=True)
     here = mapped(memory.address())
-    assert here.tolist() == [7] * 5000
-    assert killed_by(lambda: here.fill_(8)) == signal.SIGSEGV
+    assert here.tolist() == [7] * 5000 and killed_by(lambda: here.fill_(8)) == signal.SIGSEGV
     with get_context("fork").Pool(1) as pool:
         assert pool.apply(total, (memory.address(),)) == 5000 * 7
     address = memory.address()

@@ -50,12 +50,9 @@ def test_a_norm_that_is_kept_and_quantized(hidden, scale):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "key_heads", "dim", "rotary", "scaling"),
-    [
-        (9, 2, 128, None, None),
-        (4, 4, 64, None, Llama3(factor=32.0, original=8192, low=1.0, high=4.0)),
-        (3, 1, 96, 40, None),
-    ],
-)
+    [(9, 2, 128, None, None), (4, 4, 64, None, Llama3(factor=32.0, original=8192, low=1.0, high=4.0)),
+     (3, 1, 96, 40, None)],
+)  # fmt: skip
 def test_heads_that_are_normed_rotated_and_stored(heads, key_heads, dim, rotary, scaling):
     """Queries, keys and values are views of one product, as an engine cuts it."""
     cut = odd(6, heads + 2 * key_heads, dim)

@@ -38,8 +38,7 @@ def test_tokens_come_as_often_as_the_softmax_says(over: str, stride: int, temper
 
 def test_the_noise_is_gumbels() -> None:
     noise = gumbel(torch.arange(100), torch.arange(100), 1000).flatten()
-    assert kstest(noise.numpy(), "gumbel_r").pvalue > SIGNIFICANCE
-    assert noise.unique().numel() == noise.numel()
+    assert kstest(noise.numpy(), "gumbel_r").pvalue > SIGNIFICANCE and noise.unique().numel() == noise.numel()
 
 
 @pytest.mark.slow
@@ -122,14 +121,10 @@ def kept(probs: list[float], *setting: float) -> list[int]:
 
 def test_each_setting_looks_at_the_whole_distribution() -> None:
     probs = [0.1, 0.5, 0.25, 0.15]
-    assert kept(probs, *OFF) == [0, 1, 2, 3]
-    assert kept(probs, 0.45, -1, 0.0) == [1]
-    assert kept(probs, 0.7, -1, 0.0) == [1, 2]
-    assert kept(probs, 0.8, -1, 0.0) == [1, 2, 3]
-    assert kept(probs, 1.0, 3, 0.0) == [1, 2, 3]
-    assert kept(probs, 0.7, 3, 0.0) == [1, 2]
-    assert kept(probs, 0.95, 2, 0.0) == [1, 2]
-    assert kept(probs, 1.0, -1, 0.25) == [1, 2, 3]
+    assert kept(probs, *OFF) == [0, 1, 2, 3] and kept(probs, 0.45, -1, 0.0) == [1]
+    assert kept(probs, 0.7, -1, 0.0) == [1, 2] and kept(probs, 0.8, -1, 0.0) == [1, 2, 3]
+    assert kept(probs, 1.0, 3, 0.0) == [1, 2, 3] and kept(probs, 0.7, 3, 0.0) == [1, 2]
+    assert kept(probs, 0.95, 2, 0.0) == [1, 2] and kept(probs, 1.0, -1, 0.25) == [1, 2, 3]
     assert kept(probs, 1e-300, -1, 0.0) == kept(probs, 1.0, 1, 0.0) == kept(probs, 1.0, -1, 1.0) == [1]
     assert kept(probs, 1.0, 4, 0.0) == kept(probs, 1.0, 5, 0.0) == [0, 1, 2, 3]
     for setting in ((1.0, 2, 0.0), (0.35, -1, 0.0), (0.6, 3, 0.0)):  # equal logits stay or go together
@@ -141,8 +136,7 @@ def test_a_token_before_which_there_is_just_top_p_of_the_whole_goes() -> None:
     small = [math.log(weight / 2**40) for weight in (2048.5, 48.5)]  # fills what the FP32 logits of a quarter lack
     logits = torch.tensor([[0.0, -math.log(2), -math.log(2), *small]])
     weight = weights(logits, torch.zeros(1, 1), torch.ones(1, 1))
-    assert int(weight.sum()) == 2 * int(weight[0, 0]) == 2**41
-    assert floors(logits, 0.5, -1, 0.0).tolist() == [0.0]
+    assert int(weight.sum()) == 2 * int(weight[0, 0]) == 2**41 and floors(logits, 0.5, -1, 0.0).tolist() == [0.0]
     assert floors(logits, 0.5 + 2**-24, -1, 0.0).tolist() == [logits[0, 1]]
 
 

@@ -14,11 +14,9 @@ from fp8rl.trainer.step.trees import build_tree
 from tests.support.trees import branching_rows
 
 SPANS = {
-    "one row": [(150, 150)],
-    "branches": [(3, 40), (1, 30), (1, 20)],
-    "at a split's border": [(126, 130), (1, 5), (120, 130)],
-    "beyond a chunk": [(1000, 1030), (1, 60)],
-}
+    "one row": [(150, 150)], "branches": [(3, 40), (1, 30), (1, 20)],
+    "at a split's border": [(126, 130), (1, 5), (120, 130)], "beyond a chunk": [(1000, 1030), (1, 60)],
+}  # fmt: skip
 
 
 def tree_of(rows: list[list[int]]):

@@ -22,11 +22,9 @@ pytestmark = pytest.mark.slow
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
 CONFIGS = {
     "merged": AdapterSection(rank=8, mode="merged", targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj")),
-    "separate": AdapterSection(rank=8),
-    "shared": AdapterSection(rank=8, experts="shared"),
-    "latent": AdapterSection(rank=8),
-    "linear": AdapterSection(rank=8),
-}
+    "separate": AdapterSection(rank=8), "shared": AdapterSection(rank=8, experts="shared"),
+    "latent": AdapterSection(rank=8), "linear": AdapterSection(rank=8),
+}  # fmt: skip
 """What is trained, by what is special about it; `latent`, `linear`: a model with latent or linear attention."""
 
 RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {

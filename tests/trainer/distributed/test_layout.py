@@ -138,8 +138,7 @@ def test_ranks_of_a_node_take_a_gpu_each_or_without_one_cpu(gpus: list[int], mon
         assert device.claim(rank) == torch.device("cuda", index) == device.current()
     assert gpus == [0, 3, 0, 2] and device.collectives(device.current()) == "nccl"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device.claim(3) == torch.device("cpu") == device.current()
-    assert device.collectives(device.current()) == "gloo"
+    assert device.claim(3) == torch.device("cpu") == device.current() and device.collectives(device.current()) == "gloo"
 
 
 def test_the_world_is_not_bound_to_a_gpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +147,7 @@ def test_the_world_is_not_bound_to_a_gpu(gpus: list[int], monkeypatch: pytest.Mo
     class JoinedError(Exception): ...
 
     def join(backend: str, **settings: object) -> None:
-        assert backend == "nccl" and settings["rank"] == 2
-        assert settings.get("device_id") is None
+        assert backend == "nccl" and settings["rank"] == 2 and settings.get("device_id") is None
         raise JoinedError
 
     monkeypatch.setattr(torch.distributed, "init_process_group", join)

@@ -39,29 +39,19 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 220}
 LAYOUTS = {
-    "ep2": {"ep": 2, "dp": 2},
-    "dp2": {"dp": 2},
-    "pp2": {"pp": 2},
-    "tp2ep2": {"tp": 2, "ep": 2},
-    "cp2": {"cp": 2},
-}
+    "ep2": {"ep": 2, "dp": 2}, "dp2": {"dp": 2}, "pp2": {"pp": 2}, "tp2ep2": {"tp": 2, "ep": 2}, "cp2": {"cp": 2},
+}  # fmt: skip
 RECOMPUTED = {
-    "ep2": ("none", "experts"),
-    "dp2": ("none", "attention"),
-    "pp2": ("none", "layer"),
-    "tp2ep2": ("experts", "attention"),
-    "cp2": ("layer", "none"),
-}
+    "ep2": ("none", "experts"), "dp2": ("none", "attention"), "pp2": ("none", "layer"),
+    "tp2ep2": ("experts", "attention"), "cp2": ("layer", "none"),
+}  # fmt: skip
 """What the gradients of padded rows and of rows end to end compute once more: layouts differ in a layer's collectives,
 a stage's layers, a row's chunks."""
 BATCH: dict[str, Any] = {"rows": 7, "longest": 60, "temperature": 0.9}
 FAMILIES = {
-    "ep2": ("sigmoid",),
-    "dp2": ("sigmoid",),
-    "pp2": ("latent", "linear", "sigmoid"),
-    "tp2ep2": ("latent", "linear", "sigmoid"),
-    "cp2": ("sigmoid",),
-}
+    "ep2": ("sigmoid",), "dp2": ("sigmoid",), "pp2": ("latent", "linear", "sigmoid"),
+    "tp2ep2": ("latent", "linear", "sigmoid"), "cp2": ("sigmoid",),
+}  # fmt: skip
 """Models of which a layout shares parts in ways of its own: experts, layers, heads, rows. Context-parallel ranks cannot
 share a row of latent or linear attention yet."""
 BIASED = {"router_bias_rate": 2.0**-10}
@@ -402,14 +392,12 @@ def test_weights_leave_as_they_came(outcome: Outcome, paths: Models) -> None:
     kinds = ("moe", *FAMILIES[outcome.name])
     for kind, found in [("moe", written), *((kind, outcome.union(f"{kind} export")) for kind in kinds)]:
         stored = load_file(paths[kind] / "model.safetensors")
-        assert found.keys() == stored.keys()
-        assert all(torch.equal(found[name], stored[name]) for name in stored)
+        assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
 
 
 def test_what_one_rank_cannot_do_all_know_of(outcome: Outcome) -> None:
     assert [rank["one rank fails"] for rank in outcome.ranks] == ["no space left"] * len(outcome.ranks)
-    assert not outcome.saved.with_name("failed").exists()
-    assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
+    assert not outcome.saved.with_name("failed").exists() and len({rank["non-finite"] for rank in outcome.ranks}) == 1
     assert "rows [0" in outcome.ranks[0]["non-finite"]
 
 
@@ -433,8 +421,7 @@ def test_a_checkpoint_moves_between_layouts(outcome: Outcome, one_rank: OneRank)
     trainer, expected = one_rank.resumed(outcome.config.tp)
     assert outcome.ranks[0]["extra"] == {"from": "one rank"}
     assert_close_steps([rank["resumed"] for rank in outcome.ranks], expected)
-    assert trainer.load(outcome.saved)["layout"]["tp"] == outcome.config.tp
-    assert trainer.weight_version == 4
+    assert trainer.load(outcome.saved)["layout"]["tp"] == outcome.config.tp and trainer.weight_version == 4
 
 
 def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, paths: Models) -> None:

@@ -78,16 +78,14 @@ def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine_nor_fp8_
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({"weight": {"granularity": "channel"}}, "numerics.weight.granularity: found 'channel', expected block, as"),
-        ({"weight": {"format": "e5m2"}}, "numerics.weight.format: found 'e5m2', expected e4m3"),
-        ({"activation": {"group": 32}}, "numerics.activation.group: found 32, expected 128"),
-        ({"gradient": {"scale": "fp32"}}, "numerics.gradient.scale: found 'fp32', expected pow2"),
-        ({"activation": {"fixed": 224.0}}, "numerics.activation.fixed: found 224.0, expected null, as"),
-        ({"gradient": {"rounding": "stochastic"}}, "numerics.gradient.rounding: found 'stochastic', expected nearest"),
-        ({"scope": ["o_proj"]}, r"numerics.scope: found \['o_proj'\], expected all module kinds"),
-    ],
-)
+    [({"weight": {"granularity": "channel"}}, "numerics.weight.granularity: found 'channel', expected block, as"),
+     ({"weight": {"format": "e5m2"}}, "numerics.weight.format: found 'e5m2', expected e4m3"),
+     ({"activation": {"group": 32}}, "numerics.activation.group: found 32, expected 128"),
+     ({"gradient": {"scale": "fp32"}}, "numerics.gradient.scale: found 'fp32', expected pow2"),
+     ({"activation": {"fixed": 224.0}}, "numerics.activation.fixed: found 224.0, expected null, as"),
+     ({"gradient": {"rounding": "stochastic"}}, "numerics.gradient.rounding: found 'stochastic', expected nearest"),
+     ({"scope": ["o_proj"]}, r"numerics.scope: found \['o_proj'\], expected all module kinds")],
+)  # fmt: skip
 def test_what_transformer_engine_does_not_compute_is_refused(changes: dict[str, Any], said: str) -> None:
     numerics = native(rollout="bf16", **changes)
     with pytest.raises(UserError, match=said + ".*numerics.mode=exact"):

@@ -64,8 +64,7 @@ def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(precision, moe, moe_pa
     for row in (0, 4, 9):
         length = int(batch.lengths[row])
         _, alone = trainer.score(batch.select([row]))
-        assert alone[0, 1:].abs().min() > 0
-        assert torch.equal(alone[0], together[row, :length])
+        assert alone[0, 1:].abs().min() > 0 and torch.equal(alone[0], together[row, :length])
         assert not together[row, length:].any()
 
 
@@ -110,8 +109,7 @@ def test_a_row_has_the_same_logprobs_alone_and_in_a_batch(small_path: Path, make
         rows, scored = trainer.score(batch)
         _, (alone,) = trainer.score(batch.select([0]))
     together = scored[torch.tensor(rows).argsort()][0]
-    assert alone[1:].abs().min() > 0
-    assert torch.equal(alone, together)
+    assert alone[1:].abs().min() > 0 and torch.equal(alone, together)
 
 
 def test_loss_and_gradients_are_close_to_the_definitions(small_path: Path, make_trainer: MakeTrainer) -> None:

@@ -58,8 +58,7 @@ def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Pat
     with torch.no_grad():
         whole, _ = experts(x, counts, torch.ones_like(probs))
         weighted, _ = experts(x, counts, probs)
-    assert whole.abs().mean() > 0.1
-    assert torch.equal(weighted, whole * probs[:, None])
+    assert whole.abs().mean() > 0.1 and torch.equal(weighted, whole * probs[:, None])
 
 
 def steps_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
@@ -102,8 +101,7 @@ def test_a_live_trainer_changes_its_precision_and_changes_it_back(mode, moe, moe
     assert torch.equal(trainer.score(batch)[1], first)
     trainer.set_numerics(replace(fp8, trainer="bf16"))
     steps = [each.train_step(batch, cross_entropy(batch)).result for each in (trainer, in_bf16)]
-    assert steps[0].grad_norm == steps[1].grad_norm
-    assert torch.equal(trainer.score(batch)[1], in_bf16.score(batch)[1])
+    assert steps[0].grad_norm == steps[1].grad_norm and torch.equal(trainer.score(batch)[1], in_bf16.score(batch)[1])
     trainer.set_numerics(fp8)
     in_bf16.set_numerics(fp8)
     learned = trainer.score(batch)[1]

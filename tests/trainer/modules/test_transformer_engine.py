@@ -60,14 +60,11 @@ def modules(of: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("model", "layer", "beside"),
-    [
-        ("tiny_qwen2", 0, set()),
-        ("tiny_qwen3_moe", 0, GROUPED | {"TENorm"}),
-        ("tiny_deepseek", 1, GROUPED | {"TENorm", "TELinear", "TEColumnParallelLinear"}),
-        ("tiny_glm", 1, GROUPED | {"TENorm", "TEColumnParallelLinear"}),
-        ("tiny_qwen3_next", 1, GROUPED | {"TENorm", "TEColumnParallelLinear"}),
-    ],
-)
+    [("tiny_qwen2", 0, set()), ("tiny_qwen3_moe", 0, GROUPED | {"TENorm"}),
+     ("tiny_deepseek", 1, GROUPED | {"TENorm", "TELinear", "TEColumnParallelLinear"}),
+     ("tiny_glm", 1, GROUPED | {"TENorm", "TEColumnParallelLinear"}),
+     ("tiny_qwen3_next", 1, GROUPED | {"TENorm", "TEColumnParallelLinear"})],
+)  # fmt: skip
 def test_its_modules_are_taken(model: str, layer: int, beside: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in GROUPED:  # None without it
         monkeypatch.setattr(transformer_engine_spec_provider, name, name)
@@ -117,12 +114,10 @@ TERow = stand_in("TERow", RowLinear, f"{EACH} input_is_parallel", input_is_paral
 
 
 ASKED: dict[str, Any] = {
-    "column_parallel_linear": lambda self: TEColumn,
-    "column_parallel_layer_norm_linear": lambda self: TENormColumn,
-    "row_parallel_linear": lambda self: TERow,
-    "layer_norm": lambda self, rms_norm: {True: RMSNorm}[rms_norm],
+    "column_parallel_linear": lambda self: TEColumn, "column_parallel_layer_norm_linear": lambda self: TENormColumn,
+    "row_parallel_linear": lambda self: TERow, "layer_norm": lambda self, rms_norm: {True: RMSNorm}[rms_norm],
     "core_attention": lambda self: DotProductAttention,
-}
+}  # fmt: skip
 """What dense models ask of `TESpecProvider`."""
 
 
@@ -193,19 +188,15 @@ def test_the_recipe_that_was_lowered_passes() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "found"),
-    [
-        (Float8BlockScaling(pow2=False), "'fp8_quant_fwd_weight.power_2_scale': False"),
-        (Float8BlockScaling(form="HYBRID"), "{'fp8_format.name': 'HYBRID'}"),
-        (Float8BlockScaling(backward_override="high_precision"), "{'backward_override': 'high_precision'}"),
-        (SimpleNamespace(), "'SimpleNamespace'"),
-        (None, "'NoneType'"),
-    ],
-)
+    [(Float8BlockScaling(pow2=False), "'fp8_quant_fwd_weight.power_2_scale': False"),
+     (Float8BlockScaling(form="HYBRID"), "{'fp8_format.name': 'HYBRID'}"),
+     (Float8BlockScaling(backward_override="high_precision"), "{'backward_override': 'high_precision'}"),
+     (SimpleNamespace(), "'SimpleNamespace'"), (None, "'NoneType'")],
+)  # fmt: skip
 def test_another_recipe_is_refused_with_its_settings(recipe: Any, found: str) -> None:
     with pytest.raises(UserError) as error:
         te_runtime.compare(replace(DEFAULT, environment={FP32_SCALES: "1", BACKWARD: None}), recipe)
-    assert found in str(error.value)
-    assert f"start the process with {FP32_SCALES}=1 {BACKWARD} unset" in str(error.value)
+    assert found in str(error.value) and f"start the process with {FP32_SCALES}=1 {BACKWARD} unset" in str(error.value)
 
 
 def test_a_live_model_falls_back_to_bf16_and_returns_and_takes_no_other_fp8() -> None:

@@ -29,12 +29,9 @@ ALONE = 1 << 16
 """Tokens of a micro-batch that holds every row."""
 LESS_MEMORY: dict[str, Any] = {"recompute": "layer", "head_chunk_tokens": 37}
 FORMS: list[dict[str, Any]] = [
-    {"packing": True},
-    {"prefix_sharing": True},
-    {"head_chunk_tokens": 37},
-    {"packing": True, **LESS_MEMORY},
+    {"packing": True}, {"prefix_sharing": True}, {"head_chunk_tokens": 37}, {"packing": True, **LESS_MEMORY},
     {"prefix_sharing": True, "micro_batch_tokens": 90, **LESS_MEMORY},
-]
+]  # fmt: skip
 
 
 class PolicyGradient:
@@ -107,11 +104,9 @@ def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(kind, batches, f
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "precision", "bound"),
-    [
-        *((kind, torch.float32, "bf16", 1e-6) for kind in ("moe", "latent", "linear")),
-        ("moe", torch.bfloat16, "fp8", 3e-4),
-    ],
-)
+    [*((kind, torch.float32, "bf16", 1e-6) for kind in ("moe", "latent", "linear")),
+     ("moe", torch.bfloat16, "fp8", 3e-4)],
+)  # fmt: skip
 def test_gradients_differ_by_the_order_of_sums(kind, dtype, precision, bound, make_trainer, models) -> None:
     """The embedding's, behind all layers, do not differ at all where rows are end to end. Rows of a tree add gradients
     of hidden states, too, which BF16 rounds."""

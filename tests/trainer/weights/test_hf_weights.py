@@ -61,8 +61,7 @@ def assert_served_as_held(exported: dict[str, Any], path: Path, preset: str, lay
             assert torch.equal(found, tensor), name
             continue
         expected = quantize(tensor, spec)
-        assert isinstance(found, QuantizedTensor) and found.spec == spec
-        assert found.data.dtype == expected.data.dtype
+        assert isinstance(found, QuantizedTensor) and found.spec == spec and found.data.dtype == expected.data.dtype
         assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8)), name
         assert torch.equal(found.scale_inv, expected.scale_inv), name
 

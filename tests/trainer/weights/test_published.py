@@ -107,14 +107,10 @@ def changed(adapter: Path, change: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "experts", "message"),
-    [
-        ('{"peft_type": "IA3"}', "per_expert", "peft_type='IA3'"),
-        ('{"r": 8}', "per_expert", "of shape"),
-        ("unknown", "per_expert", "score.lora_A.weight"),
-        ("base", "per_expert", "digest"),
-        ("{}", "shared", "experts with adapters of their own"),
-    ],
-)
+    [('{"peft_type": "IA3"}', "per_expert", "peft_type='IA3'"), ('{"r": 8}', "per_expert", "of shape"),
+     ("unknown", "per_expert", "score.lora_A.weight"), ("base", "per_expert", "digest"),
+     ("{}", "shared", "experts with adapters of their own")],
+)  # fmt: skip
 def test_what_is_no_adapter_of_this_model_is_refused(change, experts, message, written, moe_path, tmp_path) -> None:
     shutil.copytree(written, tmp_path / "adapter")
     changed(tmp_path / "adapter", change)
@@ -206,8 +202,7 @@ def test_a_written_model_is_the_one_read(name, paths, tmp_path, make_trainer) ->
 def test_ranks_write_their_experts_into_one_tensor(paths: dict[str, Path], tmp_path: Path) -> None:
     run_on_ranks(TrainerSection(ep=2, dp=2), tmp_path / "ranks", partial(write, paths["moe"], tmp_path / "written"))
     stored, written = load_file(paths["moe"] / "model.safetensors"), all_of(tmp_path / "written")
-    assert written.keys() == stored.keys()
-    assert all(bits_equal(written[key], stored[key]) for key in stored)
+    assert written.keys() == stored.keys() and all(bits_equal(written[key], stored[key]) for key in stored)
     check_stored(tmp_path / "written", read_model(tmp_path / "written"))
 
 
