@@ -81,12 +81,9 @@ def scales(before: float, after: float) -> Cause:
 
 def test_relative_rms_by_hand() -> None:
     for one, other, expected in (
-        ([3.0, 4.0], [3.0, 4.5], 0.1),
-        ([0.0, 0.0], [1.0, 1.0], math.inf),
-        ([1.0, math.nan], [1.0, math.nan], 0.0),
-        ([1.0, math.nan], [1.0, 1.0], math.inf),
-        ([], [], 0.0),
-    ):
+        ([3.0, 4.0], [3.0, 4.5], 0.1), ([0.0, 0.0], [1.0, 1.0], math.inf), ([1.0, math.nan], [1.0, math.nan], 0.0),
+        ([1.0, math.nan], [1.0, 1.0], math.inf), ([], [], 0.0),
+    ):  # fmt: skip
         assert relative_rms(torch.tensor(one), torch.tensor(other)) == pytest.approx(expected)
 
 
@@ -220,15 +217,11 @@ def test_a_finding_names_its_layers_op_experts_and_tensors() -> None:
 def test_the_page_is_self_contained_and_its_numbers_stand_beside_it(tmp_path: Path) -> None:
     ops = differing((0, "rope", 0.3), (1, "experts", math.inf))
     attribution = Attribution(
-        findings=(Finding("op", "rope differs </script><b>"),),
-        abs_diff_mean=0.1,
-        tokens=10,
-        ops=tuple(ops),
-        stream=(0.0, 0.5),
-        experts=(expert(0, 0, 0.0), expert(1, 0, math.inf)),
+        findings=(Finding("op", "rope differs </script><b>"),), abs_diff_mean=0.1, tokens=10, ops=tuple(ops),
+        stream=(0.0, 0.5), experts=(expert(0, 0, 0.0), expert(1, 0, math.inf)),
         causes=(Cause("routing", 0.2, 0.1, "R3"),),
         positions=tuple(position_differences(torch.ones(1, 8), torch.ones(1, 8, dtype=torch.bool))),
-    )
+    )  # fmt: skip
     write_page(attribution, "demo", tmp_path / "attribution.html")
     page = (tmp_path / "attribution.html").read_text()
     assert "rope differs &lt;/script&gt;&lt;b&gt;" in page

@@ -138,13 +138,10 @@ def test_router_precision_is_the_shared_ops_in_exact_mode(cuda: bool) -> None:
     """As the hooks provide it, whatever its name is on the machine."""
     ours, its_own = (provided(hooks_for(numerics, cuda)) for numerics in (EXACT, NATIVE))
     for mode, probabilities, hooks, ok in (
-        ("exact", "float32", ours, True),
-        ("exact", "bfloat16", ours, False),
-        ("exact", "float32", [], False),
-        ("native", "bfloat16", its_own, True),
-        ("native", "float32", its_own, False),
+        ("exact", "float32", ours, True), ("exact", "bfloat16", ours, False), ("exact", "float32", [], False),
+        ("native", "bfloat16", its_own, True), ("native", "float32", its_own, False),
         ("native", "bfloat16", ours, False),
-    ):
+    ):  # fmt: skip
         assert same_spec.router_precision(mode, [("bfloat16", probabilities)], hooks).ok is ok
 
 

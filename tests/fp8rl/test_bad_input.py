@@ -327,12 +327,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Pat
 
     before = left()
     for command in (
-        ["init", tmp_path / "mine"],
-        ["convert", MODEL, tmp_path / "out"],
-        ["report", run],
-        ["runs", "--dir", run.parent, "--page", tmp_path / "page.html"],
-        ["serve", MODEL],
-    ):
+        ["init", tmp_path / "mine"], ["convert", MODEL, tmp_path / "out"], ["report", run],
+        ["runs", "--dir", run.parent, "--page", tmp_path / "page.html"], ["serve", MODEL],
+    ):  # fmt: skip
         with room(500):
             result = result_of(*command)
         assert result.exit_code == 2 and result.output.count("error: ") == 1, (command, result.exception)

@@ -125,17 +125,12 @@ def _forward(model: Any, definition: Model, numerics: NumericsConfig) -> Callabl
             "extend_prefix_lens_cpu": [start],
         }
         batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
-            batch_size=1,
-            input_ids=tokens,
-            req_pool_indices=torch.tensor([1]),
-            seq_lens=torch.tensor([start + count]),
-            out_cache_loc=table[1, start : start + count].long(),
-            seq_lens_sum=start + count,
-            positions=torch.arange(start, start + count),
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            **({} if decode else extended),
-        )
+            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND, batch_size=1, input_ids=tokens,
+            req_pool_indices=torch.tensor([1]), seq_lens=torch.tensor([start + count]),
+            out_cache_loc=table[1, start : start + count].long(), seq_lens_sum=start + count,
+            positions=torch.arange(start, start + count), capture_hidden_mode=CaptureHiddenMode.NULL,
+            **{} if decode else extended,
+        )  # fmt: skip
         capture_mode.is_capture_mode = capture
         try:
             with forward_context(ForwardContext(attn_backend=backend)):

@@ -52,7 +52,6 @@ def test_two_ranks_are_one(two_ranks: TrainerGroup, moe_path: Path, tmp_path: Pa
     assert step.loss == pytest.approx(-expected[batch.loss_mask].mean().item(), rel=1e-5)
     assert two_ranks.weight_version == 1
     assert two_ranks.apply(lambda trainer, add: trainer.layout.rank + add, 10) == [10, 11]
-
     two_ranks.stage(tmp_path / "step_1", {"note": "x"}, {})
     before = two_ranks.score(batch)
     with ThreadPoolExecutor(1) as thread:
@@ -61,7 +60,6 @@ def test_two_ranks_are_one(two_ranks: TrainerGroup, moe_path: Path, tmp_path: Pa
         written.result()
     assert two_ranks.load(tmp_path / "step_1") == {"note": "x"} and two_ranks.weight_version == 1
     assert torch.equal(two_ranks.score(batch), before)
-
     two_ranks.export_hf(tmp_path / "hf")
     assert torch.equal(scored(make_trainer(tmp_path / "hf", "fp8"), batch), before)
 

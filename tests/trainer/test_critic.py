@@ -58,7 +58,6 @@ def test_gradients_are_those_of_plain_autograd(kind: str, models: Models, layout
     with torch.no_grad():
         critic.model.output_layer.weight.copy_(head[None])
     done = critic.forward_backward(batch, Squares(int(batch.loss_mask.sum())))
-
     model = reference(models[kind])
     weight = head.clone().requires_grad_()
     hidden = model.model(batch.tokens, attention_mask=batch.real_tokens().long()).last_hidden_state

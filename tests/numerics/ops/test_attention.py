@@ -43,7 +43,6 @@ def test_new_tokens_of_sequences_that_lie_scattered_in_a_cache():
     q = torch.randn(sum(new) + 1, 4, 32).bfloat16()
     out = ops.paged_attention(q, k_cache, v_cache, table, requests, torch.tensor(new), torch.tensor(lengths), 0.1)
     assert out[:132].isnan().any() and not out[132:].any()
-
     expected = []
     for request, length, count, queries in zip(requests, lengths, new, q[:132].split([2, 130, 0])):
         own, slots = slots[:length], slots[length:]

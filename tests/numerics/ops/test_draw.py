@@ -196,7 +196,6 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_truncated_distribution(
     d = torch.randn(2, 7, generator=generator)
     found = ops.token_logprobs(ops.narrowed(logits, floor), tokens, 0.9)
     (found[0] * d[0] + found[1] * d[1]).sum().backward()
-
     wide = logits.detach().double().requires_grad_()
     out = logits.detach() < floor[:, None]
     logp = (wide / 0.9).masked_fill(out, -torch.inf).log_softmax(-1)

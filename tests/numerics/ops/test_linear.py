@@ -97,12 +97,10 @@ def test_grouped_product_is_each_group_on_its_own(spec, counts):
     weights = [(torch.randn(128, 256, generator=generator) / 16).bfloat16().requires_grad_() for _ in counts]
     dequantized = None if spec is None else [fake_quantize(w.detach(), spec.weight) for w in weights]
     dy = torch.randn(sum(counts), 128, generator=generator).bfloat16()
-
     together = x.clone().requires_grad_()
     out = grouped_linear(together, torch.tensor(counts), weights, dequantized, spec)
     out.backward(dy)
     grads = [w.grad for w in weights]
-
     for group, (part, d) in enumerate(zip(x.split(counts), dy.split(counts))):
         if not len(part):
             assert grads[group] is None

@@ -117,7 +117,6 @@ def attention64(q, k, v, scale=0.1):
 def test_attention(length):
     q, k, v = random(2, length, 4, 64), random(2, length, 2, 64, seed=1), random(2, length, 2, 64, seed=2)
     positions = torch.arange(length).expand(2, -1)
-
     one_rounding(ops.attention(q, k, v, positions, 0.1), attention64(q.double(), k.double(), v.double()))
     gradients(lambda *x: ops.attention(*x, positions, 0.1), attention64, q, k, v)
 

@@ -65,8 +65,6 @@ FAMILY = Family(
     megatron=lambda: import_module("tests.support.made_up.megatron").FAMILY,
 )  # fmt: skip
 ARCHITECTURE = replace(
-    qwen3_moe.ARCHITECTURE,
-    name="MadeUpForCausalLM",
-    sizes=sizes,
+    qwen3_moe.ARCHITECTURE, name="MadeUpForCausalLM", sizes=sizes,
     families=(FAMILY, replace(mlp.MOE, tensors=partial(mlp.moe_tensors, experts=EXPERTS))),
-)
+)  # fmt: skip

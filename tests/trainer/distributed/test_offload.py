@@ -45,7 +45,6 @@ def test_training_goes_on(model: str, dtype: Any, tmp_path: Path, make_trainer: 
     assert moved == held["masters"] + held["moments"] + gradients and gradients >= held["gradients"]
     assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in buffers(moving))
     assert offload(moving) == moved, "once is enough"
-
     assert moving.score(batch)[1].equal(staying.score(batch)[1])
     for trainer, name in ((moving, "moving"), (staying, "staying")):
         trainer.save(tmp_path / name, {})
@@ -54,7 +53,6 @@ def test_training_goes_on(model: str, dtype: Any, tmp_path: Path, make_trainer: 
     for refused in (lambda: moving.train_step(batch, cross_entropy(batch)), lambda: moving.load(tmp_path / "moving")):
         with pytest.raises(RuntimeError, match="masters and moments in the host's memory"):
             refused()
-
     moving.optimizer.host_copy.onload()
     done = [trainer.train_step(batch, cross_entropy(batch)).result for trainer in (moving, staying)]
     assert done[0].loss == done[1].loss and done[0].grad_norm == done[1].grad_norm
@@ -142,16 +140,10 @@ def parameters() -> list[OnDevice]:
 def hybrid(of: list[OnDevice]) -> HybridDeviceOptimizer:
     groups = [{"params": [of[0]]}, {"params": [of[1]], "weight_decay": 0.0}]
     optimizer = HybridDeviceOptimizer(
-        groups,
-        offload_fraction=1.0,
-        cpu_optimizer_cls=torch.optim.AdamW,
-        gpu_optimizer_cls=torch.optim.AdamW,
-        overlap_cpu_optimizer_d2h_h2d=False,
-        pin_cpu_grads=False,
-        pin_cpu_params=False,
-        param_update_in_fp32=True,
+        groups, offload_fraction=1.0, cpu_optimizer_cls=torch.optim.AdamW, gpu_optimizer_cls=torch.optim.AdamW,
+        overlap_cpu_optimizer_d2h_h2d=False, pin_cpu_grads=False, pin_cpu_params=False, param_update_in_fp32=True,
         **ADAM,
-    )
+    )  # fmt: skip
     _create_moments(SimpleNamespace(optimizer=optimizer))  # type: ignore[arg-type]
     return optimizer
 
@@ -186,7 +178,6 @@ def test_its_steps_are_those_of_adam_on_fp32_masters_and_a_resumed_one_goes_on(s
         state = optimizer.state[parameter]
         assert torch.equal(state["master_param"], master.detach()) and int(state["step"]) == 3
         assert torch.equal(state["exp_avg"], adam.state[master]["exp_avg"])
-
     again = parameters()  # resumed before the last step
     for parameter, tensor in zip(again, weights, strict=True):
         parameter.data.copy_(tensor)

@@ -141,7 +141,6 @@ def test_every_tensor_is_saved_and_loaded(name: str, folder: Path, tmp_path: Pat
     assert exported.keys() == stored.keys() == read_model(path).tensors.rows.keys()
     assert all(torch.equal(exported[key].float(), tensor.float()) for key, tensor in stored.items())
     assert read_shape(path).parameters == sum(tensor.numel() for tensor in stored.values())
-
     trained.train_step(batch, cross_entropy(batch))
     for buffer_name, buffer in trained.model.named_buffers():  # which no optimizer trains
         if buffer_name.endswith("expert_bias"):

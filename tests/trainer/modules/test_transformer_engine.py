@@ -145,7 +145,6 @@ def test_linear_attention_has_tes_products(tmp_path: Path, on_te: None, make_tra
         "out_proj": TERow,
     }
     assert net.A_log.dtype == net.dt_bias.dtype == net.out_norm.weight.dtype == torch.float32
-
     apart = (trainer.score(batch)[1] - exact.score(batch)[1]).abs()
     assert 0 < apart.max() and apart.mean() < 0.05
     one, other = (each.train_step(batch, cross_entropy(batch)).result.grad_norm for each in (trainer, exact))
@@ -206,10 +205,8 @@ def test_a_live_model_falls_back_to_bf16_and_returns_and_takes_no_other_fp8() ->
         assert config.fp8 == fp8
     in_bf16 = replace(DEFAULT, config={}, recipe=None)
     for before, changes in (
-        (DEFAULT, {"preset": "fp8_block_fp32"}),
-        (DEFAULT, {"first_layers_bf16": 1}),
-        (in_bf16, {}),
-    ):
+        (DEFAULT, {"preset": "fp8_block_fp32"}), (DEFAULT, {"first_layers_bf16": 1}), (in_bf16, {}),
+    ):  # fmt: skip
         with pytest.raises(UserError, match="Start a new trainer"):
             te_runtime.switch(before, lower(native(**changes), True), config)
         te_runtime.switch(Lowering(), lower(native(**changes), False), config)

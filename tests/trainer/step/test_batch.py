@@ -13,15 +13,11 @@ from tests.support.batches import random_batch
 ROUTES = torch.arange(3 * 5 * 2 * 2, dtype=torch.int16).reshape(3, 5, 2, 2)
 PLACES = torch.arange(15).view(3, 5)
 BATCH = TokenBatch(
-    tokens=torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0], [9, 10, 0, 0, 0]]),
-    lengths=torch.tensor([5, 3, 2]),
-    loss_mask=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 0, 0, 0]], dtype=torch.bool),
-    temperature=0.7,
-    fields={"advantages": torch.arange(15, dtype=torch.float32).reshape(3, 5)},
-    routes=ROUTES,
-    replay=True,
+    tokens=torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0], [9, 10, 0, 0, 0]]), lengths=torch.tensor([5, 3, 2]),
+    loss_mask=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 0, 0, 0]], dtype=torch.bool), temperature=0.7,
+    fields={"advantages": torch.arange(15, dtype=torch.float32).reshape(3, 5)}, routes=ROUTES, replay=True,
     seeds=torch.tensor([10, 11, 12]),
-)
+)  # fmt: skip
 
 
 def test_rows_are_chosen_in_order_trimmed_to_the_longest_and_padded() -> None:

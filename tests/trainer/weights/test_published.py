@@ -183,7 +183,6 @@ def test_a_written_model_is_the_one_read(name, paths, tmp_path, make_trainer) ->
         assert (tmp_path / "before" / file).read_bytes() == (path / file).read_bytes()
     tower = [key for key in stored if key.startswith("model.visual.")]
     assert len(said) == 1 and f"tower for pictures ({len(tower)} tensors" in said[0] and len(tower) > 10
-
     trainer.train_step(batch, cross_entropy(batch))
     trainer.weights.write(trainer.model, tmp_path / "after")
     trained, exported = all_of(tmp_path / "after"), dict(trainer.export_weights())
