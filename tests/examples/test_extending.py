@@ -100,7 +100,7 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
         (
             "from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass",
             "",
-            "own.py:Own', expected def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor",
+            "expected def trajectory_advantages(self",
         ),
         (OWN.replace("trajectory_adv", "trajectory_av"), "", "Own with def trajectory_avantages', expected def"),
     ],

@@ -121,19 +121,6 @@ def test_a_spec_that_names_the_file_passes_the_checks_and_a_resumed_run_compares
     assert expected_report(SPEC, architecture=FILE).code != expected_report(SPEC).code
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [(None, "no such file"),
-     ("", r"model\.architecture: found ARCHITECTURE = None in .*own\.py, expected a file with ARCHITECTURE"),
-     ("import sys; sys.exit(3)", "found a module that ends in SystemExit: 3")],
-)  # fmt: skip
-def test_a_file_without_an_architecture_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
-    if text is not None:
-        (tmp_path / "own.py").write_text(text)
-    with pytest.raises(UserError, match=said):
-        load_experiment(spec(tmp_path, "own.py"))
-
-
 def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     load_architecture(FILE)
     convert_checkpoint(write(tmp_path / "model"), tmp_path / "served", SPEC.rollout_spec)

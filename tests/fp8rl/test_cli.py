@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from fp8rl.cli import COMMANDS
 from fp8rl.commands import runs
@@ -65,15 +64,6 @@ def test_the_driver_never_imports_megatron_or_sglang() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_report_of_a_run_and_of_nothing(tmp_path: Path) -> None:
-    run = new_run(tmp_path / "it")
-    code, said = invoke("report", run.path)
-    assert code == 2 and said.startswith(f"error: report: found no spec.yaml in {run.path}, expected a run directory.")
-    run.experiment.write_text(yaml.safe_dump({"run": {"name": "it"}}))
-    run.metrics.write_text(json.dumps({"step": 1, "train/loss": 0.5}) + "\n")
-    assert invoke("report", run.path) == (0, f"{run.report}\n") and run.report.is_file()
-
-
 def test_convert_writes_a_quantized_directory_once(tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     assert invoke("convert", model, out)[0] == 2
@@ -95,18 +85,6 @@ def test_the_demo_runs_the_example_anew_from_any_folder(tmp_path: Path, monkeypa
     experiment = load_experiment(spec)
     for path in (experiment.model.path, experiment.data.source(experiment.data.eval, "data.eval").path):
         assert Path(path).is_relative_to(ROOT / "examples") and Path(path).exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(UserError("key: found 1, expected 2. Correct it."), 2), (KeyboardInterrupt(), 130)]
-)
-def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(runs, "_train", fail)
-    found, printed = invoke("train", "spec.yaml")
-    assert found == code and "Traceback" not in printed
 
 
 SERVER, WHOLE = "certify --server http://127.0.0.1:1", "expected a model in BF16, which this command quantizes itself"

@@ -130,9 +130,3 @@ def test_names_are_shown_as_they_are_and_end_no_command(tmp_path: Path, monkeypa
     assert "[/b][2J[b]" in printed
     code, printed = invoke("report", named / "[/none]")
     assert code == 2 and "[/none]" in printed and "\x1b" not in printed
-
-
-def test_the_shell_can_complete_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # whatever shell the tests run in
-    code, printed = invoke("--show-completion", "bash")
-    assert code == 0 and "COMPLETE=complete_bash" in printed

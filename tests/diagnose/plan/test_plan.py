@@ -172,12 +172,7 @@ def test_the_first_stage_keeps_most_micro_batches() -> None:
     ("subject", "keys", "without", "conflict"),
     [
         ("qwen3_8b", ("numerics.mode=native", "trainer.optimizer.offload=true"), ("numerics.trainer=bf16",), "#2407"),
-        (
-            "qwen3_4b",
-            ("trainer.tp=8",),
-            ("numerics.trainer=bf16", "numerics.rollout=bf16"),
-            "intermediate_size / trainer.tp = 9728 / 8",
-        ),
+        ("qwen3_4b", ("trainer.tp=8",), ("numerics.trainer=bf16", "numerics.rollout=bf16"), "trainer.tp = 9728 / 8"),
     ],
 )
 def test_keys_that_conflict_with_fp8_are_named(subject, keys, without, conflict) -> None:

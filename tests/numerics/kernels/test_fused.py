@@ -127,12 +127,3 @@ def test_attention_of_one_token_each(longest):
     with using("torch"):
         alone, counted = (ops.paged_attention(*arguments, n, lengths.to(DEVICE), 0.1) for n in (None, each * 0 + 1))
     assert same(alone, counted)
-
-
-def test_the_definitions_are_their_parts():
-    x, residual, weight = random(9, 256), random(9, 256, seed=1), random(256, seed=2)
-    normed, total, rows = ops.norm_rows(x, residual, weight, 1e-6, SPEC.activation)
-    expected = ops.add_rms_norm(x, residual, weight, 1e-6)
-    assert same(normed, expected[0]) and same(total, expected[1])
-    operand = ops.weight_operand(w := quantize(random(128, 256, seed=3), SPEC.weight))
-    assert same(ops.rows_linear(rows, operand, x.dtype), ops.fp8_linear(normed, w.data, operand, SPEC, "bf16"))
