@@ -296,11 +296,9 @@ GOOD = {"tokens": [3, 4, 5, 6], "prompt_length": 2, "logprobs": [-1.0, -2.0]}
         ({"logprobs": [-1.0, math.nan]}, "logprobs[1]: found nan, expected a finite number, or a 0 in its place"),
         ({"logprobs": [0.4, 0.3]}, "logprobs[0]: found 0.4, expected a logarithm of a probability, at most 0"),
         ({"tokens": [3, 4, 5, 500]}, "line 2: tokens[3]: found 500, expected ids below 128, the vocabulary of"),
-        ({"tokens": "3 4 5 6"}, "line 2 of PATH: tokens: found '3 4 5 6', expected a valid list"),
         ({"prompt_length": 4}, "prompt_length: found 4, expected less than the 4 tokens"),
         ({"top_k": 10**30}, "top_k: found 1000000000000000000000000000000, expected less than or equal to 2147483647"),
         ({"version": "\ud800"}, "line 2 of PATH: found"),
-        ({"version": 10**400}, "line 2 of PATH: found"),
         ({"tokens": [5] * 70, "logprobs": [-1.0] * 68}, "line 2: tokens: found '70 tokens', expected at most 64"),
     ],
 )
@@ -338,7 +336,6 @@ def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) 
         ("empty.jsonl", b"", "with 0 rows', expected at least one answer"),
         ("x.jsonl", b'{"reward": ' + b"9" * 5000 + b"}\n", "a number of 5000 digits"),
         ("x.jsonl", b"hello\n", "line 1 of"),
-        ("x.jsonl", b"[1]\n", "expected a JSON object"),
         ("1.jsonl", verl, "as verl writes to trainer.rollout_data_dir"),
         ("gen_batch.dp", b"", "a pickle, which may run any code"),
         ("dump", b"\x80\x04\x95", "a pickle, which may run any code"),
@@ -365,11 +362,9 @@ def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) 
     sample = {"tokens": [3, 4, 5, 6], "response_length": 2, "rollout_log_probs": [-1.0, -2.0]}
     tensors = {name: torch.ones(2, 3) for name in ("input_ids", "attention_mask", "responses", "rollout_log_probs")}
     for value, message in (
-        ({"samples": [sample | {"tokens": 3}]}, "expected a whole file"),
         ({"samples": [sample | {"rollout_log_probs": torch.ones(2, dtype=torch.complex64)}]}, "found (1+0j)"),
         ({"samples": [sample | {"response_length": 10**30}]}, "prompt_length: found"),
         (tensors | {"input_ids": [1]}, "expected a whole file"),
-        (tensors | {"input_ids": torch.ones(2, 3).to_sparse()}, "expected a whole file"),
         (tensors | {"input_ids": torch.ones(2, 3, device="meta")}, "expected a whole file"),
         ({"samples": [Exploit(tmp_path / "made")]}, "mkdir"),
         ({"weights": torch.zeros(2)}, "with weights', expected slime's samples or rollout_data"),

@@ -88,7 +88,6 @@ def test_relative_rms_by_hand() -> None:
 
 
 def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
-    """A forward of three ops, of which the last one's second value is not compared."""
     ops = (
         Op("embed", EMBED, ("tokens",), ("x",)),
         Op("norm", ADD_NORM, ("x", "residual"), ("x", "residual")),

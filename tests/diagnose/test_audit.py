@@ -146,7 +146,6 @@ def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(kind, merged
 
 @pytest.mark.slow
 def test_a_step_that_is_watched_is_a_step(make: Callable[..., Any]) -> None:
-    """The same weights come out, and nothing of the watching stays."""
     numerics, batch = plan("exact"), random_batch(rows=4, longest=40)
     trainer, alone = make(numerics), make(numerics)
     watched(trainer, numerics)

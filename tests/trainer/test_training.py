@@ -40,19 +40,6 @@ def test_a_frequent_tokens_embedding_gradient_is_not_lost_in_bf16(moe_path: Path
     assert embedding.weight.main_grad[0, 0] == 4096
 
 
-def test_logprobs_are_those_before_the_update_in_batch_order(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(moe_path, "fp8")
-    batch = random_batch()
-    rows, before = trainer.score(batch)
-    step = trainer.train_step(batch, cross_entropy(batch))
-    assert step.rows == rows and torch.equal(step.result.logprobs, before)
-    assert not torch.equal(trainer.score(batch)[1], before)
-    masked = torch.zeros(batch.rows, batch.width)
-    masked[rows] = before
-    assert step.result.loss == pytest.approx(-masked[batch.loss_mask].mean().item(), rel=1e-5)
-    assert trainer.weight_version == 1
-
-
 @pytest.mark.parametrize("in_gradient", [False, True])
 def test_a_nonfinite_loss_changes_nothing(in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer) -> None:
     from fp8rl.trainer.step.objective import NonFiniteLossError

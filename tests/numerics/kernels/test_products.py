@@ -101,8 +101,6 @@ def test_no_tokens(backward):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_linear(dtype):
-    """Rows in FP32 are multiplied in FP32."""
-
     def run():
         x, w = random(2, 9, 256, dtype=dtype).requires_grad_(), random(100, 256, seed=1).requires_grad_()
         return with_gradients(ops.linear(x, w), x, w)

@@ -8,7 +8,7 @@ import json
 import pickle
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from fp8rl.trainer.checkpoint.files import (
 )
 from fp8rl.trainer.checkpoint.pickles import read_metadata
 from fp8rl.trainer.inventory import optimizer_state
+from tests.fp8rl.test_forged import Planted
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.disks import room
 from tests.support.models import EXPERTS, LAYERS
@@ -137,7 +138,6 @@ def test_a_checkpoint_of_weights_has_no_past(moe_path: Path, tmp_path: Path, mak
 
 
 def test_what_is_written_beside_training_was_staged(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    """In equal files, wherever they are."""
     trainer = make_trainer(moe_path, "fp8")
     _train(trainer, 0, 2)
     trainer.save(tmp_path / "at once", {"seed": 7})
@@ -248,29 +248,19 @@ def test_weights_are_made_from_the_masters(moe_path: Path, make_trainer: MakeTra
     assert all(torch.equal(parameter, trained[name]) for name, parameter in trainer.model.named_parameters())
 
 
-@dataclass
-class _Planted:
-    """Unpickled, it writes a file."""
-
-    file: Path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
-
-
 def _forged(kind: str, checkpoint: Path, ran: Path) -> None:
     """Put a pickle that runs code into a checkpoint, with digests that are right."""
     state = checkpoint / STATE
     found: Any = FileSystemReader(state).read_metadata()
     match kind:
         case "metadata":
-            found = _Planted(ran)
+            found = Planted(ran)
         case "a value in the metadata":
-            found.planner_data = _Planted(ran)
+            found.planner_data = Planted(ran)
         case "common":
-            torch.save({"step": _Planted(ran)}, state / "common.pt")
+            torch.save({"step": Planted(ran)}, state / "common.pt")
         case "tensors":
-            packed = _packed(_Planted(ran)).getvalue()
+            packed = _packed(Planted(ran)).getvalue()
             (state / "planted.distcp").write_bytes(packed)
             found.storage_data = dict.fromkeys(found.storage_data, _StorageInfo("planted.distcp", 0, len(packed)))
         case "a file elsewhere":

@@ -42,7 +42,6 @@ WIDTH, SCALE = 1160, 0.2
 
 
 def tensors() -> list[Tensor]:
-    """q, k, v and the gradient of the result."""
     random = torch.Generator().manual_seed(0)
     heads = (4, 2, 2, 4)
     return [torch.randn(2, WIDTH, count, 16, generator=random).bfloat16() for count in heads]

@@ -117,7 +117,6 @@ class Case:
         return out
 
     def _failing(self, layout: Layout) -> str:
-        """Rank 1 alone has no room."""
         from fp8rl.models.checkpoint.writing import write_directory
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -167,7 +166,6 @@ def valued(layout: Layout, policy: Any, path: Path) -> Any:
 
 
 def biases(trainer: Any) -> dict[str, Tensor]:
-    """The routers' biases of this rank after a step."""
     batch = random_batch(**BATCH)
     trainer.train_step(batch, cross_entropy(batch))
     return {name: held.clone() for name, held in trainer.model.named_buffers() if name.endswith("expert_bias")}
@@ -209,7 +207,6 @@ def reported(layout: Layout, scored: T) -> T | None:
 
 
 def routed_batch() -> TokenBatch:
-    """Rows whose tokens go to experts that are given."""
     batch = random_batch(**BATCH)
     return replace(batch, routes=random_routes(batch), replay=True)
 
@@ -249,7 +246,6 @@ class Outcome:
     saved: Path
 
     def union(self, key: str) -> dict[str, Tensor]:
-        """What all ranks hand out."""
         return {name: tensor for rank in self.ranks for name, tensor in rank[key].items()}
 
     def scores(self, key: str) -> Tensor:
@@ -338,7 +334,6 @@ def assert_close_steps(of_ranks: list[list[tuple[float, float]]], expected: list
 
 
 def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: OneRank) -> None:
-    """Of padded rows, and of rows end to end."""
     if outcome.config.pp > 1:
         pytest.skip("refused, as its ranks have seen")
     logprobs, routes = one_rank.routed(outcome.config.tp)

@@ -180,7 +180,6 @@ def test_a_step_sends_a_quarter_in_fp8_and_its_gradients_are_nearly_the_same(ran
 
 
 def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(ranks: Any) -> None:
-    """Two steps with each gather give the same log-probabilities, bit for bit."""
     for rank in ranks:
         plain, coded = rank["gathers"]["bf16"], rank["gathers"]["e4m3"]
         for step in range(2):
@@ -200,7 +199,6 @@ def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(
 
 
 def test_an_audit_finds_what_a_wire_carries(ranks: Any) -> None:
-    """As planned; and beside a plan of wide wires, as two differences."""
     for rank in ranks:
         assert differences_of(rank["audits"]["narrow"]) == []
         found = {each.key: (each.found, each.planned) for each in differences_of(rank["audits"]["wide"])}

@@ -40,7 +40,6 @@ def test_every_op_but_the_fp8_products_is_megatrons(precision, moe_path, dense_p
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_it_computes_as_exact_mode_but_for_rounding(kind: str, models: Models, make_trainer: MakeTrainer) -> None:
-    """The modes' distance is far below that of the precisions."""
     path = models[kind]
     bf16, fp8 = (make_trainer(path, precision, mode="native").score(random_batch())[1] for precision in PRECISIONS)
     exact = make_trainer(path, "fp8").score(random_batch())[1]
@@ -49,7 +48,6 @@ def test_it_computes_as_exact_mode_but_for_rounding(kind: str, models: Models, m
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
-    """And not their hidden state, which is quantized."""
     experts = make_trainer(moe_path, precision, mode="native").model.decoder.layers[0].mlp.experts
     counts = torch.tensor([3, 0, 1, 9, 2, 0, 5, 4])
     generator = torch.Generator().manual_seed(0)
@@ -62,7 +60,6 @@ def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Pat
 
 
 def steps_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-    """A step of the ranks of one layout, by precision."""
     out, batch = {}, random_batch(**BATCH)
     for precision in PRECISIONS:
         trainer = trainer_on(layout, config, path, precision, {"mode": "native", "k_splits": 1})
@@ -72,7 +69,6 @@ def steps_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, An
 
 
 def test_two_ranks_equal_one_within_rounding(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    """Attention is split over the ranks, and experts are spread over them."""
     ranks = run_on_ranks(
         TrainerSection(**SETTINGS, **LAYOUT), tmp_path / "ranks", functools.partial(steps_of, moe_path)
     )
@@ -111,7 +107,6 @@ def test_a_live_trainer_changes_its_precision_and_changes_it_back(mode, moe, moe
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize(("first", "last", "in_fp8"), [(1, 0, {"1"}), (0, 1, {"0"}), (0, 0, {"0", "1"})])
 def test_layers_at_the_ends_may_stay_in_bf16(mode, first, last, in_fp8, moe_path, make_trainer) -> None:
-    """A live trainer: the quantized weights that its forward asks for."""
     trainer = make_trainer(moe_path, "fp8", mode=mode)
     spec = trainer.numerics.spec.override({"first_layers_bf16": first, "last_layers_bf16": last})
     trainer.set_numerics(replace(trainer.numerics, spec=spec))

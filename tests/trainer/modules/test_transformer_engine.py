@@ -74,7 +74,6 @@ def test_its_modules_are_taken(model: str, layer: int, beside: set[str], monkeyp
 
 
 def fields(model: str, layer: int) -> dict[str, Any]:
-    """The fields of a layer of a model."""
     definition = read_model(ROOT / "examples/models" / model)
     numerics = NumericsConfig(mode="native", spec=QuantSpec.preset("fp8_block_pow2"))
     precision = Precision(numerics, WeightCache(), definition.sizes.layers).of_layer(layer)

@@ -44,7 +44,6 @@ class PolicyGradient:
 
 
 def drawn(batch: TokenBatch) -> TokenBatch:
-    """Some of the rows are drawn again."""
     return replace(batch, seeds=torch.arange(batch.rows).where(torch.arange(batch.rows) % 3 > 0, -1) * 7919)
 
 
@@ -197,7 +196,6 @@ def test_tokens_come_back_to_all_rows_that_share_them() -> None:
 
 
 def tokens_of(form: str, rows: list[list[int]], multiple: int) -> int:
-    """Tokens of a micro-batch, by hand."""
     if form == "padded":
         return max((-(-len(row) // multiple) * multiple for row in rows), default=0) * len(rows)
     starts = {

@@ -90,7 +90,6 @@ WORDS = 320
 
 @pytest.fixture(scope="module")
 def batch() -> TokenBatch:
-    """All rows are drawn again."""
     return replace(random_batch(temperature=0.9), seeds=torch.arange(12))
 
 

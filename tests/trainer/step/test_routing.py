@@ -164,7 +164,6 @@ def biases(trainer: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
 def test_an_update_moves_every_bias_towards_the_mean_load(mode: str, glm_path: Path, make_trainer: MakeTrainer) -> None:
-    """And none without a rate."""
     batch = random_batch()
     trainer = make_trainer(glm_path, "fp8", mode=mode, router_bias_rate=RATE)
     for _ in range(2):

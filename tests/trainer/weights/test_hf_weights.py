@@ -123,7 +123,6 @@ def test_a_written_directory_is_dequantized(moe_path: Path, tmp_path: Path, layo
 
 
 def test_a_trainer_reads_published_fp8(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    """Its engine's first weights, too, are those of the dequantized directory."""
     published = tmp_path / "published"
     convert_checkpoint(moe_path, published, POW2)
     make_trainer(published, "fp8").export_hf(tmp_path / "written")

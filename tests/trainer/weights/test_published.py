@@ -95,7 +95,6 @@ def test_a_merged_checkpoint_is_the_sum(written, moe_path, tmp_path, make_traine
 
 
 def changed(adapter: Path, change: str) -> None:
-    """Change what an adapter's directory says or holds."""
     if change == "unknown":
         tensors = load_file(adapter / TENSORS) | {"base_model.model.score.lora_A.weight": torch.zeros(4, 256)}
         save_file(tensors, adapter / TENSORS)
@@ -224,6 +223,5 @@ def all_of(path: Path) -> dict[str, Tensor]:
 
 
 def write(path: Path, out: Path, layout: Layout, config: TrainerSection) -> None:
-    """Ranks write a model as they have read it."""
     trainer = trainer_on(layout, config, path)
     trainer.weights.write(trainer.model, out)
