@@ -16,7 +16,6 @@ import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
@@ -27,7 +26,6 @@ from fp8rl.rl.record.history import Event, append_event
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from fp8rl_certify import dump as certifying
 from fp8rl_certify.dump import certify_dump
 from fp8rl_certify.dump.dump_report import DumpReport
@@ -58,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def said(path: Path, tokens: Tokens, temperature: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def said(path: Path, tokens: Tokens, temperature: float = 1.0, dtype: torch.dtype = torch.bfloat16):
     """float64 [B, S - 1], of each token but the first: an honest engine's, of one batch."""
     logits = GraniteForCausalLM.from_pretrained(path, dtype=dtype)(torch.tensor(tokens)).logits[:, :-1]
     logprobs = (logits.double() / temperature).log_softmax(-1)
@@ -79,7 +77,7 @@ def tokens(model: Path) -> Tokens:
     return ids.tolist()
 
 
-def rows(tokens: Tokens, logprobs: Tensor, **more: Any) -> list[dict[str, Any]]:
+def rows(tokens: Tokens, logprobs, **more: Any) -> list[dict[str, Any]]:
     """Rows of our schema. logprobs: of each token but the first."""
     answers = logprobs[:, PROMPT - 1 :].tolist()
     return [{"tokens": t, "prompt_length": PROMPT, "logprobs": x, **more} for t, x in zip(tokens, answers, strict=True)]
@@ -222,7 +220,7 @@ def _certified_as_json(path: Path, model: Path) -> str:
 
 
 @pytest.mark.slow
-def test_exact_log_probabilities_are_equal_to_ours_bit_for_bit(layout: Layout, tmp_path: Path) -> None:
+def test_exact_log_probabilities_are_equal_to_ours_bit_for_bit(layout, tmp_path: Path) -> None:
     """Scored by a trainer, in FP8 and in one batch; certified in a process of its own."""
     from fp8rl.trainer.trainer import Trainer
 

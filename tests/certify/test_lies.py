@@ -6,9 +6,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -44,7 +42,7 @@ def test_whatever_stands_in_an_answer_is_a_verdict_or_one_sentence(native, some,
         from_on, always, lock = draw.randrange(40) if draw.random() < 0.7 else 0, draw.random() < 0.5, threading.Lock()
 
         async def answer(
-            http: Http, method: str, path: str, body: Any,
+            http: Http, method: str, path: str, body,
             planted: Planted = planted, draw: random.Random = draw, from_on: int = from_on, always: bool = always,
             lock: threading.Lock = lock,
         ) -> tuple[int, bytes]:  # fmt: skip
@@ -94,7 +92,7 @@ SLOW = {
 
 
 @contextmanager
-def speaking(begin: bytes, again: bytes | None = None) -> Iterator[str]:
+def speaking(begin: bytes, again: bytes | None = None):
     """The address of a server that answers each connection with the bytes, and then with others again and again."""
     listener = socket.create_server(("127.0.0.1", 0))
     over = threading.Event()

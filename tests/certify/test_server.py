@@ -7,7 +7,6 @@ import random
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,7 +149,7 @@ def test_differences_are_those_of_tensors() -> None:
             assert vars(difference(pairs + odd)) == pytest.approx(vars(expected), rel=1e-12)
 
 
-def run(*arguments: str | Path) -> tuple[int, str]:
+def run(*arguments) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["certify", *map(str, arguments)], env={"FP8RL_API_KEY": None})
     return result.exit_code, result.output
 

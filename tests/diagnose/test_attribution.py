@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -197,7 +196,7 @@ EXPERTS_DIFFER = differing((1, "experts", 0.2))
          ["op: experts", "op definitions: ", "quantization: "]),
     ],
 )  # fmt: skip
-def test_findings_are_ranked_and_said(seen: dict[str, Any], says: list[str]) -> None:
+def test_findings_are_ranked_and_said(seen, says: list[str]) -> None:
     found = [f"{finding.cause}: {finding.text}" for finding in rank(clues(**seen))]
     assert len(found) == len(says), found
     assert all(re.search(pattern, text) for text, pattern in zip(found, says, strict=True)), found

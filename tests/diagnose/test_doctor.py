@@ -6,8 +6,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,7 +55,7 @@ def with_gpu(name: str, capability: tuple[int, int]) -> Machine:
     return replace(H200, gpus=(InstalledGpu(name, 80 << 30, capability),))
 
 
-def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision: Any) -> NumericsConfig:
+def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision) -> NumericsConfig:
     return NumericsConfig(mode=mode, spec=QuantSpec.preset(preset), **precision)  # type: ignore[arg-type]
 
 
@@ -218,7 +216,7 @@ async def asks(answer: str) -> float:
 
 
 @pytest.mark.slow
-def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_path: Path) -> None:
+def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     lines = [{"question": f"[b]{n}+1=?", "answer": f"#### {n + 1}"} for n in range(3)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -275,7 +273,7 @@ def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str 
     ],
 )  # fmt: skip
 def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_is_refused(
-    kept: list[str], overrides: list[str], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: list[str], overrides: list[str], found: list[str], tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = replace(CPU, row_variant=("x",))
     monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: broken)

@@ -15,7 +15,6 @@ from fp8rl.diagnose.preflight import PreflightReport, preflight, rendered, same_
 from fp8rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
 from fp8rl.diagnose.preflight.same_spec import Check
 from fp8rl.diagnose.report import Difference
-from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
@@ -62,7 +61,7 @@ def test_aligned_blocks_pass_and_bf16_needs_none() -> None:
      (dataclasses.replace(DENSE, ffn_size=384), {"trainer": {"tp": 2}}, "intermediate_size / trainer.tp = 384 / 2"),
      (MODEL, {"trainer": {"tp": 4}}, "num_key_value_heads")],
 )  # fmt: skip
-def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes, sections: dict, name: str) -> None:
+def test_blocks_that_straddle_are_found_before_anything_starts(model, sections: dict, name: str) -> None:
     check = same_spec.block_alignment(shape_of(model), spec(**sections))
     assert not check.ok and check.remedy and name in check.found + check.expected
 

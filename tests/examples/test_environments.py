@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,7 @@ class Server:
 
 
 @pytest.fixture
-def serve() -> Iterator[Any]:
+def serve():
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

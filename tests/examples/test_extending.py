@@ -4,7 +4,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -73,7 +72,7 @@ def test_the_documented_algorithm_learns_as_the_page_says() -> None:
 
 
 @pytest.mark.slow
-def test_an_algorithm_of_ones_own_travels_to_processes_that_have_not_its_file(tmp_path: Path) -> None:
+def test_an_algorithm_of_ones_own_travels_to_processes_that_have_not_its_file(tmp_path) -> None:
     shutil.copy(EXAMPLES / "median.py", tmp_path / "own.py")
     overrides = [f"algorithm={{name: '{tmp_path / 'own.py'}:Median', quantile: 0.25}}"]
     algorithm = load_experiment(EXAMPLES / "arithmetic.yaml", overrides).algorithm

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from fp8rl.rollout.tasks.environments.recording import parse_calls
 from tests.support.paths import EXAMPLES
 
 
-def test_no_problem_is_trained_on_and_held_out(tmp_path: Path) -> None:
+def test_no_problem_is_trained_on_and_held_out(tmp_path) -> None:
     smollm2.write_problems(tmp_path)
     train, held_out = (
         [json.loads(line) for line in (tmp_path / f"sums_{name}.jsonl").read_text().splitlines()]

@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,9 +132,7 @@ def test_serve_prints_a_line_for_another_shell(arguments, variable, shown, monke
         raise KeyboardInterrupt
 
     @contextmanager
-    def serve(
-        served: object, log: object, say: object, port: object, host: object, api_key: str | None
-    ) -> Iterator[SimpleNamespace]:
+    def serve(served: object, log: object, say: object, port: object, host: object, api_key: str | None):
         endpoint = SimpleNamespace(url="http://127.0.0.1:1", api_key=api_key or "made-up")
         yield SimpleNamespace(endpoint=endpoint, check=interrupted)
 

@@ -5,7 +5,6 @@ import pickle
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
-from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.run import Run
 from fp8rl.trainer.checkpoint.files import STATE, About, digests, write_about
 from tests.support.commands import invoke
@@ -31,7 +29,7 @@ class Planted:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self.file,)
 
 
@@ -41,7 +39,7 @@ def ran(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def forged(tmp_path: Path, ran: Path) -> RunDir:
+def forged(tmp_path: Path, ran: Path):
     """A run whose spec names code, beside checkpoints, a model, a capsule and rollouts with pickles."""
     code = tmp_path / "code.py"
     code.write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\ndef Loss(answer, reference): return 0.0\n")

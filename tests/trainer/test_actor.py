@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,13 +29,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory):
     with ray_cluster(tmp_path_factory.mktemp("cluster") / "logs"):
         yield
 
 
 @pytest.fixture(scope="module")
-def two_ranks(moe_path: Path) -> Iterator[TrainerGroup]:
+def two_ranks(moe_path: Path):
     config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=256, dp=2)
     group = TrainerGroup.start(TrainerSpec(moe_path, config, NumericsConfig(spec=POW2), 0, 100, LENGTH))
     yield group

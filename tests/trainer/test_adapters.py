@@ -20,7 +20,6 @@ from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.ops.linear import ROW_BLOCK
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.inventory import inventory
-from fp8rl.trainer.modules.precision import Adapter
 from fp8rl.trainer.modules.weights import is_adapter, named_weights
 from fp8rl.trainer.roles import WithoutAdapter
 from fp8rl.trainer.state_bytes import state_bytes
@@ -66,7 +65,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).norm() / expected.norm())
 
 
-def own_rows(wide: Tensor, adapter: Adapter) -> Tensor:
+def own_rows(wide: Tensor, adapter) -> Tensor:
     """Of the gradient of a wide B [..., N, parts * rank], what each row of B has."""
     if adapter.fused is None:
         return wide

@@ -7,7 +7,6 @@ On meta tensors nothing can be copied to the host, so that any wait but those th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from fp8rl.models import read_model
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from tests.support.atomics import Atomics
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import Made, interpreted_launches
@@ -37,7 +35,7 @@ EXPERTS, TOKENS = 128, 4096
 
 
 @contextmanager
-def hooked() -> Iterator[list[torch.nn.Parameter]]:
+def hooked():
     """Inside, models are wrapped so that the list gets each parameter whose hook was called."""
     from fp8rl.trainer.distributed.optimizer import DataParallel
 
@@ -57,7 +55,7 @@ def hooked() -> Iterator[list[torch.nn.Parameter]]:
         yield called
 
 
-def _experts_on_meta(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
+def _experts_on_meta(path: Path, layout, config: TrainerSection) -> dict[str, Any]:
     """What a layer's experts ask of a GPU for a micro-batch, once weights are quantized; in a process of its own."""
     model = built(path, config, NumericsConfig(spec=POW2, trainer="fp8"))
     experts = model.decoder.layers[0].mlp.experts
@@ -85,7 +83,7 @@ def test_a_layer_of_128_experts_takes_as_many_launches_as_one_of_few(moe_path: P
     assert found["stacks"] == []
 
 
-def _layers_on_meta(folder: Path, layout: Layout, config: TrainerSection) -> list[list[int]]:
+def _layers_on_meta(folder: Path, layout, config: TrainerSection) -> list[list[int]]:
     """Launches of our kernels of a micro-batch, by the number of layers: in FP8 and in BF16, without and with
     recomputation."""
 

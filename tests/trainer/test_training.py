@@ -6,7 +6,6 @@ import gc
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -88,7 +87,7 @@ def test_weights_are_quantized_once(moe_path: Path, make_trainer: MakeTrainer, m
 def test_learning_rate_schedules(moe_path: Path, make_trainer: MakeTrainer) -> None:
     from fp8rl.trainer.distributed.optimizer import schedule
 
-    def rates(steps: int, **changes: Any) -> list[float]:
+    def rates(steps: int, **changes) -> list[float]:
         optimizer = make_trainer(moe_path, lr=1.0, **changes).optimizer.inner
         timetable = schedule(optimizer, TrainerSection(lr=1.0, **changes), steps)
         out = []

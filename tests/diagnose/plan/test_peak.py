@@ -1,7 +1,5 @@
 """The peak of a real step on a CPU, as torch's allocator counts it, against the calculation."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -40,7 +38,7 @@ def test_a_step_holds_at_its_peak_what_is_calculated(moe, mode, precision, layou
     assert held + _peak(profile) == pytest.approx(tensors, rel=0.1) and process - tensors == CPU_PROCESS_BYTES
 
 
-def _peak(profile: Any) -> int:
+def _peak(profile) -> int:
     """Bytes alive at a time beside those of before."""
     changes = [
         (event.start_ns(), event.nbytes()) for event in profile.kineto_results.events() if event.name() == "[memory]"

@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -31,7 +30,7 @@ from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS, SPECS
 
 
 @cache
-def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options: Any) -> Plan:
+def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options) -> Plan:
     found = read_plan_subject(subject, overrides)
     return make_plan(found, gpu_named(gpu), gpus, **options)
 

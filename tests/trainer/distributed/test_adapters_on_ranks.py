@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import Models, scored, trainer_on, whole
@@ -35,7 +32,7 @@ RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 """Layouts, and what is trained on them: all models on the first, on the others what they treat in ways of their own."""
 
 
-def on_a_rank(paths: Models, folder: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
+def on_a_rank(paths: Models, folder, layout, config: TrainerSection) -> dict[str, Any]:
     """What each rank of a layout does with the checkpoints of one rank."""
     out = {}
     for name, path in paths.items():
@@ -55,7 +52,7 @@ def learn(trainer: Any, seed: int) -> float:
     return norm
 
 
-def adapters(trainer: Any) -> dict[str, Tensor]:
+def adapters(trainer: Any):
     return {name: tensor.clone() for name, tensor in trainer.weights.adapters(trainer.model)}
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.trainer import device
@@ -41,13 +39,13 @@ WIDTH, SCALE = 1160, 0.2
 """More than a chunk of keys, and no whole number of splits for a rank."""
 
 
-def tensors() -> list[Tensor]:
+def tensors():
     random = torch.Generator().manual_seed(0)
     heads = (4, 2, 2, 4)
     return [torch.randn(2, WIDTH, count, 16, generator=random).bfloat16() for count in heads]
 
 
-def attended(layout: Layout, config: TrainerSection) -> dict[str, Any]:
+def attended(layout: Layout, config: TrainerSection):
     """The result and the gradients, of all tokens, and what this rank takes of a gradient."""
     from megatron.core import parallel_state
 
@@ -84,7 +82,7 @@ def test_every_token_is_one_rank_s_and_all_ranks_see_as_many_keys() -> None:
 PIECE = 50_000
 
 
-def _both_ways(path: Path, layout: Layout, config: TrainerSection) -> list[Any]:
+def _both_ways(path: Path, layout: Layout, config: TrainerSection):
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +17,11 @@ from fp8rl.trainer.distributed.offload import HostCopy
 from fp8rl.trainer.distributed.optimizer import _create_moments, step_threads
 from fp8rl.trainer.inventory import buffers, optimizer_state
 from fp8rl.trainer.roles import offload
-from fp8rl.trainer.trainer import Trainer
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
-from tests.support.trainers import MakeTrainer, Models
 
 
-def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+def state_of(trainer) -> dict[str, torch.Tensor]:
     state = {f"{kind} of {name}": tensor for name, kind, tensor in optimizer_state(trainer)}
     return state | {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
 
@@ -33,7 +30,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("model", "dtype"), [("moe", torch.bfloat16), ("moe", torch.float32), ("linear", torch.bfloat16)]
 )
-def test_training_goes_on(model: str, dtype: Any, tmp_path: Path, make_trainer: MakeTrainer, models: Models) -> None:
+def test_training_goes_on(model: str, dtype: Any, tmp_path, make_trainer, models) -> None:
     """An FP32 weight is its own master, and stays where the forward reads it; linear attention has some beside BF16."""
     moving, staying = (make_trainer(models[model], dtype=dtype) for _ in range(2))
     batch = random_batch(rows=2, longest=9)

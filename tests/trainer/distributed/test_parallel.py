@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,6 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.state_bytes import state_bytes
-from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import served_bytes, served_tensors
 from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
 from tests.support.models import LENGTH, write_family
@@ -119,7 +117,7 @@ class Case:
     def _failing(self, layout: Layout) -> str:
         from fp8rl.models.checkpoint.writing import write_directory
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
+        def tensors():
             yield str(layout.rank), torch.ones(1)
             if layout.rank == 1:
                 raise OSError("no space left")
@@ -206,7 +204,7 @@ def reported(layout: Layout, scored: T) -> T | None:
     return scored if layout.is_reporting_rank else None
 
 
-def routed_batch() -> TokenBatch:
+def routed_batch():
     batch = random_batch(**BATCH)
     return replace(batch, routes=random_routes(batch), replay=True)
 

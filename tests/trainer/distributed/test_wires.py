@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.diagnose.audit import differences_of
-from fp8rl.diagnose.audit.observations import Observation
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
@@ -30,7 +28,7 @@ BATCH: dict[str, Any] = {"rows": 6, "longest": 40}
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
+def counted():
     """Bytes that this rank gives to others in torch's collectives, by the collective."""
     sent: Counter[str] = Counter()
 
@@ -73,7 +71,7 @@ class Case:
             "audits": {"narrow": self._watched(layout, narrow, narrow), "wide": self._watched(layout, narrow, config)},
         }
 
-    def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection) -> list[Observation]:
+    def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection):
         from fp8rl.diagnose.audit.watch import watch_step
 
         trainer, batch = trainer_on(layout, config, self.moe_path), random_batch(**BATCH)

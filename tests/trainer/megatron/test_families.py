@@ -19,7 +19,6 @@ from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import token_by_token, write_family
 from tests.support.ranks import run_on_ranks
@@ -227,7 +226,7 @@ def test_vectors_gradients_on_two_ranks_are_as_on_one(folder: Path, tmp_path: Pa
                 torch.testing.assert_close(whole, gradient, rtol=1e-3, atol=1e-6)
 
 
-def gradients_of_all(paths: dict[str, Path], layout: Layout, config: TrainerSection) -> dict[str, dict[str, Tensor]]:
+def gradients_of_all(paths: dict[str, Path], layout, config: TrainerSection) -> dict[str, dict[str, Tensor]]:
     """The gradients of a rank's parameters, by their names, for one batch in FP32, of each model."""
     made = {name: trainer_on(layout, config, path, "bf16", dtype=torch.float32) for name, path in paths.items()}
     return {name: gradients(trainer) for name, trainer in made.items()}

@@ -14,7 +14,6 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import OptimizerSection, TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import Lowering, lower, lower_optimizer
 from tests.support.definitions import SIZES, shape_of
 from tests.support.lowering import DEFAULT, FP8, FUSED, RECIPE, native
@@ -94,7 +93,7 @@ def test_what_transformer_engine_does_not_compute_is_refused(changes: dict[str, 
 
 
 @pytest.mark.slow
-def test_the_config_is_one_that_megatron_takes(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_is_one_that_megatron_takes(layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Megatron believes that TransformerEngine is there."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.fp8_utils import is_first_last_bf16_layer

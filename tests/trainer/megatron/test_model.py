@@ -18,7 +18,6 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules.precision import Precision
 from lab.bench.float64 import logprobs
@@ -30,7 +29,7 @@ from tests.support.trainers import MakeTrainer, scored
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
-def test_parameters_are_on_the_gpu(mode: str, moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_on_the_gpu(mode: str, moe_path: Path, layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, which is another device than the one that torch takes by default."""
     from fp8rl.trainer.megatron.model import build_model
 

@@ -13,7 +13,6 @@ from fp8rl.models import ModelSizes
 from fp8rl.models.families import gated_delta, latent, mlp
 from fp8rl.models.families.gated_delta import GatedDelta
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
@@ -57,7 +56,7 @@ def trained(sizes: ModelSizes = MOE, spec: QuantSpec = SPEC, **config: Any) -> C
     return check
 
 
-def rows(mode: Mode = "exact", length: int = 4096, **config: Any) -> Check:
+def rows(mode="exact", length: int = 4096, **config: Any) -> Check:
     return partial(check_rows, TrainerSection(**config), mode, False, length)
 
 

@@ -14,7 +14,6 @@ import torch
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS
 from tests.support.ranks import run_on_ranks
@@ -59,7 +58,7 @@ def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Pat
     assert whole.abs().mean() > 0.1 and torch.equal(weighted, whole * probs[:, None])
 
 
-def steps_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
+def steps_of(path: Path, layout, config: TrainerSection) -> dict[str, Any]:
     out, batch = {}, random_batch(**BATCH)
     for precision in PRECISIONS:
         trainer = trainer_on(layout, config, path, precision, {"mode": "native", "k_splits": 1})

@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -38,13 +36,12 @@ from tests.support.lowering import DEFAULT, native
 from tests.support.models import write_family
 from tests.support.paths import ROOT
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import MakeTrainer
 
 EVERY = {"TEDotProductAttention", "TELayerNormColumnParallelLinear", "TERowParallelLinear"}
 GROUPED = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
 
 
-def modules(of: Any) -> Iterator[Any]:
+def modules(of: Any):
     """All modules that specs of modules name, however deep."""
     if isinstance(of, ModuleSpec):
         yield from (*modules(of.module), *modules(of.submodules))
@@ -122,7 +119,7 @@ def on_te(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8rl.trainer.scorer.lower", lambda *_: Lowering(transformer_engine=True))
 
 
-def test_linear_attention_has_tes_products(tmp_path: Path, on_te: None, make_trainer: MakeTrainer) -> None:
+def test_linear_attention_has_tes_products(tmp_path, on_te: None, make_trainer) -> None:
     shape = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen3_5_text", tied=True)
     path, batch = write_family(tmp_path / "model", shape), random_batch(2, 60)
     trainer, exact = make_trainer(path, mode="native"), make_trainer(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,7 +121,7 @@ def test_gradients_differ_by_the_order_of_sums(kind, dtype, precision, bound, ma
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["separate", "merged"])
-def test_adapters_change_no_bit(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
+def test_adapters_change_no_bit(mode: str, moe_path, make_trainer: MakeTrainer) -> None:
     """After a step, for their second factor is zero before it."""
     found = []
     for keys in FORMS[:2]:
@@ -150,7 +149,7 @@ def test_every_op_is_as_planned(kind: str, keys: dict[str, Any], make_trainer: M
     assert keys is not LESS_MEMORY or seen[0] == seen[1]
 
 
-def test_a_critic_reads_the_same_values(moe_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
+def test_a_critic_reads_the_same_values(moe_path, make_trainer: MakeTrainer, layout: Any) -> None:
     policy = make_trainer(moe_path, "fp8")
     wanted, *others = (
         scored(critic_on(layout, policy, moe_path, **keys), conversations()) for keys in ({}, *FORMS[:2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from fp8rl.models import read_model
 from fp8rl.models.trace import output
 from fp8rl.trainer.op_trace import trace_ops
-from fp8rl.trainer.step.batch import TokenBatch
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LAYERS, token_by_token, write_model
 from tests.support.trainers import MakeTrainer, Models, in_order, scored
@@ -29,7 +27,7 @@ TOO_SMALL = {"kv": "fp8", "key_scale": 2.0**-16, "value_scale": 2.0**-16}
 
 @pytest.mark.parametrize("scales", [{"kv": "fp8"}, SCALED], ids=["one", "scaled"])
 def test_log_probabilities_are_those_of_transformers_over_rounded_keys_and_values(
-    scales: dict[str, Any], tmp_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+    scales: dict[str, Any], tmp_path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In FP32, so that nothing else is rounded, by torch's own cast to E4M3."""
     batch, path = replace(conversations(), temperature=1.0), write_model(tmp_path / "moe", dtype=torch.float32)
@@ -75,7 +73,7 @@ def test_saturated_numbers_are_counted_without_padding(kind: str, make_trainer: 
     batch, path = conversations(), models[kind]
     alone = make_trainer(path, "fp8", kv=TOO_SMALL)
 
-    def of(trainer: Any, some: TokenBatch) -> float:
+    def of(trainer: Any, some) -> float:
         return trainer.forward_backward(some, cross_entropy(some)).result.metrics["train/kv_saturated"]
 
     tokens = batch.lengths.tolist()
@@ -111,7 +109,7 @@ def test_a_recording_is_the_forward_of_transformers(kind: str, mode: str, models
     torch.testing.assert_close(record["logprobs:out.logprobs"].double(), logprobs, rtol=0, atol=1e-5)
 
 
-def test_experts_and_log_probabilities_add_up_and_no_trace_is_left(moe_path: Path, make_trainer: Any) -> None:
+def test_experts_and_log_probabilities_add_up_and_no_trace_is_left(moe_path, make_trainer: Any) -> None:
     trainer, batch = make_trainer(moe_path, "fp8"), random_batch(rows=2, longest=30)
     trace = trace_ops(trainer, batch)
     record, length = trace.tensors, int(batch.lengths[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
     """The result of a pass, its gradients, and how often a layer and its parts were computed."""
     calls: dict[str, int] = {}
 
-    def count(name: str) -> Callable[..., None]:
+    def count(name: str):
         calls[name] = 0
         return lambda *_: calls.update({name: calls[name] + 1})
 
@@ -122,7 +121,7 @@ def test_the_head_s_gradient_is_added_up_in_fp32(tmp_path: Path, make_trainer: M
 
 
 @contextmanager
-def noted() -> Iterator[list[tuple[int, ...]]]:
+def noted():
     """The shapes of all tensors that are kept for a backward."""
     shapes: list[tuple[int, ...]] = []
 

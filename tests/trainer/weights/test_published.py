@@ -21,7 +21,6 @@ from fp8rl.models.checkpoint.reading import check_stored, stored_files
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import token_by_token, write_family, write_model
@@ -222,6 +221,6 @@ def all_of(path: Path) -> dict[str, Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def write(path: Path, out: Path, layout: Layout, config: TrainerSection) -> None:
+def write(path: Path, out: Path, layout, config: TrainerSection) -> None:
     trainer = trainer_on(layout, config, path)
     trainer.weights.write(trainer.model, out)
