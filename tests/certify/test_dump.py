@@ -288,18 +288,16 @@ GOOD = {"tokens": [3, 4, 5, 6], "prompt_length": 2, "logprobs": [-1.0, -2.0]}
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"logprobs": None}, "line 2 of PATH: logprobs: found 'a row with prompt_length, tokens', expected logpr"),
-        ({"logprobs": [-1.0]}, "logprobs: found '1 values', expected 2, one for each of 4 - 2 tokens of the answer"),
-        ({"logprobs": [-1.0, math.nan]}, "logprobs[1]: found nan, expected a finite number, or a 0 in its place"),
-        ({"logprobs": [0.4, 0.3]}, "logprobs[0]: found 0.4, expected a logarithm of a probability, at most 0"),
-        ({"tokens": [3, 4, 5, 500]}, "line 2: tokens[3]: found 500, expected ids below 128, the vocabulary of"),
-        ({"prompt_length": 4}, "prompt_length: found 4, expected less than the 4 tokens"),
-        ({"top_k": 10**30}, "top_k: found 1000000000000000000000000000000, expected less than or equal to 2147483647"),
-        ({"version": "\ud800"}, "line 2 of PATH: found"),
-        ({"tokens": [5] * 70, "logprobs": [-1.0] * 68}, "line 2: tokens: found '70 tokens', expected at most 64"),
-    ],
-)
+    [({"logprobs": None}, "line 2 of PATH: logprobs: found 'a row with prompt_length, tokens', expected logpr"),
+     ({"logprobs": [-1.0]}, "logprobs: found '1 values', expected 2, one for each of 4 - 2 tokens of the answer"),
+     ({"logprobs": [-1.0, math.nan]}, "logprobs[1]: found nan, expected a finite number, or a 0 in its place"),
+     ({"logprobs": [0.4, 0.3]}, "logprobs[0]: found 0.4, expected a logarithm of a probability, at most 0"),
+     ({"tokens": [3, 4, 5, 500]}, "line 2: tokens[3]: found 500, expected ids below 128, the vocabulary of"),
+     ({"prompt_length": 4}, "prompt_length: found 4, expected less than the 4 tokens"),
+     ({"top_k": 10**30}, "top_k: found 1000000000000000000000000000000, expected less than or equal to 2147483647"),
+     ({"version": "\ud800"}, "line 2 of PATH: found"),
+     ({"tokens": [5] * 70, "logprobs": [-1.0] * 68}, "line 2: tokens: found '70 tokens', expected at most 64")],
+)  # fmt: skip
 def test_a_row_that_does_not_fit_is_one_message(change, message, model, tmp_path) -> None:
     row = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
     path = write(tmp_path / "dump.jsonl", [GOOD, row])

@@ -10,7 +10,7 @@ import torch
 from fp8rl.numerics.kernels.attention.forward import packed_attention
 from fp8rl.numerics.kernels.attention.latent import packed_latent_attention, tree_latent_attention
 from fp8rl.numerics.kernels.trees import tree_attention
-from tests.numerics.ops.test_trees import tree_of
+from tests.numerics.ops.test_attention import tree_of
 from tests.support.kernels import DEVICE, random
 from tests.support.trees import branching_rows
 
