@@ -331,14 +331,13 @@ def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) 
         ("none.jsonl", None, "expected a file, or the folder of a run"),
         ("empty.jsonl", b"", "with 0 rows', expected at least one answer"),
         ("x.jsonl", b'{"reward": ' + b"9" * 5000 + b"}\n", "a number of 5000 digits"),
-        ("x.jsonl", b"hello\n", "line 1 of"),
-        ("1.jsonl", verl, "as verl writes to trainer.rollout_data_dir"),
+        ("x.jsonl", b"hello\n", "line 1 of"), ("1.jsonl", verl, "as verl writes to trainer.rollout_data_dir"),
         ("gen_batch.dp", b"", "a pickle, which may run any code"),
         ("dump", b"\x80\x04\x95", "a pickle, which may run any code"),
         ("x.safetensors", b"abc", "expected a whole safetensors file"),
         ("x.parquet", b"abc", "expected a parquet file"),
         ("x.pt", b"abc", "expected numbers, texts, lists, dictionaries and tensors"),
-    ):
+    ):  # fmt: skip
         assert message in refusal(name, content)
     np.savez(tmp_path / "whole.npz", input_ids=np.ones((3, 400), dtype=np.int64))
     whole = (tmp_path / "whole.npz").read_bytes()

@@ -86,9 +86,8 @@ SLOW = {
     "headers byte by byte": (OK, b"X-A: b\r\n"),
     "a body byte by byte": (OK + b"Content-Length: 1000000\r\n\r\n", b" "),
     "endless chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
-    "interim answers for ever": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "silence": (b"", b""),
-}
+    "interim answers for ever": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"), "silence": (b"", b""),
+}  # fmt: skip
 
 
 @contextmanager

@@ -88,10 +88,9 @@ def test_relative_rms_by_hand() -> None:
 
 def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
     ops = (
-        Op("embed", EMBED, ("tokens",), ("x",)),
-        Op("norm", ADD_NORM, ("x", "residual"), ("x", "residual")),
+        Op("embed", EMBED, ("tokens",), ("x",)), Op("norm", ADD_NORM, ("x", "residual"), ("x", "residual")),
         Op("topk", TOPK, ("x",), ("probs", "chosen")),
-    )
+    )  # fmt: skip
     written = {
         "embed:out.x": torch.ones(2, 3), "norm:out.x": torch.tensor([[1.0], [2.0]]),
         "norm:out.residual": torch.tensor([[2.0], [4.0]]), "topk:out.probs": torch.ones(2, 2),

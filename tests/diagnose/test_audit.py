@@ -75,7 +75,6 @@ def watched(trainer: Any, numerics: NumericsConfig, rows: int = 4) -> list[Obser
 
 
 def found(sightings: list[Observation]) -> dict[str, set[str]]:
-    """Formats by class."""
     formats: dict[str, set[str]] = {}
     for sighting in sightings:
         formats.setdefault(sighting.key, set()).add(sighting.found)

@@ -222,10 +222,9 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     names = ["ends", "parts", "broken", "asks"]
     overrides = [
-        f"data={{train: {tmp_path}/data.jsonl, eval: {tmp_path}/data.jsonl}}",
-        "eval.problems=2",
+        f"data={{train: {tmp_path}/data.jsonl, eval: {tmp_path}/data.jsonl}}", "eval.problems=2",
         f"rewards=[{', '.join(f'{{function: {tmp_path}/rewards.py:{name}}}' for name in names)}]",
-    ]
+    ]  # fmt: skip
     example = str(EXAMPLES / "arithmetic.yaml")
     result = result_of("doctor", example, "--quick", "--json", *overrides)
     assert result.exit_code == 0, result.output

@@ -134,7 +134,6 @@ def test_an_engine_that_reports_something_else_is_told() -> None:
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_router_precision_is_the_shared_ops_in_exact_mode(cuda: bool) -> None:
-    """As the hooks provide it, whatever its name is on the machine."""
     ours, its_own = (provided(hooks_for(numerics, cuda)) for numerics in (EXACT, NATIVE))
     for mode, probabilities, hooks, ok in (
         ("exact", "float32", ours, True), ("exact", "bfloat16", ours, False), ("exact", "float32", [], False),

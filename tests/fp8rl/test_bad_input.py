@@ -42,7 +42,6 @@ class AcceptedError(Exception):
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `fp8rl init` writes."""
     folder = tmp_path_factory.mktemp("input") / "experiment"
     assert result_of("init", folder).exit_code == 0
     return folder
@@ -236,7 +235,6 @@ def _without(path: Path) -> None:
 
 @pytest.fixture
 def run(folder: Path) -> Path:
-    """The folder of a run that is over."""
     path = folder / "runs/a"
     path.mkdir(parents=True)
     overrides = ["run.name=a", f"run.dir={path.parent}", "run.steps=2"]
@@ -304,10 +302,9 @@ def test_a_page_replaces_nothing_else(run: Path, tmp_path: Path, kind: str) -> N
     dump = tmp_path / "dump.jsonl"
     dump.write_text('{"prompt_ids": [1], "response_ids": [2], "logprobs": [-1.0]}\n')
     for command, mine in (
-        (["runs", run, run, "--page"], run / "metrics.jsonl"),
-        (["certify", dump, "--page"], dump),
+        (["runs", run, run, "--page"], run / "metrics.jsonl"), (["certify", dump, "--page"], dump),
         (["attribute", run, "--out"], run / "spec.yaml"),
-    ):
+    ):  # fmt: skip
         whole, result = mine.read_bytes(), result_of(*command, mine)
         assert result.exit_code == 2 and "which is no page" in result.output and mine.read_bytes() == whole
 

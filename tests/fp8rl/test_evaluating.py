@@ -26,7 +26,6 @@ MODEL = EXAMPLES / "models/tiny_qwen3_moe"
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data file in the current directory."""
     monkeypatch.chdir(tmp_path)
     path = Path("sums.jsonl")
     path.write_text(json.dumps({"question": "1+1=?", "answer": "#### 2"}) + "\n")

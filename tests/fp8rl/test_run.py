@@ -16,7 +16,6 @@ from tests.support.paths import EXAMPLES, new_run
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The folder of a run of two steps."""
     run = new_run(tmp_path / "it")
     run.experiment.write_text(load_experiment(EXAMPLES / "arithmetic.yaml", ["run.steps=2"]).to_yaml())
     rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}]
@@ -77,11 +76,10 @@ def test_a_spec_may_be_a_mapping_with_paths_from_here_or_an_experiment(tmp_path,
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text("model: {path: m}\nrun: {seed: 3}\n")
     values = {
-        "defaults": "base.yaml",
-        "data": {"train": Path("a.jsonl"), "system_prompt": "ü 😀\u2028"},
+        "defaults": "base.yaml", "data": {"train": Path("a.jsonl"), "system_prompt": "ü 😀\u2028"},
         "trainer": {"lr": numpy.float64(1e-5), "tp": numpy.int64(2)},
         "gates": ({"metric": "sync/seconds", "above": 1.0},),
-    }
+    }  # fmt: skip
     loaded = load_experiment(values, ["run.steps=2"])
     assert (loaded.model.path, loaded.data.training[0].path) == (str(tmp_path / "m"), str(tmp_path / "a.jsonl"))
     assert (loaded.run.seed, loaded.run.steps, loaded.trainer.lr, loaded.trainer.tp) == (3, 2, 1e-5, 2)

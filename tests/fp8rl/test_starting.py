@@ -121,10 +121,9 @@ def test_names_are_shown_as_they_are_and_end_no_command(tmp_path: Path, monkeypa
         run.metrics.write_text(json.dumps({"step": 1, "rollout/reward_mean": 0.5}) + "\n")
     page = ("--page", named / "[page].html")
     for arguments in (
-        ("report", run.path),
-        ("runs", "--dir", named / "runs"),
+        ("report", run.path), ("runs", "--dir", named / "runs"),
         ("runs", "[/a]", "[b]", "--dir", named / "runs", *page),
-    ):
+    ):  # fmt: skip
         code, printed = invoke(*arguments)
         assert code == 0 and "[b]" in printed and "\x1b" not in printed, printed
     assert "[/b][2J[b]" in printed

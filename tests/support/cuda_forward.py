@@ -120,10 +120,9 @@ def _forward(model: Any, definition: Model, numerics: NumericsConfig) -> Callabl
         count = len(tokens)
         extended = {
             "extend_seq_lens": torch.tensor([count], dtype=torch.int32),
-            "extend_prefix_lens": torch.tensor([start], dtype=torch.int32),
-            "extend_seq_lens_cpu": [count],
+            "extend_prefix_lens": torch.tensor([start], dtype=torch.int32), "extend_seq_lens_cpu": [count],
             "extend_prefix_lens_cpu": [start],
-        }
+        }  # fmt: skip
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND, batch_size=1, input_ids=tokens,
             req_pool_indices=torch.tensor([1]), seq_lens=torch.tensor([start + count]),

@@ -23,9 +23,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return {
         "moe": write_model(folder / "moe"),
         "dense": write_model(folder / "dense", moe=False, tie_word_embeddings=True),
-        "latent": write_family(folder / "latent", latent),
-        "linear": write_family(folder / "linear", linear),
-    }
+        "latent": write_family(folder / "latent", latent), "linear": write_family(folder / "linear", linear),
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="session")

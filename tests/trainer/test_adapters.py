@@ -35,7 +35,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(params=["moe", "latent", "linear"])
 def path(request: pytest.FixtureRequest, models: Models) -> Path:
-    """A model with grouped queries, one with latent attention, and one with linear attention."""
     return models[request.param]
 
 

@@ -83,7 +83,6 @@ def roles(path: Path, layout: Layout, config: TrainerSection = CONFIG, **options
 
 
 def trained(held: Any, first: int, last: int) -> list[tuple[float, ...]]:
-    """What the steps say of policy, critic and reference."""
     out = []
     for step in range(first, last):
         batch = batch_with_returns(seed=step)

@@ -144,7 +144,6 @@ def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
 
 
 def changed(path: Path, into: Path, **changes: Any) -> Path:
-    """A directory with the config of a model and these changes."""
     into.mkdir(exist_ok=True)
     (into / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | changes))
     return into

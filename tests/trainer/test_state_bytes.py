@@ -109,10 +109,9 @@ def test_a_tied_embedding_is_held_by_the_first_and_by_the_last_stage() -> None:
 ADAPTER = AdapterSection(rank=8, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 LIVE: list[tuple[str, str, AdapterSection | None]] = [
     *((model, precision, None) for model in ("moe", "dense") for precision in ("bf16", "fp8")),
-    ("moe", "fp8", ADAPTER),
-    ("moe", "fp8", ADAPTER.model_copy(update={"experts": "shared"})),
+    ("moe", "fp8", ADAPTER), ("moe", "fp8", ADAPTER.model_copy(update={"experts": "shared"})),
     ("latent", "fp8", AdapterSection(rank=8)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "precision", "adapter"), LIVE)

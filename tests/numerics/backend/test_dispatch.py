@@ -75,9 +75,8 @@ def test_a_choice_lasts_as_long_as_its_block():
 
 def test_expandable_segments_are_found_in_the_allocators_settings():
     for text, asked in (
-        ("max_split_size_mb:128, expandable_segments: true", True),
-        ("expandable_segments:False", False),
-    ):
+        ("max_split_size_mb:128, expandable_segments: true", True), ("expandable_segments:False", False),
+    ):  # fmt: skip
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             assert (expandable_segments({name: text}) is not None) is asked
 

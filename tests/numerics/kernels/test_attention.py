@@ -16,7 +16,6 @@ SCALE = 0.1
 
 
 def inputs(batch, queries, keys, heads, key_heads, dim):
-    """q, k, v, and the positions of the last queries."""
     q = random(batch, queries, heads, dim, seed=1)
     k, v = (random(batch, keys, key_heads, dim, seed=seed) for seed in (2, 3))
     return q, k, v, torch.arange(keys - queries, keys, device=DEVICE).expand(batch, -1)

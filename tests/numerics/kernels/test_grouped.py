@@ -167,10 +167,9 @@ def test_what_does_not_fit_is_refused():
     tiles, x = tiles_of(COUNTS), numbers(200, 256).to(DEVICE)
     columns = columns_of(numbers(256, 128), ROWS, [256])
     for product, a, b, said in (
-        (grouped_gemm, x, x, "2 and 3 dimensions"),
-        (grouped_wgrad_matmul, x, x[1:], "as many rows"),
+        (grouped_gemm, x, x, "2 and 3 dimensions"), (grouped_wgrad_matmul, x, x[1:], "as many rows"),
         (grouped_wgrad, columns, columns, "with the same tiles"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             product(a, b, tiles, torch.bfloat16)
     with pytest.raises(UserError, match="counts"):

@@ -25,7 +25,6 @@ def tall_again():
 
 
 def in_both(run):
-    """What `run` gives in tall tiles, and in short ones."""
     tiles.allow_short(False)
     tall = run()
     tiles.allow_short(True)

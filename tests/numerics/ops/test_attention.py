@@ -113,7 +113,6 @@ SPANS = {
 
 
 def tree_of(rows: list[list[int]]):
-    """The tree of rows, and the path of each."""
     lengths = [len(row) for row in rows]
     keys = np.full((len(rows), max(lengths), 1), -1)
     for index, row in enumerate(rows):
@@ -123,7 +122,6 @@ def tree_of(rows: list[list[int]]):
 
 
 def float64_gradients(q: Tensor, k: Tensor, v: Tensor, scale: float, dout: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of causal softmax attention of one row."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     shared = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(shared, 1)) * scale

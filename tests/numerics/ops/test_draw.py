@@ -114,7 +114,6 @@ def floors(logits: torch.Tensor, top_p: float, top_k: int, min_p: float, tempera
 
 
 def kept(probs: list[float], *setting: float) -> list[int]:
-    """The tokens that stay, of a distribution."""
     logits = torch.tensor([probs]).log()
     return (logits[0] >= floors(logits, *setting)).nonzero().flatten().tolist()  # type: ignore[arg-type]
 

@@ -91,9 +91,8 @@ def test_rope_of_the_first_channels():
     assert torch.equal(rotated[..., 64:], x[..., 64:])
     gradients(
         lambda a: ops.rope(a, positions, 1e4, 64),
-        lambda a: torch.cat((rope64(a[..., :64], positions), a[..., 64:]), -1),
-        x,
-    )
+        lambda a: torch.cat((rope64(a[..., :64], positions), a[..., 64:]), -1), x,
+    )  # fmt: skip
 
 
 def test_swiglu():

@@ -213,10 +213,9 @@ def flip_bit(file: Path, position: int) -> None:
 
 DAMAGE: dict[str, Any] = {
     "flipped": lambda file: flip_bit(file, file.stat().st_size // 2),
-    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-100]),
-    "gone": Path.unlink,
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-100]), "gone": Path.unlink,
     "of another step": lambda file: file.write_text(file.read_text().replace('"step": 1', '"step": 2')),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ CONFIGS = {
 
 RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "latent", "linear")),
-    "ep2": ({"ep": 2, "dp": 2}, ("separate", "shared")),
-    "pp2": ({"pp": 2}, ("merged", "separate")),
-}
+    "ep2": ({"ep": 2, "dp": 2}, ("separate", "shared")), "pp2": ({"pp": 2}, ("merged", "separate")),
+}  # fmt: skip
 """Layouts, and what is trained on them: all models on the first, on the others what they treat in ways of their own."""
 
 

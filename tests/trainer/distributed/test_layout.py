@@ -46,7 +46,6 @@ def tensors():
 
 
 def attended(layout: Layout, config: TrainerSection):
-    """The result and the gradients, of all tokens, and what this rank takes of a gradient."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()

@@ -43,9 +43,8 @@ def counted():
 
     with pytest.MonkeyPatch.context() as patch:
         half = {
-            "all_to_all_single": lambda out, given, **_: given.nbytes // 2,
-            "all_reduce": lambda x, *_, **__: x.nbytes,
-        }
+            "all_to_all_single": lambda out, given, **_: given.nbytes // 2, "all_reduce": lambda x, *_, **__: x.nbytes,
+        }  # fmt: skip
         own = {"broadcast": lambda x, *, group_src, group, **_: x.nbytes if group_src == group.rank() else 0}
         for name, parts in (half | own).items():
             patch.setattr(dist, name, counting(name, parts))
@@ -54,8 +53,6 @@ def counted():
 
 @dataclass(frozen=True)
 class Case:
-    """What each of two data-parallel ranks does."""
-
     moe_path: Path
     folder: Path
 
@@ -136,7 +133,6 @@ def numbers(rank: int) -> Tensor:
 
 
 def group_max(x: Tensor) -> Tensor:
-    """The largest of each number's group of 128."""
     groups = F.pad(x.abs(), (0, -len(x) % 128)).view(-1, 128)
     return groups.amax(1).repeat_interleave(128)[: len(x)]
 

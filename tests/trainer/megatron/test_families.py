@@ -59,7 +59,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """The model of a family, made once."""
     path = folder / f"{name} {dtype}"
     return path if path.is_dir() else write_family(path, FAMILIES[name], dtype)
 
@@ -124,7 +123,6 @@ def test_megatrons_rotation_has_frequencies_of_a_lengthened_context(folder: Path
 
 
 def choosing(model: Any, keys: int) -> Any:
-    """The model, whose indexers, if it has some, choose so many keys."""
     for module in model.modules():
         if hasattr(module, "index_topk"):
             module.index_topk = keys
@@ -227,7 +225,6 @@ def test_vectors_gradients_on_two_ranks_are_as_on_one(folder: Path, tmp_path: Pa
 
 
 def gradients_of_all(paths: dict[str, Path], layout, config: TrainerSection) -> dict[str, dict[str, Tensor]]:
-    """The gradients of a rank's parameters, by their names, for one batch in FP32, of each model."""
     made = {name: trainer_on(layout, config, path, "bf16", dtype=torch.float32) for name, path in paths.items()}
     return {name: gradients(trainer) for name, trainer in made.items()}
 

@@ -63,13 +63,12 @@ def of_two_versions(batch: TokenBatch) -> TokenBatch:
 
 
 BATCHES = {
-    "answers": drawn(groups(40, 24)),
-    "branches": drawn(conversations()),
+    "answers": drawn(groups(40, 24)), "branches": drawn(conversations()),
     "top-p": drawn(replace(conversations(), truncation=Truncation(top_p=0.7))),
     "supports carried": drawn(with_supports(conversations())),
     "own routes": replace(conversations(), routes=torch.full_like(random_routes(conversations()), UNKNOWN)),
     "replayed routes": of_two_versions(conversations()),
-}
+}  # fmt: skip
 
 
 def said(trainer: Any, batch: TokenBatch) -> dict[str, Tensor]:

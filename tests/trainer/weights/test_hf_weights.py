@@ -106,7 +106,6 @@ def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path
 
 
 def dequantized(path: Path) -> dict[str, torch.Tensor]:
-    """What is stored, quantized and back, where it is quantized."""
     stored, table, spec = load_file(path / "model.safetensors"), read_model(path).tensors, POW2.weight
     return {name: quantize(x, spec).dequantize(torch.bfloat16) if table[name].kind else x for name, x in stored.items()}
 

@@ -35,7 +35,6 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 @pytest.fixture(scope="module")
 def written(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> Path:
-    """An adapter whose B is not zero, as a trainer writes it."""
     trainer = make_trainer(moe_path, "bf16", adapter=AdapterSection(rank=4))
     spread(trainer)
     trainer.export_adapter(path := tmp_path_factory.mktemp("peft") / "adapter")
