@@ -6,9 +6,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -36,9 +34,7 @@ def run(url: str, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("some", range(3))
-def test_whatever_stands_in_an_answer_is_a_verdict_or_one_sentence(
-    native: bool, some: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_stands_in_an_answer_is_a_verdict_or_one_sentence(native, some, monkeypatch) -> None:
     """A lie in one answer, or in all from one on, as JSON is written, NaN and a number of 400 digits among them."""
     codes = set()
     for seed in range(some * 25, some * 25 + 25):
@@ -46,7 +42,7 @@ def test_whatever_stands_in_an_answer_is_a_verdict_or_one_sentence(
         from_on, always, lock = draw.randrange(40) if draw.random() < 0.7 else 0, draw.random() < 0.5, threading.Lock()
 
         async def answer(
-            http: Http, method: str, path: str, body: Any,
+            http: Http, method: str, path: str, body,
             planted: Planted = planted, draw: random.Random = draw, from_on: int = from_on, always: bool = always,
             lock: threading.Lock = lock,
         ) -> tuple[int, bytes]:  # fmt: skip
@@ -77,29 +73,25 @@ LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
 BROKEN = {
     "a page": OK + b"Content-Length: 14\r\n\r\n<html>no</html",
     "a redirect": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
-    "a fault": b"HTTP/1.1 500 Oh\r\nContent-Length: 4\r\n\r\n\xff\x00\x1b[",
-    "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n",
-    "half of the headers": OK + b"Content-Le",
-    "less than it says": OK + b"Content-Length: 100\r\n\r\n" + BODY,
+    "a fault": b"HTTP/1.1 500 Oh\r\nContent-Length: 4\r\n\r\n\xff\x00\x1b[", "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "half of the headers": OK + b"Content-Le", "less than it says": OK + b"Content-Length: 100\r\n\r\n" + BODY,
     "two lengths": OK + b"Content-Length: 3\r\nContent-Length: 5\r\n\r\n{}",
     "broken chunks": OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}",
     "broken compression": OK + b"Content-Encoding: gzip\r\n" + LENGTH + BODY,
     "a bomb": OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(bytes(80 << 20), 1),
-    "deep JSON": OK + b"\r\n" + b"[" * 200_000,
-    "an empty body": OK + b"Content-Length: 0\r\n\r\n",
+    "deep JSON": OK + b"\r\n" + b"[" * 200_000, "an empty body": OK + b"Content-Length: 0\r\n\r\n",
     "a long header": OK + b"X: " + b"y" * 200_000 + b"\r\n" + LENGTH + BODY,
-}
+}  # fmt: skip
 SLOW = {
     "headers byte by byte": (OK, b"X-A: b\r\n"),
     "a body byte by byte": (OK + b"Content-Length: 1000000\r\n\r\n", b" "),
     "endless chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
-    "interim answers for ever": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "silence": (b"", b""),
-}
+    "interim answers for ever": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"), "silence": (b"", b""),
+}  # fmt: skip
 
 
 @contextmanager
-def speaking(begin: bytes, again: bytes | None = None) -> Iterator[str]:
+def speaking(begin: bytes, again: bytes | None = None):
     """The address of a server that answers each connection with the bytes, and then with others again and again."""
     listener = socket.create_server(("127.0.0.1", 0))
     over = threading.Event()
@@ -148,13 +140,11 @@ def test_an_answer_that_never_ends_is_given_up_in_time(name: str, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["http://x", "--seconds", "inf"], "--seconds: found inf, expected seconds"),
-        (["http://x", "--api-key", "k\n"], "--api-key: found 'one with other characters than printable ASCII'"),
-        *(([url], "--server: found") for url in ("http://\x00/", "http://[::1", "ftp://x", "", "http://x:99999")),
-        (["http://" + "a" * 70_000], "--server: found"),
-    ],
-)
+    [(["http://x", "--seconds", "inf"], "--seconds: found inf, expected seconds"),
+     (["http://x", "--api-key", "k\n"], "--api-key: found 'one with other characters than printable ASCII'"),
+     *(([url], "--server: found") for url in ("http://\x00/", "http://[::1", "ftp://x", "", "http://x:99999")),
+     (["http://" + "a" * 70_000], "--server: found")],
+)  # fmt: skip
 def test_what_no_request_can_be_made_of_is_refused(arguments: list[str], said: str) -> None:
     code, printed = run(*arguments)
     assert code == 2 and said in printed and len(printed) < 1000

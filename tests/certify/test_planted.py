@@ -115,7 +115,6 @@ def without_our_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def _cached(engine: Engine) -> Tensor:
-    """Prefilled, then decoded token by token."""
     found = engine.model(engine.tokens[:, : engine.prompt], use_cache=True)
     logits = [found.logits[:, -1]]
     for token in engine.tokens[:, engine.prompt : -1].unbind(1):
@@ -125,23 +124,19 @@ def _cached(engine: Engine) -> Tensor:
 
 
 def _padded(engine: Engine) -> Tensor:
-    """With three tokens of padding in front."""
     mask = torch.ones(ROWS, 3 + engine.tokens.shape[1], dtype=torch.int64)
     mask[:, :3] = 0
     return engine.asked(front=3, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
 
 
 HONEST: dict[str, Callable[[Engine], Tensor]] = {
-    "fused attention": lambda e: e.said(e.logits),
-    "eager attention": lambda e: e.said(e.asked(eager=True)),
-    "a batch with padding": lambda e: e.said(_padded(e)),
-    "a KV cache": lambda e: e.said(_cached(e)),
-    "FP32": lambda e: e.said(e.asked(dtype=torch.float32)),
-    "FP16": lambda e: e.said(e.asked(dtype=torch.float16)),
+    "fused attention": lambda e: e.said(e.logits), "eager attention": lambda e: e.said(e.asked(eager=True)),
+    "a batch with padding": lambda e: e.said(_padded(e)), "a KV cache": lambda e: e.said(_cached(e)),
+    "FP32": lambda e: e.said(e.asked(dtype=torch.float32)), "FP16": lambda e: e.said(e.asked(dtype=torch.float16)),
     "log-probabilities in BF16": lambda e: e.said(e.logits).bfloat16().double(),
     "log-probabilities with three digits": lambda e: e.said(e.logits).round(decimals=3),
     "top-p 0.9, declared": lambda e: _of_top_p(e).clamp(min=-50.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -170,7 +165,6 @@ def _rounded(levels: int) -> Change:
 
 
 def _low_rank(model: Any) -> None:
-    """An adapter that the model of --model has not."""
     drawn = torch.Generator().manual_seed(9)
     for name, weight in model.named_parameters():
         if "q_proj" in name or "o_proj" in name:
@@ -196,7 +190,6 @@ def _of_top_p(engine: Engine, p: float = 0.9) -> Tensor:
 
 
 def _sampled(engine: Engine) -> dict[str, Any]:
-    """A mask of the tokens that top-p leaves."""
     return {"mask": _of_top_p(engine).isfinite().int().tolist()}
 
 
@@ -257,11 +250,10 @@ PLANTED: dict[str, tuple[Callable[[Engine], Tensor], str]] = {
 """What a server has said, and a piece of the sentence about it."""
 DECLARED: dict[str, Callable[[Engine], dict[str, Any]]] = {
     "temperature 1, declared as 0.7": lambda e: {"temperature": 0.7},
-    "top-p 0.9, declared": lambda e: {"top_p": 0.9} | _sampled(e),
-    "top-p 0.9, not declared": _sampled,
+    "top-p 0.9, declared": lambda e: {"top_p": 0.9} | _sampled(e), "top-p 0.9, not declared": _sampled,
     "top-p 0.9, not renormalised": lambda e: {"top_p": 0.9} | _sampled(e),
     "half of another version": lambda e: {"version": ROWS // 2 * [1, 2]},
-}
+}  # fmt: skip
 """Further keys of the rows."""
 
 

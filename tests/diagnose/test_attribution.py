@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -81,34 +80,26 @@ def scales(before: float, after: float) -> Cause:
 
 def test_relative_rms_by_hand() -> None:
     for one, other, expected in (
-        ([3.0, 4.0], [3.0, 4.5], 0.1),
-        ([0.0, 0.0], [1.0, 1.0], math.inf),
-        ([1.0, math.nan], [1.0, math.nan], 0.0),
-        ([1.0, math.nan], [1.0, 1.0], math.inf),
-        ([], [], 0.0),
-    ):
+        ([3.0, 4.0], [3.0, 4.5], 0.1), ([0.0, 0.0], [1.0, 1.0], math.inf), ([1.0, math.nan], [1.0, math.nan], 0.0),
+        ([1.0, math.nan], [1.0, 1.0], math.inf), ([], [], 0.0),
+    ):  # fmt: skip
         assert relative_rms(torch.tensor(one), torch.tensor(other)) == pytest.approx(expected)
 
 
 def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
-    """A forward of three ops, of which the last one's second value is not compared."""
     ops = (
-        Op("embed", EMBED, ("tokens",), ("x",)),
-        Op("norm", ADD_NORM, ("x", "residual"), ("x", "residual")),
+        Op("embed", EMBED, ("tokens",), ("x",)), Op("norm", ADD_NORM, ("x", "residual"), ("x", "residual")),
         Op("topk", TOPK, ("x",), ("probs", "chosen")),
-    )
+    )  # fmt: skip
     written = {
-        "embed:out.x": torch.ones(2, 3),
-        "norm:out.x": torch.tensor([[1.0], [2.0]]),
-        "norm:out.residual": torch.tensor([[2.0], [4.0]]),
-        "topk:out.probs": torch.ones(2, 2),
-    }
+        "embed:out.x": torch.ones(2, 3), "norm:out.x": torch.tensor([[1.0], [2.0]]),
+        "norm:out.residual": torch.tensor([[2.0], [4.0]]), "topk:out.probs": torch.ones(2, 2),
+    }  # fmt: skip
     trainer, engine = (written | {"topk:out.chosen": torch.full((2, 1), value)} for value in (0.0, 1.0))
     engine["norm:out.residual"] = torch.tensor([[2.0], [3.0]]).bfloat16()
     first, second, third = op_differences(Forward(ops, (), ()), trainer, engine)
     assert (second.layer, second.op, second.differing, second.largest) == (None, "norm", 0.25, 1.0)
-    assert second.relative_rms == pytest.approx(0.2)
-    assert (first.differing, third.differing) == (0.0, 0.0)
+    assert second.relative_rms == pytest.approx(0.2) and (first.differing, third.differing) == (0.0, 0.0)
 
 
 def test_experts_by_hand() -> None:
@@ -204,7 +195,7 @@ EXPERTS_DIFFER = differing((1, "experts", 0.2))
          ["op: experts", "op definitions: ", "quantization: "]),
     ],
 )  # fmt: skip
-def test_findings_are_ranked_and_said(seen: dict[str, Any], says: list[str]) -> None:
+def test_findings_are_ranked_and_said(seen, says: list[str]) -> None:
     found = [f"{finding.cause}: {finding.text}" for finding in rank(clues(**seen))]
     assert len(found) == len(says), found
     assert all(re.search(pattern, text) for text, pattern in zip(found, says, strict=True)), found
@@ -223,15 +214,11 @@ def test_a_finding_names_its_layers_op_experts_and_tensors() -> None:
 def test_the_page_is_self_contained_and_its_numbers_stand_beside_it(tmp_path: Path) -> None:
     ops = differing((0, "rope", 0.3), (1, "experts", math.inf))
     attribution = Attribution(
-        findings=(Finding("op", "rope differs </script><b>"),),
-        abs_diff_mean=0.1,
-        tokens=10,
-        ops=tuple(ops),
-        stream=(0.0, 0.5),
-        experts=(expert(0, 0, 0.0), expert(1, 0, math.inf)),
+        findings=(Finding("op", "rope differs </script><b>"),), abs_diff_mean=0.1, tokens=10, ops=tuple(ops),
+        stream=(0.0, 0.5), experts=(expert(0, 0, 0.0), expert(1, 0, math.inf)),
         causes=(Cause("routing", 0.2, 0.1, "R3"),),
         positions=tuple(position_differences(torch.ones(1, 8), torch.ones(1, 8, dtype=torch.bool))),
-    )
+    )  # fmt: skip
     write_page(attribution, "demo", tmp_path / "attribution.html")
     page = (tmp_path / "attribution.html").read_text()
     assert "rope differs &lt;/script&gt;&lt;b&gt;" in page
@@ -280,5 +267,4 @@ def test_a_capsule_s_tokens_of_older_weights_are_not_attributed(tmp_path: Path) 
 
 def test_what_cannot_be_attributed_is_refused(tmp_path: Path) -> None:
     refused = result_of("attribute", tmp_path)
-    assert refused.exit_code == 2
-    assert "expected the directory of a run or of a capsule" in refused.output
+    assert refused.exit_code == 2 and "expected the directory of a run or of a capsule" in refused.output

@@ -22,7 +22,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding
-from fp8rl.numerics.precision_map import CLASSES, precision_map
+from fp8rl.numerics.precision_map import CLASSES
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from fp8rl.rl.experiment import load_experiment
@@ -75,7 +75,6 @@ def watched(trainer: Any, numerics: NumericsConfig, rows: int = 4) -> list[Obser
 
 
 def found(sightings: list[Observation]) -> dict[str, set[str]]:
-    """Formats by class."""
     formats: dict[str, set[str]] = {}
     for sighting in sightings:
         formats.setdefault(sighting.key, set()).add(sighting.found)
@@ -89,8 +88,7 @@ def found(sightings: list[Observation]) -> dict[str, set[str]]:
 def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: Callable[..., Any]) -> None:
     numerics = plan(mode)
     sightings = watched(make(numerics, kind), numerics, rows=8)  # in several micro-batches
-    assert differences_of(sightings) == []
-    assert report(*sightings).unseen == []
+    assert differences_of(sightings) == [] and report(*sightings).unseen == []
     held = {row.key: row.bytes for row in rows_of(sightings)}
     masters = held["master"] + held["gain.master"]
     if kind != LINEAR:  # whose vectors in FP32 are their own masters
@@ -123,9 +121,7 @@ def test_an_engine_holds_each_weight_in_what_the_architecture_says(paths: dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "merged"), [("moe", True), ("deepseek_v3", False)])
-def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(
-    kind: str, merged: bool, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(kind, merged, make, monkeypatch) -> None:
     numerics, adapter = plan("exact"), AdapterSection(rank=8, mode="merged" if merged else "separate")
     trainer = make(numerics, kind, adapter=adapter)
     batch = random_batch(rows=4, longest=40)
@@ -149,15 +145,13 @@ def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(
 
 @pytest.mark.slow
 def test_a_step_that_is_watched_is_a_step(make: Callable[..., Any]) -> None:
-    """The same weights come out, and nothing of the watching stays."""
     numerics, batch = plan("exact"), random_batch(rows=4, longest=40)
     trainer, alone = make(numerics), make(numerics)
     watched(trainer, numerics)
     alone.train_step(batch, cross_entropy(batch))
     others = dict(alone.model.named_parameters())
     assert all(torch.equal(p, others[name]) for name, p in trainer.model.named_parameters())
-    assert trainer.weight_version == 1
-    assert not {"grad_norm", "step"} & vars(trainer.optimizer).keys()
+    assert trainer.weight_version == 1 and not {"grad_norm", "step"} & vars(trainer.optimizer).keys()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
 
 
@@ -166,18 +160,13 @@ CHANNELS = {role: {"granularity": "channel"} for role in ("activation", "gradien
 
 @pytest.mark.parametrize(
     ("changes", "gradient", "operands"),
-    [
-        ({"trainer": "bf16"}, "bf16", "bf16"),
-        ({"trainer": "fp8_forward"}, "bf16", "e4m3"),
-        ({"spec": QuantSpec.preset("ironwood")}, "e5m2", "e4m3"),
-        ({"spec": QuantSpec.preset("mxfp8"), "rollout": "bf16"}, "e4m3", "e4m3"),
-        ({"spec": SPEC.override({"gradient": {"rounding": "stochastic"}} | CHANNELS)}, "e4m3", "e4m3"),
-    ],
-)
+    [({"trainer": "bf16"}, "bf16", "bf16"), ({"trainer": "fp8_forward"}, "bf16", "e4m3"),
+     ({"spec": QuantSpec.preset("ironwood")}, "e5m2", "e4m3"),
+     ({"spec": QuantSpec.preset("mxfp8"), "rollout": "bf16"}, "e4m3", "e4m3"),
+     ({"spec": SPEC.override({"gradient": {"rounding": "stochastic"}} | CHANNELS)}, "e4m3", "e4m3")],
+)  # fmt: skip
 @pytest.mark.slow
-def test_other_numerics_have_their_own_plan(
-    changes: dict[str, Any], gradient: str, operands: str, make: Callable[..., Any]
-) -> None:
+def test_other_numerics_have_their_own_plan(changes, gradient, operands, make) -> None:
     numerics = plan("exact", **changes)
     sightings = watched(make(numerics), numerics)
     assert differences_of(sightings) == []
@@ -259,8 +248,7 @@ def test_what_is_planted_is_found_and_named(planted: str, make: Callable[..., An
     plant(trainer)
     differences = differences_of(watched(trainer, numerics))
     found = {difference.key: difference for difference in differences}
-    assert key in found
-    assert (found[key].found, found[key].planned) == (wrong, planned)
+    assert key in found and (found[key].found, found[key].planned) == (wrong, planned)
     assert name in found[key].names and found[key].why and found[key].remedy
     # And nothing else, but for what goes with it: gains have masters, too, and experts gradients.
     assert planted == "FP8 residual" or found.keys() <= {key, "gain.master", "experts.gradient"}
@@ -307,16 +295,6 @@ def test_fp32_numbers_that_are_all_bf16_are_bf16() -> None:
 # The map, the report and the claims
 
 
-def test_attention_weights_are_planned_as_the_device_computes_them() -> None:
-    """The definition multiplies FP32 weights; the kernel rounds them for the tensor cores."""
-    numerics = plan("exact")
-    by_device = {name: precision_map(numerics, implementation=name)["softmax.output"] for name in ("torch", "triton")}
-    assert by_device["torch"].formats == ("fp32",) and not by_device["torch"].hidden
-    assert by_device["triton"].formats == ("bf16",) and by_device["triton"].hidden
-    native = precision_map(plan("native"), implementation="triton")["softmax.output"]
-    assert native.formats == ("bf16",) and not native.hidden
-
-
 @pytest.mark.slow
 def test_where_kernels_run_their_roundings_are_not_taken_from_the_definitions(make: Callable[..., Any]) -> None:
     """Kernels are played by the definitions themselves, so that the step runs on a CPU."""
@@ -355,28 +333,22 @@ def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("seen", "claim", "verdict"),
-    [
-        ({}, "002-16", "undecided"),
-        ({each.key: {each.document: 1} for each in CLASSES if each.document}, "002-16", "confirmed"),
-        ({"softmax.reduction": {"fp32": 1}, "norm.reduction": {"bf16": 1}}, "002-18", "confirmed"),
-        ({"product.activation": {"e4m3": 1}, "product.output": {"bf16": 2, "fp32": 1}}, "002-15", "contradicted"),
-        ({key: {"fp32": 1} for key in (*BACKWARD, *OPTIMIZER)}, "002-17", "confirmed"),
-    ],
-)
+    [({}, "002-16", "undecided"),
+     ({each.key: {each.document: 1} for each in CLASSES if each.document}, "002-16", "confirmed"),
+     ({"softmax.reduction": {"fp32": 1}, "norm.reduction": {"bf16": 1}}, "002-18", "confirmed"),
+     ({"product.activation": {"e4m3": 1}, "product.output": {"bf16": 2, "fp32": 1}}, "002-15", "contradicted"),
+     ({key: {"fp32": 1} for key in (*BACKWARD, *OPTIMIZER)}, "002-17", "confirmed")],
+)  # fmt: skip
 def test_a_claim_is_judged_by_what_was_seen(seen: dict[str, dict[str, int]], claim: str, verdict: str) -> None:
     assert [each.verdict for each in answers(seen) if each.id == claim] == [verdict]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["numerics.modes=exact"], "numerics.mode"),
-        (["algorithm.name=sft", "eval.problems=0", "gates=[]"], "expected a run with an engine"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_starts(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    [(["numerics.modes=exact"], "numerics.mode"),
+     (["algorithm.name=sft", "eval.problems=0", "gates=[]"], "expected a run with an engine")],
+)  # fmt: skip
+def test_bad_input_is_refused_before_anything_starts(arguments, said, monkeypatch) -> None:
     monkeypatch.delattr(audit, "open_pair")
     result = result_of("audit", "examples/arithmetic.yaml", *arguments)
     assert result.exit_code == 2 and result.stdout == "" and said in result.stderr

@@ -6,8 +6,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,7 +55,7 @@ def with_gpu(name: str, capability: tuple[int, int]) -> Machine:
     return replace(H200, gpus=(InstalledGpu(name, 80 << 30, capability),))
 
 
-def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision: Any) -> NumericsConfig:
+def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision) -> NumericsConfig:
     return NumericsConfig(mode=mode, spec=QuantSpec.preset(preset), **precision)  # type: ignore[arg-type]
 
 
@@ -110,9 +108,7 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
          [("row invariance", True), ("C++ compiler", False)]),
         (replace(CPU, row_variant=None, probe_error="Illegal"), EXACT, None, None, [("row invariance", True)]),
         (with_libraries(CPU, ray=None), EXACT, None, None, [("ray", True)]),
-        (with_libraries(CPU, fp8rl__cpu__stubs=None), EXACT, None, None, [("fp8rl-cpu-stubs", True)]),
         (with_libraries(H200, fp8rl__cpu__stubs="0.1.0"), EXACT, None, None, [("fp8rl-cpu-stubs", True)]),
-        (with_libraries(H200, sglang__kernel=None), EXACT, None, None, [("sglang-kernel", True)]),
         (with_libraries(H200, sglang__kernel="0.4.10"), EXACT, None, None, [("sglang-kernel", False)]),
         (with_libraries(CPU, sglang="0.5.20"), EXACT, None, None, [("sglang", True)]),
         (replace(CPU, cxx=None, compiles=False), EXACT, None, None, [("C++ compiler", False)]),
@@ -121,9 +117,7 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
         (replace(H200, expandable_segments=ALLOCATOR), EXACT, None, None, [("PYTORCH_ALLOC_CONF", True)]),
     ],
 )  # fmt: skip
-def test_a_machine_is_judged(
-    machine: Machine, config: NumericsConfig, trainer: str | None, engine: str | None, remarks: list[tuple[str, bool]]
-) -> None:
+def test_a_machine_is_judged(machine, config, trainer, engine, remarks) -> None:
     found = judge(machine, config)
     assert keys(found) == remarks and found.ok is not any(blocks for _, blocks in remarks)
     assert all(each.found and each.expected and each.remedy.endswith(".") for each in found.remarks)
@@ -191,13 +185,9 @@ def test_this_machine_through_the_command() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "said"),
-    [
-        ("trainer.pp=3", "trainer.pp: found 3"),
-        ("data.train=/nowhere", "data.train: found"),
-        ("numerics.first_layers_bf16=5", "first_layers_bf16"),
-        ("", "obstacle  ray: found not installed"),
-    ],
-)
+    [("trainer.pp=3", "trainer.pp: found 3"), ("data.train=/nowhere", "data.train: found"),
+     ("numerics.first_layers_bf16=5", "first_layers_bf16"), ("", "obstacle  ray: found not installed")],
+)  # fmt: skip
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
     lacking = CPU if override else with_libraries(CPU, ray=None)
     monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: lacking)
@@ -226,16 +216,15 @@ async def asks(answer: str) -> float:
 
 
 @pytest.mark.slow
-def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_path: Path) -> None:
+def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     lines = [{"question": f"[b]{n}+1=?", "answer": f"#### {n + 1}"} for n in range(3)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     names = ["ends", "parts", "broken", "asks"]
     overrides = [
-        f"data={{train: {tmp_path}/data.jsonl, eval: {tmp_path}/data.jsonl}}",
-        "eval.problems=2",
+        f"data={{train: {tmp_path}/data.jsonl, eval: {tmp_path}/data.jsonl}}", "eval.problems=2",
         f"rewards=[{', '.join(f'{{function: {tmp_path}/rewards.py:{name}}}' for name in names)}]",
-    ]
+    ]  # fmt: skip
     example = str(EXAMPLES / "arithmetic.yaml")
     result = result_of("doctor", example, "--quick", "--json", *overrides)
     assert result.exit_code == 0, result.output
@@ -261,13 +250,9 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
 
 @pytest.mark.parametrize(
     ("prompt", "opening"),
-    [
-        ("<|Assistant|><think>\n", "<think>\n"),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "</think>\n\n"),
-        ("<|START_THINKING|>", "<|START_THINKING|>"),
-        ("<think> is a tag<|assistant|>", None),
-    ],
-)
+    [("<|Assistant|><think>\n", "<think>\n"), ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "</think>\n\n"),
+     ("<|START_THINKING|>", "<|START_THINKING|>"), ("<think> is a tag<|assistant|>", None)],
+)  # fmt: skip
 def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str | None) -> None:
     found = DataFound("data.train", "x", 1, prompt, 9, "b", {"format": "0"})
     page = " ".join(console_text(replace(judge(CPU, EXACT), data=(found,))).split())
@@ -287,7 +272,7 @@ def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str 
     ],
 )  # fmt: skip
 def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_is_refused(
-    kept: list[str], overrides: list[str], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: list[str], overrides: list[str], found: list[str], tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = replace(CPU, row_variant=("x",))
     monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: broken)

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fp8rl.diagnose.preflight import PreflightReport, preflight, rendered, same_
 from fp8rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
 from fp8rl.diagnose.preflight.same_spec import Check
 from fp8rl.diagnose.report import Difference
-from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
@@ -59,30 +57,23 @@ def test_aligned_blocks_pass_and_bf16_needs_none() -> None:
 
 @pytest.mark.parametrize(
     ("model", "sections", "name"),
-    [
-        (dataclasses.replace(MODEL, head_dim=64), {}, "head_dim"),
-        (dataclasses.replace(DENSE, ffn_size=384), {"trainer": {"tp": 2}}, "intermediate_size / trainer.tp = 384 / 2"),
-        (MODEL, {"trainer": {"tp": 4}}, "num_key_value_heads"),
-    ],
-)
-def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes, sections: dict, name: str) -> None:
+    [(dataclasses.replace(MODEL, head_dim=64), {}, "head_dim"),
+     (dataclasses.replace(DENSE, ffn_size=384), {"trainer": {"tp": 2}}, "intermediate_size / trainer.tp = 384 / 2"),
+     (MODEL, {"trainer": {"tp": 4}}, "num_key_value_heads")],
+)  # fmt: skip
+def test_blocks_that_straddle_are_found_before_anything_starts(model, sections: dict, name: str) -> None:
     check = same_spec.block_alignment(shape_of(model), spec(**sections))
-    assert not check.ok and check.remedy
-    assert name in check.found + check.expected
+    assert not check.ok and check.remedy and name in check.found + check.expected
 
 
 @pytest.mark.parametrize(
     ("shape", "config", "arguments", "said"),
-    [
-        (TinyModel(hidden=192, heads=4, kv_heads=2), {}, [], "block alignment"),
-        (TinyModel(heads=4, kv_heads=2), {"num_hidden_layers": 3}, [], "model.layers.2.input_layernorm.weight: found"),
-        (TinyModel(heads=4, kv_heads=2), {}, ["algorithm.name=sft"], "expected a run with an engine"),
-    ],
+    [(TinyModel(hidden=192, heads=4, kv_heads=2), {}, [], "block alignment"),
+     (TinyModel(heads=4, kv_heads=2), {"num_hidden_layers": 3}, [], "model.layers.2.input_layernorm.weight: found"),
+     (TinyModel(heads=4, kv_heads=2), {}, ["algorithm.name=sft"], "expected a run with an engine")],
     ids=["misaligned", "of another architecture", "without an engine"],
-)
-def test_nothing_is_started_for_what_cannot_agree(
-    shape: TinyModel, config: dict, arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+)  # fmt: skip
+def test_nothing_is_started_for_what_cannot_agree(shape, config, arguments, said, tmp_path, monkeypatch) -> None:
     monkeypatch.delattr("fp8rl.diagnose.preflight.open_pair")
     write_tiny_model(tmp_path / "model", shape)
     edit_config(tmp_path / "model", **config)
@@ -143,16 +134,12 @@ def test_an_engine_that_reports_something_else_is_told() -> None:
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_router_precision_is_the_shared_ops_in_exact_mode(cuda: bool) -> None:
-    """As the hooks provide it, whatever its name is on the machine."""
     ours, its_own = (provided(hooks_for(numerics, cuda)) for numerics in (EXACT, NATIVE))
     for mode, probabilities, hooks, ok in (
-        ("exact", "float32", ours, True),
-        ("exact", "bfloat16", ours, False),
-        ("exact", "float32", [], False),
-        ("native", "bfloat16", its_own, True),
-        ("native", "float32", its_own, False),
+        ("exact", "float32", ours, True), ("exact", "bfloat16", ours, False), ("exact", "float32", [], False),
+        ("native", "bfloat16", its_own, True), ("native", "float32", its_own, False),
         ("native", "bfloat16", ours, False),
-    ):
+    ):  # fmt: skip
         assert same_spec.router_precision(mode, [("bfloat16", probabilities)], hooks).ok is ok
 
 
@@ -169,8 +156,7 @@ def test_a_difference_is_over_the_masked_tokens() -> None:
     mask = torch.tensor([[False, True, True, False], [False, True, True, False]])
     d = difference(first, second, mask)
     assert (d.tokens, d.nonfinite, d.max) == (3, 1, 0.5)
-    assert d.mean == pytest.approx(0.25) and d.exact_frac == pytest.approx(1 / 3)
-    assert not d.zero
+    assert d.mean == pytest.approx(0.25) and d.exact_frac == pytest.approx(1 / 3) and not d.zero
     assert difference(first, first, mask & ~first.isnan()).zero
 
 
@@ -217,8 +203,7 @@ def test_a_report_survives_its_json_and_shows_what_a_failed_check_expected() -> 
 
 
 def test_zero_is_written_as_zero_and_nothing_else_is() -> None:
-    assert str(made(0.0)) == "|d| mean 0, p99 0, max 0, exact 1 on 100 tokens"
-    assert "mean 1.00e-09" in str(made(1e-9))
+    assert str(made(0.0)) == "|d| mean 0, p99 0, max 0, exact 1 on 100 tokens" and "mean 1.00e-09" in str(made(1e-9))
 
 
 def test_native_mode_is_not_judged_without_its_floor() -> None:

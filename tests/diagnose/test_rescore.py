@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tests.support.scored_batches import CapsuleRun, scored_batch
 
 
 @pytest.fixture
-def capsule(tmp_path: Path) -> Capsule:
+def capsule(tmp_path) -> Capsule:
     seen = scored_batch([0.0, 0.0], [0.5, -1.0])
     return read_capsule(CapsuleRun.make(tmp_path).write(4, ["because"], seen, [1, 0], weights=False))
 
@@ -63,7 +62,7 @@ def test_the_table_begins_with_the_worst_token(capsule: Capsule) -> None:
     assert "mismatch/train_rollout_logprob_abs_diff_mean: recorded" in said
 
 
-def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path: Path) -> None:
+def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path) -> None:
     code, said = invoke("rescore", tmp_path)
     assert code == 2 and said.startswith("error: capsule: found ") and said.count("\n") == 1
     code, said = invoke("rescore", capsule.path)

@@ -1,6 +1,5 @@
 """The arithmetic task: its files against an independent evaluation of every question."""
 
-import json
 import random
 import re
 from collections import Counter
@@ -66,13 +65,3 @@ def test_the_teacher_errs_only_when_a_step_crosses_ten():
     # A step back below ten may err as well: 13 -> 9 (10 when noisy), 14 -> 10 does not cross.
     seen = Counter(noisy_answer("9+4-4+1=?", rng) for _ in range(4000))
     assert {answer.split("\n")[0] for answer in seen} == {"14,10,11", "13,10,11", "13,9,10", "13,9,11"}
-
-
-@pytest.mark.slow
-def test_other_seeds_give_other_problems_and_more_than_exist_are_refused(tmp_path):
-    write_files(tmp_path / "a", seed=1, train=20, evaluation=5, supervised=20)
-    write_files(tmp_path / "b", seed=2, train=20, evaluation=5, supervised=20)
-    a, b = ((tmp_path / x / "arithmetic_train.jsonl").read_text() for x in "ab")
-    assert a != b and [sorted(json.loads(line)) for line in a.splitlines()] == [["answer", "question"]] * 20
-    with pytest.raises(ValueError, match="distinct"):
-        write_files(tmp_path, train=1, evaluation=3000, supervised=1)

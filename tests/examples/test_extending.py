@@ -4,7 +4,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -40,12 +39,10 @@ class Own(PolicyGradient):
 
 @pytest.mark.parametrize(
     ("page", "files"),
-    [
-        ("extending", "second_chance.py second_chance.yaml median.py median.yaml"),
-        ("extending", "shows_its_work.py custom_reward.yaml two_sources.yaml"),
-        ("agents", "agent.py agent.yaml agents_sdk.py tool_calls.yaml"),
-    ],
-)
+    [("extending", "second_chance.py second_chance.yaml median.py median.yaml"),
+     ("extending", "shows_its_work.py custom_reward.yaml two_sources.yaml"),
+     ("agents", "agent.py agent.yaml agents_sdk.py tool_calls.yaml")],
+)  # fmt: skip
 def test_what_a_page_shows_is_the_example(page: str, files: str) -> None:
     text = (ROOT / f"docs/{page}.md").read_text()
     assert [name for name in files.split() if (EXAMPLES / name).read_text() not in text] == []
@@ -75,7 +72,7 @@ def test_the_documented_algorithm_learns_as_the_page_says() -> None:
 
 
 @pytest.mark.slow
-def test_an_algorithm_of_ones_own_travels_to_processes_that_have_not_its_file(tmp_path: Path) -> None:
+def test_an_algorithm_of_ones_own_travels_to_processes_that_have_not_its_file(tmp_path) -> None:
     shutil.copy(EXAMPLES / "median.py", tmp_path / "own.py")
     overrides = [f"algorithm={{name: '{tmp_path / 'own.py'}:Median', quantile: 0.25}}"]
     algorithm = load_experiment(EXAMPLES / "arithmetic.yaml", overrides).algorithm
@@ -102,15 +99,13 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
         (
             "from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass",
             "",
-            "own.py:Own', expected def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor",
+            "expected def trajectory_advantages(self",
         ),
         (OWN.replace("trajectory_adv", "trajectory_av"), "", "Own with def trajectory_avantages', expected def"),
     ],
     ids=[*("no-algorithm", "another-name", "import", "key", "value", "no-advantages", "misspelt")],
 )
-def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(
-    tmp_path: Path, text: str, override: str, expected: str
-) -> None:
+def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(tmp_path, text, override, expected) -> None:
     (tmp_path / "own.py").write_text(text)
     overrides = [f"algorithm.name={tmp_path / 'own.py'}:Own", override]
     with pytest.raises(UserError, match="^algorithm") as error:
@@ -129,9 +124,7 @@ def test_the_documented_reward_judges_as_the_page_says() -> None:
 
 
 @pytest.mark.slow
-def test_the_documented_data_are_read_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_cache: None
-) -> None:
+def test_the_documented_data_are_read_as_the_page_says(tmp_path, monkeypatch, data_cache) -> None:
     monkeypatch.setattr(sys, "argv", ["short_chains.py", str(tmp_path / "made.parquet")])
     runpy.run_path(str(EXAMPLES / "short_chains.py"))
     made = pyarrow.parquet.read_table(tmp_path / "made.parquet")

@@ -3,8 +3,6 @@ counts."""
 
 import asyncio
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -75,7 +73,7 @@ FILES = {"__init__": "", "v1/__init__": PACKAGE, "v1/utils/__init__": "", "v1/ut
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def package(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "verifiers/v1/utils").mkdir(parents=True)
     for name, text in FILES.items():
         (tmp_path / f"verifiers/{name}.py").write_text(text)
@@ -83,7 +81,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_task_brings_its_rewards_and_what_the_model_said_is_recorded(tokenizer: Any, package: None) -> None:
+def test_a_task_brings_its_rewards_and_what_the_model_said_is_recorded(tokenizer, package: None) -> None:
     command = [sys.executable, str(EXAMPLES / "verifiers_task.py"), "play", '{"taskset": {"id": "counts"}}']
     config = EnvironmentSection.model_validate({"function": "harness", "harness": {"command": command}})
     harness = load_environment(config)
@@ -92,7 +90,7 @@ def test_a_task_brings_its_rewards_and_what_the_model_said_is_recorded(tokenizer
     problem = Problem("?", "-", fields={"task": {"prompt": "1+2=?"}})
     model = Model(tokenizer, "3" + EOS)
 
-    async def run() -> Any:
+    async def run():
         conversation = Conversation(Prompt(problem, [4]), 7, sampling, model, tokenizer, 30.0)
         try:
             return await conversation.run(harness), conversation.trajectories({})

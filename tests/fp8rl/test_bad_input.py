@@ -42,7 +42,6 @@ class AcceptedError(Exception):
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `fp8rl init` writes."""
     folder = tmp_path_factory.mktemp("input") / "experiment"
     assert result_of("init", folder).exit_code == 0
     return folder
@@ -236,7 +235,6 @@ def _without(path: Path) -> None:
 
 @pytest.fixture
 def run(folder: Path) -> Path:
-    """The folder of a run that is over."""
     path = folder / "runs/a"
     path.mkdir(parents=True)
     overrides = ["run.name=a", f"run.dir={path.parent}", "run.steps=2"]
@@ -270,15 +268,10 @@ def test_runs_with_damaged_files(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["train", "it/spec.yaml", "model.architecture={}"],
-        ["plan", "it/model", "model.architecture={}"],
-        ["serve", "it/model", "--architecture", "{}"],
-        ["train", "it/spec.yaml", "rewards=[{{function: {}:name}}]"],
-        ["train", "it/spec.yaml", "environment.function={}:name"],
-        ["train", "it/spec.yaml", "algorithm.name={}:name"],
-    ],
-)
+    [["train", "it/spec.yaml", "model.architecture={}"], ["plan", "it/model", "model.architecture={}"],
+     ["serve", "it/model", "--architecture", "{}"], ["train", "it/spec.yaml", "rewards=[{{function: {}:name}}]"],
+     ["train", "it/spec.yaml", "environment.function={}:name"], ["train", "it/spec.yaml", "algorithm.name={}:name"]],
+)  # fmt: skip
 def test_a_file_of_the_user_s_that_exits_is_named(folder: Path, command: list[str]) -> None:
     file = folder / "own.py"
     file.write_text("import sys\nsys.exit(0)\n")
@@ -309,10 +302,9 @@ def test_a_page_replaces_nothing_else(run: Path, tmp_path: Path, kind: str) -> N
     dump = tmp_path / "dump.jsonl"
     dump.write_text('{"prompt_ids": [1], "response_ids": [2], "logprobs": [-1.0]}\n')
     for command, mine in (
-        (["runs", run, run, "--page"], run / "metrics.jsonl"),
-        (["certify", dump, "--page"], dump),
+        (["runs", run, run, "--page"], run / "metrics.jsonl"), (["certify", dump, "--page"], dump),
         (["attribute", run, "--out"], run / "spec.yaml"),
-    ):
+    ):  # fmt: skip
         whole, result = mine.read_bytes(), result_of(*command, mine)
         assert result.exit_code == 2 and "which is no page" in result.output and mine.read_bytes() == whole
 
@@ -332,12 +324,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Pat
 
     before = left()
     for command in (
-        ["init", tmp_path / "mine"],
-        ["convert", MODEL, tmp_path / "out"],
-        ["report", run],
-        ["runs", "--dir", run.parent, "--page", tmp_path / "page.html"],
-        ["serve", MODEL],
-    ):
+        ["init", tmp_path / "mine"], ["convert", MODEL, tmp_path / "out"], ["report", run],
+        ["runs", "--dir", run.parent, "--page", tmp_path / "page.html"], ["serve", MODEL],
+    ):  # fmt: skip
         with room(500):
             result = result_of(*command)
         assert result.exit_code == 2 and result.output.count("error: ") == 1, (command, result.exception)

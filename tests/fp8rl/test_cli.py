@@ -4,13 +4,11 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from fp8rl.cli import COMMANDS
 from fp8rl.commands import runs
@@ -27,9 +25,7 @@ def test_a_new_run_has_no_data_that_could_have_changed() -> None:
     assert code == 2 and said.startswith("error: --accept-changed-data: found no --resume")
 
 
-def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert invoke("init", "~/mine")[0] == 0 and (tmp_path / "mine/spec.yaml").is_file()
     for arguments in (["report", "~/none"], ["runs", "--dir=~/none"], ["runs", "--dir", "~/none"]):
@@ -67,15 +63,6 @@ def test_the_driver_never_imports_megatron_or_sglang() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_report_of_a_run_and_of_nothing(tmp_path: Path) -> None:
-    run = new_run(tmp_path / "it")
-    code, said = invoke("report", run.path)
-    assert code == 2 and said.startswith(f"error: report: found no spec.yaml in {run.path}, expected a run directory.")
-    run.experiment.write_text(yaml.safe_dump({"run": {"name": "it"}}))
-    run.metrics.write_text(json.dumps({"step": 1, "train/loss": 0.5}) + "\n")
-    assert invoke("report", run.path) == (0, f"{run.report}\n") and run.report.is_file()
-
-
 def test_convert_writes_a_quantized_directory_once(tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     assert invoke("convert", model, out)[0] == 2
@@ -99,18 +86,6 @@ def test_the_demo_runs_the_example_anew_from_any_folder(tmp_path: Path, monkeypa
         assert Path(path).is_relative_to(ROOT / "examples") and Path(path).exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(UserError("key: found 1, expected 2. Correct it."), 2), (KeyboardInterrupt(), 130)]
-)
-def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(runs, "_train", fail)
-    found, printed = invoke("train", "spec.yaml")
-    assert found == code and "Traceback" not in printed
-
-
 SERVER, WHOLE = "certify --server http://127.0.0.1:1", "expected a model in BF16, which this command quantizes itself"
 
 
@@ -120,25 +95,19 @@ SERVER, WHOLE = "certify --server http://127.0.0.1:1", "expected a model in BF16
         ("serve {run}", "found {run}, a run without model/, expected a finished run"),
         ("serve {nothing}", "RUN|MODEL: found"),
         ("serve {model} --mode fast", "--mode: found fast, expected exact or native"),
-        ("serve {model} --preset int4", "expected one of"),
         ("serve {model} --host 0.0.0.0", "--host: found 0.0.0.0, expected a key of your own beside it"),
         ("serve {model} --host 8.8.8.8 --api-key k", "--host: found 8.8.8.8, expected an IPv4 address of this"),
         ("serve {model} --api-key é", "--api-key: found another text, expected printable ASCII"),
         ("serve {run} --mode native", "--mode: found native, expected none beside a run, which is served as it"),
-        ("serve {run} --preset bf16 --architecture f.py", "--preset, --architecture: found bf16 f.py, expected"),
         ("serve {converted}", f"whose weights are quantized, {WHOLE}"),
         (f"{SERVER} --temperature 1 --top-p 0.5", "--temperature, --top-p"),
-        (f"{SERVER} --preset bf16 --page p.html", "--preset, --page: found"),
         ("certify dump.jsonl --seconds 9", "--seconds: found 9.0, expected none beside a dump"),
         ("convert m out --pad --preset bf16", "--preset: found bf16, expected none beside --pad"),
         ("runs --all", "--all: found True, expected none beside a list"),
         ("eval {run} model.path=other", "model.path: found model.path=other, expected no such key, as"),
-        ("eval {model} adapter=null", "adapter: found adapter=null, expected no such key, as"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_or_would_change_nothing_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, expected: str
-) -> None:
+def test_what_cannot_be_done_or_would_change_nothing_is_refused(tmp_path, monkeypatch, command, expected) -> None:
     run = new_run(tmp_path / "it")
     run.experiment.write_text(load_experiment(ROOT / "examples/arithmetic.yaml").to_yaml())
     converted = tmp_path / "converted"
@@ -156,18 +125,14 @@ def test_what_cannot_be_done_or_would_change_nothing_is_refused(
     [([], None, "made-up"), (["--api-key", "a;b"], None, "'a;b'"), ([], "mine", '"$FP8RL_API_KEY"')],
     ids=["none", "option", "variable"],
 )
-def test_serve_prints_a_line_for_another_shell(
-    arguments: list[str], variable: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_prints_a_line_for_another_shell(arguments, variable, shown, monkeypatch) -> None:
     """A key from the environment is not printed, as what is printed may be kept."""
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     @contextmanager
-    def serve(
-        served: object, log: object, say: object, port: object, host: object, api_key: str | None
-    ) -> Iterator[SimpleNamespace]:
+    def serve(served: object, log: object, say: object, port: object, host: object, api_key: str | None):
         endpoint = SimpleNamespace(url="http://127.0.0.1:1", api_key=api_key or "made-up")
         yield SimpleNamespace(endpoint=endpoint, check=interrupted)
 

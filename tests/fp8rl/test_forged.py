@@ -5,7 +5,6 @@ import pickle
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
-from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.run import Run
 from fp8rl.trainer.checkpoint.files import STATE, About, digests, write_about
 from tests.support.commands import invoke
@@ -31,7 +29,7 @@ class Planted:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self.file,)
 
 
@@ -41,7 +39,7 @@ def ran(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def forged(tmp_path: Path, ran: Path) -> RunDir:
+def forged(tmp_path: Path, ran: Path):
     """A run whose spec names code, beside checkpoints, a model, a capsule and rollouts with pickles."""
     code = tmp_path / "code.py"
     code.write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\ndef Loss(answer, reference): return 0.0\n")
@@ -84,16 +82,12 @@ def plant_model(path: Path, code: Path, ran: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [
-        *("report RUN", "runs --dir RUN/..", "runs RUN RUN", "certify RUN", "rescore RUN/capsules/step_2"),
-        *("attribute RUN/capsules/step_2", "serve RUN", "serve RUN/model", "eval RUN/model --set DATA"),
-        *("convert RUN/model RUN/../out", "certify RUN/model/pytorch_model.bin --model RUN/model"),
-        "certify RUN/checkpoints/step_2/state/.metadata --model RUN/model",
-    ],
-)
-def test_no_command_runs_what_it_looks_at(
-    command: str, forged: RunDir, ran: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    [*("report RUN", "runs --dir RUN/..", "runs RUN RUN", "certify RUN", "rescore RUN/capsules/step_2"),
+     *("attribute RUN/capsules/step_2", "serve RUN", "serve RUN/model", "eval RUN/model --set DATA"),
+     *("convert RUN/model RUN/../out", "certify RUN/model/pytorch_model.bin --model RUN/model"),
+     "certify RUN/checkpoints/step_2/state/.metadata --model RUN/model"],
+)  # fmt: skip
+def test_no_command_runs_what_it_looks_at(command, forged, ran, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = str(EXAMPLES / "data/arithmetic_eval.jsonl")
     arguments = command.replace("RUN", str(forged.path)).replace("DATA", data).split()
@@ -109,9 +103,7 @@ def _invoke_in_a_process(arguments: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("command", ["report RUN", "runs --dir RUN/..", "runs RUN RUN"])
-def test_who_looks_at_a_run_does_not_import_its_architecture(
-    command: str, forged: RunDir, ran: Path, tmp_path: Path
-) -> None:
+def test_who_looks_at_a_run_does_not_import_its_architecture(command, forged, ran, tmp_path) -> None:
     values = yaml.safe_load(forged.experiment.read_text())
     values["model"]["architecture"] = str(tmp_path / "code.py")
     values["numerics"] |= {"mode": "native", "rollout": "bf16", "scope": ["a_kind_of_its_own"]}
@@ -124,9 +116,7 @@ def test_who_looks_at_a_run_does_not_import_its_architecture(
     assert ran.exists(), "what computes with its model imports it"
 
 
-def test_an_attribution_starts_with_nothing_that_a_run_names(
-    forged: RunDir, ran: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attribution_starts_with_nothing_that_a_run_names(forged, ran, monkeypatch) -> None:
     started = []
 
     def refused(experiment: Experiment, *_: object) -> None:

@@ -50,11 +50,4 @@ def test_the_page_of_the_interface_is_up_to_date_and_has_every_name() -> None:
     shown = [name for names in api.GROUPS.values() for name in names]
     assert sorted(shown) == sorted(fp8rl.__all__)
     page = api.page()
-    assert (ROOT / "docs/api.md").read_text() == page
-    for signature in (
-        "shaped(outcomes: Outcomes, batch: TokenBatch) -> Outcomes`: The outcomes",
-        "await sample(stop: Sequence[str]=(), max_new_tokens: int | None=None) -> Turn`: ",
-        "needs -> Needs`: The scores that a batch needs",
-    ):
-        assert signature in page
-    assert "_main" not in page and "_files" not in page
+    assert (ROOT / "docs/api.md").read_text() == page and "_main" not in page and "_files" not in page

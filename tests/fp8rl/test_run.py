@@ -16,7 +16,6 @@ from tests.support.paths import EXAMPLES, new_run
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The folder of a run of two steps."""
     run = new_run(tmp_path / "it")
     run.experiment.write_text(load_experiment(EXAMPLES / "arithmetic.yaml", ["run.steps=2"]).to_yaml())
     rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}]
@@ -36,10 +35,8 @@ EVENT = Event(2, "train/loss", 0.25, "above 0.1", "warn", None, "train/loss is 0
 @pytest.mark.slow
 def test_a_run_is_read_as_its_files_say(path: Path) -> None:
     run = Run(path)
-    assert run.name == "it" and run.spec.run.steps == 2
-    assert [row["step"] for row in run.metrics] == [0, 1, 2]
-    assert run.metric("train/loss") == {1: 0.5, 2: 0.25}
-    assert run.frame()["train/loss"].loc[2] == 0.25
+    assert run.name == "it" and run.spec.run.steps == 2 and [row["step"] for row in run.metrics] == [0, 1, 2]
+    assert run.metric("train/loss") == {1: 0.5, 2: 0.25} and run.frame()["train/loss"].loc[2] == 0.25
     assert run.steps == [1] and run.trajectories(1) == [RECORD]
     assert run.events == [EVENT] and run.stopped == "stopped: train/loss"
     assert run.checkpoints == {2: path / "checkpoints/step_2"} and run.capsules == {} and run.model is None
@@ -75,17 +72,14 @@ def test_a_metric_that_no_run_has_is_answered_with_the_nearest(path: Path) -> No
         run.report()
 
 
-def test_a_spec_may_be_a_mapping_with_paths_from_here_or_an_experiment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spec_may_be_a_mapping_with_paths_from_here_or_an_experiment(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text("model: {path: m}\nrun: {seed: 3}\n")
     values = {
-        "defaults": "base.yaml",
-        "data": {"train": Path("a.jsonl"), "system_prompt": "ü 😀\u2028"},
+        "defaults": "base.yaml", "data": {"train": Path("a.jsonl"), "system_prompt": "ü 😀\u2028"},
         "trainer": {"lr": numpy.float64(1e-5), "tp": numpy.int64(2)},
         "gates": ({"metric": "sync/seconds", "above": 1.0},),
-    }
+    }  # fmt: skip
     loaded = load_experiment(values, ["run.steps=2"])
     assert (loaded.model.path, loaded.data.training[0].path) == (str(tmp_path / "m"), str(tmp_path / "a.jsonl"))
     assert (loaded.run.seed, loaded.run.steps, loaded.trainer.lr, loaded.trainer.tp) == (3, 2, 1e-5, 2)

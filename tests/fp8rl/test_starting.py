@@ -84,9 +84,7 @@ def test_a_run_that_cannot_be_read_is_a_line_among_the_others(two_runs: Path) ->
         read_resolved(spec)
 
 
-def test_two_runs_are_compared_in_what_differs_and_what_always_matters(
-    two_runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_are_compared_in_what_differs_and_what_always_matters(two_runs, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     code, printed = invoke("runs", "a", "b[red]", "--page", "page.html")
     lines = table_of(printed)
@@ -123,18 +121,11 @@ def test_names_are_shown_as_they_are_and_end_no_command(tmp_path: Path, monkeypa
         run.metrics.write_text(json.dumps({"step": 1, "rollout/reward_mean": 0.5}) + "\n")
     page = ("--page", named / "[page].html")
     for arguments in (
-        ("report", run.path),
-        ("runs", "--dir", named / "runs"),
+        ("report", run.path), ("runs", "--dir", named / "runs"),
         ("runs", "[/a]", "[b]", "--dir", named / "runs", *page),
-    ):
+    ):  # fmt: skip
         code, printed = invoke(*arguments)
         assert code == 0 and "[b]" in printed and "\x1b" not in printed, printed
     assert "[/b][2J[b]" in printed
     code, printed = invoke("report", named / "[/none]")
     assert code == 2 and "[/none]" in printed and "\x1b" not in printed
-
-
-def test_the_shell_can_complete_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # whatever shell the tests run in
-    code, printed = invoke("--show-completion", "bash")
-    assert code == 0 and "COMPLETE=complete_bash" in printed

@@ -1,8 +1,5 @@
 """The start of a run, up to where its loop begins."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import yaml
 
@@ -21,9 +18,7 @@ from tests.support.paths import EXAMPLES
 SPEC = str(EXAMPLES / "arithmetic.yaml")
 
 
-def test_a_resume_that_does_not_start_leaves_the_spec_and_the_next_one_names_the_change_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_does_not_start_leaves_the_spec_and_the_next_one_names_the_change_again(tmp_path, monkeypatch):
     monkeypatch.setattr(preconditions, "check", lambda experiment, note: None)
     before = load_experiment(SPEC, [f"run.dir={tmp_path}"])
     run = RunDir(tmp_path / before.run.name)
@@ -33,7 +28,7 @@ def test_a_resume_that_does_not_start_leaves_the_spec_and_the_next_one_names_the
     failures: list[Exception | None] = [UserError("no room"), EngineError("it did not answer"), None]
     said: list[list[str]] = []
 
-    def run_with_restarts(experiment: Any, files: RunDir, loop: Any, notes: list[str]) -> str:
+    def run_with_restarts(experiment, files: RunDir, loop, notes: list[str]) -> str:
         said.append([note for note in notes if "resuming with" in note])
         if (failure := failures.pop(0)) is not None:
             assert files.experiment.read_text() == before.to_yaml()

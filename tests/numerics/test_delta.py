@@ -21,9 +21,7 @@ DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), max_size=60),
     seed=st.integers(0, 99),
 )
-def test_applied_to_the_old_tensor_it_gives_the_new_one(
-    dtype: torch.dtype, rows: int, changes: list[tuple[int, int]], seed: int
-) -> None:
+def test_applied_to_the_old_tensor_it_gives_the_new_one(dtype, rows, changes, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     old = torch.randint(0, 256, (rows * 512 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     old = old.view(dtype).view(rows, 512)

@@ -60,5 +60,4 @@ def test_shape_dtype_and_trailing_zeros_count():
 
 def test_many_at_once_are_each_alone():
     tensors = [random_bytes(size, seed=size) for size in (3, 4 * CHUNK, 12 * CHUNK + 8)]
-    assert tensor_digests(tensors) == [tensor_digest(tensor) for tensor in tensors]
-    assert tensor_digests([]) == []
+    assert tensor_digests(tensors) == [tensor_digest(tensor) for tensor in tensors] and tensor_digests([]) == []

@@ -51,9 +51,7 @@ def test_gradients_go_straight_through_the_rounding(scale: float) -> None:
 
 
 @pytest.mark.parametrize(("key_scale", "value_scale"), ((1.0, 1.0), (2.0, 0.0625)))
-def test_attention_over_codes_is_that_over_the_numbers_which_they_stand_for(
-    key_scale: float, value_scale: float
-) -> None:
+def test_attention_over_codes_is_that_over_the_numbers_which_they_stand_for(key_scale, value_scale) -> None:
     """Scales in the scores and in the result, where they round nothing."""
     torch.manual_seed(0)
     kv = KVFormat(True, key_scale, value_scale)

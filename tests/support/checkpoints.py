@@ -43,12 +43,9 @@ class Describing(TrainerGroup):
 
 
 def save(
-    run: RunDir,
-    settings: Experiment,
-    step: int,
-    gate_state: GateState | None = None,
+    run: RunDir, settings: Experiment, step: int, gate_state: GateState | None = None,
     held: Mapping[str, Content] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     trainer = Describing()
     trainer.may_write.set()
     with Checkpoints(run, settings, held) as checkpoints:

@@ -37,14 +37,9 @@ class StartedRun:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *arguments: str,
-        name: str = "run",
-        example: str = "arithmetic",
-        inside: Sequence[str] = (),
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+        self, folder: Path, *arguments: str, name: str = "run", example: str = "arithmetic",
+        inside: Sequence[str] = (), environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.path = folder / name
         self._mark = uuid.uuid4().hex
         self._folders: set[str] = set()
@@ -55,14 +50,11 @@ class StartedRun:
         where = [f"run.dir={folder}", f"run.name={name}"]
         with self._console.open("wb") as output:
             self.process = subprocess.Popen(
-                [*inside, FP8RL, "train", f"examples/{example}.yaml", *where, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                [*inside, FP8RL, "train", f"examples/{example}.yaml", *where, *arguments], stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT,
                 env={**clean, **environment, MARK: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
-                cwd=ROOT,
-                start_new_session=True,
-            )
+                cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
 
     def console(self) -> str:
         return self._console.read_text()

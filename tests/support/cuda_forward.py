@@ -60,10 +60,8 @@ def engine_paths(path: Path, folder: Path, kv: KVPrecision = "bf16") -> dict[str
     return {
         "called": stubs,
         "differ": [f"capture={capture}" for capture, logits in steps.items() if not torch.equal(logits, whole)],
-        "finite": bool(whole.isfinite().all()),
-        "token": int(whole.argmax()),
-        "expected": int(expected.argmax()),
-    }
+        "finite": bool(whole.isfinite().all()), "token": int(whole.argmax()), "expected": int(expected.argmax()),
+    }  # fmt: skip
 
 
 def _hook(numerics: NumericsConfig) -> None:
@@ -122,22 +120,16 @@ def _forward(model: Any, definition: Model, numerics: NumericsConfig) -> Callabl
         count = len(tokens)
         extended = {
             "extend_seq_lens": torch.tensor([count], dtype=torch.int32),
-            "extend_prefix_lens": torch.tensor([start], dtype=torch.int32),
-            "extend_seq_lens_cpu": [count],
+            "extend_prefix_lens": torch.tensor([start], dtype=torch.int32), "extend_seq_lens_cpu": [count],
             "extend_prefix_lens_cpu": [start],
-        }
+        }  # fmt: skip
         batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
-            batch_size=1,
-            input_ids=tokens,
-            req_pool_indices=torch.tensor([1]),
-            seq_lens=torch.tensor([start + count]),
-            out_cache_loc=table[1, start : start + count].long(),
-            seq_lens_sum=start + count,
-            positions=torch.arange(start, start + count),
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            **({} if decode else extended),
-        )
+            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND, batch_size=1, input_ids=tokens,
+            req_pool_indices=torch.tensor([1]), seq_lens=torch.tensor([start + count]),
+            out_cache_loc=table[1, start : start + count].long(), seq_lens_sum=start + count,
+            positions=torch.arange(start, start + count), capture_hidden_mode=CaptureHiddenMode.NULL,
+            **{} if decode else extended,
+        )  # fmt: skip
         capture_mode.is_capture_mode = capture
         try:
             with forward_context(ForwardContext(attn_backend=backend)):

@@ -1,7 +1,4 @@
-"""Scripts whose kernels Triton compiles: whether it interprets or compiles is settled when kernels are defined.
-
-A process that has imported torch, Triton and the kernels forks for each script: the imports are most of a script.
-"""
+"""Scripts whose kernels Triton compiles: whether it interprets or compiles is settled when kernels are defined."""
 
 import atexit
 import functools

@@ -18,11 +18,9 @@ from tests.support import fork_server
 def _serve(listener: socket.socket) -> None:
     sys.modules["megatron"] = None  # type: ignore[assignment]  # as the launcher has it
     for name in (
-        "sglang.srt.entrypoints.http_server",
-        "sglang.srt.managers.scheduler",
-        "sglang.srt.model_executor.model_runner",
-        "fp8rl.rollout.engine.server.launcher",
-    ):
+        "sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler",
+        "sglang.srt.model_executor.model_runner", "fp8rl.rollout.engine.server.launcher",
+    ):  # fmt: skip
         importlib.import_module(name)
     variant = row_variant_ops(torch.device("cpu"))  # of this machine, as every engine would find out anew
 

@@ -1,7 +1,4 @@
-"""Compiles whatever Triton kernels a function launches for an H200 (sm_90a), on a machine without a GPU.
-
-Triton brings its own assembler, so only the launch itself needs a device.
-"""
+"""Compiles whatever Triton kernels a function launches for an H200 (sm_90a), on a machine without a GPU."""
 
 import contextlib
 import dataclasses

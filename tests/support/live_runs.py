@@ -20,7 +20,6 @@ def prepared(folder: Path, *settings: str, example: str = "arithmetic", name: st
 
 
 def finished(folder: Path, *settings: str, **options: str) -> RunDir:
-    """The directory of a run that has come to its end."""
     experiment, run = prepared(folder, *settings, **options)
     with LiveRun(experiment, run) as live:
         finish(live, train(live))

@@ -14,7 +14,6 @@ FP8 = {
 }  # fmt: skip
 # TransformerEngine 2.20.2: what `Float8BlockScaling()` has without any environment variable.
 QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-SCALES = (("power_2_scale", True), ("amax_epsilon", 0.0))
 RECIPE = {
     "fp8_format.name": "E4M3",
     **{

@@ -70,9 +70,8 @@ class Planted:
             return self.status, {"error": "planted"}
         paths: dict[str, Any] = {
             "/v1/models": {"data": [{"id": NAME, "max_model_len": self.context}]},
-            "/model_info": {"model_path": NAME},
-            "/server_info": {"chunked_prefill_size": CHUNK},
-        }
+            "/model_info": {"model_path": NAME}, "/server_info": {"chunked_prefill_size": CHUNK},
+        }  # fmt: skip
         if not self.native and path != "/v1/models" and path != "/v1/completions":
             return 404, {}
         if body is None:

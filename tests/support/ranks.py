@@ -1,7 +1,4 @@
-"""Run a function on several trainer ranks, each in a process of its own, forked from one that has imported the trainer.
-
-The imports are most of such a process: about nine seconds, paid once for all ranks of a worker's tests.
-"""
+"""Run a function on trainer ranks, each in a process of its own, forked from one that has imported the trainer."""
 
 import multiprocessing
 import traceback

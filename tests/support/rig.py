@@ -1,8 +1,4 @@
-"""One trainer and one engine with everything real between them, kept alive for as long as tests ask for the same.
-
-What takes their processes most of a start is imports. Engines are forked from a process that has them, and the ranks of
-one trainer become those of the next.
-"""
+"""One trainer and one engine with everything real between them, kept alive for as long as tests ask for the same."""
 
 from __future__ import annotations
 

@@ -48,9 +48,8 @@ def made_up(twice: float = 0.0, loss: float = 0.5, more: Sequence[Claim] = ()) -
     claims = (
         claim("same arm twice", "", "again", "within", 0.0, 0.0, control="negative"),
         claim("harm", "Harm is found.", "bad", "above", 1.0, control="positive"),
-        claim("003-16", "003-16 it is.", "arm", "above", 0.0),
-        *more,
-    )
+        claim("003-16", "003-16 it is.", "arm", "above", 0.0), *more,
+    )  # fmt: skip
     return Study(name=NAME, question="Is it?", claims=claims, measure=measure, draw=draw, tables=tables)
 
 

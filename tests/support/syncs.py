@@ -15,7 +15,6 @@ def push(
     trainer: Any, transport: Transport, spec: QuantSpec, endpoints: Sequence[Endpoint], version: int
 ) -> tuple[Manifest, SyncReport, list[str]]:
     """What was sent, the report, and a line for each tensor that differs."""
-
     task = SendTask(transport, spec, list(endpoints), version)
 
     def send() -> list[Any]:

@@ -1,8 +1,4 @@
-"""Engines that are forked from one process that has imported SGLang, where a test is not about how an engine starts.
-
-The imports are half of a start, and most of the rest is what it finds out about the machine. What an engine makes of
-its environment and its arguments comes after them, and is the launcher's own code.
-"""
+"""Engines that are forked from one process that has imported SGLang, where a test is not about how an engine starts."""
 
 import json
 import os

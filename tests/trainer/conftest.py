@@ -23,9 +23,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return {
         "moe": write_model(folder / "moe"),
         "dense": write_model(folder / "dense", moe=False, tie_word_embeddings=True),
-        "latent": write_family(folder / "latent", latent),
-        "linear": write_family(folder / "linear", linear),
-    }
+        "latent": write_family(folder / "latent", latent), "linear": write_family(folder / "linear", linear),
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -41,16 +40,10 @@ def dense_path(models: Models) -> Path:
 @pytest.fixture(scope="session")
 def make_trainer(layout: Layout) -> MakeTrainer:
     def make(
-        path: Path,
-        precision: str = "bf16",
-        dtype: torch.dtype = torch.bfloat16,
-        k_splits: int = 1,
-        mode: str = "exact",
-        adapter: Any = None,
-        shared_base: bool = False,
-        kv: dict[str, Any] | None = None,
+        path: Path, precision: str = "bf16", dtype: torch.dtype = torch.bfloat16, k_splits: int = 1,
+        mode: str = "exact", adapter: Any = None, shared_base: bool = False, kv: dict[str, Any] | None = None,
         **config: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         settings = TrainerSection(**{"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256, **config})
         numerics = {"mode": mode, "k_splits": k_splits, **(kv or {})}
         options = {"dtype": dtype, "adapter": adapter, "shared_base": shared_base}

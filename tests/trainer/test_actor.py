@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,13 +29,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory):
     with ray_cluster(tmp_path_factory.mktemp("cluster") / "logs"):
         yield
 
 
 @pytest.fixture(scope="module")
-def two_ranks(moe_path: Path) -> Iterator[TrainerGroup]:
+def two_ranks(moe_path: Path):
     config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=256, dp=2)
     group = TrainerGroup.start(TrainerSpec(moe_path, config, NumericsConfig(spec=POW2), 0, 100, LENGTH))
     yield group
@@ -52,17 +51,14 @@ def test_two_ranks_are_one(two_ranks: TrainerGroup, moe_path: Path, tmp_path: Pa
     assert step.loss == pytest.approx(-expected[batch.loss_mask].mean().item(), rel=1e-5)
     assert two_ranks.weight_version == 1
     assert two_ranks.apply(lambda trainer, add: trainer.layout.rank + add, 10) == [10, 11]
-
     two_ranks.stage(tmp_path / "step_1", {"note": "x"}, {})
     before = two_ranks.score(batch)
     with ThreadPoolExecutor(1) as thread:
         written = thread.submit(two_ranks.write, tmp_path / "step_1")
         two_ranks.train_step(batch, cross_entropy(batch))
         written.result()
-    assert two_ranks.load(tmp_path / "step_1") == {"note": "x"}
-    assert two_ranks.weight_version == 1
+    assert two_ranks.load(tmp_path / "step_1") == {"note": "x"} and two_ranks.weight_version == 1
     assert torch.equal(two_ranks.score(batch), before)
-
     two_ranks.export_hf(tmp_path / "hf")
     assert torch.equal(scored(make_trainer(tmp_path / "hf", "fp8"), batch), before)
 

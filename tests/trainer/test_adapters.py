@@ -20,7 +20,6 @@ from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.ops.linear import ROW_BLOCK
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.inventory import inventory
-from fp8rl.trainer.modules.precision import Adapter
 from fp8rl.trainer.modules.weights import is_adapter, named_weights
 from fp8rl.trainer.roles import WithoutAdapter
 from fp8rl.trainer.state_bytes import state_bytes
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(params=["moe", "latent", "linear"])
 def path(request: pytest.FixtureRequest, models: Models) -> Path:
-    """A model with grouped queries, one with latent attention, and one with linear attention."""
     return models[request.param]
 
 
@@ -66,7 +64,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).norm() / expected.norm())
 
 
-def own_rows(wide: Tensor, adapter: Adapter) -> Tensor:
+def own_rows(wide: Tensor, adapter) -> Tensor:
     """Of the gradient of a wide B [..., N, parts * rank], what each row of B has."""
     if adapter.fused is None:
         return wide
@@ -153,8 +151,7 @@ def test_adapters_resume_from_their_checkpoint(moe_path: Path, tmp_path: Path, m
     assert train(first, 0, 2) == expected[:2]
     first.save(tmp_path / "adapters", {"seed": 7})
     train(resumed, 10, 11)  # a different past must leave no trace
-    assert resumed.load(tmp_path / "adapters") == {"seed": 7}
-    assert train(resumed, 2, 4) == expected[2:]
+    assert resumed.load(tmp_path / "adapters") == {"seed": 7} and train(resumed, 2, 4) == expected[2:]
     whole.save(tmp_path / "whole", {})
     small, large = (sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("adapters", "whole"))
     assert small < large / 8

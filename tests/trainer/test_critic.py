@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import ObjectiveOutput
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import reference
@@ -36,12 +34,12 @@ class Squares:
 
     targets: int
 
-    def __call__(self, values: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+    def __call__(self, values, entropy, batch) -> ObjectiveOutput:
         errors = torch.where(batch.loss_mask, values - batch.fields["returns"], 0.0)
         return ObjectiveOutput(errors.square().sum() / self.targets)
 
 
-def batch_with_returns(seed: int = 0) -> TokenBatch:
+def batch_with_returns(seed: int = 0):
     batch = random_batch(seed=seed)
     returns = torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(seed))
     return batch.with_fields(returns=returns)
@@ -58,7 +56,6 @@ def test_gradients_are_those_of_plain_autograd(kind: str, models: Models, layout
     with torch.no_grad():
         critic.model.output_layer.weight.copy_(head[None])
     done = critic.forward_backward(batch, Squares(int(batch.loss_mask.sum())))
-
     model = reference(models[kind])
     weight = head.clone().requires_grad_()
     hidden = model.model(batch.tokens, attention_mask=batch.real_tokens().long()).last_hidden_state
@@ -86,7 +83,6 @@ def roles(path: Path, layout: Layout, config: TrainerSection = CONFIG, **options
 
 
 def trained(held: Any, first: int, last: int) -> list[tuple[float, ...]]:
-    """What the steps say of policy, critic and reference."""
     out = []
     for step in range(first, last):
         batch = batch_with_returns(seed=step)

@@ -16,7 +16,6 @@ import torch
 
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
@@ -30,14 +29,13 @@ from tests.support.holdings import bytes_held
 from tests.support.meta_model import parameters_of
 from tests.support.models import EXPERTS, LAYERS, VOCAB
 from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
-from tests.support.trainers import MakeTrainer, Models
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 BF16 = replace(EXACT, trainer="bf16")
 GIB = 2**30
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str):
     return read_shape(CONFIGS / name if (CONFIGS / name).exists() else EXAMPLES / "models" / name)
 
 
@@ -111,16 +109,13 @@ def test_a_tied_embedding_is_held_by_the_first_and_by_the_last_stage() -> None:
 ADAPTER = AdapterSection(rank=8, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 LIVE: list[tuple[str, str, AdapterSection | None]] = [
     *((model, precision, None) for model in ("moe", "dense") for precision in ("bf16", "fp8")),
-    ("moe", "fp8", ADAPTER),
-    ("moe", "fp8", ADAPTER.model_copy(update={"experts": "shared"})),
+    ("moe", "fp8", ADAPTER), ("moe", "fp8", ADAPTER.model_copy(update={"experts": "shared"})),
     ("latent", "fp8", AdapterSection(rank=8)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "precision", "adapter"), LIVE)
-def test_a_live_trainer_holds_them(
-    model: str, precision: str, adapter: AdapterSection | None, make_trainer: MakeTrainer, models: Models
-) -> None:
+def test_a_live_trainer_holds_them(model, precision, adapter, make_trainer, models) -> None:
     path, numerics = models[model], replace(EXACT, trainer=precision)
     trainer = make_trainer(path, precision, adapter=adapter)
     trainer.score(random_batch(rows=2, longest=8))
@@ -143,7 +138,7 @@ PARAMETERS = QUANTIZED + NORMS + LAYERS * EXPERTS * HIDDEN + 2 * VOCAB * HIDDEN
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
-def test_a_rank_holds_eighteen_bytes_of_a_parameter(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
+def test_a_rank_holds_eighteen_bytes_of_a_parameter(mode: str, moe_path: Path, make_trainer) -> None:
     """By hand. What is quantized is what the codes stand for, in BF16."""
     trainer, batch = make_trainer(moe_path, "fp8", mode=mode), random_batch(rows=2, longest=9)
     state = {kind: size * PARAMETERS for kind, size in (("parameters", 2), ("gradients", 4), ("masters", 4))}
@@ -166,7 +161,7 @@ def test_a_rank_holds_eighteen_bytes_of_a_parameter(mode: str, moe_path: Path, m
     assert held["parameters"] == 4 * PARAMETERS and held["masters"] == 0 and held["moments"] == 8 * PARAMETERS
 
 
-def test_a_step_sends_gradients_in_fp32_and_gathers_weights_in_bf16(moe_path: Path, make_trainer: MakeTrainer) -> None:
+def test_a_step_sends_gradients_in_fp32_and_gathers_weights_in_bf16(moe_path: Path, make_trainer) -> None:
     trainer, batch = make_trainer(moe_path, "fp8"), random_batch(rows=2, longest=9)
     with transfers(trainer) as sent:
         trainer.train_step(batch, cross_entropy(batch))

@@ -6,7 +6,6 @@ import gc
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,20 +39,6 @@ def test_a_frequent_tokens_embedding_gradient_is_not_lost_in_bf16(moe_path: Path
     assert embedding.weight.main_grad[0, 0] == 4096
 
 
-def test_logprobs_are_those_before_the_update_in_batch_order(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(moe_path, "fp8")
-    batch = random_batch()
-    rows, before = trainer.score(batch)
-    step = trainer.train_step(batch, cross_entropy(batch))
-    assert step.rows == rows
-    assert torch.equal(step.result.logprobs, before)
-    assert not torch.equal(trainer.score(batch)[1], before)
-    masked = torch.zeros(batch.rows, batch.width)
-    masked[rows] = before
-    assert step.result.loss == pytest.approx(-masked[batch.loss_mask].mean().item(), rel=1e-5)
-    assert trainer.weight_version == 1
-
-
 @pytest.mark.parametrize("in_gradient", [False, True])
 def test_a_nonfinite_loss_changes_nothing(in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer) -> None:
     from fp8rl.trainer.step.objective import NonFiniteLossError
@@ -70,8 +55,7 @@ def test_a_nonfinite_loss_changes_nothing(in_gradient: bool, moe_path: Path, mak
         trainer.update()
     fresh = make_trainer(moe_path)
     passes = [t.forward_backward(batch, cross_entropy(batch)).result for t in (trainer, fresh)]
-    assert passes[0].loss == passes[1].loss
-    assert passes[0].grad_norm == passes[1].grad_norm
+    assert passes[0].loss == passes[1].loss and passes[0].grad_norm == passes[1].grad_norm
     assert trainer.update() == fresh.update() == 1e-3
 
 
@@ -82,8 +66,7 @@ def test_gradients_that_are_not_applied_are_forgotten(moe_path: Path, make_train
     trainer.forward_backward(dropped, cross_entropy(dropped))
     assert torch.equal(trainer.score(batch)[1], before)
     results = [t.train_step(batch, cross_entropy(batch)).result for t in (trainer, fresh)]
-    assert results[0].grad_norm == results[1].grad_norm
-    assert torch.equal(trainer.score(batch)[1], fresh.score(batch)[1])
+    assert results[0].grad_norm == results[1].grad_norm and torch.equal(trainer.score(batch)[1], fresh.score(batch)[1])
 
 
 def test_weights_are_quantized_once(moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +87,7 @@ def test_weights_are_quantized_once(moe_path: Path, make_trainer: MakeTrainer, m
 def test_learning_rate_schedules(moe_path: Path, make_trainer: MakeTrainer) -> None:
     from fp8rl.trainer.distributed.optimizer import schedule
 
-    def rates(steps: int, **changes: Any) -> list[float]:
+    def rates(steps: int, **changes) -> list[float]:
         optimizer = make_trainer(moe_path, lr=1.0, **changes).optimizer.inner
         timetable = schedule(optimizer, TrainerSection(lr=1.0, **changes), steps)
         out = []

@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -31,7 +30,7 @@ from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS, SPECS
 
 
 @cache
-def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options: Any) -> Plan:
+def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options) -> Plan:
     found = read_plan_subject(subject, overrides)
     return make_plan(found, gpu_named(gpu), gpus, **options)
 
@@ -51,8 +50,7 @@ def page_of(plan: Plan) -> str:
 @pytest.mark.parametrize(("model", "gpus"), [("qwen3_30b_a3b", 16), ("qwen3_235b_a22b", 128)])
 def test_the_posts_moe_runs_fit_on_their_h20(model: str, gpus: int) -> None:
     job = on_h20(model)
-    assert job.layout.world_size == gpus
-    assert colocated_memory(job).peak <= GPUS["h20"].memory
+    assert job.layout.world_size == gpus and colocated_memory(job).peak <= GPUS["h20"].memory
     awake = colocated_memory(replace(job, sleep=False)).peak
     assert (awake > GPUS["h20"].memory) == (gpus == 128), "the large one does not fit awake"
 
@@ -64,8 +62,7 @@ def test_eight_h200_hold_what_the_review_of_the_gpu_path_found(eight_h200: Plan)
     assert (memory.always - memory.held["runtime"]["train"]) / 2**30 == pytest.approx(80.0, abs=0.1)
     assert eight_h200.memory["engine"].held["engine weights"]["rollout"] / 2**30 == pytest.approx(29.0, abs=0.1)
     needed = activation_bytes(eight_h200.job) + logit_bytes(eight_h200.job)
-    assert needed / 2**30 == pytest.approx(29, rel=0.06)
-    assert not eight_h200.ok
+    assert needed / 2**30 == pytest.approx(29, rel=0.06) and not eight_h200.ok
     assert eight_h200.largest_micro_batch["colocated"] == pytest.approx(3000, rel=0.1)
 
 
@@ -93,8 +90,7 @@ def test_asleep_each_side_makes_room_for_the_other() -> None:
     engine = {"engine weights", "KV cache"}
     state = {name.partition(" ")[2] for name in held("rollout") if name.startswith(("dense", "experts"))}
     assert state == {"parameters"} and "reference" not in held("rollout") | held("sync")
-    assert "reference" in held("train")
-    assert engine <= held("rollout") and not engine & (held("train") | held("update"))
+    assert "reference" in held("train") and engine <= held("rollout") and not engine & (held("train") | held("update"))
     assert "engine weights" in held("sync") and not {"KV cache", "experts moments", "experts gradients"} & held("sync")
     for phase in PHASES:
         gone = sum(awake.held[name].get(phase, 0.0) for name in awake.held.keys() - held(phase))
@@ -167,8 +163,7 @@ def test_a_group_s_prompt_is_computed_once() -> None:
 def test_the_first_stage_keeps_most_micro_batches() -> None:
     plan = planned("qwen3_30b_a3b", "trainer.pp=4", "trainer.ep=2", gpu="h200", gpus=8)
     first, last = (activation_bytes(plan.job, stage) for stage in (0, 3))
-    assert first == 4 * last
-    assert "logits" in plan.stages[3].held and "logits" not in plan.stages[0].held
+    assert first == 4 * last and "logits" in plan.stages[3].held and "logits" not in plan.stages[0].held
 
 
 @pytest.mark.slow
@@ -176,37 +171,25 @@ def test_the_first_stage_keeps_most_micro_batches() -> None:
     ("subject", "keys", "without", "conflict"),
     [
         ("qwen3_8b", ("numerics.mode=native", "trainer.optimizer.offload=true"), ("numerics.trainer=bf16",), "#2407"),
-        (
-            "qwen3_4b",
-            ("trainer.tp=8",),
-            ("numerics.trainer=bf16", "numerics.rollout=bf16"),
-            "intermediate_size / trainer.tp = 9728 / 8",
-        ),
+        ("qwen3_4b", ("trainer.tp=8",), ("numerics.trainer=bf16", "numerics.rollout=bf16"), "trainer.tp = 9728 / 8"),
     ],
 )
-def test_keys_that_conflict_with_fp8_are_named(
-    subject: str, keys: tuple[str, ...], without: tuple[str, ...], conflict: str
-) -> None:
+def test_keys_that_conflict_with_fp8_are_named(subject, keys, without, conflict) -> None:
     (remark,) = [remark for remark in planned(subject, *keys, gpus=8).remarks if remark.blocks]
-    assert conflict in remark.key + remark.expected
-    assert planned(subject, *keys, *without, gpus=8).ok
+    assert conflict in remark.key + remark.expected and planned(subject, *keys, *without, gpus=8).ok
 
 
 @pytest.mark.parametrize(
     ("subject", "overrides", "options", "message"),
-    [
-        ("qwen9", (), {}, "SPEC|MODEL: found 'qwen9', expected a YAML spec, a Hugging Face directory, or one of deeps"),
-        ("qwen3_4b", (), {"gpu": "v100"}, "--gpu: found 'v100', expected one of h100, h200, h800, h20, b200, b300"),
-        ("qwen3_4b", (), {"gpu": "a100"}, "--gpu: found 'A100 SXM 80GB, which has no FP8 (compute capability 8.0)'"),
-        ("qwen3_4b", ("trainer.tp=4",), {"gpus": 6}, "--gpus: found 6, expected a multiple of trainer.tp * trainer.pp"),
-        ("qwen3_30b_a3b", ("trainer.ep=16",), {"gpus": 8}, "trainer.ep: found 16, expected a divisor of tp * dp"),
-        ("qwen3_30b_a3b", ("trainer.pp=5",), {"gpus": 5}, "trainer.pp: found 5, expected a divisor of the model's"),
-        ("qwen3_4b", ("trainer.ttp=4",), {}, "trainer.ttp"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(
-    subject: str, overrides: tuple[str, ...], options: dict[str, Any], message: str
-) -> None:
+    [("qwen9", (), {}, "SPEC|MODEL: found 'qwen9', expected a YAML spec, a Hugging Face directory, or one of deeps"),
+     ("qwen3_4b", (), {"gpu": "v100"}, "--gpu: found 'v100', expected one of h100, h200, h800, h20, b200, b300"),
+     ("qwen3_4b", (), {"gpu": "a100"}, "--gpu: found 'A100 SXM 80GB, which has no FP8 (compute capability 8.0)'"),
+     ("qwen3_4b", ("trainer.tp=4",), {"gpus": 6}, "--gpus: found 6, expected a multiple of trainer.tp * trainer.pp"),
+     ("qwen3_30b_a3b", ("trainer.ep=16",), {"gpus": 8}, "trainer.ep: found 16, expected a divisor of tp * dp"),
+     ("qwen3_30b_a3b", ("trainer.pp=5",), {"gpus": 5}, "trainer.pp: found 5, expected a divisor of the model's"),
+     ("qwen3_4b", ("trainer.ttp=4",), {}, "trainer.ttp")],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused(subject, overrides, options, message) -> None:
     with pytest.raises(UserError) as error:
         planned(subject, *overrides, **options)
     assert message in str(error.value)
@@ -292,8 +275,7 @@ def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> No
 
 def test_a_supervised_step_has_the_rows_of_its_batch_and_no_engine() -> None:
     plan = planned(str(EXAMPLES / "arithmetic_sft.yaml"), "algorithm.batch_size=48")
-    assert plan.job.rows == 48 and plan.decides == "trainer" and not plan.decode
-    assert "engine" not in page_of(plan)
+    assert plan.job.rows == 48 and plan.decides == "trainer" and not plan.decode and "engine" not in page_of(plan)
     assert "critic" in planned(str(EXAMPLES / "arithmetic_ppo.yaml")).memory["trainer"].held
 
 
@@ -349,17 +331,13 @@ def test_a_plan_says_how_many_gpus_would_do() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpu", "gpus", "keys"),
-    [
-        ("qwen3_8b", "h100", 8, ""),
-        ("qwen3_30b_a3b", "h100", 8, "rollout.sleep=true trainer.optimizer.offload=true"),
-        ("qwen3_30b_a3b", "h20", 8, "rollout.sleep=true trainer.recompute=experts"),
-        ("deepseek_v3", "h200", None, "numerics.mode=native rollout.tp=8 sync.transport=distributed"),
-    ],
-)
+    [("qwen3_8b", "h100", 8, ""), ("qwen3_30b_a3b", "h100", 8, "rollout.sleep=true trainer.optimizer.offload=true"),
+     ("qwen3_30b_a3b", "h20", 8, "rollout.sleep=true trainer.recompute=experts"),
+     ("deepseek_v3", "h200", None, "numerics.mode=native rollout.tp=8 sync.transport=distributed")],
+)  # fmt: skip
 def test_keys_with_which_a_model_fits_are_found_and_hold(model: str, gpu: str, gpus: int | None, keys: str) -> None:
     plan = fitted_plan(model, [], gpu_named(gpu), gpus)
-    assert plan.ok and plan.slack >= plan.needed_slack and plan.keys is not None
-    assert {*keys.split()} <= {*plan.keys}
+    assert plan.ok and plan.slack >= plan.needed_slack and plan.keys is not None and {*keys.split()} <= {*plan.keys}
     assert not {each for each in plan.keys if not each.startswith("trainer.")} - {*keys.split()}
     first, second, third, *_ = page_of(plan).splitlines()
     assert first.startswith("the plan fits on") and "with these keys" in second and third.split() == [*plan.keys]

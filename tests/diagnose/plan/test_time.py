@@ -80,10 +80,8 @@ def test_recomputing_costs_a_forward() -> None:
 
 
 def test_experts_that_a_batch_reads() -> None:
-    assert experts_read(128, 8, 1) == pytest.approx(8)
-    assert experts_read(128, 8, 10_000) == pytest.approx(128)
-    assert experts_read(128, 8, 16) == pytest.approx(128 * (1 - (15 / 16) ** 16))
-    assert experts_read(0, 0, 4) == 0
+    assert experts_read(128, 8, 1) == pytest.approx(8) and experts_read(128, 8, 10_000) == pytest.approx(128)
+    assert experts_read(128, 8, 16) == pytest.approx(128 * (1 - (15 / 16) ** 16)) and experts_read(0, 0, 4) == 0
 
 
 def test_a_decode_step_reads_weights_and_cache() -> None:

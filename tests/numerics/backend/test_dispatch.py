@@ -15,18 +15,11 @@ POW2 = QuantSpec.preset("fp8_block_pow2")
 
 @pytest.mark.parametrize(
     ("capability", "changes", "expected"),
-    [
-        (None, {}, "torch"),
-        ((8, 0), {}, "torch"),
-        ((8, 9), {}, "triton"),
-        ((10, 0), {}, "triton"),
-        ((12, 0), {}, "torch"),
-        ((9, 0), {"gradient": {"format": "e5m2"}}, "triton"),
-        ((9, 0), {"activation": {"group": 64}}, "torch"),
-        ((9, 0), {"weight": {"granularity": "token_group"}}, "torch"),
-        ((9, 0), {"gradient": {"granularity": "block"}}, "torch"),
-    ],
-)
+    [(None, {}, "torch"), ((8, 0), {}, "torch"), ((8, 9), {}, "triton"), ((10, 0), {}, "triton"),
+     ((12, 0), {}, "torch"), ((9, 0), {"gradient": {"format": "e5m2"}}, "triton"),
+     ((9, 0), {"activation": {"group": 64}}, "torch"), ((9, 0), {"weight": {"granularity": "token_group"}}, "torch"),
+     ((9, 0), {"gradient": {"granularity": "block"}}, "torch")],
+)  # fmt: skip
 def test_kernels_run_where_they_know_the_device_and_the_spec(capability, changes, expected):
     assert implementation_for(capability, POW2.override(changes)) == expected
 
@@ -82,14 +75,12 @@ def test_a_choice_lasts_as_long_as_its_block():
 
 def test_expandable_segments_are_found_in_the_allocators_settings():
     for text, asked in (
-        ("max_split_size_mb:128, expandable_segments: true", True),
-        ("expandable_segments:False", False),
-    ):
+        ("max_split_size_mb:128, expandable_segments: true", True), ("expandable_segments:False", False),
+    ):  # fmt: skip
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             assert (expandable_segments({name: text}) is not None) is asked
 
 
 def test_a_cpu_runs_the_definitions_and_products_of_bf16_add_in_fp32() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    assert choose("cpu", POW2) == "torch"
-    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert choose("cpu", POW2) == "torch" and not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction

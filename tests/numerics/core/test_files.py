@@ -118,18 +118,11 @@ def test_a_file_is_read_up_to_a_limit_and_numbers_without_end_are_said_shortly(t
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [
-        ("a\tb\nc é 漢 [/b] :smile:", "a\tb\nc é 漢 [/b] :smile:"),
-        ("\x1b[2J\x1b]0;title\x07", "�[2J�]0;title�"),
-        ("right\rwrong\x08\x7f", "right�wrong��"),
-        ("\x9b31m", "�31m"),
-        ("abc\u202etxt.exe\u2066", "abc�txt.exe�"),
-        ("\udc80", "?"),
-    ],
-)
-def test_a_character_that_a_terminal_would_obey_is_replaced(
-    text: str, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    [("a\tb\nc é 漢 [/b] :smile:", "a\tb\nc é 漢 [/b] :smile:"), ("\x1b[2J\x1b]0;title\x07", "�[2J�]0;title�"),
+     ("right\rwrong\x08\x7f", "right�wrong��"), ("\x9b31m", "�31m"), ("abc\u202etxt.exe\u2066", "abc�txt.exe�"),
+     ("\udc80", "?")],
+)  # fmt: skip
+def test_a_character_that_a_terminal_would_obey_is_replaced(text, shown, capsys) -> None:
     assert printable(text) == shown
     say(text)
     assert capsys.readouterr().out == shown + "\n"

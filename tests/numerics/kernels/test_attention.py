@@ -16,7 +16,6 @@ SCALE = 0.1
 
 
 def inputs(batch, queries, keys, heads, key_heads, dim):
-    """q, k, v, and the positions of the last queries."""
     q = random(batch, queries, heads, dim, seed=1)
     k, v = (random(batch, keys, key_heads, dim, seed=seed) for seed in (2, 3))
     return q, k, v, torch.arange(keys - queries, keys, device=DEVICE).expand(batch, -1)
@@ -34,14 +33,9 @@ def attention64(q, k, v, positions):
 
 # Query tokens, keys, heads, key heads, head size. Rows of a tile: 128.
 SHAPES = [
-    (1, 1, 1, 1, 64),
-    (9, 9, 3, 3, 16),
-    (40, 129, 8, 2, 32),
-    (20, 330, 8, 1, 128),
-    (270, 270, 1, 1, 16),
-    (20, 150, 3, 1, 256),
-    (33, 1100, 4, 1, 16),
-]
+    (1, 1, 1, 1, 64), (9, 9, 3, 3, 16), (40, 129, 8, 2, 32), (20, 330, 8, 1, 128), (270, 270, 1, 1, 16),
+    (20, 150, 3, 1, 256), (33, 1100, 4, 1, 16),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -72,8 +66,7 @@ def test_weights_are_rounded_to_bf16_as_the_precision_map_plans():
     rounded = (weights[:, 1].bfloat16().double() / weights.sum(1)).bfloat16()
     found = attention(q, k, v, positions, SCALE)[0, :, 0, 0]
     definition = ops.attention(q, k, v, positions, SCALE)[0, :, 0, 0]
-    assert (found == rounded).double().mean() > 0.95
-    assert (definition == rounded).double().mean() < 0.9
+    assert (found == rounded).double().mean() > 0.95 and (definition == rounded).double().mean() < 0.9
 
 
 @pytest.mark.slow
@@ -114,8 +107,7 @@ def compare_gradients(q, k, v, positions):
     for ours, theirs in zip(found, exact):
         # Weights, their gradients, the saved result and the gradient itself are rounded to BF16.
         error = ours.double() - theirs
-        assert error.norm() <= 2**-7 * theirs.norm() + 1e-5
-        assert error.abs().max() <= 2**-6 * theirs.abs().max() + 1e-5
+        assert error.norm() <= 2**-7 * theirs.norm() + 1e-5 and error.abs().max() <= 2**-6 * theirs.abs().max() + 1e-5
 
 
 @pytest.mark.slow

@@ -133,8 +133,7 @@ def tensors():
 def test_the_kernel_gives_the_digests_of_torch():
     expected = [tensor_digest(tensor) for tensor in tensors()]
     with using("triton"):
-        assert tensor_digests(tensors()) == expected
-        assert tensor_digests(tensors()[::-1]) == expected[::-1]
+        assert tensor_digests(tensors()) == expected and tensor_digests(tensors()[::-1]) == expected[::-1]
         assert [tensor_digest(tensor) for tensor in tensors()] == expected, "aligned, where others in a launch are not"
 
 
@@ -164,12 +163,3 @@ def test_the_kernel_adds_what_the_definition_adds(dtype: torch.dtype) -> None:
         for row in rows[tokens == token]:
             total += row.float()
         assert torch.equal(found["torch"][token], held[token] + total.bfloat16().to(dtype))
-
-
-def test_nothing_is_added_where_no_token_is_this_rank_s() -> None:
-    total = random(4, 64).float()
-    for implementation in ("torch", "triton"):
-        with using(implementation):
-            ops.add_by_token(before := total.clone(), random(2, 64), torch.tensor([-1, 4], device=DEVICE))
-            ops.add_by_token(before, random(0, 64), torch.zeros(0, dtype=torch.int64, device=DEVICE))
-        assert torch.equal(before, total)

@@ -115,6 +115,5 @@ def test_codes_are_cast_by_the_instruction_that_saturates_and_few_kernels_divide
     formats = {name for kernel in casting for name in kernel["instructions"] if "satfinite" in name}
     assert formats == {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
     assert [kernel["name"] for kernel in casting if kernel["divisions"]] == ["_two_way_kernel"]
-
     forward, backward = kernels[-5:-3]
     assert (forward["divisions"], backward["divisions"]) == (2, 1)

@@ -50,12 +50,9 @@ def test_a_norm_that_is_kept_and_quantized(hidden, scale):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "key_heads", "dim", "rotary", "scaling"),
-    [
-        (9, 2, 128, None, None),
-        (4, 4, 64, None, Llama3(factor=32.0, original=8192, low=1.0, high=4.0)),
-        (3, 1, 96, 40, None),
-    ],
-)
+    [(9, 2, 128, None, None), (4, 4, 64, None, Llama3(factor=32.0, original=8192, low=1.0, high=4.0)),
+     (3, 1, 96, 40, None)],
+)  # fmt: skip
 def test_heads_that_are_normed_rotated_and_stored(heads, key_heads, dim, rotary, scaling):
     """Queries, keys and values are views of one product, as an engine cuts it."""
     cut = odd(6, heads + 2 * key_heads, dim)
@@ -130,12 +127,3 @@ def test_attention_of_one_token_each(longest):
     with using("torch"):
         alone, counted = (ops.paged_attention(*arguments, n, lengths.to(DEVICE), 0.1) for n in (None, each * 0 + 1))
     assert same(alone, counted)
-
-
-def test_the_definitions_are_their_parts():
-    x, residual, weight = random(9, 256), random(9, 256, seed=1), random(256, seed=2)
-    normed, total, rows = ops.norm_rows(x, residual, weight, 1e-6, SPEC.activation)
-    expected = ops.add_rms_norm(x, residual, weight, 1e-6)
-    assert same(normed, expected[0]) and same(total, expected[1])
-    operand = ops.weight_operand(w := quantize(random(128, 256, seed=3), SPEC.weight))
-    assert same(ops.rows_linear(rows, operand, x.dtype), ops.fp8_linear(normed, w.data, operand, SPEC, "bf16"))

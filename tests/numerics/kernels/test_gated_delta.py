@@ -83,11 +83,9 @@ def test_the_convolution_is_the_definition(given):
 
 
 ELEMENTWISE = {
-    "sigmoid_gate": ((11, 300), (11, 300)),
-    "token_gate": ((5, 300), (5, 200), (1, 200)),
-    "gated_rms_norm": ((5, 3, 96), (5, 3, 96), (96,)),
-    "delta_gates": ((9, 6), (9, 6), (6,), (6,)),
-}
+    "sigmoid_gate": ((11, 300), (11, 300)), "token_gate": ((5, 300), (5, 200), (1, 200)),
+    "gated_rms_norm": ((5, 3, 96), (5, 3, 96), (96,)), "delta_gates": ((9, 6), (9, 6), (6,), (6,)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

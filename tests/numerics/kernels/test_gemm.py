@@ -191,12 +191,9 @@ def test_what_does_not_fit_is_refused():
     a, b = quantized(numbers(4, 256), TensorSpec()), quantized(numbers(128, 256), BLOCK)
     x = numbers(4, 256).to(DEVICE)
     for refused, said in (
-        ((x, x[:, :128]), "the same K"),
-        ((x, x[None]), "2 and 2 dimensions"),
-        ((b, a), "groups of 128"),
-        ((a, x), "groups of 128"),
-        ((x, x.float()), "float32"),
-    ):
+        ((x, x[:, :128]), "the same K"), ((x, x[None]), "2 and 2 dimensions"), ((b, a), "groups of 128"),
+        ((a, x), "groups of 128"), ((x, x.float()), "float32"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             gemm(*refused, torch.float32)
     with pytest.raises(UserError, match="k_splits: found 4"):

@@ -49,8 +49,7 @@ def test_tiles_by_hand():
     tiles = make_tiles(torch.tensor([0, 130, 3, 0, 256], device=DEVICE), 389)
     assert tiles.expert.tolist() == [1, 1, 2, 4, 4, 0, 0, 0]  # 389 rows of 5 experts fill at most 8
     assert tiles.first.tolist() == [0, 128, 130, 133, 261, 0, 0, 0]
-    assert tiles.rows.tolist() == [128, 2, 3, 128, 128, 0, 0, 0]
-    assert tiles.starts.tolist() == [0, 0, 2, 3, 3, 5]
+    assert tiles.rows.tolist() == [128, 2, 3, 128, 128, 0, 0, 0] and tiles.starts.tolist() == [0, 0, 2, 3, 3, 5]
     assert {x.dtype for x in (tiles.expert, tiles.first, tiles.rows, tiles.starts)} == {torch.int32}
 
 
@@ -69,8 +68,7 @@ def test_every_row_is_in_one_tile_of_its_expert(counts):
 
 def test_the_fullest_case_has_no_tile_to_spare():
     tiles = tiles_of([1, 1, 129, 257])
-    assert len(tiles.rows) == int(tiles.starts[-1]) == 7
-    assert len(tiles_of([1] + [0] * 200).rows) == 1
+    assert len(tiles.rows) == int(tiles.starts[-1]) == 7 and len(tiles_of([1] + [0] * 200).rows) == 1
     assert make_tiles(torch.zeros(4, dtype=torch.int64, device=DEVICE), 0).starts.tolist() == [0] * 5
 
 
@@ -169,10 +167,9 @@ def test_what_does_not_fit_is_refused():
     tiles, x = tiles_of(COUNTS), numbers(200, 256).to(DEVICE)
     columns = columns_of(numbers(256, 128), ROWS, [256])
     for product, a, b, said in (
-        (grouped_gemm, x, x, "2 and 3 dimensions"),
-        (grouped_wgrad_matmul, x, x[1:], "as many rows"),
+        (grouped_gemm, x, x, "2 and 3 dimensions"), (grouped_wgrad_matmul, x, x[1:], "as many rows"),
         (grouped_wgrad, columns, columns, "with the same tiles"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             product(a, b, tiles, torch.bfloat16)
     with pytest.raises(UserError, match="counts"):

@@ -50,8 +50,7 @@ def test_logprobs_entropy_and_gradient(vocabulary, dtype, op):
         weights, found, oracle = ([pair[index] for index in chosen] for pair in pairs)
         (grad,) = torch.autograd.grad(found, leaf, weights, retain_graph=True)
         (grad64,) = torch.autograd.grad(oracle, leaf64, [each.double() for each in weights], retain_graph=True)
-        assert grad.dtype == dtype
-        assert torch.allclose(grad.double(), grad64, rtol=rounding, atol=1e-5)
+        assert grad.dtype == dtype and torch.allclose(grad.double(), grad64, rtol=rounding, atol=1e-5)
 
 
 @pytest.mark.parametrize("op", (token_logprobs, ops.token_logprobs), ids=("triton", "torch"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -64,9 +62,7 @@ print(json.dumps([found.compiled, found.cached, again.compiled, again.cached, sa
 """
 
 
-def test_what_a_process_needed_is_compiled_for_a_second_one_also_where_the_cache_is_carried_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_process_needed_is_compiled_for_a_second_one_also_where_the_cache_is_carried_to(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
     launched, listed = found_elsewhere(CALLS + LISTED)
     assert listed == sorted(listed) and set(launched) == set(listed) and len(listed) >= 5
@@ -89,9 +85,7 @@ print(json.dumps([each.stdout for each in said]))
 """
 
 
-def test_lists_that_are_kept_are_compiled_without_a_gpu_and_for_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_that_are_kept_are_compiled_without_a_gpu_and_for_another_one(tmp_path, monkeypatch) -> None:
     few: list[str] = []
     for name in ("arithmetic", "qwen3_30b_a3b"):
         lines = (EXAMPLES / f"kernels/{name}.jsonl").read_text().splitlines()
@@ -105,7 +99,7 @@ def test_lists_that_are_kept_are_compiled_without_a_gpu_and_for_another_one(
 
 
 @pytest.mark.parametrize("text", ["{}", '{"kernel": "os:system"}', "no JSON"])
-def test_a_file_that_is_no_list_of_ours_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_list_of_ours_is_refused(text: str, tmp_path) -> None:
     (tmp_path / "list").write_text(text)
     done = CliRunner().invoke(app, ["warm", str(tmp_path / "list"), "--gpu", "h100"])
     assert done.exit_code == 2 and "expected a list that a run or `fp8rl doctor` wrote" in done.stderr
@@ -130,7 +124,7 @@ print(json.dumps([keys, {name: sorted(values) for name, values in names.items()}
 def test_a_kernel_s_key_does_not_depend_on_what_was_launched_before_it() -> None:
     """Nor on the addresses of modules, by which Triton sorts globals of one name: they are others in each process."""
 
-    def found(step: str) -> Any:
+    def found(step: str):
         command = [sys.executable, "-c", KEYS.replace("STEP", step)]
         return json.loads(subprocess.run(command, env=compiling(), capture_output=True, check=True).stdout)
 
@@ -156,7 +150,7 @@ with compiled_only():
 """
 
 
-def test_two_processes_do_not_compile_a_kernel_twice(tmp_path: Path) -> None:
+def test_two_processes_do_not_compile_a_kernel_twice(tmp_path) -> None:
     environment = compiling() | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command, pipe = [sys.executable, "-W", "ignore", "-c", WAITS], subprocess.PIPE
     both = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]

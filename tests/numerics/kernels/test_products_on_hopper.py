@@ -102,14 +102,9 @@ def test_variants_add_up_in_one_order(kernels):
         return [{text: count for text, count in smallest.items() if not text.startswith(("MUFU.RCP", "F2FP"))}]
 
     for op, count, least in (
-        ("FP8", 4, 30),
-        ("FP8 in slices", 2, 30),
-        ("FP8 plus", 2, 30),
-        ("E5M2", 2, 30),
-        ("BF16", 2, 30),
-        ("FP8 gradient", 4, 128),
-        ("BF16 gradient", 3, 4),
-    ):
+        ("FP8", 4, 30), ("FP8 in slices", 2, 30), ("FP8 plus", 2, 30), ("E5M2", 2, 30), ("BF16", 2, 30),
+        ("FP8 gradient", 4, 128), ("BF16 gradient", 3, 4),
+    ):  # fmt: skip
         variants = [kernel for kernel in kernels if kernel["name"] in (op, f"{op}, short")]
         first, *others = [step(each) if "gradient" in op else each["arithmetic"] for each in variants]
         assert len(variants) == count and all(other == first for other in others), op

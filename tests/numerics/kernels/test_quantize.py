@@ -140,11 +140,9 @@ def test_what_there_is_no_kernel_for_is_refused(changes):
     spec, x = TensorSpec(**changes), numbers(4, 256).to(DEVICE)
     blocks = TensorSpec(granularity="block", **changes)
     for refused in (
-        lambda: quantize_kernel(x, spec),
-        lambda: quantize_rows(x, spec),
-        lambda: quantize_columns(x, spec),
+        lambda: quantize_kernel(x, spec), lambda: quantize_rows(x, spec), lambda: quantize_columns(x, spec),
         lambda: quantize_both_ways([x], blocks),
-    ):
+    ):  # fmt: skip
         with pytest.raises(UserError, match="spec: found .* rounding to nearest, where the GPU kernels run"):
             refused()
     run = QuantSpec.preset("fp8_block_pow2")

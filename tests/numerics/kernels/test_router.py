@@ -30,8 +30,7 @@ def test_route(shape, renormalize, dtype):
     logits[0] = 0  # ties
     leaf, leaf64 = logits.clone().requires_grad_(), logits.double().requires_grad_()
     probs, chosen = route(leaf, top_k, renormalize)
-    assert probs.dtype == torch.float32 and chosen.dtype == torch.int64
-    assert chosen[0].tolist() == list(range(top_k))
+    assert probs.dtype == torch.float32 and chosen.dtype == torch.int64 and chosen[0].tolist() == list(range(top_k))
     assert torch.equal(chosen, ops.route(logits, top_k, renormalize)[1])
     expected = leaf64.softmax(-1).gather(1, chosen)
     expected = expected / expected.sum(-1, keepdim=True) if renormalize else expected
@@ -81,8 +80,7 @@ def test_ties_and_numbers_that_are_none():
     logits[4, 9] = torch.inf
     probs, experts = route(logits, 16, True)
     expected, expected_experts = ops.route(logits, 16, True)
-    assert torch.equal(experts, expected_experts)
-    assert torch.allclose(probs, expected, rtol=4e-6, atol=0, equal_nan=True)
+    assert torch.equal(experts, expected_experts) and torch.allclose(probs, expected, rtol=4e-6, atol=0, equal_nan=True)
     some = torch.tensor([[0.1, torch.nan, 0.3, 0.1, torch.nan, 0.3]], device=DEVICE)
     assert top_experts(some, 6).tolist() == ops.top_experts(some, 6).tolist() == [[1, 4, 2, 5, 0, 3]]
 
@@ -133,8 +131,7 @@ def test_of_equal_experts_and_groups_the_lower(implementation):
     logits, bias = torch.zeros(2, 32, device=DEVICE), torch.zeros(32, device=DEVICE)
     bias[31] = -9  # the last group's
     probs, chosen = implementation(logits, bias, 8, 8, 4, True, 2.5)
-    assert chosen.tolist() == [list(range(8))] * 2
-    assert torch.allclose(probs, torch.full((2, 8), 2.5 / 8, device=DEVICE))
+    assert chosen.tolist() == [list(range(8))] * 2 and torch.allclose(probs, torch.full((2, 8), 2.5 / 8, device=DEVICE))
     with pytest.raises(UserError, match="top_k: found 9, expected 1 to 8"):
         route_sigmoid(logits, bias, 9, 8, 2, True, 2.5)
 

@@ -25,7 +25,6 @@ def tall_again():
 
 
 def in_both(run):
-    """What `run` gives in tall tiles, and in short ones."""
     tiles.allow_short(False)
     tall = run()
     tiles.allow_short(True)
@@ -77,8 +76,7 @@ def test_the_probe_allows_tiles_whose_bits_are_those_of_128(monkeypatch, caplog)
     with using("triton"):
         assert all(probe.choose_tiles(DEVICE).values())
         assert tiles.tile_height(64) == tiles.SHORT and tiles.tile_height(65) == tiles.TALL
-        assert tiles.tile_width(2048) == tiles.WIDE and tiles.tile_width(2047) == tiles.NARROW
-        assert not caplog.records
+        assert tiles.tile_width(2048) == tiles.WIDE and tiles.tile_width(2047) == tiles.NARROW and not caplog.records
         # A machine whose other tiles give other bits.
         monkeypatch.setattr(probe, "_of_few_rows", lambda device: [torch.tensor(tiles.tile_height(1))])
         monkeypatch.setattr(probe, "_of_many_columns", lambda device: [torch.tensor(tiles.tile_width(4096))])

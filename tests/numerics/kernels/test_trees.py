@@ -10,7 +10,7 @@ import torch
 from fp8rl.numerics.kernels.attention.forward import packed_attention
 from fp8rl.numerics.kernels.attention.latent import packed_latent_attention, tree_latent_attention
 from fp8rl.numerics.kernels.trees import tree_attention
-from tests.numerics.ops.test_trees import tree_of
+from tests.numerics.ops.test_attention import tree_of
 from tests.support.kernels import DEVICE, random
 from tests.support.trees import branching_rows
 
@@ -93,8 +93,7 @@ def compare_with_rows(rows, op, flat_op, shapes):
     in_rows = torch.zeros(len(tree.flat), *dout.shape[1:], device=DEVICE).index_copy(0, tree.first, dout.float())
     found = passed(lambda *x: op(tree, *x), dout, *leaves)
     flat = passed(lambda *x: flat_op(tree.lengths, *x), in_rows, *(x[tree.flat] for x in leaves))
-    assert torch.equal(found[0][tree.flat], flat[0])
-    assert flat[1].any() and torch.equal(found[1], flat[1][tree.first])
+    assert torch.equal(found[0][tree.flat], flat[0]) and flat[1].any() and torch.equal(found[1], flat[1][tree.first])
     for gradient, of_copies in zip(found[2:], flat[2:], strict=True):
         together = torch.zeros(gradient.shape, dtype=torch.float64, device=DEVICE)
         close(gradient, together.index_add(0, tree.flat, of_copies.double()))
@@ -103,8 +102,7 @@ def compare_with_rows(rows, op, flat_op, shapes):
 def close(found, exact):
     """Weights, their gradients, the saved result and the gradient itself are rounded to BF16."""
     error = found.double() - exact
-    assert error.norm() <= 2**-7 * exact.norm() + 1e-5
-    assert error.abs().max() <= 2**-6 * exact.abs().max() + 1e-5
+    assert error.norm() <= 2**-7 * exact.norm() + 1e-5 and error.abs().max() <= 2**-6 * exact.abs().max() + 1e-5
 
 
 def attention64(paths, q, k, v):

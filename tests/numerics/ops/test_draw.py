@@ -38,8 +38,7 @@ def test_tokens_come_as_often_as_the_softmax_says(over: str, stride: int, temper
 
 def test_the_noise_is_gumbels() -> None:
     noise = gumbel(torch.arange(100), torch.arange(100), 1000).flatten()
-    assert kstest(noise.numpy(), "gumbel_r").pvalue > SIGNIFICANCE
-    assert noise.unique().numel() == noise.numel()
+    assert kstest(noise.numpy(), "gumbel_r").pvalue > SIGNIFICANCE and noise.unique().numel() == noise.numel()
 
 
 @pytest.mark.slow
@@ -115,21 +114,16 @@ def floors(logits: torch.Tensor, top_p: float, top_k: int, min_p: float, tempera
 
 
 def kept(probs: list[float], *setting: float) -> list[int]:
-    """The tokens that stay, of a distribution."""
     logits = torch.tensor([probs]).log()
     return (logits[0] >= floors(logits, *setting)).nonzero().flatten().tolist()  # type: ignore[arg-type]
 
 
 def test_each_setting_looks_at_the_whole_distribution() -> None:
     probs = [0.1, 0.5, 0.25, 0.15]
-    assert kept(probs, *OFF) == [0, 1, 2, 3]
-    assert kept(probs, 0.45, -1, 0.0) == [1]
-    assert kept(probs, 0.7, -1, 0.0) == [1, 2]
-    assert kept(probs, 0.8, -1, 0.0) == [1, 2, 3]
-    assert kept(probs, 1.0, 3, 0.0) == [1, 2, 3]
-    assert kept(probs, 0.7, 3, 0.0) == [1, 2]
-    assert kept(probs, 0.95, 2, 0.0) == [1, 2]
-    assert kept(probs, 1.0, -1, 0.25) == [1, 2, 3]
+    assert kept(probs, *OFF) == [0, 1, 2, 3] and kept(probs, 0.45, -1, 0.0) == [1]
+    assert kept(probs, 0.7, -1, 0.0) == [1, 2] and kept(probs, 0.8, -1, 0.0) == [1, 2, 3]
+    assert kept(probs, 1.0, 3, 0.0) == [1, 2, 3] and kept(probs, 0.7, 3, 0.0) == [1, 2]
+    assert kept(probs, 0.95, 2, 0.0) == [1, 2] and kept(probs, 1.0, -1, 0.25) == [1, 2, 3]
     assert kept(probs, 1e-300, -1, 0.0) == kept(probs, 1.0, 1, 0.0) == kept(probs, 1.0, -1, 1.0) == [1]
     assert kept(probs, 1.0, 4, 0.0) == kept(probs, 1.0, 5, 0.0) == [0, 1, 2, 3]
     for setting in ((1.0, 2, 0.0), (0.35, -1, 0.0), (0.6, 3, 0.0)):  # equal logits stay or go together
@@ -141,8 +135,7 @@ def test_a_token_before_which_there_is_just_top_p_of_the_whole_goes() -> None:
     small = [math.log(weight / 2**40) for weight in (2048.5, 48.5)]  # fills what the FP32 logits of a quarter lack
     logits = torch.tensor([[0.0, -math.log(2), -math.log(2), *small]])
     weight = weights(logits, torch.zeros(1, 1), torch.ones(1, 1))
-    assert int(weight.sum()) == 2 * int(weight[0, 0]) == 2**41
-    assert floors(logits, 0.5, -1, 0.0).tolist() == [0.0]
+    assert int(weight.sum()) == 2 * int(weight[0, 0]) == 2**41 and floors(logits, 0.5, -1, 0.0).tolist() == [0.0]
     assert floors(logits, 0.5 + 2**-24, -1, 0.0).tolist() == [logits[0, 1]]
 
 
@@ -168,9 +161,7 @@ def test_weights_are_the_softmax_in_whole_numbers() -> None:
     setting=st.tuples(st.floats(0.01, 1.0), st.integers(-1, 30), st.floats(0.0, 1.0)),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_row_keeps_the_same_in_every_batch_and_order(
-    rows: int, vocabulary: int, seed: int, dtype: torch.dtype, setting: tuple[float, int, float]
-) -> None:
+def test_a_row_keeps_the_same_in_every_batch_and_order(rows, vocabulary, seed, dtype, setting) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(rows, vocabulary, generator=generator) * 3).to(dtype)
     whole = floors(logits, *setting, temperature=0.7)
@@ -196,9 +187,7 @@ def by_hand(row: list[float], top_p: float, top_k: int, min_p: float, temperatur
 
 
 @pytest.mark.parametrize("setting", CASES.values(), ids=CASES)
-def test_logprobs_entropy_and_gradients_are_those_of_the_truncated_distribution(
-    setting: tuple[float, int, float],
-) -> None:
+def test_logprobs_entropy_and_gradients_are_those_of_the_truncated_distribution(setting) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(7, 80, generator=generator) * 2).requires_grad_()
     floor = floors(logits.detach(), *setting, temperature=0.9)
@@ -206,7 +195,6 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_truncated_distribution(
     d = torch.randn(2, 7, generator=generator)
     found = ops.token_logprobs(ops.narrowed(logits, floor), tokens, 0.9)
     (found[0] * d[0] + found[1] * d[1]).sum().backward()
-
     wide = logits.detach().double().requires_grad_()
     out = logits.detach() < floor[:, None]
     logp = (wide / 0.9).masked_fill(out, -torch.inf).log_softmax(-1)

@@ -18,7 +18,6 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
 
 
 def tokens(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """q, k, v, g and beta of four heads, two of which share a key."""
     q, k, v = (random(count, *shape, seed=seed, dtype=dtype) for seed, shape in enumerate(((2, 64), (2, 64), (4, 64))))
     a, b = random(count, 4, seed=3, dtype=dtype), random(count, 4, seed=4, dtype=dtype)
     return [q, k, v, *ops.delta_gates(a, b, random(4, seed=5, dtype=dtype), random(4, seed=6, dtype=dtype))]

@@ -41,7 +41,6 @@ def test_chunks_and_decode_from_scattered_slots_have_the_bits_of_whole_sequences
     assert torch.equal(ops.packed_latent_attention(*packed[:2], torch.tensor(lengths), RANK, SCALE), packed[2])
     some = ops.latent_attention(q[:, :, 1:], rows, torch.arange(330).expand(2, -1), RANK, SCALE)
     assert torch.equal(some, whole[:, :, 1:])
-
     slots = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:660].view(2, 330)
     cache = torch.full((1000, RANK + TAIL), torch.nan).bfloat16()
     cache[slots] = rows

@@ -82,8 +82,7 @@ def test_slices_merged_in_order_equal_k_splits(quantized):
             parts.append(ops.linear_partial(x[:, half].contiguous(), weight[:, half].contiguous()))
     merged = ops.merge_partials(parts, torch.bfloat16)
     whole = ops.fp8_linear(x, weight, wq, POW2, k_splits=2) if quantized else ops.linear(x, weight, k_splits=2)
-    assert all(part.dtype == torch.float32 for part in parts)
-    assert torch.equal(merged, whole)
+    assert all(part.dtype == torch.float32 for part in parts) and torch.equal(merged, whole)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +97,10 @@ def test_grouped_product_is_each_group_on_its_own(spec, counts):
     weights = [(torch.randn(128, 256, generator=generator) / 16).bfloat16().requires_grad_() for _ in counts]
     dequantized = None if spec is None else [fake_quantize(w.detach(), spec.weight) for w in weights]
     dy = torch.randn(sum(counts), 128, generator=generator).bfloat16()
-
     together = x.clone().requires_grad_()
     out = grouped_linear(together, torch.tensor(counts), weights, dequantized, spec)
     out.backward(dy)
     grads = [w.grad for w in weights]
-
     for group, (part, d) in enumerate(zip(x.split(counts), dy.split(counts))):
         if not len(part):
             assert grads[group] is None
@@ -115,6 +112,5 @@ def test_grouped_product_is_each_group_on_its_own(spec, counts):
             expected = ops.fp8_linear(alone, weight, dequantized[group], spec)
         expected.backward(d)
         at = slice(sum(counts[:group]), sum(counts[: group + 1]))
-        assert torch.equal(out[at], expected)
-        assert torch.allclose(together.grad[at], alone.grad, rtol=2**-7, atol=2**-7)
+        assert torch.equal(out[at], expected) and torch.allclose(together.grad[at], alone.grad, rtol=2**-7, atol=2**-7)
         assert torch.allclose(grads[group], weight.grad, rtol=2**-7, atol=2**-6)

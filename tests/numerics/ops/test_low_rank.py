@@ -21,7 +21,6 @@ def randn(*shape, seed=0):
 
 
 def part_of(n, parts):
-    """Rows belong to the parts by turns of eight."""
     return torch.arange(n) // 8 % parts
 
 
@@ -84,7 +83,6 @@ def bits(tensor):
 
 
 def some_rows(count):
-    """Whether each row has the adapter; there is room for more."""
     return torch.arange(count + 9) % 3 != 1
 
 
@@ -142,7 +140,6 @@ def test_ranks_that_share_k_give_the_bits_of_slices():
 
 
 def experts_of(shared, spec, width=128):
-    """Weights and adapters: each expert's own, or one for all."""
     w13, w2 = randn(EXPERTS, 2 * width, K) / K**0.5, randn(EXPERTS, K, width) / width**0.5
     own = () if shared else (EXPERTS,)
     adapters = leaves(adapter(2, own, K, 2 * width)), leaves(adapter(1, own, width, K))

@@ -91,9 +91,8 @@ def test_rope_of_the_first_channels():
     assert torch.equal(rotated[..., 64:], x[..., 64:])
     gradients(
         lambda a: ops.rope(a, positions, 1e4, 64),
-        lambda a: torch.cat((rope64(a[..., :64], positions), a[..., 64:]), -1),
-        x,
-    )
+        lambda a: torch.cat((rope64(a[..., :64], positions), a[..., 64:]), -1), x,
+    )  # fmt: skip
 
 
 def test_swiglu():
@@ -117,7 +116,6 @@ def attention64(q, k, v, scale=0.1):
 def test_attention(length):
     q, k, v = random(2, length, 4, 64), random(2, length, 2, 64, seed=1), random(2, length, 2, 64, seed=2)
     positions = torch.arange(length).expand(2, -1)
-
     one_rounding(ops.attention(q, k, v, positions, 0.1), attention64(q.double(), k.double(), v.double()))
     gradients(lambda *x: ops.attention(*x, positions, 0.1), attention64, q, k, v)
 

@@ -33,9 +33,8 @@ def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
 GATED = OpForm(
     name="gated_attention",
     shapes="q, k, v, gates [T, heads] -> [T, heads * D]; each query has a key of its own in the cache",
-    definition=gate_heads,
-    part="attention",
-)
+    definition=gate_heads, part="attention",
+)  # fmt: skip
 
 
 def tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
@@ -65,8 +64,6 @@ FAMILY = Family(
     megatron=lambda: import_module("tests.support.made_up.megatron").FAMILY,
 )  # fmt: skip
 ARCHITECTURE = replace(
-    qwen3_moe.ARCHITECTURE,
-    name="MadeUpForCausalLM",
-    sizes=sizes,
+    qwen3_moe.ARCHITECTURE, name="MadeUpForCausalLM", sizes=sizes,
     families=(FAMILY, replace(mlp.MOE, tensors=partial(mlp.moe_tensors, experts=EXPERTS))),
-)
+)  # fmt: skip

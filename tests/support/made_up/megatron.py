@@ -63,7 +63,6 @@ def gated(layer: Layer) -> Fields:
 
 
 FAMILY = MegatronFamily(
-    sides={**attention.FAMILY.sides, GATED: MegatronSide(output)},
-    layer={"exact": gated},
+    sides={**attention.FAMILY.sides, GATED: MegatronSide(output)}, layer={"exact": gated},
     config=attention.FAMILY.config,
-)
+)  # fmt: skip

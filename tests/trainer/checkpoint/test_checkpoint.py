@@ -8,7 +8,7 @@ import json
 import pickle
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,11 @@ from fp8rl.trainer.checkpoint.files import (
 )
 from fp8rl.trainer.checkpoint.pickles import read_metadata
 from fp8rl.trainer.inventory import optimizer_state
+from tests.fp8rl.test_forged import Planted
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.disks import room
 from tests.support.models import EXPERTS, LAYERS
-from tests.support.trainers import MakeTrainer, Models
+from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -61,9 +62,7 @@ def _train(trainer: Any, first: int, last: int, **size: int) -> list[tuple[float
 
 
 @pytest.mark.parametrize(("model", "steps_before_loading"), [("moe", 2), ("linear", 0)])
-def test_two_and_two_steps_equal_four(
-    model: str, steps_before_loading: int, tmp_path: Path, make_trainer: MakeTrainer, models: Models
-) -> None:
+def test_two_and_two_steps_equal_four(model, steps_before_loading, tmp_path, make_trainer, models) -> None:
     """Linear attention has parameters in FP32 beside those in BF16, and goes token by token."""
     size = {"rows": 3, "longest": 12} if model == "linear" else {}
     settings, path = {"decay": "cosine", "warmup_steps": 1, "weight_decay": 0.1}, models[model]
@@ -139,7 +138,6 @@ def test_a_checkpoint_of_weights_has_no_past(moe_path: Path, tmp_path: Path, mak
 
 
 def test_what_is_written_beside_training_was_staged(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    """In equal files, wherever they are."""
     trainer = make_trainer(moe_path, "fp8")
     _train(trainer, 0, 2)
     trainer.save(tmp_path / "at once", {"seed": 7})
@@ -192,8 +190,7 @@ def test_a_bit_that_flips_before_a_checkpoint_has_its_name_is_found(
         monkeypatch.setattr(checkpoint_writer, "_write", write)
     with pytest.raises(OSError, match="last: found other bytes of .*output_layer.weight in __0_0.distcp") as error:
         staged.write()
-    assert "\n" not in str(error.value)
-    assert trainer.load(tmp_path / "last") == {"n": 1}
+    assert "\n" not in str(error.value) and trainer.load(tmp_path / "last") == {"n": 1}
 
 
 def test_what_is_not_a_checkpoint_of_this_format_is_refused(kept: tuple[Any, Path], tmp_path: Path) -> None:
@@ -216,21 +213,16 @@ def flip_bit(file: Path, position: int) -> None:
 
 DAMAGE: dict[str, Any] = {
     "flipped": lambda file: flip_bit(file, file.stat().st_size // 2),
-    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-100]),
-    "gone": Path.unlink,
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-100]), "gone": Path.unlink,
     "of another step": lambda file: file.write_text(file.read_text().replace('"step": 1', '"step": 2')),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("pattern", "damages"),
-    [
-        ("state/*.distcp", ("flipped", "cut off", "gone")),
-        ("state/.metadata", ("flipped",)),
-        ("state/common.pt", ("cut off",)),
-        ("about.json", ("flipped", "cut off", "of another step")),
-    ],
-)
+    [("state/*.distcp", ("flipped", "cut off", "gone")), ("state/.metadata", ("flipped",)),
+     ("state/common.pt", ("cut off",)), ("about.json", ("flipped", "cut off", "of another step"))],
+)  # fmt: skip
 def test_damage_is_not_loaded(pattern: str, damages: tuple[str, ...], kept: tuple[Any, Path], tmp_path: Path) -> None:
     trainer, whole = kept
     held = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -255,29 +247,19 @@ def test_weights_are_made_from_the_masters(moe_path: Path, make_trainer: MakeTra
     assert all(torch.equal(parameter, trained[name]) for name, parameter in trainer.model.named_parameters())
 
 
-@dataclass
-class _Planted:
-    """Unpickled, it writes a file."""
-
-    file: Path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
-
-
 def _forged(kind: str, checkpoint: Path, ran: Path) -> None:
     """Put a pickle that runs code into a checkpoint, with digests that are right."""
     state = checkpoint / STATE
     found: Any = FileSystemReader(state).read_metadata()
     match kind:
         case "metadata":
-            found = _Planted(ran)
+            found = Planted(ran)
         case "a value in the metadata":
-            found.planner_data = _Planted(ran)
+            found.planner_data = Planted(ran)
         case "common":
-            torch.save({"step": _Planted(ran)}, state / "common.pt")
+            torch.save({"step": Planted(ran)}, state / "common.pt")
         case "tensors":
-            packed = _packed(_Planted(ran)).getvalue()
+            packed = _packed(Planted(ran)).getvalue()
             (state / "planted.distcp").write_bytes(packed)
             found.storage_data = dict.fromkeys(found.storage_data, _StorageInfo("planted.distcp", 0, len(packed)))
         case "a file elsewhere":
@@ -315,8 +297,7 @@ def test_metadata_that_another_python_has_written_are_read(kept: tuple[Any, Path
     found = FileSystemReader(whole / STATE).read_metadata()
     with (tmp_path / ".metadata").open("wb") as file:
         _AsOlderPythons(file).dump(found)
-    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
-    assert read_metadata(tmp_path / ".metadata") == found
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes() and read_metadata(tmp_path / ".metadata") == found
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Path, "touch"), (enum.Enum, "__new__"), (WriteItemType, "mro")])

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer, Models, scored, trainer_on, whole
+from tests.support.trainers import Models, scored, trainer_on, whole
 
 pytestmark = pytest.mark.slow
 
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
 CONFIGS = {
     "merged": AdapterSection(rank=8, mode="merged", targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj")),
-    "separate": AdapterSection(rank=8),
-    "shared": AdapterSection(rank=8, experts="shared"),
-    "latent": AdapterSection(rank=8),
-    "linear": AdapterSection(rank=8),
-}
+    "separate": AdapterSection(rank=8), "shared": AdapterSection(rank=8, experts="shared"),
+    "latent": AdapterSection(rank=8), "linear": AdapterSection(rank=8),
+}  # fmt: skip
 """What is trained, by what is special about it; `latent`, `linear`: a model with latent or linear attention."""
 
 RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "latent", "linear")),
-    "ep2": ({"ep": 2, "dp": 2}, ("separate", "shared")),
-    "pp2": ({"pp": 2}, ("merged", "separate")),
-}
+    "ep2": ({"ep": 2, "dp": 2}, ("separate", "shared")), "pp2": ({"pp": 2}, ("merged", "separate")),
+}  # fmt: skip
 """Layouts, and what is trained on them: all models on the first, on the others what they treat in ways of their own."""
 
 
-def on_a_rank(paths: Models, folder: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
+def on_a_rank(paths: Models, folder, layout, config: TrainerSection) -> dict[str, Any]:
     """What each rank of a layout does with the checkpoints of one rank."""
     out = {}
     for name, path in paths.items():
@@ -57,14 +51,12 @@ def learn(trainer: Any, seed: int) -> float:
     return norm
 
 
-def adapters(trainer: Any) -> dict[str, Tensor]:
+def adapters(trainer: Any):
     return {name: tensor.clone() for name, tensor in trainer.weights.adapters(trainer.model)}
 
 
 @pytest.mark.parametrize(("ranks", "names"), RANKS.values(), ids=RANKS)
-def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
-    ranks: dict[str, int], names: tuple[str, ...], models: Models, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_adapters_on_two_ranks_compute_and_learn_as_on_one(ranks, names, models, tmp_path, make_trainer) -> None:
     """One rank's checkpoint is of its first step. Its adapters before that and after the second are compared."""
     paths = {name: models.get(name, models["moe"]) for name in names}
     alone = {}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.trainer import device
@@ -41,15 +39,13 @@ WIDTH, SCALE = 1160, 0.2
 """More than a chunk of keys, and no whole number of splits for a rank."""
 
 
-def tensors() -> list[Tensor]:
-    """q, k, v and the gradient of the result."""
+def tensors():
     random = torch.Generator().manual_seed(0)
     heads = (4, 2, 2, 4)
     return [torch.randn(2, WIDTH, count, 16, generator=random).bfloat16() for count in heads]
 
 
-def attended(layout: Layout, config: TrainerSection) -> dict[str, Any]:
-    """The result and the gradients, of all tokens, and what this rank takes of a gradient."""
+def attended(layout: Layout, config: TrainerSection):
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -85,7 +81,7 @@ def test_every_token_is_one_rank_s_and_all_ranks_see_as_many_keys() -> None:
 PIECE = 50_000
 
 
-def _both_ways(path: Path, layout: Layout, config: TrainerSection) -> list[Any]:
+def _both_ways(path: Path, layout: Layout, config: TrainerSection):
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -138,8 +134,7 @@ def test_ranks_of_a_node_take_a_gpu_each_or_without_one_cpu(gpus: list[int], mon
         assert device.claim(rank) == torch.device("cuda", index) == device.current()
     assert gpus == [0, 3, 0, 2] and device.collectives(device.current()) == "nccl"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device.claim(3) == torch.device("cpu") == device.current()
-    assert device.collectives(device.current()) == "gloo"
+    assert device.claim(3) == torch.device("cpu") == device.current() and device.collectives(device.current()) == "gloo"
 
 
 def test_the_world_is_not_bound_to_a_gpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +143,7 @@ def test_the_world_is_not_bound_to_a_gpu(gpus: list[int], monkeypatch: pytest.Mo
     class JoinedError(Exception): ...
 
     def join(backend: str, **settings: object) -> None:
-        assert backend == "nccl" and settings["rank"] == 2
-        assert settings.get("device_id") is None
+        assert backend == "nccl" and settings["rank"] == 2 and settings.get("device_id") is None
         raise JoinedError
 
     monkeypatch.setattr(torch.distributed, "init_process_group", join)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +17,11 @@ from fp8rl.trainer.distributed.offload import HostCopy
 from fp8rl.trainer.distributed.optimizer import _create_moments, step_threads
 from fp8rl.trainer.inventory import buffers, optimizer_state
 from fp8rl.trainer.roles import offload
-from fp8rl.trainer.trainer import Trainer
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
-from tests.support.trainers import MakeTrainer, Models
 
 
-def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+def state_of(trainer) -> dict[str, torch.Tensor]:
     state = {f"{kind} of {name}": tensor for name, kind, tensor in optimizer_state(trainer)}
     return state | {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
 
@@ -33,7 +30,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("model", "dtype"), [("moe", torch.bfloat16), ("moe", torch.float32), ("linear", torch.bfloat16)]
 )
-def test_training_goes_on(model: str, dtype: Any, tmp_path: Path, make_trainer: MakeTrainer, models: Models) -> None:
+def test_training_goes_on(model: str, dtype: Any, tmp_path, make_trainer, models) -> None:
     """An FP32 weight is its own master, and stays where the forward reads it; linear attention has some beside BF16."""
     moving, staying = (make_trainer(models[model], dtype=dtype) for _ in range(2))
     batch = random_batch(rows=2, longest=9)
@@ -45,7 +42,6 @@ def test_training_goes_on(model: str, dtype: Any, tmp_path: Path, make_trainer: 
     assert moved == held["masters"] + held["moments"] + gradients and gradients >= held["gradients"]
     assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in buffers(moving))
     assert offload(moving) == moved, "once is enough"
-
     assert moving.score(batch)[1].equal(staying.score(batch)[1])
     for trainer, name in ((moving, "moving"), (staying, "staying")):
         trainer.save(tmp_path / name, {})
@@ -54,7 +50,6 @@ def test_training_goes_on(model: str, dtype: Any, tmp_path: Path, make_trainer: 
     for refused in (lambda: moving.train_step(batch, cross_entropy(batch)), lambda: moving.load(tmp_path / "moving")):
         with pytest.raises(RuntimeError, match="masters and moments in the host's memory"):
             refused()
-
     moving.optimizer.host_copy.onload()
     done = [trainer.train_step(batch, cross_entropy(batch)).result for trainer in (moving, staying)]
     assert done[0].loss == done[1].loss and done[0].grad_norm == done[1].grad_norm
@@ -142,16 +137,10 @@ def parameters() -> list[OnDevice]:
 def hybrid(of: list[OnDevice]) -> HybridDeviceOptimizer:
     groups = [{"params": [of[0]]}, {"params": [of[1]], "weight_decay": 0.0}]
     optimizer = HybridDeviceOptimizer(
-        groups,
-        offload_fraction=1.0,
-        cpu_optimizer_cls=torch.optim.AdamW,
-        gpu_optimizer_cls=torch.optim.AdamW,
-        overlap_cpu_optimizer_d2h_h2d=False,
-        pin_cpu_grads=False,
-        pin_cpu_params=False,
-        param_update_in_fp32=True,
+        groups, offload_fraction=1.0, cpu_optimizer_cls=torch.optim.AdamW, gpu_optimizer_cls=torch.optim.AdamW,
+        overlap_cpu_optimizer_d2h_h2d=False, pin_cpu_grads=False, pin_cpu_params=False, param_update_in_fp32=True,
         **ADAM,
-    )
+    )  # fmt: skip
     _create_moments(SimpleNamespace(optimizer=optimizer))  # type: ignore[arg-type]
     return optimizer
 
@@ -186,7 +175,6 @@ def test_its_steps_are_those_of_adam_on_fp32_masters_and_a_resumed_one_goes_on(s
         state = optimizer.state[parameter]
         assert torch.equal(state["master_param"], master.detach()) and int(state["step"]) == 3
         assert torch.equal(state["exp_avg"], adam.state[master]["exp_avg"])
-
     again = parameters()  # resumed before the last step
     for parameter, tensor in zip(again, weights, strict=True):
         parameter.data.copy_(tensor)
@@ -202,9 +190,7 @@ def test_its_steps_are_those_of_adam_on_fp32_masters_and_a_resumed_one_goes_on(s
     ("gpu", "offload", "here", "threads"),
     [(True, True, 1, 16), (True, True, 3, 5), (True, True, 40, 1), (True, False, 1, 1), (False, True, 1, 1)],
 )
-def test_beside_a_gpu_a_rank_steps_on_its_share_of_the_node_s_cores(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, offload: bool, here: int, threads: int
-) -> None:
+def test_beside_a_gpu_a_rank_steps_on_its_share_of_the_node_s_cores(monkeypatch, gpu, offload, here, threads) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(optimizer_module.os, "sched_getaffinity", lambda process: range(16))
     monkeypatch.setattr(optimizer_module, "all_gathered", lambda node: [node] * here + ["another"])

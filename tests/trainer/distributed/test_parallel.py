@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,6 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.state_bytes import state_bytes
-from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import served_bytes, served_tensors
 from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
 from tests.support.models import LENGTH, write_family
@@ -39,29 +37,19 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 220}
 LAYOUTS = {
-    "ep2": {"ep": 2, "dp": 2},
-    "dp2": {"dp": 2},
-    "pp2": {"pp": 2},
-    "tp2ep2": {"tp": 2, "ep": 2},
-    "cp2": {"cp": 2},
-}
+    "ep2": {"ep": 2, "dp": 2}, "dp2": {"dp": 2}, "pp2": {"pp": 2}, "tp2ep2": {"tp": 2, "ep": 2}, "cp2": {"cp": 2},
+}  # fmt: skip
 RECOMPUTED = {
-    "ep2": ("none", "experts"),
-    "dp2": ("none", "attention"),
-    "pp2": ("none", "layer"),
-    "tp2ep2": ("experts", "attention"),
-    "cp2": ("layer", "none"),
-}
+    "ep2": ("none", "experts"), "dp2": ("none", "attention"), "pp2": ("none", "layer"),
+    "tp2ep2": ("experts", "attention"), "cp2": ("layer", "none"),
+}  # fmt: skip
 """What the gradients of padded rows and of rows end to end compute once more: layouts differ in a layer's collectives,
 a stage's layers, a row's chunks."""
 BATCH: dict[str, Any] = {"rows": 7, "longest": 60, "temperature": 0.9}
 FAMILIES = {
-    "ep2": ("sigmoid",),
-    "dp2": ("sigmoid",),
-    "pp2": ("latent", "linear", "sigmoid"),
-    "tp2ep2": ("latent", "linear", "sigmoid"),
-    "cp2": ("sigmoid",),
-}
+    "ep2": ("sigmoid",), "dp2": ("sigmoid",), "pp2": ("latent", "linear", "sigmoid"),
+    "tp2ep2": ("latent", "linear", "sigmoid"), "cp2": ("sigmoid",),
+}  # fmt: skip
 """Models of which a layout shares parts in ways of its own: experts, layers, heads, rows. Context-parallel ranks cannot
 share a row of latent or linear attention yet."""
 BIASED = {"router_bias_rate": 2.0**-10}
@@ -127,10 +115,9 @@ class Case:
         return out
 
     def _failing(self, layout: Layout) -> str:
-        """Rank 1 alone has no room."""
         from fp8rl.models.checkpoint.writing import write_directory
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
+        def tensors():
             yield str(layout.rank), torch.ones(1)
             if layout.rank == 1:
                 raise OSError("no space left")
@@ -177,7 +164,6 @@ def valued(layout: Layout, policy: Any, path: Path) -> Any:
 
 
 def biases(trainer: Any) -> dict[str, Tensor]:
-    """The routers' biases of this rank after a step."""
     batch = random_batch(**BATCH)
     trainer.train_step(batch, cross_entropy(batch))
     return {name: held.clone() for name, held in trainer.model.named_buffers() if name.endswith("expert_bias")}
@@ -218,8 +204,7 @@ def reported(layout: Layout, scored: T) -> T | None:
     return scored if layout.is_reporting_rank else None
 
 
-def routed_batch() -> TokenBatch:
-    """Rows whose tokens go to experts that are given."""
+def routed_batch():
     batch = random_batch(**BATCH)
     return replace(batch, routes=random_routes(batch), replay=True)
 
@@ -259,7 +244,6 @@ class Outcome:
     saved: Path
 
     def union(self, key: str) -> dict[str, Tensor]:
-        """What all ranks hand out."""
         return {name: tensor for rank in self.ranks for name, tensor in rank[key].items()}
 
     def scores(self, key: str) -> Tensor:
@@ -312,16 +296,12 @@ class OneRank:
 
 
 @pytest.fixture(scope="module")
-def one_rank(
-    make_trainer: MakeTrainer, paths: Models, layout: Layout, tmp_path_factory: pytest.TempPathFactory
-) -> OneRank:
+def one_rank(make_trainer, paths, layout, tmp_path_factory) -> OneRank:
     return OneRank(make_trainer, paths, layout, tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
-def outcome(
-    request: pytest.FixtureRequest, paths: Models, one_rank: OneRank, tmp_path_factory: pytest.TempPathFactory
-) -> Outcome:
+def outcome(request, paths, one_rank, tmp_path_factory) -> Outcome:
     config = TrainerSection(**SETTINGS, **LAYOUTS[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     case = Case(paths, one_rank.checkpoint, folder / "saved", request.param)
@@ -352,7 +332,6 @@ def assert_close_steps(of_ranks: list[list[tuple[float, float]]], expected: list
 
 
 def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: OneRank) -> None:
-    """Of padded rows, and of rows end to end."""
     if outcome.config.pp > 1:
         pytest.skip("refused, as its ranks have seen")
     logprobs, routes = one_rank.routed(outcome.config.tp)
@@ -406,14 +385,12 @@ def test_weights_leave_as_they_came(outcome: Outcome, paths: Models) -> None:
     kinds = ("moe", *FAMILIES[outcome.name])
     for kind, found in [("moe", written), *((kind, outcome.union(f"{kind} export")) for kind in kinds)]:
         stored = load_file(paths[kind] / "model.safetensors")
-        assert found.keys() == stored.keys()
-        assert all(torch.equal(found[name], stored[name]) for name in stored)
+        assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
 
 
 def test_what_one_rank_cannot_do_all_know_of(outcome: Outcome) -> None:
     assert [rank["one rank fails"] for rank in outcome.ranks] == ["no space left"] * len(outcome.ranks)
-    assert not outcome.saved.with_name("failed").exists()
-    assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
+    assert not outcome.saved.with_name("failed").exists() and len({rank["non-finite"] for rank in outcome.ranks}) == 1
     assert "rows [0" in outcome.ranks[0]["non-finite"]
 
 
@@ -437,8 +414,7 @@ def test_a_checkpoint_moves_between_layouts(outcome: Outcome, one_rank: OneRank)
     trainer, expected = one_rank.resumed(outcome.config.tp)
     assert outcome.ranks[0]["extra"] == {"from": "one rank"}
     assert_close_steps([rank["resumed"] for rank in outcome.ranks], expected)
-    assert trainer.load(outcome.saved)["layout"]["tp"] == outcome.config.tp
-    assert trainer.weight_version == 4
+    assert trainer.load(outcome.saved)["layout"]["tp"] == outcome.config.tp and trainer.weight_version == 4
 
 
 def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, paths: Models) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.diagnose.audit import differences_of
-from fp8rl.diagnose.audit.observations import Observation
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
@@ -30,7 +28,7 @@ BATCH: dict[str, Any] = {"rows": 6, "longest": 40}
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
+def counted():
     """Bytes that this rank gives to others in torch's collectives, by the collective."""
     sent: Counter[str] = Counter()
 
@@ -45,9 +43,8 @@ def counted() -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         half = {
-            "all_to_all_single": lambda out, given, **_: given.nbytes // 2,
-            "all_reduce": lambda x, *_, **__: x.nbytes,
-        }
+            "all_to_all_single": lambda out, given, **_: given.nbytes // 2, "all_reduce": lambda x, *_, **__: x.nbytes,
+        }  # fmt: skip
         own = {"broadcast": lambda x, *, group_src, group, **_: x.nbytes if group_src == group.rank() else 0}
         for name, parts in (half | own).items():
             patch.setattr(dist, name, counting(name, parts))
@@ -56,8 +53,6 @@ def counted() -> Iterator[Counter[str]]:
 
 @dataclass(frozen=True)
 class Case:
-    """What each of two data-parallel ranks does."""
-
     moe_path: Path
     folder: Path
 
@@ -73,7 +68,7 @@ class Case:
             "audits": {"narrow": self._watched(layout, narrow, narrow), "wide": self._watched(layout, narrow, config)},
         }
 
-    def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection) -> list[Observation]:
+    def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection):
         from fp8rl.diagnose.audit.watch import watch_step
 
         trainer, batch = trainer_on(layout, config, self.moe_path), random_batch(**BATCH)
@@ -88,11 +83,9 @@ class Case:
         broken = given.clone()
         broken[5] = math.inf
         return {
-            "total": total,
-            "said": nbytes,
-            "sent": sent.total(),
+            "total": total, "said": nbytes, "sent": sent.total(),
             "broken": reduce_scatter(broken, wire, dist.group.WORLD)[0],
-        }
+        }  # fmt: skip
 
     def _step(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         trainer = trainer_on(layout, config, self.moe_path)
@@ -140,7 +133,6 @@ def numbers(rank: int) -> Tensor:
 
 
 def group_max(x: Tensor) -> Tensor:
-    """The largest of each number's group of 128."""
     groups = F.pad(x.abs(), (0, -len(x) % 128)).view(-1, 128)
     return groups.amax(1).repeat_interleave(128)[: len(x)]
 
@@ -175,15 +167,13 @@ def test_a_step_sends_a_quarter_in_fp8_and_its_gradients_are_nearly_the_same(ran
     for rank in ranks:
         steps = rank["steps"]
         for wire in NARROW:
-            assert steps[wire]["said"] == steps[wire]["sent"]
-            assert steps[wire]["norm"] == ranks[0]["steps"][wire]["norm"]
+            assert steps[wire]["said"] == steps[wire]["sent"] and steps[wire]["norm"] == ranks[0]["steps"][wire]["norm"]
             assert steps[wire]["norm"] == pytest.approx(steps["fp32"]["norm"], rel=0.02)
         assert steps["bf16"]["said"] == steps["fp32"]["said"] / 2
         assert steps["e4m3"]["said"] == steps["e5m2"]["said"] <= 0.27 * steps["fp32"]["said"]
 
 
 def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(ranks: Any) -> None:
-    """Two steps with each gather give the same log-probabilities, bit for bit."""
     for rank in ranks:
         plain, coded = rank["gathers"]["bf16"], rank["gathers"]["e4m3"]
         for step in range(2):
@@ -203,7 +193,6 @@ def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(
 
 
 def test_an_audit_finds_what_a_wire_carries(ranks: Any) -> None:
-    """As planned; and beside a plan of wide wires, as two differences."""
     for rank in ranks:
         assert differences_of(rank["audits"]["narrow"]) == []
         found = {each.key: (each.found, each.planned) for each in differences_of(rank["audits"]["wide"])}

@@ -19,7 +19,6 @@ from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import token_by_token, write_family
 from tests.support.ranks import run_on_ranks
@@ -60,7 +59,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """The model of a family, made once."""
     path = folder / f"{name} {dtype}"
     return path if path.is_dir() else write_family(path, FAMILIES[name], dtype)
 
@@ -100,9 +98,7 @@ ROUTERS = [(name, changes) for name in ("qwen3_moe", "glm4_moe") for changes in 
 @pytest.mark.parametrize(
     ("name", "changes"), [*ROUTERS, ("qwen3_moe", {}), ("qwen3", {}), ("qwen3", {"tie_word_embeddings": True})], ids=str
 )
-def test_routers_of_every_form_equal_transformers_in_both_modes(
-    name: str, changes: dict[str, Any], mode: str, folder: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_routers_of_every_form_equal_transformers_in_both_modes(name, changes, mode, folder, tmp_path, make_trainer):
     path = tmp_path / "model"
     shutil.copytree(write(folder, name, torch.float32), path)
     config = json.loads((path / "config.json").read_text()) | changes
@@ -127,7 +123,6 @@ def test_megatrons_rotation_has_frequencies_of_a_lengthened_context(folder: Path
 
 
 def choosing(model: Any, keys: int) -> Any:
-    """The model, whose indexers, if it has some, choose so many keys."""
     for module in model.modules():
         if hasattr(module, "index_topk"):
             module.index_topk = keys
@@ -143,7 +138,6 @@ def test_every_tensor_is_saved_and_loaded(name: str, folder: Path, tmp_path: Pat
     assert exported.keys() == stored.keys() == read_model(path).tensors.rows.keys()
     assert all(torch.equal(exported[key].float(), tensor.float()) for key, tensor in stored.items())
     assert read_shape(path).parameters == sum(tensor.numel() for tensor in stored.values())
-
     trained.train_step(batch, cross_entropy(batch))
     for buffer_name, buffer in trained.model.named_buffers():  # which no optimizer trains
         if buffer_name.endswith("expert_bias"):
@@ -230,8 +224,7 @@ def test_vectors_gradients_on_two_ranks_are_as_on_one(folder: Path, tmp_path: Pa
                 torch.testing.assert_close(whole, gradient, rtol=1e-3, atol=1e-6)
 
 
-def gradients_of_all(paths: dict[str, Path], layout: Layout, config: TrainerSection) -> dict[str, dict[str, Tensor]]:
-    """The gradients of a rank's parameters, by their names, for one batch in FP32, of each model."""
+def gradients_of_all(paths: dict[str, Path], layout, config: TrainerSection) -> dict[str, dict[str, Tensor]]:
     made = {name: trainer_on(layout, config, path, "bf16", dtype=torch.float32) for name, path in paths.items()}
     return {name: gradients(trainer) for name, trainer in made.items()}
 

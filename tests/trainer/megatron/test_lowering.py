@@ -14,7 +14,6 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import OptimizerSection, TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import Lowering, lower, lower_optimizer
 from tests.support.definitions import SIZES, shape_of
 from tests.support.lowering import DEFAULT, FP8, FUSED, RECIPE, native
@@ -78,16 +77,14 @@ def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine_nor_fp8_
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({"weight": {"granularity": "channel"}}, "numerics.weight.granularity: found 'channel', expected block, as"),
-        ({"weight": {"format": "e5m2"}}, "numerics.weight.format: found 'e5m2', expected e4m3"),
-        ({"activation": {"group": 32}}, "numerics.activation.group: found 32, expected 128"),
-        ({"gradient": {"scale": "fp32"}}, "numerics.gradient.scale: found 'fp32', expected pow2"),
-        ({"activation": {"fixed": 224.0}}, "numerics.activation.fixed: found 224.0, expected null, as"),
-        ({"gradient": {"rounding": "stochastic"}}, "numerics.gradient.rounding: found 'stochastic', expected nearest"),
-        ({"scope": ["o_proj"]}, r"numerics.scope: found \['o_proj'\], expected all module kinds"),
-    ],
-)
+    [({"weight": {"granularity": "channel"}}, "numerics.weight.granularity: found 'channel', expected block, as"),
+     ({"weight": {"format": "e5m2"}}, "numerics.weight.format: found 'e5m2', expected e4m3"),
+     ({"activation": {"group": 32}}, "numerics.activation.group: found 32, expected 128"),
+     ({"gradient": {"scale": "fp32"}}, "numerics.gradient.scale: found 'fp32', expected pow2"),
+     ({"activation": {"fixed": 224.0}}, "numerics.activation.fixed: found 224.0, expected null, as"),
+     ({"gradient": {"rounding": "stochastic"}}, "numerics.gradient.rounding: found 'stochastic', expected nearest"),
+     ({"scope": ["o_proj"]}, r"numerics.scope: found \['o_proj'\], expected all module kinds")],
+)  # fmt: skip
 def test_what_transformer_engine_does_not_compute_is_refused(changes: dict[str, Any], said: str) -> None:
     numerics = native(rollout="bf16", **changes)
     with pytest.raises(UserError, match=said + ".*numerics.mode=exact"):
@@ -96,7 +93,7 @@ def test_what_transformer_engine_does_not_compute_is_refused(changes: dict[str, 
 
 
 @pytest.mark.slow
-def test_the_config_is_one_that_megatron_takes(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_is_one_that_megatron_takes(layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Megatron believes that TransformerEngine is there."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.fp8_utils import is_first_last_bf16_layer

@@ -3,7 +3,6 @@ against a forward written from docs/exactness.md."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules.precision import Precision
 from lab.bench.float64 import logprobs
@@ -31,7 +29,7 @@ from tests.support.trainers import MakeTrainer, scored
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
-def test_parameters_are_on_the_gpu(mode: str, moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_on_the_gpu(mode: str, moe_path: Path, layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, which is another device than the one that torch takes by default."""
     from fp8rl.trainer.megatron.model import build_model
 
@@ -57,17 +55,14 @@ def test_an_exported_directory_has_every_file(moe_path: Path, tmp_path: Path, ma
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("moe", [True, False])
-def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(
-    precision: str, moe: bool, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(precision, moe, moe_path, dense_path, make_trainer) -> None:
     trainer = make_trainer(moe_path if moe else dense_path, precision, micro_batch_tokens=4096)
     batch = random_batch(rows=10, longest=330, temperature=0.7)
     together = scored(trainer, batch)
     for row in (0, 4, 9):
         length = int(batch.lengths[row])
         _, alone = trainer.score(batch.select([row]))
-        assert alone[0, 1:].abs().min() > 0
-        assert torch.equal(alone[0], together[row, :length])
+        assert alone[0, 1:].abs().min() > 0 and torch.equal(alone[0], together[row, :length])
         assert not together[row, length:].any()
 
 
@@ -77,22 +72,9 @@ def test_the_number_of_k_slices_is_part_of_the_result(dense_path: Path, make_tra
     assert not torch.equal(one, two)
     torch.testing.assert_close(one, two, rtol=0, atol=0.5)
     packed = {"mode": "native", "packing": True}
-    for keys, said in (
-        ({"tp": 2}, r"numerics\.k_splits: found 1, expected trainer\.tp=2"),
-        (packed, "trainer.packing"),
-    ):
+    for keys, said in (({"tp": 2}, r"k_splits: found 1, expected trainer\.tp=2"), (packed, "trainer.packing")):
         with pytest.raises(UserError, match=said):
             make_trainer(dense_path, **keys)
-
-
-def test_a_directory_that_does_not_fit_is_refused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    """Every kind of it, in tests/models."""
-    config = json.loads((moe_path / "config.json").read_text())
-    for written, named in ((None, r"config\.json"), ({}, "safetensors"), ({"head_dim": 96}, "head_dim")):
-        if written is not None:
-            (tmp_path / "config.json").write_text(json.dumps(config | written))
-        with pytest.raises(UserError, match=named):
-            make_trainer(tmp_path, "fp8")
 
 
 pytestmark = pytest.mark.slow
@@ -112,8 +94,7 @@ def test_a_row_has_the_same_logprobs_alone_and_in_a_batch(small_path: Path, make
         rows, scored = trainer.score(batch)
         _, (alone,) = trainer.score(batch.select([0]))
     together = scored[torch.tensor(rows).argsort()][0]
-    assert alone[1:].abs().min() > 0
-    assert torch.equal(alone, together)
+    assert alone[1:].abs().min() > 0 and torch.equal(alone, together)
 
 
 def test_loss_and_gradients_are_close_to_the_definitions(small_path: Path, make_trainer: MakeTrainer) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +13,6 @@ from fp8rl.models import ModelSizes
 from fp8rl.models.families import gated_delta, latent, mlp
 from fp8rl.models.families.gated_delta import GatedDelta
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
@@ -59,7 +56,7 @@ def trained(sizes: ModelSizes = MOE, spec: QuantSpec = SPEC, **config: Any) -> C
     return check
 
 
-def rows(mode: Mode = "exact", length: int = 4096, **config: Any) -> Check:
+def rows(mode="exact", length: int = 4096, **config: Any) -> Check:
     return partial(check_rows, TrainerSection(**config), mode, False, length)
 
 
@@ -99,11 +96,7 @@ CASES: list[tuple[Check, str, Check | None]] = [
     (split(DENSE, 4), f"{BLOCKS} intermediate_size / trainer.tp = 768 / 4: found 192, expected a mul", split(DENSE, 2)),
     (split(changed(expert_size=192)), f"{BLOCKS} moe_intermediate_size: found 192, expected a multiple of 128", None),
     (split(AIR), f"{BLOCKS} intermediate_size: found 10944, expected a multiple of 128", split(AIR, spec=FIRST)),
-    (
-        split(AIR, 2, FIRST),
-        f"{BLOCKS} moe_intermediate_size * n_shared_experts / trainer.tp = 1408 / 2: found 704",
-        None,
-    ),
+    (split(AIR, 2, FIRST), f"{BLOCKS} moe_intermediate_size * n_shared_experts / trainer.tp = 1408 / 2: f", None),
     (split(changed(head_dim=64)), f"{BLOCKS} head_dim: found 64, expected a multiple of 128", None),
     (engine(OLMOE, 2), "rollout.tp: found 2, expected 1 for a model that norms", split(OLMOE, 2)),
     (engine(changed(experts=6), 4), f"rollout.tp: found 4, {DIVISOR} num_experts = 6", engine(changed(experts=6), 2)),
@@ -150,11 +143,3 @@ def test_a_rule_refuses_and_its_remedy_mends(breaks: Check, said: str, mended: C
 
 def test_every_rule_is_broken_by_a_row() -> None:
     assert set().union(*(broken(breaks, model_checks) for breaks, _, _ in CASES)) == rules_of(model_checks)
-
-
-@pytest.mark.slow
-def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
-    source = (
-        "import sys, fp8rl.rl.experiment.preconditions; sys.exit(any(x.startswith('megatron') for x in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0

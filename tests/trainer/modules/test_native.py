@@ -14,7 +14,6 @@ import torch
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS
 from tests.support.ranks import run_on_ranks
@@ -29,9 +28,7 @@ LAYOUT = {"tp": 2, "ep": 2}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_every_op_but_the_fp8_products_is_megatrons(
-    precision: str, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_op_but_the_fp8_products_is_megatrons(precision, moe_path, dense_path, make_trainer, monkeypatch) -> None:
     trainers = [make_trainer(path, precision, mode="native") for path in (moe_path, dense_path)]
     for name, _ in inspect.getmembers(ops, inspect.isfunction):
         if name not in ("fp8_linear", "token_logprobs", "trained_operand", "weight_operand", "group_operand"):
@@ -42,7 +39,6 @@ def test_every_op_but_the_fp8_products_is_megatrons(
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_it_computes_as_exact_mode_but_for_rounding(kind: str, models: Models, make_trainer: MakeTrainer) -> None:
-    """The modes' distance is far below that of the precisions."""
     path = models[kind]
     bf16, fp8 = (make_trainer(path, precision, mode="native").score(random_batch())[1] for precision in PRECISIONS)
     exact = make_trainer(path, "fp8").score(random_batch())[1]
@@ -51,7 +47,6 @@ def test_it_computes_as_exact_mode_but_for_rounding(kind: str, models: Models, m
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
-    """And not their hidden state, which is quantized."""
     experts = make_trainer(moe_path, precision, mode="native").model.decoder.layers[0].mlp.experts
     counts = torch.tensor([3, 0, 1, 9, 2, 0, 5, 4])
     generator = torch.Generator().manual_seed(0)
@@ -60,12 +55,10 @@ def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Pat
     with torch.no_grad():
         whole, _ = experts(x, counts, torch.ones_like(probs))
         weighted, _ = experts(x, counts, probs)
-    assert whole.abs().mean() > 0.1
-    assert torch.equal(weighted, whole * probs[:, None])
+    assert whole.abs().mean() > 0.1 and torch.equal(weighted, whole * probs[:, None])
 
 
-def steps_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-    """A step of the ranks of one layout, by precision."""
+def steps_of(path: Path, layout, config: TrainerSection) -> dict[str, Any]:
     out, batch = {}, random_batch(**BATCH)
     for precision in PRECISIONS:
         trainer = trainer_on(layout, config, path, precision, {"mode": "native", "k_splits": 1})
@@ -75,7 +68,6 @@ def steps_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, An
 
 
 def test_two_ranks_equal_one_within_rounding(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    """Attention is split over the ranks, and experts are spread over them."""
     ranks = run_on_ranks(
         TrainerSection(**SETTINGS, **LAYOUT), tmp_path / "ranks", functools.partial(steps_of, moe_path)
     )
@@ -93,9 +85,7 @@ def test_two_ranks_equal_one_within_rounding(moe_path: Path, tmp_path: Path, mak
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("moe", [True, False])
-def test_a_live_trainer_changes_its_precision_and_changes_it_back(
-    mode: str, moe: bool, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_live_trainer_changes_its_precision_and_changes_it_back(mode, moe, moe_path, dense_path, make_trainer):
     path, batch = moe_path if moe else dense_path, random_batch()
     trainer, in_bf16 = (make_trainer(path, precision, mode=mode) for precision in ("fp8", "bf16"))
     fp8, first = trainer.numerics, trainer.score(batch)[1]
@@ -106,8 +96,7 @@ def test_a_live_trainer_changes_its_precision_and_changes_it_back(
     assert torch.equal(trainer.score(batch)[1], first)
     trainer.set_numerics(replace(fp8, trainer="bf16"))
     steps = [each.train_step(batch, cross_entropy(batch)).result for each in (trainer, in_bf16)]
-    assert steps[0].grad_norm == steps[1].grad_norm
-    assert torch.equal(trainer.score(batch)[1], in_bf16.score(batch)[1])
+    assert steps[0].grad_norm == steps[1].grad_norm and torch.equal(trainer.score(batch)[1], in_bf16.score(batch)[1])
     trainer.set_numerics(fp8)
     in_bf16.set_numerics(fp8)
     learned = trainer.score(batch)[1]
@@ -116,10 +105,7 @@ def test_a_live_trainer_changes_its_precision_and_changes_it_back(
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize(("first", "last", "in_fp8"), [(1, 0, {"1"}), (0, 1, {"0"}), (0, 0, {"0", "1"})])
-def test_layers_at_the_ends_may_stay_in_bf16(
-    mode: str, first: int, last: int, in_fp8: set[str], moe_path: Path, make_trainer: MakeTrainer
-) -> None:
-    """A live trainer: the quantized weights that its forward asks for."""
+def test_layers_at_the_ends_may_stay_in_bf16(mode, first, last, in_fp8, moe_path, make_trainer) -> None:
     trainer = make_trainer(moe_path, "fp8", mode=mode)
     spec = trainer.numerics.spec.override({"first_layers_bf16": first, "last_layers_bf16": last})
     trainer.set_numerics(replace(trainer.numerics, spec=spec))

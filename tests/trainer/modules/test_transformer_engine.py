@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,7 +27,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import BACKWARD, FP32_SCALES, Lowering, lower
-from fp8rl.trainer.modules.families import Layer, attention, fields_of_layer
+from fp8rl.trainer.modules.families import Layer, fields_of_layer
 from fp8rl.trainer.modules.families.gated_delta import DeltaRule, GatedNorm, ShortConv
 from fp8rl.trainer.modules.native import ColumnLinear, NormColumnLinear, RMSNorm, RowLinear, transformer_engine_modules
 from fp8rl.trainer.modules.precision import Precision
@@ -38,13 +36,12 @@ from tests.support.lowering import DEFAULT, native
 from tests.support.models import write_family
 from tests.support.paths import ROOT
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import MakeTrainer
 
 EVERY = {"TEDotProductAttention", "TELayerNormColumnParallelLinear", "TERowParallelLinear"}
 GROUPED = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
 
 
-def modules(of: Any) -> Iterator[Any]:
+def modules(of: Any):
     """All modules that specs of modules name, however deep."""
     if isinstance(of, ModuleSpec):
         yield from (*modules(of.module), *modules(of.submodules))
@@ -60,14 +57,11 @@ def modules(of: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("model", "layer", "beside"),
-    [
-        ("tiny_qwen2", 0, set()),
-        ("tiny_qwen3_moe", 0, GROUPED | {"TENorm"}),
-        ("tiny_deepseek", 1, GROUPED | {"TENorm", "TELinear", "TEColumnParallelLinear"}),
-        ("tiny_glm", 1, GROUPED | {"TENorm", "TEColumnParallelLinear"}),
-        ("tiny_qwen3_next", 1, GROUPED | {"TENorm", "TEColumnParallelLinear"}),
-    ],
-)
+    [("tiny_qwen2", 0, set()), ("tiny_qwen3_moe", 0, GROUPED | {"TENorm"}),
+     ("tiny_deepseek", 1, GROUPED | {"TENorm", "TELinear", "TEColumnParallelLinear"}),
+     ("tiny_glm", 1, GROUPED | {"TENorm", "TEColumnParallelLinear"}),
+     ("tiny_qwen3_next", 1, GROUPED | {"TENorm", "TEColumnParallelLinear"})],
+)  # fmt: skip
 def test_its_modules_are_taken(model: str, layer: int, beside: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in GROUPED:  # None without it
         monkeypatch.setattr(transformer_engine_spec_provider, name, name)
@@ -76,15 +70,7 @@ def test_its_modules_are_taken(model: str, layer: int, beside: set[str], monkeyp
     assert {names[id(each)] for each in modules(fields(model, layer)) if id(each) in names} == EVERY | beside
 
 
-def test_layers_that_it_has_no_modules_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = {name: build for name, build in attention.FAMILY.layer.items() if name != "transformer_engine"}
-    monkeypatch.setitem(vars(attention.FAMILY), "layer", without)
-    with pytest.raises(UserError, match="native, on transformer_engine"):
-        fields("tiny_qwen2", 0)
-
-
 def fields(model: str, layer: int) -> dict[str, Any]:
-    """The fields of a layer of a model."""
     definition = read_model(ROOT / "examples/models" / model)
     numerics = NumericsConfig(mode="native", spec=QuantSpec.preset("fp8_block_pow2"))
     precision = Precision(numerics, WeightCache(), definition.sizes.layers).of_layer(layer)
@@ -117,12 +103,10 @@ TERow = stand_in("TERow", RowLinear, f"{EACH} input_is_parallel", input_is_paral
 
 
 ASKED: dict[str, Any] = {
-    "column_parallel_linear": lambda self: TEColumn,
-    "column_parallel_layer_norm_linear": lambda self: TENormColumn,
-    "row_parallel_linear": lambda self: TERow,
-    "layer_norm": lambda self, rms_norm: {True: RMSNorm}[rms_norm],
+    "column_parallel_linear": lambda self: TEColumn, "column_parallel_layer_norm_linear": lambda self: TENormColumn,
+    "row_parallel_linear": lambda self: TERow, "layer_norm": lambda self, rms_norm: {True: RMSNorm}[rms_norm],
     "core_attention": lambda self: DotProductAttention,
-}
+}  # fmt: skip
 """What dense models ask of `TESpecProvider`."""
 
 
@@ -135,7 +119,7 @@ def on_te(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8rl.trainer.scorer.lower", lambda *_: Lowering(transformer_engine=True))
 
 
-def test_linear_attention_has_tes_products(tmp_path: Path, on_te: None, make_trainer: MakeTrainer) -> None:
+def test_linear_attention_has_tes_products(tmp_path, on_te: None, make_trainer) -> None:
     shape = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen3_5_text", tied=True)
     path, batch = write_family(tmp_path / "model", shape), random_batch(2, 60)
     trainer, exact = make_trainer(path, mode="native"), make_trainer(path)
@@ -150,7 +134,6 @@ def test_linear_attention_has_tes_products(tmp_path: Path, on_te: None, make_tra
         "out_proj": TERow,
     }
     assert net.A_log.dtype == net.dt_bias.dtype == net.out_norm.weight.dtype == torch.float32
-
     apart = (trainer.score(batch)[1] - exact.score(batch)[1]).abs()
     assert 0 < apart.max() and apart.mean() < 0.05
     one, other = (each.train_step(batch, cross_entropy(batch)).result.grad_norm for each in (trainer, exact))
@@ -193,19 +176,15 @@ def test_the_recipe_that_was_lowered_passes() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "found"),
-    [
-        (Float8BlockScaling(pow2=False), "'fp8_quant_fwd_weight.power_2_scale': False"),
-        (Float8BlockScaling(form="HYBRID"), "{'fp8_format.name': 'HYBRID'}"),
-        (Float8BlockScaling(backward_override="high_precision"), "{'backward_override': 'high_precision'}"),
-        (SimpleNamespace(), "'SimpleNamespace'"),
-        (None, "'NoneType'"),
-    ],
-)
+    [(Float8BlockScaling(pow2=False), "'fp8_quant_fwd_weight.power_2_scale': False"),
+     (Float8BlockScaling(form="HYBRID"), "{'fp8_format.name': 'HYBRID'}"),
+     (Float8BlockScaling(backward_override="high_precision"), "{'backward_override': 'high_precision'}"),
+     (SimpleNamespace(), "'SimpleNamespace'"), (None, "'NoneType'")],
+)  # fmt: skip
 def test_another_recipe_is_refused_with_its_settings(recipe: Any, found: str) -> None:
     with pytest.raises(UserError) as error:
         te_runtime.compare(replace(DEFAULT, environment={FP32_SCALES: "1", BACKWARD: None}), recipe)
-    assert found in str(error.value)
-    assert f"start the process with {FP32_SCALES}=1 {BACKWARD} unset" in str(error.value)
+    assert found in str(error.value) and f"start the process with {FP32_SCALES}=1 {BACKWARD} unset" in str(error.value)
 
 
 def test_a_live_model_falls_back_to_bf16_and_returns_and_takes_no_other_fp8() -> None:
@@ -215,10 +194,8 @@ def test_a_live_model_falls_back_to_bf16_and_returns_and_takes_no_other_fp8() ->
         assert config.fp8 == fp8
     in_bf16 = replace(DEFAULT, config={}, recipe=None)
     for before, changes in (
-        (DEFAULT, {"preset": "fp8_block_fp32"}),
-        (DEFAULT, {"first_layers_bf16": 1}),
-        (in_bf16, {}),
-    ):
+        (DEFAULT, {"preset": "fp8_block_fp32"}), (DEFAULT, {"first_layers_bf16": 1}), (in_bf16, {}),
+    ):  # fmt: skip
         with pytest.raises(UserError, match="Start a new trainer"):
             te_runtime.switch(before, lower(native(**changes), True), config)
         te_runtime.switch(Lowering(), lower(native(**changes), False), config)

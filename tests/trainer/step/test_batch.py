@@ -13,15 +13,11 @@ from tests.support.batches import random_batch
 ROUTES = torch.arange(3 * 5 * 2 * 2, dtype=torch.int16).reshape(3, 5, 2, 2)
 PLACES = torch.arange(15).view(3, 5)
 BATCH = TokenBatch(
-    tokens=torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0], [9, 10, 0, 0, 0]]),
-    lengths=torch.tensor([5, 3, 2]),
-    loss_mask=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 0, 0, 0]], dtype=torch.bool),
-    temperature=0.7,
-    fields={"advantages": torch.arange(15, dtype=torch.float32).reshape(3, 5)},
-    routes=ROUTES,
-    replay=True,
+    tokens=torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0], [9, 10, 0, 0, 0]]), lengths=torch.tensor([5, 3, 2]),
+    loss_mask=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 0, 0, 0]], dtype=torch.bool), temperature=0.7,
+    fields={"advantages": torch.arange(15, dtype=torch.float32).reshape(3, 5)}, routes=ROUTES, replay=True,
     seeds=torch.tensor([10, 11, 12]),
-)
+)  # fmt: skip
 
 
 def test_rows_are_chosen_in_order_trimmed_to_the_longest_and_padded() -> None:
@@ -35,8 +31,7 @@ def test_rows_are_chosen_in_order_trimmed_to_the_longest_and_padded() -> None:
     assert torch.equal(padded.routes[:, :3], chosen.routes) and (padded.routes[:, 3] == -1).all() and padded.replay
     assert padded.tokens.tolist() == [[9, 10, 0, 0], [6, 7, 8, 0]] and padded.seeds.tolist() == [12, 11]
     assert padded.loss_mask.tolist() == [[False, True, False, False], [False, True, True, False]]
-    assert padded.fields["advantages"][:, 3].tolist() == [0, 0]
-    assert BATCH.real_tokens().sum(dim=1).tolist() == [5, 3, 2]
+    assert padded.fields["advantages"][:, 3].tolist() == [0, 0] and BATCH.real_tokens().sum(dim=1).tolist() == [5, 3, 2]
     chosen.tokens[0, 0] = 99
     assert BATCH.tokens[2, 0] == 9 and chosen.tokens.is_contiguous()
     with pytest.raises(ValueError, match="at least one row"):
@@ -45,25 +40,15 @@ def test_rows_are_chosen_in_order_trimmed_to_the_longest_and_padded() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"tokens": torch.zeros(3, 5, dtype=torch.int32)}, "tokens: found torch.int32"),
-        ({"tokens": torch.zeros(0, 5, dtype=torch.int64)}, "expected a non-empty"),
-        ({"lengths": torch.tensor([5, 3])}, "lengths: found"),
-        ({"lengths": torch.tensor([6, 3, 2])}, "found 2 to 6, expected 1 to 5"),
-        ({"lengths": torch.tensor([5, 3, 0])}, "found 0 to 5"),
-        ({"loss_mask": torch.zeros(3, 5)}, "loss_mask: found torch.float32"),
-        ({"loss_mask": BATCH.loss_mask | (PLACES == 5)}, "index 0"),
-        ({"loss_mask": BATCH.loss_mask | (PLACES == 8)}, "padding"),
-        ({"fields": {"advantages": torch.zeros(3, 4)}}, r"fields\['advantages'\]: found"),
-        ({"routes": torch.zeros(3, 4, 2, 2).short()}, r"routes: found .*, expected torch.int16 \[3, 5, 2, 2\]"),
-        ({"routes": torch.zeros(3, 5).short()}, "routes: found"),
-        ({"routes": torch.zeros(3, 5, 2, 2).long()}, "routes: found torch.int64"),
-        ({"routes": None}, "replay: found True without routes"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"seeds": torch.zeros(2, dtype=torch.int64)}, "seeds"),
-    ],
-)
+    [({"tokens": torch.zeros(3, 5, dtype=torch.int32)}, "tokens: found torch.int32"),
+     ({"lengths": torch.tensor([6, 3, 2])}, "found 2 to 6, expected 1 to 5"),
+     ({"loss_mask": BATCH.loss_mask | (PLACES == 5)}, "index 0"),
+     ({"loss_mask": BATCH.loss_mask | (PLACES == 8)}, "padding"),
+     ({"fields": {"advantages": torch.zeros(3, 4)}}, r"fields\['advantages'\]: found"),
+     ({"routes": torch.zeros(3, 4, 2, 2).short()}, r"routes: found .*, expected torch.int16 \[3, 5, 2, 2\]"),
+     ({"routes": None}, "replay: found True without routes"), ({"temperature": 0.0}, "temperature"),
+     ({"temperature": float("nan")}, "temperature"), ({"seeds": torch.zeros(2, dtype=torch.int64)}, "seeds")],
+)  # fmt: skip
 def test_malformed_batches_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(BATCH, **changes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,12 +28,9 @@ ALONE = 1 << 16
 """Tokens of a micro-batch that holds every row."""
 LESS_MEMORY: dict[str, Any] = {"recompute": "layer", "head_chunk_tokens": 37}
 FORMS: list[dict[str, Any]] = [
-    {"packing": True},
-    {"prefix_sharing": True},
-    {"head_chunk_tokens": 37},
-    {"packing": True, **LESS_MEMORY},
+    {"packing": True}, {"prefix_sharing": True}, {"head_chunk_tokens": 37}, {"packing": True, **LESS_MEMORY},
     {"prefix_sharing": True, "micro_batch_tokens": 90, **LESS_MEMORY},
-]
+]  # fmt: skip
 
 
 class PolicyGradient:
@@ -47,7 +43,6 @@ class PolicyGradient:
 
 
 def drawn(batch: TokenBatch) -> TokenBatch:
-    """Some of the rows are drawn again."""
     return replace(batch, seeds=torch.arange(batch.rows).where(torch.arange(batch.rows) % 3 > 0, -1) * 7919)
 
 
@@ -68,13 +63,12 @@ def of_two_versions(batch: TokenBatch) -> TokenBatch:
 
 
 BATCHES = {
-    "answers": drawn(groups(40, 24)),
-    "branches": drawn(conversations()),
+    "answers": drawn(groups(40, 24)), "branches": drawn(conversations()),
     "top-p": drawn(replace(conversations(), truncation=Truncation(top_p=0.7))),
     "supports carried": drawn(with_supports(conversations())),
     "own routes": replace(conversations(), routes=torch.full_like(random_routes(conversations()), UNKNOWN)),
     "replayed routes": of_two_versions(conversations()),
-}
+}  # fmt: skip
 
 
 def said(trainer: Any, batch: TokenBatch) -> dict[str, Tensor]:
@@ -92,9 +86,7 @@ def said(trainer: Any, batch: TokenBatch) -> dict[str, Tensor]:
     ("kind", "batches", "forms"),
     [("moe", 6, FORMS), ("dense", 4, FORMS), ("latent", 2, FORMS[:2]), ("linear", 2, FORMS[:2])],
 )
-def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(
-    kind: str, batches: int, forms: list[dict[str, Any]], make_trainer: MakeTrainer, models: Models
-) -> None:
+def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(kind, batches, forms, make_trainer, models) -> None:
     padded = make_trainer(models[kind], "fp8", micro_batch_tokens=ALONE)
     expected = {name: said(padded, BATCHES[name]) for name in list(BATCHES)[:batches]}
     for keys in forms:
@@ -109,14 +101,10 @@ def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "precision", "bound"),
-    [
-        *((kind, torch.float32, "bf16", 1e-6) for kind in ("moe", "latent", "linear")),
-        ("moe", torch.bfloat16, "fp8", 3e-4),
-    ],
-)
-def test_gradients_differ_by_the_order_of_sums(
-    kind: str, dtype: Any, precision: str, bound: float, make_trainer: MakeTrainer, models: Models
-) -> None:
+    [*((kind, torch.float32, "bf16", 1e-6) for kind in ("moe", "latent", "linear")),
+     ("moe", torch.bfloat16, "fp8", 3e-4)],
+)  # fmt: skip
+def test_gradients_differ_by_the_order_of_sums(kind, dtype, precision, bound, make_trainer, models) -> None:
     """The embedding's, behind all layers, do not differ at all where rows are end to end. Rows of a tree add gradients
     of hidden states, too, which BF16 rounds."""
     batch, forms = with_supports(conversations()), FORMS[:2] if precision == "bf16" else FORMS[:1]
@@ -132,7 +120,7 @@ def test_gradients_differ_by_the_order_of_sums(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["separate", "merged"])
-def test_adapters_change_no_bit(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
+def test_adapters_change_no_bit(mode: str, moe_path, make_trainer: MakeTrainer) -> None:
     """After a step, for their second factor is zero before it."""
     found = []
     for keys in FORMS[:2]:
@@ -160,7 +148,7 @@ def test_every_op_is_as_planned(kind: str, keys: dict[str, Any], make_trainer: M
     assert keys is not LESS_MEMORY or seen[0] == seen[1]
 
 
-def test_a_critic_reads_the_same_values(moe_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
+def test_a_critic_reads_the_same_values(moe_path, make_trainer: MakeTrainer, layout: Any) -> None:
     policy = make_trainer(moe_path, "fp8")
     wanted, *others = (
         scored(critic_on(layout, policy, moe_path, **keys), conversations()) for keys in ({}, *FORMS[:2])
@@ -206,7 +194,6 @@ def test_tokens_come_back_to_all_rows_that_share_them() -> None:
 
 
 def tokens_of(form: str, rows: list[list[int]], multiple: int) -> int:
-    """Tokens of a micro-batch, by hand."""
     if form == "padded":
         return max((-(-len(row) // multiple) * multiple for row in rows), default=0) * len(rows)
     starts = {

@@ -1,9 +1,8 @@
-"""Attention of the trainer over FP8 keys and values: transformers' over the same numbers, one layout like another."""
+"""The trainer's ops against transformers': attention over FP8 keys and values, and each op of a recording."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,11 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fp8rl.trainer.step.batch import TokenBatch
-from tests.support.batches import cross_entropy
-from tests.support.models import write_model
+from fp8rl.models import read_model
+from fp8rl.models.trace import output
+from fp8rl.trainer.op_trace import trace_ops
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import LAYERS, token_by_token, write_model
 from tests.support.trainers import MakeTrainer, Models, in_order, scored
 from tests.support.trees import conversations
 
@@ -26,7 +27,7 @@ TOO_SMALL = {"kv": "fp8", "key_scale": 2.0**-16, "value_scale": 2.0**-16}
 
 @pytest.mark.parametrize("scales", [{"kv": "fp8"}, SCALED], ids=["one", "scaled"])
 def test_log_probabilities_are_those_of_transformers_over_rounded_keys_and_values(
-    scales: dict[str, Any], tmp_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+    scales: dict[str, Any], tmp_path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In FP32, so that nothing else is rounded, by torch's own cast to E4M3."""
     batch, path = replace(conversations(), temperature=1.0), write_model(tmp_path / "moe", dtype=torch.float32)
@@ -72,7 +73,7 @@ def test_saturated_numbers_are_counted_without_padding(kind: str, make_trainer: 
     batch, path = conversations(), models[kind]
     alone = make_trainer(path, "fp8", kv=TOO_SMALL)
 
-    def of(trainer: Any, some: TokenBatch) -> float:
+    def of(trainer: Any, some) -> float:
         return trainer.forward_backward(some, cross_entropy(some)).result.metrics["train/kv_saturated"]
 
     tokens = batch.lengths.tolist()
@@ -82,3 +83,41 @@ def test_saturated_numbers_are_counted_without_padding(kind: str, make_trainer: 
     for keys in ({}, {"packing": True}, {"recompute": "layer"}, {"micro_batch_tokens": 4 * batch.width}):
         trainer = make_trainer(path, "fp8", kv=TOO_SMALL, **keys)
         assert [of(trainer, batch), of(trainer, batch)] == pytest.approx([expected] * 2, rel=1e-12), keys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("kind", ["moe", "dense", "linear"])
+def test_a_recording_is_the_forward_of_transformers(kind: str, mode: str, models: Models, make_trainer: Any) -> None:
+    trainer = make_trainer(models[kind], dtype=torch.float32, mode=mode)
+    batch = random_batch(rows=3, longest=20, temperature=0.7)
+    record = trace_ops(trainer, batch).tensors
+    reference = token_by_token(AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32))
+    rows = [
+        reference(row[None, :n], output_hidden_states=True, use_cache=False)
+        for row, n in zip(batch.tokens, batch.lengths.tolist())
+    ]
+    for site in read_model(models[kind]).forward.sites():
+        assert len(output(record, site)) == int(batch.lengths.sum()), site
+    for layer in range(LAYERS):
+        stream = torch.cat([row.hidden_states[layer][0] for row in rows])
+        torch.testing.assert_close(record[f"layers.{layer}.input_norm:out.residual"], stream, rtol=1e-3, atol=1e-4)
+    logits = torch.cat([row.logits[0] for row in rows])
+    found = record["lm_head:out.logits"]
+    torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
+    logprobs = (found.double() / 0.7).log_softmax(-1).gather(1, record["targets"][:, None]).squeeze(1)
+    torch.testing.assert_close(record["logprobs:out.logprobs"].double(), logprobs, rtol=0, atol=1e-5)
+
+
+def test_experts_and_log_probabilities_add_up_and_no_trace_is_left(moe_path, make_trainer: Any) -> None:
+    trainer, batch = make_trainer(moe_path, "fp8"), random_batch(rows=2, longest=30)
+    trace = trace_ops(trainer, batch)
+    record, length = trace.tensors, int(batch.lengths[0])
+    assert torch.equal(record["logprobs:out.logprobs"][: length - 1], trainer.score(batch)[1][0, 1:length])
+    # What the experts add up to, each rounded on its own.
+    each, total = record["layers.1.experts:each"].float().sum(1), record["layers.1.experts:out.x"].float()
+    assert 0 < (each - total).norm() / total.norm() < 0.01
+    sizes, scaling = trainer.definition.sizes, {"the factor of the rope scaling": 1.0}
+    assert trace.settings == {"rope_theta": sizes.rope_theta, "norm_eps": sizes.norm_eps} | scaling
+    for module in trainer.model.modules():
+        assert not module._forward_hooks and not {"gating", "routing", "_forward_impl"} & vars(module).keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
     """The result of a pass, its gradients, and how often a layer and its parts were computed."""
     calls: dict[str, int] = {}
 
-    def count(name: str) -> Callable[..., None]:
+    def count(name: str):
         calls[name] = 0
         return lambda *_: calls.update({name: calls[name] + 1})
 
@@ -51,14 +50,9 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
 
 @pytest.mark.parametrize(
     ("kind", "mode", "adapter"),
-    [
-        *((kind, mode, None) for kind in ("moe", "dense") for mode in ("exact", "native")),
-        ("linear", "exact", None),
-        ("latent", "exact", None),
-        ("latent", "exact", LATENTS),
-        ("moe", "exact", MLPS),
-    ],
-)
+    [*((kind, mode, None) for kind in ("moe", "dense") for mode in ("exact", "native")), ("linear", "exact", None),
+     ("latent", "exact", None), ("latent", "exact", LATENTS), ("moe", "exact", MLPS)],
+)  # fmt: skip
 def test_recomputing_keeps_bits(kind: str, mode: str, adapter: Any, make_trainer: MakeTrainer, models: Models) -> None:
     """Adapters of the first layer have a gradient too, where nothing before them is trained."""
     batches = [routed(replay=False), routed(replay=True)] if kind == "moe" else [random_batch()]
@@ -95,7 +89,6 @@ WORDS = 320
 
 @pytest.fixture(scope="module")
 def batch() -> TokenBatch:
-    """All rows are drawn again."""
     return replace(random_batch(temperature=0.9), seeds=torch.arange(12))
 
 
@@ -107,8 +100,7 @@ def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_
     for objective in (cross_entropy(batch), Entropy(100)):
         expected, found = (each.forward_backward(batch, objective).result for each in (whole, chunked))
         assert torch.equal(found.logprobs, expected.logprobs) and torch.equal(found.draws, expected.draws)
-        assert found.loss == expected.loss and found.metrics == expected.metrics
-        assert (expected.draws >= 0).sum() > 100
+        assert found.loss == expected.loss and found.metrics == expected.metrics and (expected.draws >= 0).sum() > 100
         wanted, got = gradients(whole), gradients(chunked)
         assert wanted["decoder.final_layernorm.weight"].abs().max() > 0
         changed = {name for name in wanted if not torch.equal(wanted[name], got[name])}
@@ -129,7 +121,7 @@ def test_the_head_s_gradient_is_added_up_in_fp32(tmp_path: Path, make_trainer: M
 
 
 @contextmanager
-def noted() -> Iterator[list[tuple[int, ...]]]:
+def noted():
     """The shapes of all tensors that are kept for a backward."""
     shapes: list[tuple[int, ...]] = []
 
@@ -142,9 +134,7 @@ def noted() -> Iterator[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_no_more_logits_than_a_chunks(
-    precision: str, tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
-) -> None:
+def test_no_more_logits_than_a_chunks(precision, tmp_path, make_trainer, batch) -> None:
     path = write_model(tmp_path / "m", moe=False, vocab_size=WORDS)
 
     def most_logits(chunk: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fp8rl.numerics import ops
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
@@ -36,14 +34,14 @@ def score(trainer: Any, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def forced(model: PreTrainedModel, routes: Tensor) -> Iterator[list[Tensor]]:
+def forced(model, routes: Tensor):
     """A transformers model with the experts of one row, int16 [S, L, K], where they are not -1.
 
     Yields the list of its own choices, int64 [S, K] of each layer.
     """
     own: list[Tensor] = []
 
-    def hook(layer: int) -> Callable[..., Any]:
+    def hook(layer: int):
         def replaced(gate: Any, inputs: Any, output: Any) -> Any:
             logits, _, chosen = output
             own.append(chosen.sort(-1).values)
@@ -62,7 +60,7 @@ def forced(model: PreTrainedModel, routes: Tensor) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def oracle_logprobs(model: PreTrainedModel, batch: TokenBatch, routes: Tensor) -> tuple[list[Tensor], Tensor]:
+def oracle_logprobs(model, batch: TokenBatch, routes: Tensor) -> tuple[list[Tensor], Tensor]:
     """Log-probabilities [length - 1] of each row, and own routes int16 [B, S, L, K], of transformers."""
     logprobs, own = [], unknown(batch)
     for row, length in enumerate(batch.lengths.tolist()):
@@ -86,8 +84,7 @@ def test_replaying_its_own_choice_changes_no_bit(mode: str, moe_path: Path, make
     assert own[real].min() == 0 and own[real].max() == EXPERTS - 1 and (own[real].diff(dim=-1) > 0).all()
     for routes in (own, unknown(batch)):
         replayed, again = score(trainer, replace(batch, routes=routes, replay=True))
-        assert torch.equal(replayed, recorded)
-        assert torch.equal(again, own)
+        assert torch.equal(replayed, recorded) and torch.equal(again, own)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -165,7 +162,6 @@ def biases(trainer: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
 def test_an_update_moves_every_bias_towards_the_mean_load(mode: str, glm_path: Path, make_trainer: MakeTrainer) -> None:
-    """And none without a rate."""
     batch = random_batch()
     trainer = make_trainer(glm_path, "fp8", mode=mode, router_bias_rate=RATE)
     for _ in range(2):

@@ -61,8 +61,7 @@ def assert_served_as_held(exported: dict[str, Any], path: Path, preset: str, lay
             assert torch.equal(found, tensor), name
             continue
         expected = quantize(tensor, spec)
-        assert isinstance(found, QuantizedTensor) and found.spec == spec
-        assert found.data.dtype == expected.data.dtype
+        assert isinstance(found, QuantizedTensor) and found.spec == spec and found.data.dtype == expected.data.dtype
         assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8)), name
         assert torch.equal(found.scale_inv, expected.scale_inv), name
 
@@ -107,7 +106,6 @@ def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path
 
 
 def dequantized(path: Path) -> dict[str, torch.Tensor]:
-    """What is stored, quantized and back, where it is quantized."""
     stored, table, spec = load_file(path / "model.safetensors"), read_model(path).tensors, POW2.weight
     return {name: quantize(x, spec).dequantize(torch.bfloat16) if table[name].kind else x for name, x in stored.items()}
 
@@ -124,7 +122,6 @@ def test_a_written_directory_is_dequantized(moe_path: Path, tmp_path: Path, layo
 
 
 def test_a_trainer_reads_published_fp8(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    """Its engine's first weights, too, are those of the dequantized directory."""
     published = tmp_path / "published"
     convert_checkpoint(moe_path, published, POW2)
     make_trainer(published, "fp8").export_hf(tmp_path / "written")

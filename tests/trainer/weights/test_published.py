@@ -7,7 +7,6 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,14 +21,13 @@ from fp8rl.models.checkpoint.reading import check_stored, stored_files
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import token_by_token, write_family, write_model
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
 from tests.support.towers import with_tower
-from tests.support.trainers import POW2, MakeTrainer, Models, scored, spread, trainer_on
+from tests.support.trainers import POW2, MakeTrainer, scored, spread, trainer_on
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 """PEFT 0.21 puts no adapters beside the dense MLP and the shared experts of a DeepSeek-V3, whose experts are fused."""
@@ -37,7 +35,6 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 @pytest.fixture(scope="module")
 def written(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> Path:
-    """An adapter whose B is not zero, as a trainer writes it."""
     trainer = make_trainer(moe_path, "bf16", adapter=AdapterSection(rank=4))
     spread(trainer)
     trainer.export_adapter(path := tmp_path_factory.mktemp("peft") / "adapter")
@@ -49,9 +46,7 @@ def written(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_train
     [("moe", {}), ("moe", {"experts": "shared"}), ("latent", {"targets": LATENT})],
     ids=["per_expert", "shared", "latent"],
 )
-def test_peft_computes_what_the_trainer_does_in_fp32(
-    model: str, changes: dict[str, Any], models: Models, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_peft_computes_what_the_trainer_does_in_fp32(model, changes, models, tmp_path, make_trainer) -> None:
     peft = pytest.importorskip("peft", reason="needs peft and accelerate, which nothing else here does")
     from transformers import AutoModelForCausalLM
 
@@ -78,9 +73,7 @@ def test_a_run_begins_with_an_adapter(written: Path, moe_path: Path, make_traine
     assert (tmp_path / "again" / CONFIG).read_bytes() == (written / CONFIG).read_bytes()
 
 
-def test_a_merged_checkpoint_is_the_sum(
-    written: Path, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_merged_checkpoint_is_the_sum(written, moe_path, tmp_path, make_trainer) -> None:
     convert_checkpoint(moe_path, tmp_path / "bf16", QuantSpec.preset("bf16"), adapter=written)
     convert_checkpoint(moe_path, tmp_path / "fp8", QuantSpec.preset("fp8_block_pow2"), adapter=written)
     convert_checkpoint(tmp_path / "bf16", tmp_path / "after", QuantSpec.preset("fp8_block_pow2"))
@@ -100,7 +93,6 @@ def test_a_merged_checkpoint_is_the_sum(
 
 
 def changed(adapter: Path, change: str) -> None:
-    """Change what an adapter's directory says or holds."""
     if change == "unknown":
         tensors = load_file(adapter / TENSORS) | {"base_model.model.score.lora_A.weight": torch.zeros(4, 256)}
         save_file(tensors, adapter / TENSORS)
@@ -112,17 +104,11 @@ def changed(adapter: Path, change: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "experts", "message"),
-    [
-        ('{"peft_type": "IA3"}', "per_expert", "peft_type='IA3'"),
-        ('{"r": 8}', "per_expert", "of shape"),
-        ("unknown", "per_expert", "score.lora_A.weight"),
-        ("base", "per_expert", "digest"),
-        ("{}", "shared", "experts with adapters of their own"),
-    ],
-)
-def test_what_is_no_adapter_of_this_model_is_refused(
-    change: str, experts: str, message: str, written: Path, moe_path: Path, tmp_path: Path
-) -> None:
+    [('{"peft_type": "IA3"}', "per_expert", "peft_type='IA3'"), ('{"r": 8}', "per_expert", "of shape"),
+     ("unknown", "per_expert", "score.lora_A.weight"), ("base", "per_expert", "digest"),
+     ("{}", "shared", "experts with adapters of their own")],
+)  # fmt: skip
+def test_what_is_no_adapter_of_this_model_is_refused(change, experts, message, written, moe_path, tmp_path) -> None:
     shutil.copytree(written, tmp_path / "adapter")
     changed(tmp_path / "adapter", change)
     model = read_model(moe_path).adapted(AdapterSection(rank=4, experts=experts))
@@ -181,9 +167,7 @@ def test_fp32_logits_are_those_of_transformers(name: str, paths: dict[str, Path]
 
 
 @each
-def test_a_written_model_is_the_one_read(
-    name: str, paths: dict[str, Path], tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
+def test_a_written_model_is_the_one_read(name, paths, tmp_path, make_trainer) -> None:
     path, batch, said = paths[name], random_batch(2, 60), []
     check_stored(path, read_model(path), say=said.append)
     trainer = make_trainer(path, "fp8")
@@ -196,7 +180,6 @@ def test_a_written_model_is_the_one_read(
         assert (tmp_path / "before" / file).read_bytes() == (path / file).read_bytes()
     tower = [key for key in stored if key.startswith("model.visual.")]
     assert len(said) == 1 and f"tower for pictures ({len(tower)} tensors" in said[0] and len(tower) > 10
-
     trainer.train_step(batch, cross_entropy(batch))
     trainer.weights.write(trainer.model, tmp_path / "after")
     trained, exported = all_of(tmp_path / "after"), dict(trainer.export_weights())
@@ -215,8 +198,7 @@ def test_a_written_model_is_the_one_read(
 def test_ranks_write_their_experts_into_one_tensor(paths: dict[str, Path], tmp_path: Path) -> None:
     run_on_ranks(TrainerSection(ep=2, dp=2), tmp_path / "ranks", partial(write, paths["moe"], tmp_path / "written"))
     stored, written = load_file(paths["moe"] / "model.safetensors"), all_of(tmp_path / "written")
-    assert written.keys() == stored.keys()
-    assert all(bits_equal(written[key], stored[key]) for key in stored)
+    assert written.keys() == stored.keys() and all(bits_equal(written[key], stored[key]) for key in stored)
     check_stored(tmp_path / "written", read_model(tmp_path / "written"))
 
 
@@ -238,7 +220,6 @@ def all_of(path: Path) -> dict[str, Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def write(path: Path, out: Path, layout: Layout, config: TrainerSection) -> None:
-    """Ranks write a model as they have read it."""
+def write(path: Path, out: Path, layout, config: TrainerSection) -> None:
     trainer = trainer_on(layout, config, path)
     trainer.weights.write(trainer.model, out)
