@@ -107,9 +107,7 @@ def advantages_over_a_critic() -> list[list[float]]:
     return [[(value - used.mean()) / math.sqrt(used.var() + 1e-8) for value in values] for values in rows]
 
 
-def expected_loss(
-    chosen: PolicyGradient, batch: TokenBatch, logprobs: torch.Tensor
-) -> tuple[torch.Tensor, list[float]]:
+def expected_loss(chosen: PolicyGradient, batch: TokenBatch, logprobs: torch.Tensor) -> Any:
     """The formula of the papers in float64, differentiable by autograd where they differentiate. Also the rejected
     shares of the tokens and of the sequences, and the mean weight of a token, 0 of a rejected one."""
     name, low, high, by = chosen.name, 1 - chosen.clip_low, 1 + chosen.clip_high, chosen.correction
@@ -124,12 +122,8 @@ def expected_loss(
         old = [batch.fields[source][row, i].double() for i in finite]
         d = [float(o - batch.fields["rollout_logprobs"][row, i].double()) for o, i in zip(old, finite)]
         token, sequence = [math.exp(x) for x in d], [math.exp(sum(d))] * len(d)
-        judged = {
-            None: [1.0] * len(d),
-            "icepop": token,
-            "mis": sequence,
-            "geometric": [math.exp(sum(d) / len(d))] * len(d),
-        }[by.rejection]
+        geometric = [math.exp(sum(d) / len(d))] * len(d)
+        judged = {None: [1.0] * len(d), "icepop": token, "mis": sequence, "geometric": geometric}[by.rejection]
         kept = [(by.low or 0) <= x <= (by.high or math.inf) and min(token) >= (by.veto or 0) for x in judged]
         weight = sequence if by.rejection == "mis" or by.level == "sequence" else token
         weight = [min(w, by.tis_cap or math.inf) if by.weighs else 1.0 for w in weight]

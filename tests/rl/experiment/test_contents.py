@@ -15,17 +15,14 @@ EXTRA = {"name": "extra", "path": "eval/extra.jsonl", "rewards": ["strict.py:str
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a file for everything that a spec names, and the current directory."""
     for name, text in {
-        "train.jsonl": "{}\n",
+        **dict.fromkeys(("train.jsonl", "eval/held_out.jsonl", "eval/extra.jsonl"), "{}\n"),
         "table/part-0.parquet": "columns",
-        "eval/held_out.jsonl": "{}\n",
-        "eval/extra.jsonl": "{}\n",
         "reward.py": "import words\ndef right(answer): return words.count(answer)",
         "strict.py": "def strict(answer): return 0",
         "agents/agent.sh": "echo",
         "model/config.json": "{}",
         "model/chat_template.jinja": "{{ messages }}",
-        "model/model.safetensors": "weights",
-        "teacher/model.safetensors": "weights",
+        **dict.fromkeys(("model/model.safetensors", "teacher/model.safetensors"), "weights"),
         **dict.fromkeys(EMPTY, ""),
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -21,16 +21,9 @@ def span(version: str, start: int, end: int) -> dict[str, Any]:
 
 
 def answer(**meta: Any) -> dict[str, Any]:
-    return {
-        "output_ids": [5, 7],
-        "meta_info": {
-            "id": "r",
-            "finish_reason": {"type": "stop", "matched": 7},
-            "output_token_logprobs": [[-0.25, 5, None], [-1.5, 7, None]],
-            "weight_versions": [span("2", 0, 2)],
-            **meta,
-        },
-    }
+    logprobs, stopped = [[-0.25, 5, None], [-1.5, 7, None]], {"type": "stop", "matched": 7}
+    about = {"id": "r", "finish_reason": stopped, "output_token_logprobs": logprobs}
+    return {"output_ids": [5, 7], "meta_info": {**about, "weight_versions": [span("2", 0, 2)], **meta}}
 
 
 def test_versions_expand_to_one_per_token() -> None:

@@ -64,13 +64,10 @@ def test_wrong_and_swapped_keys_are_refused(server: SGLangServer) -> None:
         with pytest.raises(EngineError, match="401"):
             use_endpoint(replace(right, api_key=key), lambda client: client.complete([[1]], sampling))
     actions: list[Callable[[EngineClient], Awaitable[Any]]] = [
-        lambda client: client.pause(),
-        lambda client: client.resume(),
-        lambda client: client.flush(),
+        *(EngineClient.pause, EngineClient.resume, EngineClient.flush, EngineClient.report),
         lambda client: client.update_weights_from_disk("nowhere", 9),
         lambda client: client.update_weights_from_tensor(["AAAA"], 9),
         lambda client: client.commit(9),
-        lambda client: client.report(),
     ]
     for action in actions:
         with pytest.raises(EngineError, match="401"):
