@@ -51,14 +51,9 @@ def test_sglang_allocates_what_is_planned(model: str, tp: int, kv: str, monkeypa
     batch = 256
     output = GraphSharedOutput(device=torch.device("meta"), max_rows=batch)
     output.get_logits_buffer(sizes.vocab_size, rows=batch)
-    settings = {
-        "num_head": sizes.heads // tp,
-        "v_head_dim": own.kv_rank,
-        "max_context_len": CONTEXT,
-        "max_kv_splits": 1,
-    }
+    settings = {"num_head": sizes.heads // tp, "v_head_dim": own.kv_rank, "max_context_len": CONTEXT}
     settings |= {"lean_total_programs": 132, "lean_block_m": 16, "num_draft_tokens": 0, "skip_prefill": True}
-    settings |= dict.fromkeys(("is_draft_runner", "use_sliding_window_kv_pool"), False)
+    settings |= {"max_kv_splits": 1} | dict.fromkeys(("is_draft_runner", "use_sliding_window_kv_pool"), False)
     settings |= dict.fromkeys(("swa_v_head_dim", "sliding_window_size"))
     translator = SimpleNamespace(is_translating=False, make_capture_tables=lambda **_: None)
     backend = SimpleNamespace(device="meta", kv_index_translator=translator, **settings)

@@ -41,10 +41,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def checked(example: str, *overrides: str) -> Experiment:
     experiment = load_experiment(EXAMPLES / f"planned/{example}.yaml", overrides)
-    check_memory(
-        read_shape(CONFIGS / example.partition("_one_gpu")[0].removesuffix("_lora"), adapter=experiment.adapter),
-        experiment,
-    )
+    model = example.removesuffix("_one_gpu").removesuffix("_lora")
+    check_memory(read_shape(CONFIGS / model, adapter=experiment.adapter), experiment)
     return experiment
 
 

@@ -192,11 +192,8 @@ def numbers(actor: Actor) -> list[int]:
 
 
 def test_groups_go_whole_to_the_engine_with_the_least_to_do_and_wait_for_room(stage: Stage) -> None:
-    stage.open(
-        2,
-        CONFIG.model_copy(update={"max_total_tokens": 20}),
-        # Twice that many tokens are room for two groups of two answers of ten tokens.
-    )
+    # Twice that many tokens are room for two groups of two answers of ten tokens.
+    stage.open(2, CONFIG.model_copy(update={"max_total_tokens": 20}))
     stage.serve()
     for actor in stage.made:
         actor.finish.clear()
