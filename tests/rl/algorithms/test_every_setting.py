@@ -11,39 +11,19 @@ from fp8rl.rl.algorithms.base import AlgorithmConfig
 from fp8rl.rl.experiment import parse_experiment
 from tests.support.dry_run import CUT, dry_run
 
-SETTINGS: dict[str, list[Any]] = {
-    "name": [],
-    "dynamic_sampling": [True],
-    "whiten_advantages": [True, False],
-    "overlong": [None, {}, {"penalty": 0.0, "filter": True}, {"buffer": 3, "filter": True}, {"limit": 5}],
-    "clip_low": [0.1],
-    "clip_high": [0.5],
-    "clip_dual": [None, 3.0],
-    "entropy": [0.01],
-    "kl": [
-        {"loss": {"coefficient": 0.01}},
-        {"loss": {"coefficient": 0.01, "estimator": "k3"}},
-        {"reward": {"coefficient": 0.01}},
-    ],
-    "updates_per_batch": [2],
-    "epochs": [2],
-    "ratio": ["recompute", "bypass", "on_policy"],
-    "tis_cap": [None, 1.0],
-    "tis_level": ["sequence"],
-    "rejection": [{"name": "icepop"}, {"name": "geometric"}, {"name": "mis"}],
-    "veto": [1e-4],
-    "loss_aggregation": ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"],
-    "loss_length": [None, 8],
-    "group_norm_std": [True, False],
-    "teacher_weight": [2.0],
-    "reward_weight": [0.5],
-    "gamma": [0.9],
-    "gae_lambda": [0.0, 0.9],
-    "critic": [{"lr": 1e-3, "decay": "linear"}],
-    "critic_warmup": [2],
-    "value_clip": [None],
-    "batch_size": [4],
-}
+SETTINGS: dict[str, list[Any]] = (
+    {"name": [], "dynamic_sampling": [True], "whiten_advantages": [True, False], "group_norm_std": [True, False]}
+    | {"overlong": [None, {}, {"penalty": 0.0, "filter": True}, {"buffer": 3, "filter": True}, {"limit": 5}]}
+    | {"clip_low": [0.1], "clip_high": [0.5], "clip_dual": [None, 3.0], "entropy": [0.01], "veto": [1e-4]}
+    | {"kl": [{"loss": {"coefficient": 0.01, "estimator": name}} for name in ("k2", "k3")]}
+    | {"updates_per_batch": [2], "epochs": [2], "ratio": ["recompute", "bypass", "on_policy"], "loss_length": [None, 8]}
+    | {"tis_cap": [None, 1.0], "tis_level": ["sequence"], "batch_size": [4]}
+    | {"rejection": [{"name": name} for name in ("icepop", "geometric", "mis")]}
+    | {"loss_aggregation": ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]}
+    | {"teacher_weight": [2.0], "reward_weight": [0.5], "gamma": [0.9], "gae_lambda": [0.0, 0.9]}
+    | {"critic": [{"lr": 1e-3, "decay": "linear"}], "critic_warmup": [2], "value_clip": [None]}
+)
+SETTINGS["kl"] += [{"reward": {"coefficient": 0.01}}]
 """Values of every key of the `algorithm` section."""
 SAMPLING: list[dict[str, Any]] = [{}, {"group_size": 1}, {"staleness": 1}, {"staleness": 2, "oversample": 1.5}]
 """Of the `rollout` section, what changes what an algorithm is given."""

@@ -43,11 +43,9 @@ def test_a_reward_is_added_by_its_weight() -> None:
     """Of two answers with rewards 1 and 0 the standard deviation is sqrt(1/2)."""
     scale = 0.5 / (math.sqrt(0.5) + 1e-6)
     found = opd(reward_weight=0.5).advantages(OUTCOMES, batch())
-    expected = [
-        [0.0, 0.75 + 0.5 * scale, -1.0 + 0.5 * scale, 0.0],
-        [0.0, -0.5 * scale, -0.5 * scale, -0.5 - 0.5 * scale],
-    ]
-    assert torch.allclose(found, torch.tensor(expected), atol=1e-6)
+    teacher, half = torch.tensor([[0.0, 0.75, -1.0, 0.0], [0.0, 0.0, 0.0, -0.5]]), 0.5 * scale
+    rewards = torch.tensor([[0.0, half, half, 0.0], [0.0, -half, -half, -half]])
+    assert torch.allclose(found, teacher + rewards, atol=1e-6)
 
 
 SIX = torch.randn(3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -94,11 +92,8 @@ def test_the_distance_to_the_teacher_is_the_mean_over_the_used_tokens() -> None:
 
 
 def make_batch() -> TokenBatch:
-    return TokenBatch(
-        tokens=torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]]),
-        lengths=torch.tensor([4, 3]),
-        loss_mask=torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0]], dtype=torch.bool),
-    )
+    mask = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0]], dtype=torch.bool)
+    return TokenBatch(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]]), torch.tensor([4, 3]), mask)
 
 
 def test_loss_entropy_and_gradient_by_hand_whatever_stands_outside_the_mask() -> None:

@@ -7,6 +7,7 @@ import pytest
 from fp8rl.rl.experiment import Experiment, parse_experiment
 from fp8rl.rl.experiment.contents import SAMPLED_BEYOND, contents
 
+EMPTY = "words.py package/__init__.py package/play.py agents/agent.py agents/runner.py table/.cache/lock".split()
 EXTRA = {"name": "extra", "path": "eval/extra.jsonl", "rewards": ["strict.py:strict"]}
 
 
@@ -14,24 +15,15 @@ EXTRA = {"name": "extra", "path": "eval/extra.jsonl", "rewards": ["strict.py:str
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a file for everything that a spec names, and the current directory."""
     for name, text in {
-        "train.jsonl": "{}\n",
+        **dict.fromkeys(("train.jsonl", "eval/held_out.jsonl", "eval/extra.jsonl"), "{}\n"),
         "table/part-0.parquet": "columns",
-        "eval/held_out.jsonl": "{}\n",
-        "eval/extra.jsonl": "{}\n",
         "reward.py": "import words\ndef right(answer): return words.count(answer)",
-        "words.py": "",
         "strict.py": "def strict(answer): return 0",
-        "package/__init__.py": "",
-        "package/play.py": "",
-        "agents/agent.py": "",
         "agents/agent.sh": "echo",
-        "agents/runner.py": "",
         "model/config.json": "{}",
         "model/chat_template.jinja": "{{ messages }}",
-        "model/model.safetensors": "weights",
-        "teacher/model.safetensors": "weights",
-        "table/.cache/lock": "",
-        "model/README.md": "",
+        **dict.fromkeys(("model/model.safetensors", "teacher/model.safetensors"), "weights"),
+        **dict.fromkeys(EMPTY, ""),
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -1,7 +1,5 @@
 """The reference page and the schema for editors are what the sections say, and the schema takes every example."""
 
-import json
-
 import jsonschema
 import pytest
 import yaml
@@ -41,16 +39,7 @@ def test_the_schema_takes_every_example(validator: jsonschema.Draft202012Validat
         assert not problems, f"{spec.name}: {problems[0].message}"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"trainr": {}},
-        {"run": {"steps": "3"}},
-        {"algorithm": {"name": "grpo", "clip_hi": 1}},
-        {"data": {"train": {"pth": "x"}}},
-    ],
-    ids=json.dumps,
-)
+@pytest.mark.parametrize("wrong", [{"trainr": {}}, {"run": {"steps": "3"}}, {"data": {"train": {"pth": "x"}}}], ids=str)
 def test_the_schema_marks_what_a_start_would_refuse(validator: jsonschema.Draft202012Validator, wrong: object) -> None:
     assert not validator.is_valid(wrong)
 

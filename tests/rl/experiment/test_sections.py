@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,7 @@ def gate(metric: str, **fields: Any) -> dict[str, Any]:
         (gate("train/loss", tis_cap=1.5), "gates.0: found tis_cap=1.5.*Remove tis_cap"),
         (gate("train/update_survival"), "train/update_survival with adapter.mode=None"),
         (gate("rollout/turns_mean"), "rollout/turns_mean with environment=single_turn', expected an environment"),
-        (gate("train/rejected_tokens"), "rejection=None', expected algorithm.rejection or algorithm.veto"),
-        (gate("mismatch/redraw_frac") | {"guard": {"redraws": 0}}, "numerics.mode=exact, guard.redraws=0"),
-        (gate("mismatch/router_agreement_layer_3"), "router_agreement_layer_3 with numerics.router_replay=off"),
         (gate("eval/hard/pass@2") | {"eval": {"problems": 0}}, "eval.problems=0', expected eval.problems above 0"),
-        (gate("train/kl"), "train/kl with algorithm.name=grpo', expected .* algorithm.kl above 0"),
-        (gate("critic/loss"), "gates.0.metric: found .*expected an algorithm with a critic"),
         (gate("rollout/reward_failures", action="skip_step"), "after a step's decision"),
         ({"rollout": {"speculation": {"drafts": 2}}}, "rollout.speculation: found .*No engine drafts tokens any more"),
         ({"rollout": {"in_flight": True}}, "found in_flight=true with staleness=0, expected false"),
@@ -86,6 +82,7 @@ def test_a_teacher_computes_as_the_runs_engines_do(sections: Any, rollout: str, 
 
 
 VALUES = {"model": {"path": "/m"}, "data": {"train": "/t"}}
+RLOO, GONE, MATH = {"name": "rloo", "epochs": 2}, {"name": "/gone.py:Class", "own": 1}, {"function": "math"}
 GRPO = {"name": "grpo", "clip_high": 0.4, "kl": {"loss": {"coefficient": 0.01}}}
 GUESS = {"function": "guess", "timeout_s": 9.0, "kwargs": {"tries": 5}}
 EVAL = {"train": "/t", "eval": {"path": "/d", "split": "test", "keys": {"question": "q"}}}
@@ -102,58 +99,24 @@ def loaded(folder: Path, sections: dict[str, Any], *overrides: str) -> tuple[Exp
 @pytest.mark.parametrize(
     ("sections", "overrides", "same", "said"),
     [
-        (
-            {"algorithm": GRPO},
-            ["algorithm.updates_per_batch=2", "algorithm.name=rloo"],
-            {"algorithm": {"name": "rloo", "updates_per_batch": 2}},
-            ["algorithm: settings of grpo are left out: clip_high, kl"],
-        ),
-        (
-            {"algorithm": {"name": "/gone.py:Class", "own": 1}},
-            ["algorithm.name=sft"],
-            {"algorithm": {"name": "sft"}},
-            ["algorithm: settings of /gone.py:Class are left out: own"],
-        ),
-        (
-            {"algorithm": {"name": "grpo", "rejection": {"name": "icepop", "low": 0.4}}},
-            ["algorithm.rejection.name=mis"],
-            {"algorithm": {"name": "grpo", "rejection": {"name": "mis"}}},
-            ["algorithm.rejection: settings of icepop are left out: low"],
-        ),
-        (
-            {"environment": GUESS},
-            ["environment=calculator"],
-            {"environment": "calculator"},
-            ["environment: settings of guess are left out: timeout_s, kwargs"],
-        ),
-        ({"environment": "guess"}, ["environment.timeout_s=9.0"], {"environment": GUESS | {"kwargs": {}}}, []),
+        ({"algorithm": GRPO}, "algorithm.epochs=2 algorithm.name=rloo", {"algorithm": RLOO}, "grpo .*: clip_high, kl"),
+        ({"algorithm": GONE}, "algorithm.name=sft", {"algorithm": {"name": "sft"}}, "of /gone.py:Class .*: own"),
+        ({"environment": GUESS}, "environment=calculator", {"environment": "calculator"}, "guess .*: timeout_s, kw.*"),
+        ({"environment": "guess"}, "environment.timeout_s=9.0", {"environment": GUESS | {"kwargs": {}}}, ""),
         # `rewards: [...]` and then `rewards.workers=4` was a run by the default reward.
-        (
-            {"rewards": [{"function": "math"}]},
-            ["rewards.workers=4"],
-            {"rewards": {"functions": [{"function": "math"}], "workers": 4}},
-            [],
-        ),
-        ({}, ["data.train.weight=2.0"], {"data": {"train": {"path": "/t", "weight": 2.0}}}, []),
-        (
-            {"data": EVAL},
-            ["data.eval=/other"],
-            {"data": {"train": "/t", "eval": "/other"}},
-            ["data.eval: settings of /d are left out: split, keys"],
-        ),
-        ({"data": EVAL}, ["data.eval.path=/o"], {"data": EVAL | {"eval": EVAL["eval"] | {"path": "/o"}}}, []),  # type: ignore[operator]
-        (
-            {"data": SEVERAL},
-            ["data.train.path=/other"],
-            {"data": {"train": "/other"}},
-            ["data.train: settings of /u are left out: weight"],
-        ),
+        ({"rewards": [MATH]}, "rewards.workers=4", {"rewards": {"functions": [MATH], "workers": 4}}, ""),
+        ({}, "data.train.weight=2.0", {"data": {"train": {"path": "/t", "weight": 2.0}}}, ""),
+        ({"data": EVAL}, "data.eval=/other", {"data": {"train": "/t", "eval": "/other"}}, "of /d .*: split, keys"),
+        ({"data": EVAL}, "data.eval.path=/o", {"data": EVAL | {"eval": EVAL["eval"] | {"path": "/o"}}}, ""),  # type: ignore[operator]
+        ({"data": SEVERAL}, "data.train.path=/other", {"data": {"train": "/other"}}, "of /u .*: weight"),
     ],
 )
 def test_another_member_replaces_the_section_and_the_settings_that_go_are_said(
-    tmp_path: Path, sections: dict[str, Any], overrides: list[str], same: dict[str, Any], said: list[str]
+    tmp_path: Path, sections: dict[str, Any], overrides: str, same: dict[str, Any], said: str
 ) -> None:
-    assert loaded(tmp_path, sections, *overrides) == (loaded(tmp_path, same)[0], said)
+    spec, told = loaded(tmp_path, sections, *overrides.split())
+    assert spec == loaded(tmp_path, same)[0] and len(told) == bool(said)
+    assert re.search(f"{said}$", "".join(told))
 
 
 @pytest.mark.parametrize("name", ["grp", "absent.py:Class", "3"])

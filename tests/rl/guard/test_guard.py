@@ -45,12 +45,6 @@ def guard(gate_state: GateState) -> Guard:
     return a_guard(gate_state)
 
 
-def test_a_good_step_is_trained_on_and_says_nothing(guard: Guard) -> None:
-    assert judge(guard, 1) == Verdict(
-        events=(), why=(), fired=0, withheld=False, retry=False, resync=False, fall_back=False, stop=""
-    )
-
-
 def test_a_tightened_cap_repeats_the_pass_once_and_stays(guard: Guard) -> None:
     assert guard.algorithm.correction.tis_cap == guard.tis_cap == 2.0
     first = judge(guard, 1, tis=0.2)

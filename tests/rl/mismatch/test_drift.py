@@ -35,10 +35,7 @@ def test_by_hand() -> None:
         "drift/tokens_age_3": 1.0,
         "drift/abs_diff_mean_age_3": pytest.approx(2 * LN2),
     }
-
-
-def test_without_older_tokens_there_is_no_drift() -> None:
-    assert drift([1.0, math.nan], [7, 6], 7) == {}
+    assert drift([1.0, math.nan], [7, 6], 7) == {}, "without older tokens there is no drift"
 
 
 def test_prompts_do_not_drift() -> None:
@@ -58,7 +55,4 @@ MASK = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 0]]).bool()
 def test_the_fraction_is_over_the_sampled_tokens_that_were_drawn_again() -> None:
     draws = torch.tensor([[NOT_DRAWN, 4, 5, 0], [NOT_DRAWN, 3, 7, 8], [NOT_DRAWN] * 4])
     assert redraw_metrics(draws, TOKENS, MASK) == {"mismatch/redraw_frac": 0.8, "mismatch/redraw_tokens": 5.0}
-
-
-def test_without_a_draw_there_is_no_metric() -> None:
     assert redraw_metrics(torch.full_like(TOKENS, NOT_DRAWN), TOKENS, MASK) == {}

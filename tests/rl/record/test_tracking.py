@@ -14,16 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fp8rl.rl.record import history
 from fp8rl.rl.record.console import StepConsole, run_log
-from fp8rl.rl.record.history import (
-    Event,
-    append_event,
-    append_session,
-    cut_events,
-    read_events,
-    sessions_found,
-    this_session,
-)
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
@@ -72,35 +64,35 @@ def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost
 
 
 EVENTS = [
-    Event(2, "mismatch/exact_frac", 0.5, "below 1.0", "resync", "capsules/step_2", "resync: ..."),
-    Event(2, "train/loss", None, "not finite", "skip_step", None, "skip_step: ..."),
-    Event(5, "gates/stale_resyncs", 1.0, "above 0", "resync", None, "é"),
+    history.Event(2, "mismatch/exact_frac", 0.5, "below 1.0", "resync", "capsules/step_2", "resync: ..."),
+    history.Event(2, "train/loss", None, "not finite", "skip_step", None, "skip_step: ..."),
+    history.Event(5, "gates/stale_resyncs", 1.0, "above 0", "resync", None, "é"),
 ]
 
 
 def test_events_are_read_as_written_and_a_torn_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert read_events(path) == []
+    assert history.read_events(path) == []
     for event in EVENTS:
-        append_event(path, event)
+        history.append_event(path, event)
     with path.open("a") as file:
         file.write('{"step": 6, "met')
-    assert read_events(path) == EVENTS
+    assert history.read_events(path) == EVENTS
 
 
 def test_a_resumed_run_forgets_events_of_steps_that_it_repeats(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    cut_events(path, 3)
+    history.cut_events(path, 3)
     assert not path.exists()
     for event in EVENTS:
-        append_event(path, event)
-    cut_events(path, 3)
-    append_event(path, dataclasses.replace(EVENTS[2], step=4))
-    assert [event.step for event in read_events(path)] == [2, 2, 4]
+        history.append_event(path, event)
+    history.cut_events(path, 3)
+    history.append_event(path, dataclasses.replace(EVENTS[2], step=4))
+    assert [event.step for event in history.read_events(path)] == [2, 2, 4]
 
 
 def test_a_session_knows_machine_versions_and_code() -> None:
-    session = this_session()
+    session = history.this_session()
     assert abs(session.started - time.time()) < 60 and session.seconds is None
     assert session.versions["sglang"] == importlib.metadata.version("sglang")
     assert f"{psutil.virtual_memory().total / 2**30:.0f} GiB" in session.machine and "cores of" in session.machine
@@ -108,25 +100,25 @@ def test_a_session_knows_machine_versions_and_code() -> None:
 
 def test_the_last_line_of_a_session_counts_and_a_killed_one_has_no_end(tmp_path: Path) -> None:
     path = tmp_path / "sessions.jsonl"
-    killed = this_session()
+    killed = history.this_session()
     whole = dataclasses.replace(killed, started=killed.started + 10)
     ended = dataclasses.replace(whole, ended=whole.started + 2.5, why="a gate")
     for session in (killed, whole, ended):
-        append_session(path, session)
+        history.append_session(path, session)
     with path.open("a") as file:
         file.write('{"started": "yesterday"}\n')
-    found, bad = sessions_found(path)
+    found, bad = history.sessions_found(path)
     assert found == [killed, ended] and found[1].seconds == 2.5
     assert [line.number for line in bad] == [4]
     assert all("started" in json.loads(line) for line in path.read_text().splitlines())
 
 
 def test_what_no_session_can_have_been_is_a_bad_line(tmp_path: Path) -> None:
-    sound = dataclasses.asdict(this_session())
+    sound = dataclasses.asdict(history.this_session())
     wrong = ({"started": 1e300}, {"started": "now"}, {"ended": -1.0}, {"machine": 3}, {"versions": 1}, {"why": 2})
     lines = [json.dumps(sound | change) for change in wrong] + [json.dumps(sound)]
     (tmp_path / "sessions.jsonl").write_text("\n".join(lines) + "\n")
-    found, bad = sessions_found(tmp_path / "sessions.jsonl")
+    found, bad = history.sessions_found(tmp_path / "sessions.jsonl")
     assert len(found) == 1 and [line.number for line in bad] == [1, 2, 3, 4, 5, 6]
 
 

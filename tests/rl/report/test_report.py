@@ -18,35 +18,20 @@ from fp8rl.rl.report.page import Charts, Section
 from fp8rl.rl.report.report import write_report
 from tests.support.paths import new_run
 
+ZERO = "mismatch/tis_clipfrac mismatch/k1_kl mismatch/nonfinite_count sync/mismatched_tensors".split()
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
 SPEC = {"run": {"name": "demo"}, "data": {"train": "<b>data</b>.jsonl"}}
 
 
 def step_metrics(step: int, largest: float = 0.0) -> dict[str, float]:
-    return {
-        "rollout/reward_mean": 0.25 * step,
-        f"{PREFIX}_mean": largest / 10,
-        f"{PREFIX}_p99": largest / 2,
-        f"{PREFIX}_max": largest,
-        "mismatch/exact_frac": 1.0 if largest == 0 else 0.5,
-        "mismatch/tis_clipfrac": 0.0,
-        "mismatch/tis_clipfrac_two_sided": 0.0,
-        "mismatch/k1_kl": 0.0,
-        "mismatch/tokens": 50,
-        "mismatch/nonfinite_count": 0,
-        "sync/bytes": 3 * 2**20,
-        "sync/seconds": 0.25,
-        "sync/verified_tensors": 12,
-        "sync/mismatched_tensors": 0,
-        "perf/step_seconds": 3.0,
-        "perf/rollout_seconds": 1.5,
-        "perf/train_seconds": 1.0,
-    }
+    found = {"rollout/reward_mean": 0.25 * step, f"{PREFIX}_mean": largest / 10, f"{PREFIX}_p99": largest / 2}
+    found |= {f"{PREFIX}_max": largest, "mismatch/exact_frac": 1.0 if largest == 0 else 0.5, "mismatch/tokens": 50}
+    found |= {"sync/bytes": 3 * 2**20, "sync/seconds": 0.25, "sync/verified_tensors": 12}
+    times = {"perf/step_seconds": 3.0, "perf/rollout_seconds": 1.5, "perf/train_seconds": 1.0}
+    return found | times | dict.fromkeys(ZERO, 0.0)
 
 
-def make_run(
-    base: Path, rows: dict[int, dict[str, float]], samples: dict[int, list[dict[str, Any]]] | None = None
-) -> RunDir:
+def make_run(base: Path, rows: dict[int, dict[str, float]], samples: dict[int, list[Any]] | None = None) -> RunDir:
     run = new_run(base / "demo")
     run.experiment.write_text(yaml.safe_dump(SPEC))
     log = MetricsLog(run.metrics)

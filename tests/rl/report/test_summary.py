@@ -13,21 +13,11 @@ from fp8rl.rl.report.verdict import verdict
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
 
 
-def row(
-    step: int, *, mean: float = 0.0, largest: float = 0.0, exact: float = 1.0, tokens: int = 100, **more: Any
-) -> dict[str, Any]:
-    values = {
-        "step": step,
-        "rollout/reward_mean": 0.5 + step / 100,
-        f"{PREFIX}_mean": mean,
-        f"{PREFIX}_max": largest,
-        "mismatch/exact_frac": exact,
-        "mismatch/tokens": tokens,
-        "mismatch/nonfinite_count": 0,
-        "sync/verified_tensors": 7,
-        "sync/mismatched_tensors": 0,
-        "perf/step_seconds": float(step),
-    }
+def row(step: int, mean: float = 0.0, largest: float = 0.0, exact: float = 1.0, tokens: int = 100, **more: Any) -> Any:
+    values = {"step": step, "rollout/reward_mean": 0.5 + step / 100, "perf/step_seconds": float(step)}
+    values |= {f"{PREFIX}_mean": mean, f"{PREFIX}_max": largest, "mismatch/exact_frac": exact}
+    values |= {"mismatch/tokens": tokens, "mismatch/nonfinite_count": 0}
+    values |= {"sync/verified_tensors": 7, "sync/mismatched_tensors": 0}
     return values | {name.replace("__", "/"): value for name, value in more.items()}
 
 
@@ -66,11 +56,8 @@ def test_a_run_that_agrees_bit_for_bit() -> None:
 
 def test_a_run_that_differs_is_weighted_by_tokens() -> None:
     # 300 tokens of mean 0.01 and 100 of mean 0.05: (3 + 5) / 400 = 0.02. Exact: (0.5 * 300 + 0.1 * 100) / 400 = 0.4.
-    rows = [
-        row(1, mean=0.01, largest=0.3, exact=0.5, tokens=300),
-        row(2, mean=0.05, largest=0.2, exact=0.1, tokens=100),
-    ]
-    summary = summarize(rows)
+    first, second = row(1, mean=0.01, largest=0.3, exact=0.5, tokens=300), row(2, mean=0.05, largest=0.2, exact=0.1)
+    summary = summarize([first, second])
     assert abs(summary.mean_abs_diff - 0.02) < 1e-15 and abs(summary.exact_fraction - 0.4) < 1e-15
     assert (summary.largest_abs_diff, summary.largest_abs_diff_step) == (0.3, 1)
     assert not summary.bitwise_equal
@@ -149,12 +136,8 @@ def test_what_the_problems_cannot_tell_from_no_change_is_no_verdict() -> None:
 
 def test_the_interval_is_newcombe_s() -> None:
     """The examples (a) to (d) of his table II: 56/70 - 48/80, 9/10 - 3/10, 10/10 - 0/20 and 10/10 - 0/10."""
-    published = {
-        (48, 80, 56, 70): (0.0524, 0.3339),
-        (0, 20, 10, 10): (0.6791, 1.0),
-        (0, 10, 10, 10): (0.6075, 1.0),
-        (3, 10, 9, 10): (0.1705, 0.8090),
-    }
+    published = {(48, 80, 56, 70): (0.0524, 0.3339), (3, 10, 9, 10): (0.1705, 0.8090)}
+    published |= {(0, 20, 10, 10): (0.6791, 1.0), (0, 10, 10, 10): (0.6075, 1.0)}
     for (before, n, after, m), interval in published.items():
         rows = [{"step": 0, "eval/accuracy": before / n, "eval/problems": n}]
         rows += [{"step": 1, "eval/accuracy": after / m, "eval/problems": m}]

@@ -77,20 +77,13 @@ def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) 
     assert GateState().numerics(configured) == configured
 
 
-@pytest.mark.parametrize(
-    ("rules", "said"),
-    [
-        ({"a": 3}, r"standing: rules\.a"),
-        ({"a": {"beyond": -1}}, r"standing: rules\.a\.beyond: found -1"),
-        ({"a": {"unheard": 1}}, r"standing: rules\.a\.unheard: found 1"),
-    ],
-)
-def test_a_forged_state_of_a_gate_is_refused(tmp_path: Path, rules: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("rules", [{"a": 3}, {"a": {"beyond": -1}}, {"a": {"unheard": 1}}])
+def test_a_forged_state_of_a_gate_is_refused(tmp_path: Path, rules: dict[str, Any]) -> None:
     """Whoever writes `about.json` can write its digest too."""
     run = RunDir(tmp_path)
     run.checkpoint(4).mkdir(parents=True)
     write_about(run.checkpoint(4), About(4, {"standing": {"rules": rules}}, {}))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=r"standing: rules\.a"):
         GateState.of_checkpoint(run, 4)
 
 

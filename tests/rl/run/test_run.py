@@ -168,6 +168,7 @@ def test_a_loop_that_is_held_up_keeps_no_end(monkeypatch: pytest.MonkeyPatch, ca
         free.wait(60)
 
     background = Background("test")
+    assert background.run(number(3)) == 3
     background.begin(never_awaits())
     with pytest.raises(TimeoutError):
         background.run(number(3), 0.2)
@@ -179,11 +180,3 @@ def test_a_loop_that_is_held_up_keeps_no_end(monkeypatch: pytest.MonkeyPatch, ca
 async def number(value: int) -> int:
     await asyncio.sleep(0)
     return value
-
-
-def test_what_is_begun_after_the_end_is_cancelled_and_says_nothing() -> None:
-    """Answers may come in after a run has closed what judges them."""
-    background = Background("test")
-    assert background.run(number(3)) == 3
-    background.close()
-    assert background.begin(number(4)).cancelled()

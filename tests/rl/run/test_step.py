@@ -42,10 +42,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "moe")
 
 
-def opened(path: Path, layout: Layout, **options: Any) -> Any:
-    return LocalGroup(path, layout, **options)
-
-
 def algorithm(name: str = "grpo", **settings: Any) -> PolicyGradient:
     found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name, **settings})
     return found.resolved(RolloutSection(max_new_tokens=40))
@@ -70,7 +66,7 @@ def step(group: Any, chosen: PolicyGradient, batch: TokenBatch, outcomes: Outcom
 
 @pytest.mark.slow
 def test_one_update_is_one_pass_over_the_whole_batch_bit_for_bit(path: Path, layout: Layout) -> None:
-    group, plain = opened(path, layout), opened(path, layout)
+    group, plain = LocalGroup(path, layout), LocalGroup(path, layout)
     batch, outcomes = sampled(group)
     metrics = step(group, algorithm(), batch, outcomes)
     assert group.calls == [("pass", "policy"), ("update", "policy")], "nothing else is scored"
@@ -84,7 +80,7 @@ def test_one_update_is_one_pass_over_the_whole_batch_bit_for_bit(path: Path, lay
 @pytest.mark.slow
 def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(path: Path, layout: Layout) -> None:
     epochs = 2
-    group, plain = opened(path, layout), opened(path, layout)
+    group, plain = LocalGroup(path, layout), LocalGroup(path, layout)
     batch, outcomes = sampled(group)
     chosen = algorithm(updates_per_batch=2, epochs=epochs, clip_low=1e-3, clip_high=1e-3)
     metrics = step(group, chosen, batch, outcomes)
@@ -105,7 +101,7 @@ def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(p
 
 
 def test_more_updates_than_groups_and_groups_without_a_token_make_fewer(path: Path, layout: Layout) -> None:
-    group = opened(path, layout)
+    group = LocalGroup(path, layout)
     batch, outcomes = sampled(group)
     batch.loss_mask[7] = False  # all of group 7
     plan = plan_updates(group, batch, outcomes, algorithm(updates_per_batch=9))
@@ -113,7 +109,7 @@ def test_more_updates_than_groups_and_groups_without_a_token_make_fewer(path: Pa
 
 
 def test_a_fault_in_a_later_update_names_its_rows_and_leaves_the_earlier_ones(path: Path, layout: Layout) -> None:
-    group = opened(path, layout)
+    group = LocalGroup(path, layout)
     batch, outcomes = sampled(group)
     plan = plan_updates(group, batch, outcomes, algorithm(updates_per_batch=2))
     first = plan.forward_backward(group, 0)
@@ -143,7 +139,7 @@ class Own(PolicyGradient):
 
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_sees_the_batch_and_adds_metrics(path: Path, layout: Layout) -> None:
-    group, chosen = opened(path, layout, reference=True), Own(name="own.py:Own")
+    group, chosen = LocalGroup(path, layout, reference=True), Own(name="own.py:Own")
     dry_run(chosen, 2)
     batch, outcomes = sampled(group)
     metrics = step(group, chosen, batch, outcomes)
@@ -155,7 +151,7 @@ def test_an_algorithm_of_ones_own_sees_the_batch_and_adds_metrics(path: Path, la
 
 @pytest.mark.slow
 def test_a_reference_is_the_start_of_the_run_in_the_same_forward(path: Path, layout: Layout) -> None:
-    group = opened(path, layout, reference=True)
+    group = LocalGroup(path, layout, reference=True)
     batch, outcomes = sampled(group)
     chosen = algorithm(kl={"loss": {"coefficient": 0.1}})
     first = step(group, chosen, batch, outcomes)
@@ -171,7 +167,7 @@ def test_a_critic_learns_beside_the_policy_and_alone_while_it_warms_up(path: Pat
     from fp8rl.trainer.config import TrainerSection
 
     critic = TrainerSection(lr=2e-3, warmup_steps=0, micro_batch_tokens=256)
-    group = opened(path, layout, critic=critic)
+    group = LocalGroup(path, layout, critic=critic)
     batch, outcomes = sampled(group)
     chosen = algorithm("ppo", critic_warmup=1, updates_per_batch=2)
     before = group.parameters()
@@ -192,7 +188,7 @@ def test_a_critic_learns_beside_the_policy_and_alone_while_it_warms_up(path: Pat
 
 
 def test_a_score_that_is_not_finite_is_a_fault_of_its_rows(path: Path, layout: Layout) -> None:
-    group = opened(path, layout, reference=True)
+    group = LocalGroup(path, layout, reference=True)
     batch, outcomes = sampled(group)
     with torch.no_grad():
         group.roles.models["reference"].model.output_layer.weight[:] = torch.nan
@@ -229,19 +225,10 @@ def batch(trajectories: list[Trajectory]) -> TokenBatch:
 def test_rollout_metrics_against_hand_counts(trajectories: list[Trajectory]) -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     metrics = rollout_metrics(trajectories, rewards, torch.tensor([t.group for t in trajectories]), version=4)
-    assert metrics == {
-        "rollout/reward_mean": 0.5,
-        "rollout/reward_std": 0.5,
-        "rollout/equal_reward_groups": pytest.approx(2 / 3),
-        "rollout/finished_fraction": pytest.approx(5 / 6),
-        "rollout/response_tokens_mean": 4.0,
-        "rollout/response_tokens_max": 6.0,
-        "rollout/tokens": 24.0,
-        "rollout/trajectories": 6.0,
-        "rollout/staleness_max": 1.0,
-        "rollout/tokens_age_0": 22.0,
-        "rollout/tokens_age_1": 2.0,
-    }
+    expected = {"reward_mean": 0.5, "reward_std": 0.5, "equal_reward_groups": 2 / 3, "finished_fraction": 5 / 6}
+    expected |= {"response_tokens_mean": 4.0, "response_tokens_max": 6.0, "tokens": 24.0, "trajectories": 6.0}
+    expected |= {"staleness_max": 1.0, "tokens_age_0": 22.0, "tokens_age_1": 2.0}
+    assert metrics == pytest.approx({f"rollout/{name}": value for name, value in expected.items()})
 
 
 def test_records_keep_a_trajectory_with_both_logprobs(trajectories: list[Trajectory], batch: TokenBatch) -> None:

@@ -107,8 +107,10 @@ def check_random(tokenizer: Any, kind: Kind, draws: random.Random) -> None:
     model = Model(tokenizer)
     model.lines = lines
     answer = played(tokenizer, environment, model, begun)
-    assert tokenizer.decode(answer.prompt_ids + answer.token_ids[:-1]) == tokenizer.decode(whole(tokenizer, said))
-    assert answer.prompt_ids + answer.token_ids[:-1] == whole(tokenizer, said)
+    row = answer.prompt_ids + answer.token_ids
+    assert all(row[: len(prompt)] == prompt for prompt, _, _ in model.asked)
+    assert tokenizer.decode(row[:-1]) == tokenizer.decode(whole(tokenizer, said))
+    assert row[:-1] == whole(tokenizer, said)
 
 
 @pytest.mark.slow
@@ -310,13 +312,6 @@ def test_thoughts_stay_in_the_row_where_the_template_would_drop_them_later(token
     assert text.count("<|im_start|>") == text.count("<|im_end|>") == 6
 
 
-def test_no_prompt_depends_on_the_day(tokenizers: dict[str, Any]) -> None:
-    text = tokenizers["llama"].decode(prompt_ids(tokenizers["llama"], [USER]))
-    assert "Today: 01 Jan 2025" in text
-    other = prompt_ids(tokenizers["llama"], [USER], {"date_string": "26 Jul 2024"})
-    assert "Today: 26 Jul 2024" in tokenizers["llama"].decode(other)
-
-
 REWRITING = {
     "moves the system prompt": "{% for m in messages if m.role != 'system' %}{% if loop.last %}"
     "{{ messages[0].content }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}",
@@ -350,21 +345,3 @@ def test_a_message_without_room_ends_the_conversation_and_leaves_whole_messages_
     answer = played(tokenizer, environment, Model(tokenizer, "x<|im_end|>"), [USER])
     assert tokenizer.decode(answer.token_ids) == "x<|im_end|>"
     assert answer.environment_spans == () and not answer.finished
-
-
-def test_what_was_asked_of_the_engine_is_what_the_row_has(tokenizers: dict[str, Any]) -> None:
-    """Messages in a row are written anew together, so nothing of an earlier writing may stay."""
-    tokenizer = tokenizers["chatml"]
-
-    async def environment(conversation: Conversation) -> None:
-        await conversation.sample()
-        conversation.message("tool", "A")
-        conversation.message("tool", "B")
-        await conversation.sample()
-
-    model = Model(tokenizer, "x<|im_end|>", "y<|im_end|>")
-    answer = played(tokenizer, environment, model, [USER])
-    row, asked = answer.prompt_ids + answer.token_ids, [prompt for prompt, _, _ in model.asked]
-    assert [row[: len(prompt)] for prompt in asked] == asked
-    assert row[len(asked[1]) :] == tokens(tokenizer, "y<|im_end|>")
-    assert answer.environment_spans == ((2, len(answer.token_ids) - 2),)

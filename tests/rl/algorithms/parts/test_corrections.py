@@ -103,9 +103,6 @@ def test_bounds_that_are_not_given_are_filled_in(rejection: dict[str, Any], low:
     [
         ({"rejection": {"name": "icepop", "low": 1.5}}, "found low=1.5 and high=5.0, expected low < 1 <"),
         ({"rejection": {"name": "mis", "low": 0.5}}, "algorithm.rejection: found low=0.5 with mis, expected none"),
-        ({"rejection": {"low": 0.5}}, "algorithm.rejection.name: found nothing, expected a value"),
-        ({"rejection": {"name": "mis", "hihg": 2.0}}, "Did you mean algorithm.rejection.high?"),
-        ({"rejection": "icepop"}, "algorithm.rejection: found 'icepop', expected"),
         ({"rejection": {"name": "icepop"}, "tis_level": "sequence"}, "found tis_level=sequence with rejection icepop"),
     ],
 )
@@ -167,10 +164,8 @@ def test_k2_in_the_loss_has_the_gradient_of_the_kl_and_k3_has_not(on_policy: boo
     policy, sampler, reference = softmaxes()
     old = policy.detach().log_softmax(-1) if on_policy else sampler
     expected = 0.5 * gradient_of_the_kl(policy, reference)
-    found = {
-        name: expected_gradient(algorithm("grpo", loss=0.5, estimator=name), policy, old, reference)
-        for name in ("k2", "k3")
-    }
+    chosen = {name: algorithm("grpo", loss=0.5, estimator=name) for name in ("k2", "k3")}
+    found = {name: expected_gradient(each, policy, old, reference) for name, each in chosen.items()}
     assert torch.allclose(found["k2"], expected, rtol=1e-4, atol=1e-6)
     assert (found["k3"] - expected).abs().max() > 0.05
 
@@ -219,10 +214,3 @@ def test_each_token_s_reward_has_its_kl_penalty(name: str, ratio: str) -> None:
             lost = sum(penalty[place:]) if name == "reinforce++" else penalty[place]
             assert found[row, t].item() == pytest.approx(start - baseline - lost, abs=1e-6)
     assert (found[~batch.loss_mask] == 0).all()
-
-
-def test_a_reference_is_asked_for_only_where_a_coefficient_is_not_zero() -> None:
-    assert algorithm("grpo").needs == Needs()
-    assert algorithm("grpo", loss=0.01).needs == Needs(reference=True)
-    assert algorithm("grpo", loss=0.01, updates_per_batch=2).needs == Needs(old_logprobs=True, reference=True)
-    assert algorithm("ppo", reward=0.01).needs == Needs(old_logprobs=True, reference=True, critic=True)

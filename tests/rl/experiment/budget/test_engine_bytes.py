@@ -29,16 +29,9 @@ def bytes_of(value: Any) -> int:
 
 
 def job(model: str, tp: int = 1, kv: str = "bf16") -> Job:
-    spec = load_experiment(
-        EXAMPLES / "arithmetic.yaml",
-        [
-            f"model.path={CONFIGS / model}",
-            f"rollout.context_length={CONTEXT}",
-            f"rollout.max_total_tokens={TOKENS}",
-            f"rollout.tp={tp}",
-            f"numerics.kv={kv}",
-        ],
-    )
+    sizes = f"rollout.context_length={CONTEXT}", f"rollout.max_total_tokens={TOKENS}", f"rollout.tp={tp}"
+    overrides = [f"model.path={CONFIGS / model}", f"numerics.kv={kv}", *sizes]
+    spec = load_experiment(EXAMPLES / "arithmetic.yaml", overrides)
     return job_of(spec, read_shape(Path(spec.model.path)), "kernels", GPU)
 
 
@@ -53,35 +46,17 @@ def test_sglang_allocates_what_is_planned(model: str, tp: int, kv: str, monkeypa
 
     planned = job(model, tp, kv)
     sizes, own = planned.shape.sizes, planned.shape.sizes.of(Latent)
-    pool = MLATokenToKVPool(
-        TOKENS,
-        1,
-        planned.numerics.kv_format.dtype,
-        own.kv_rank,
-        own.rope_dim,
-        sizes.layers,
-        "meta",
-        enable_memory_saver=False,
-    )
+    form, of_latent = planned.numerics.kv_format.dtype, (own.kv_rank, own.rope_dim, sizes.layers)
+    pool = MLATokenToKVPool(TOKENS, 1, form, *of_latent, "meta", enable_memory_saver=False)
     batch = 256
     output = GraphSharedOutput(device=torch.device("meta"), max_rows=batch)
     output.get_logits_buffer(sizes.vocab_size, rows=batch)
-    backend = SimpleNamespace(
-        device="meta",
-        num_head=sizes.heads // tp,
-        max_kv_splits=1,
-        v_head_dim=own.kv_rank,
-        swa_v_head_dim=None,
-        lean_total_programs=132,
-        lean_block_m=16,
-        max_context_len=CONTEXT,
-        is_draft_runner=False,
-        skip_prefill=True,
-        num_draft_tokens=0,
-        sliding_window_size=None,
-        use_sliding_window_kv_pool=False,
-        kv_index_translator=SimpleNamespace(is_translating=False, make_capture_tables=lambda **_: None),
-    )
+    settings = {"num_head": sizes.heads // tp, "v_head_dim": own.kv_rank, "max_context_len": CONTEXT}
+    settings |= {"lean_total_programs": 132, "lean_block_m": 16, "num_draft_tokens": 0, "skip_prefill": True}
+    settings |= {"max_kv_splits": 1} | dict.fromkeys(("is_draft_runner", "use_sliding_window_kv_pool"), False)
+    settings |= dict.fromkeys(("swa_v_head_dim", "sliding_window_size"))
+    translator = SimpleNamespace(is_translating=False, make_capture_tables=lambda **_: None)
+    backend = SimpleNamespace(device="meta", kv_index_translator=translator, **settings)
     allocate: Callable[..., None] = TritonAttnBackend.init_cuda_graph_state
     monkeypatch.setattr(
         "sglang.srt.layers.attention.triton_backend.maybe_create_verify_mask", lambda **_: None, raising=False

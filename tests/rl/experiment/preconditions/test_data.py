@@ -18,8 +18,6 @@ from tests.support.preconditions import merged, refusal, write_lines
     ("content", "expected"),
     [
         (None, "existing JSONL file"),
-        ("", "at least one problem"),
-        ('{"question": "q", "answer": "#### 1"}\n{"question"\n', "line 2"),
         ('{"question": "q", "answer": "#### 1"}\n{"question": "q", "answer": "one"}\n', "line 2"),
     ],
 )
@@ -131,15 +129,12 @@ def test_each_source_and_each_set_is_looked_at(values, tmp_path):
     more = str(tmp_path / "more.jsonl")
     text = refusal(values, data={"train": [values["data"]["train"], {"path": more, "weight": 2.0}]})
     assert text.startswith("data.train.1: line 2: answer")
-    assert refusal(values, eval={"sets": [{"name": "m", "path": more}]}).startswith("eval.sets.0: line 2: answer")
     own = {"name": "m", "path": more, "rewards": [{"function": "math"}]}
     check(parse_experiment(merged(values, eval={"sets": [own]})))
     text = refusal(values, eval={"sets": [{**own, "problems": 3}]})
     assert text.startswith("eval.sets.0.problems: found 3, expected at most the 2 problems")
     text = refusal(values, eval={"sets": [{**own, "max_new_tokens": 1022}]})
     assert text.startswith("eval.sets.0: line 1: found 'a prompt of 1 bytes") and "max_new_tokens = 1022" in text
-    text = refusal(values, eval={"sets": [{**own, "rewards": [{"function": "mathh"}]}]})
-    assert text.startswith("eval.sets.0.rewards.functions.0.function: found 'mathh'")
     check(parse_experiment(merged(values, data={"eval": None}, eval={"problems": 1, "sets": [own]})))
 
 
@@ -202,10 +197,8 @@ def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_eq
         asked, answered = {"role": "user", "content": "q"}, {"role": "tool", "content": "3"}
         return [asked, {"role": "assistant", "content": "", **calls}, answered]
 
-    calls = [turns({"tool_calls": [{"function": {"name": name}}]}) for name in "fg"] + [
-        turns({"tool_calls": [{"id": "1"}]})
-    ]
-    lines = [json.dumps({"question": question, "answer": "#### 1"}) for question in calls]
+    calls = [*({"function": {"name": name}} for name in "fg"), {"id": "1"}]
+    lines = [json.dumps({"question": turns({"tool_calls": [call]}), "answer": "#### 1"}) for call in calls]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     assert refusal(values).startswith('data.train: line 3: found "turns of user, assistant, tool, at which the')
 

@@ -88,15 +88,6 @@ def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypa
         place(cluster_of(0), wide)
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("H100", "h100"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx pro 6000"),
-        ("rtx4090", "4090"),
-        ("NVIDIA GeForce RTX 4090", "4090"),
-        ("a100-sxm4-80gb", "a100"),
-    ],
-)
-def test_a_gpu_is_found_by_the_names_that_people_write(name: str, key: str) -> None:
-    assert gpu_named(name) is GPUS[key]
+def test_a_gpu_is_found_by_the_names_that_people_write() -> None:
+    for name, key in (("rtx4090", "4090"), ("NVIDIA GeForce RTX 4090", "4090"), ("a100-sxm4-80gb", "a100")):
+        assert gpu_named(name) is GPUS[key]

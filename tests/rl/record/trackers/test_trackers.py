@@ -21,17 +21,10 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-def followed(
-    folder: Path,
-    name: str,
-    rows: dict[int, dict[str, float]],
-    lost: Callable[[str], object] = unexpected,
-    resume_step: int | None = None,
-) -> None:
+def followed(folder: Path, name: str, lost: Callable[[str], object] = unexpected) -> None:
     """Have a tracker follow a run of these rows to its end."""
-    run = new_run(folder)
-    with tracking(run, name, lost=lost, resume_step=resume_step, project="project") as tracker:
-        for step, row in rows.items():
+    with tracking(new_run(folder), name, lost=lost, project="project") as tracker:
+        for step, row in ROWS.items():
             tracker.log(step, row)
 
 
@@ -39,7 +32,7 @@ def followed(
 def test_tensorboards_event_file_has_every_row_with_unit_and_meaning(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    followed(tmp_path, "tensorboard", ROWS)
+    followed(tmp_path, "tensorboard")
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     loss = [(event.step, event.tensor_proto.float_val[0]) for event in read.Tensors("train/loss")]
@@ -59,7 +52,7 @@ def test_a_tracker_that_does_not_begin_costs_no_row(tmp_path: Path, monkeypatch:
     """Its package cannot be imported."""
     monkeypatch.setitem(sys.modules, TRACKERS[name], None)
     said: list[str] = []
-    followed(tmp_path, name, ROWS, lost=said.append)
+    followed(tmp_path, name, lost=said.append)
     (sentence,) = said
     assert sentence.startswith(f"{name} is lost: ModuleNotFoundError: ")
     assert "metrics.jsonl and the report are kept" in sentence

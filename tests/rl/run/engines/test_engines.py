@@ -25,18 +25,10 @@ from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
+from fp8rl.rollout import types
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.actor import EngineActor, Health, Slept
-from fp8rl.rollout.types import (
-    Endpoint,
-    EngineDiedError,
-    EngineError,
-    Group,
-    Load,
-    SamplingParams,
-    StaleWeightsError,
-    Trajectory,
-)
+from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, Load, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.weight_sync.manifest import Manifest
 from tests.support.servers import groups, wait_until
@@ -72,8 +64,6 @@ class Actor:
     scored: list[list[int]] = field(default_factory=list)
     got: list[Group] = field(default_factory=list)
     ended: bool = False
-    started: bool = False
-    asleep: bool = False
     rests: float = 0.0
     pulses: int = 0
 
@@ -94,7 +84,6 @@ class Actor:
     async def _start(self, checkpoint: Path, version: int) -> Endpoint:
         if self.failure is not None:
             raise self.failure
-        self.started = True
         return Endpoint(self.name, "", "")
 
     async def _generate(self, asked: list[Group], sampling: SamplingParams) -> list[Trajectory]:
@@ -140,7 +129,6 @@ class Actor:
     async def _sleep(self) -> Slept:
         await self._answer(lambda: True)
         await asyncio.sleep(self.rests)
-        self.asleep = True
         return Slept(7, 5)
 
     async def _stop(self, grace_s: float = 0.0) -> None:
@@ -198,17 +186,14 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     stage.engines.stop()
 
 
-def replace_config(**changes: Any) -> RolloutSection:
-    return CONFIG.model_copy(update=changes)
-
-
 def numbers(actor: Actor) -> list[int]:
     """Which of `groups(...)` an actor was given."""
     return [group.prompt.token_ids[0] - 10 for group in actor.got]
 
 
 def test_groups_go_whole_to_the_engine_with_the_least_to_do_and_wait_for_room(stage: Stage) -> None:
-    stage.open(2, replace_config(max_total_tokens=20))  # twice that is room for two groups of two answers of ten tokens
+    # Twice that many tokens are room for two groups of two answers of ten tokens.
+    stage.open(2, CONFIG.model_copy(update={"max_total_tokens": 20}))
     stage.serve()
     for actor in stage.made:
         actor.finish.clear()
@@ -221,7 +206,7 @@ def test_groups_go_whole_to_the_engine_with_the_least_to_do_and_wait_for_room(st
 
 
 def test_an_engine_answers_its_pulse_beside_the_turns_of_many_conversations(stage: Stage) -> None:
-    stage.open(1, replace_config(max_total_tokens=100_000))
+    stage.open(1, CONFIG.model_copy(update={"max_total_tokens": 100_000}))
     stage.serve()
     (engine,) = stage.made
     engine.finish.clear()
@@ -277,7 +262,7 @@ def test_an_error_that_nobody_foresaw_reaches_all_who_wait(stage: Stage) -> None
 
 @pytest.mark.slow
 def test_an_engine_in_a_long_pass_is_waited_for_as_long_as_its_schedulers_work(stage: Stage) -> None:
-    stage.open(1, replace_config(hung_after_s=1.0))
+    stage.open(1, CONFIG.model_copy(update={"hung_after_s": 1.0}))
     stage.serve()
     (engine,) = stage.made
     engine.works = engine.hangs = True
@@ -321,7 +306,7 @@ def test_engines_of_which_one_does_not_end_say_so_and_kill_it(
 
 
 def test_one_loss_too_many_within_an_hour_ends_the_run_and_a_failed_start_counts(stage: Stage) -> None:
-    engines = stage.open(1, replace_config(restarts_per_hour=2))
+    engines = stage.open(1, CONFIG.model_copy(update={"restarts_per_hour": 2}))
     (answer,) = stage.admit(1)
     stage.made[0].dead = True
     assert wait_until(lambda: len(stage.made) == 2, 10)
@@ -337,7 +322,7 @@ def test_one_loss_too_many_within_an_hour_ends_the_run_and_a_failed_start_counts
 @pytest.mark.slow
 def test_a_sync_says_once_for_which_node_it_waits(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_module, "_EVENT_SECONDS", 0.05)
-    engines, told = stage.open(1, replace_config(restarts_per_hour=1)), list[str]()
+    engines, told = stage.open(1, CONFIG.model_copy(update={"restarts_per_hour": 1})), list[str]()
     stage.serve()
     stage.events.subscribe(lambda metric, count, text: told.append(text))
     stage.room, stage.made[0].dead = False, True  # its node has left
@@ -369,7 +354,7 @@ def test_what_goes_wrong_at_the_first_start_is_raised(stage: Stage, failure: Exc
 def test_tokens_of_other_weights_than_expected_are_refused(stage: Stage) -> None:
     engines = stage.open(1)
     stage.serve()
-    with pytest.raises(StaleWeightsError, match="expected all at versions 2 to 4"):
+    with pytest.raises(types.StaleWeightsError, match="expected all at versions 2 to 4"):
         stage.made[0].version = 5
         engines.expect(4)
         stage.admit(1, oldest=2)[0].result(5)
@@ -458,7 +443,6 @@ def test_an_engine_whose_canary_differs_is_replaced_and_what_it_answered_is_aske
     [
         ([1, 2], [-1.0, -1.0], 0.25),
         ([1, 2], [-1.5, -1.0], 0.25),
-        ([1, 2], [-1.25, -1.25], 0.25),
         ([1, 3], [-1.25, -1.0], math.inf),
         ([1, 2], [-1.25, math.nan], math.inf),
     ],

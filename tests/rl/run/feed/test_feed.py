@@ -395,18 +395,10 @@ def test_after_a_lost_trainer_nothing_is_asked_of_engines_that_still_hold_its_we
     monkeypatch.setattr(loop, "forward_backward", forward_backward)
     made = {"trainer": trainer, "sampling": sampling, "engines": [sampling.engines], "closing": ShutdownStack()}
     stack = SimpleNamespace(**made, replays=False, metrics=dict, turn=sampling.turns.turn)
-    run = SimpleNamespace(
-        experiment=feed._experiment,
-        step=8,
-        feed=FeedState(24, [16, 17, 18, 19, 20, 21], []),
-        gate_state=GateState(),
-        sync=sync,
-        console=SimpleNamespace(note=lambda *_: None),
-        files=SimpleNamespace(metrics=tmp_path / "metrics.jsonl"),
-        tracker=SimpleNamespace(write=lambda: None),
-        stack=stack,
-        steps=lambda: iter([9]),
-    )
+    parts = {"console": SimpleNamespace(note=lambda *_: None), "tracker": SimpleNamespace(write=lambda: None)}
+    parts |= {"stack": stack, "gate_state": GateState(), "files": SimpleNamespace(metrics=tmp_path / "metrics.jsonl")}
+    state = FeedState(24, [16, 17, 18, 19, 20, 21], [])
+    run = SimpleNamespace(experiment=feed._experiment, step=8, feed=state, sync=sync, steps=lambda: iter([9]), **parts)
     with pytest.raises(InterruptedError):
         loop.train(cast(Any, run))
     assert trained == [{8}]

@@ -158,9 +158,8 @@ def test_an_answer_whose_environment_failed_is_worth_nothing_and_not_judged(make
     prompt, answers = group(tokenizer, "3\n#### 3", "1", "2")
     judge = make("mine:ranked", "integer")
     verdicts = judge.begin(prompt, [answers[0], replace(answers[1], failed=True), answers[2]]).result(timeout=60)
-    assert [verdict.parts for verdict in verdicts] == [
-        {"ranked": 1.0, "integer": 1.0}, {}, {"ranked": 0.0, "integer": 0.0}
-    ]  # fmt: skip
+    first, *others = ({"ranked": value, "integer": value} for value in (1.0, 0.0))
+    assert [verdict.parts for verdict in verdicts] == [first, {}, *others]
 
 
 def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokenizer: Any) -> None:

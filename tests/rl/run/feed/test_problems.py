@@ -51,11 +51,10 @@ def test_sources_come_in_their_proportions_and_each_counts_its_own(weights: list
 
 
 def test_each_source_is_seen_whole_in_an_order_of_its_own() -> None:
-    order = stream([f"a{i}" for i in range(30)], [f"b{i}" for i in range(30)], seed=3)
+    sources = [[f"{letter}{i}" for i in range(30)] for letter in "ab"]
+    order = stream(*sources, seed=3)
     seen = [order.nth(number) for number in range(90)]
     first = {letter: [item[1:] for item in seen if item[0] == letter][:30] for letter in "ab"}
     assert all(len(set(items)) == 30 for items in first.values()) and first["a"] != first["b"]
-    assert [stream([f"a{i}" for i in range(30)], [f"b{i}" for i in range(30)], seed=3).nth(7)] == [seen[7]]
-    assert seen != [
-        stream([f"a{i}" for i in range(30)], [f"b{i}" for i in range(30)], seed=4).nth(n) for n in range(90)
-    ]
+    assert stream(*sources, seed=3).nth(7) == seen[7]
+    assert seen != [stream(*sources, seed=4).nth(n) for n in range(90)]

@@ -18,21 +18,8 @@ from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.weight_sync.frozen import FrozenBase
 from fp8rl.weight_sync.manifest import Manifest, Recorder, ShardDigests
-from tests.support.served_model import (
-    ATTENTION,
-    DEFINITION,
-    DENSE,
-    EXPERTS,
-    HEAD_DIM,
-    HEADS,
-    HIDDEN,
-    KEY_HEADS,
-    MOE,
-    SPEC,
-    WIDTH,
-    build,
-    hf_tensors_served,
-)
+from tests.support import served_model
+from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SPEC, build, hf_tensors_served
 
 CONFIG = AdapterSection(rank=4, alpha=8.0)
 SHARED = AdapterSection(rank=4, alpha=8.0, experts="shared", targets=("q_proj", "v_proj", "up_proj", "down_proj"))
@@ -86,7 +73,7 @@ def test_a_fused_product_adds_the_terms_of_its_matrices(config: AdapterSection) 
     weights, sent = attached(config), adapters(config)
     entries = update(weights, sent, "1")
     assert not expected(config, sent, 1).differences(entries)
-    x = torch.randn(20, HIDDEN).bfloat16()
+    x = torch.randn(20, served_model.HIDDEN).bfloat16()
 
     def alone(name: str, width: int) -> Tensor:
         """The term of one matrix; zeros if it has no adapter."""
@@ -94,16 +81,17 @@ def test_a_fused_product_adds_the_terms_of_its_matrices(config: AdapterSection) 
             return torch.zeros(len(x), width).bfloat16()
         return ops.low_rank_of(x, LowRank(sent[f"{name}.lora_A.weight"], sent[f"{name}.lora_B.weight"], 2.0))
 
-    widths = {"q": HEADS * HEAD_DIM, "k": KEY_HEADS * HEAD_DIM, "v": KEY_HEADS * HEAD_DIM}
+    heads = {"q": served_model.HEADS, "k": served_model.KEY_HEADS, "v": served_model.KEY_HEADS}
+    widths = {kind: count * served_model.HEAD_DIM for kind, count in heads.items()}
     qkv = torch.cat([alone(f"{ATTENTION}{kind}_proj", width) for kind, width in widths.items()], 1)
     assert torch.equal(ops.low_rank_of(x, low_rank(weights, QKV)), qkv)
-    gate_up = torch.cat([alone(f"{DENSE}{kind}_proj", 2 * WIDTH) for kind in ("gate", "up")], 1)
+    gate_up = torch.cat([alone(f"{DENSE}{kind}_proj", 2 * served_model.WIDTH) for kind in ("gate", "up")], 1)
     assert torch.equal(ops.low_rank_of(x, low_rank(weights, f"{DENSE}gate_up_proj.weight")), gate_up)
     experts = low_rank(weights, W13)
-    for expert in range(EXPERTS if experts.per_expert else 1):
+    for expert in range(served_model.EXPERTS if experts.per_expert else 1):
         place = f"{expert}." if experts.per_expert else ""
         own = LowRank(experts.a[expert], experts.b[expert], 2.0, experts.parts) if experts.per_expert else experts
-        whole = torch.cat([alone(f"{MOE}experts.{place}{kind}_proj", WIDTH) for kind in ("gate", "up")], 1)
+        whole = torch.cat([alone(f"{MOE}experts.{place}{kind}_proj", served_model.WIDTH) for kind in ("gate", "up")], 1)
         assert torch.equal(ops.low_rank_of(x, own), whole)
 
 
@@ -131,7 +119,7 @@ def test_rows_of_requests_for_the_base_go_without_the_adapters() -> None:
         new = None if mode.is_decode() else torch.tensor(lengths)
         return SimpleNamespace(lora_ids=names, forward_mode=mode, input_ids=tokens, extend_seq_lens=new)
 
-    x = torch.randn(9, HIDDEN).bfloat16()
+    x = torch.randn(9, served_model.HIDDEN).bfloat16()
     for mode, lengths in ((ForwardMode.EXTEND, [2, 4, 3]), (ForwardMode.EXTEND, [1, 3, 2])):
         rows.take(batch(mode, lengths))
         assert rows.mask[: sum(lengths)].tolist() == [True] * lengths[0] + [False] * lengths[1] + [True] * lengths[2]

@@ -68,9 +68,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_every_hook_finds_its_target_on_cuda(found: Any) -> None:
     found = found["hooks"]
     assert found["cuda"] and found["problems"] == []
-    assert found["paths"] >= 35 and all(
-        found["hooks"][f"exact fp8_block_pow2 {each}"] >= 30 for each in ("fp8", "bf16")
-    )
+    exact = [found["hooks"][f"exact fp8_block_pow2 {each}"] for each in ("fp8", "bf16")]
+    assert found["paths"] >= 35 and min(exact) >= 30
     assert found["routers"] == ["biased_grouped_topk_gpu", "fused_topk"], "the functions of a GPU, under their names"
 
 

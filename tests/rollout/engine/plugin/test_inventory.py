@@ -56,12 +56,9 @@ def test_states_of_linear_attention_are_no_keys_and_values() -> None:
     """SGLang has a pool of each within one; layer 1 of two attends."""
     keys = [torch.zeros(9, 2, 128).bfloat16()]
     states = SimpleNamespace(temporal=torch.zeros(1, 4, 2, 8, 16), conv=[torch.zeros(1, 4, 6, 3).bfloat16()])
-    hybrid = pool(
-        torch.bfloat16,
-        full_kv_pool=SimpleNamespace(k_buffer=keys, v_buffer=keys),
-        full_attention_layer_id_mapping={1: 0},
-        mamba_pool=SimpleNamespace(mamba_cache=states),
-    )
+    full = SimpleNamespace(k_buffer=keys, v_buffer=keys)
+    cached = {"full_kv_pool": full, "mamba_pool": SimpleNamespace(mamba_cache=states)}
+    hybrid = pool(torch.bfloat16, full_attention_layer_id_mapping={1: 0}, **cached)
     found = {each.name: (each.kind, each.format) for each in held(hybrid) if each.kind in ("kv_cache", "states")}
     assert found == {
         "k of layer 1": ("kv_cache", "bf16"),

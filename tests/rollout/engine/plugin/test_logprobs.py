@@ -95,25 +95,13 @@ def test_prompts_are_scored_in_chunks_by_sglangs_own_walk(chunk: int, top: list[
     states, head = (torch.randint(-3, 4, (n, 8), generator=generator).float() for n in (15, VOCABULARY))
     rows = torch.tensor([*range(9), *range(10, 15)])
     tokens = torch.randint(0, VOCABULARY, (len(rows),), generator=generator)
-    metadata = SimpleNamespace(
-        extend_return_top_logprob=any(top),
-        top_logprobs_nums=top,
-        extend_logprob_pruned_lens_cpu=[9, 5],
-        extend_token_ids_logprob=False,
-        extend_input_logprob_token_ids_gpu=tokens,
-    )
-    result, sampled = sampling.of_prompts(
-        type(processor).forward,
-        processor,
-        pruned_states=states,
-        sample_indices=torch.tensor([8, 14]),
-        input_logprob_indices=rows,
-        token_to_seq_idx=[0] * 9 + [1] * 6,
-        lm_head=head,
-        get_logits_fn=lambda states, head, metadata, use_logits_buffer: states @ head.t(),
-        logits_metadata=metadata,
-        skip_chunking_for_dp_attn=False,
-    )
+    asked = {"extend_return_top_logprob": any(top), "top_logprobs_nums": top, "extend_token_ids_logprob": False}
+    lengths = {"extend_logprob_pruned_lens_cpu": [9, 5], "extend_input_logprob_token_ids_gpu": tokens}
+    metadata = SimpleNamespace(**asked, **lengths)
+    indices = {"sample_indices": torch.tensor([8, 14]), "input_logprob_indices": rows, "pruned_states": states}
+    walk = {"token_to_seq_idx": [0] * 9 + [1] * 6, "lm_head": head, "logits_metadata": metadata}
+    walk |= {"get_logits_fn": lambda states, head, *_, **__: states @ head.t(), "skip_chunking_for_dp_attn": False}
+    result, sampled = sampling.of_prompts(type(processor).forward, processor, **indices, **walk)
     logits = states @ head.t()
     assert torch.equal(sampled, logits[[8, 14]])
     reference = expected(logits)[rows, tokens]

@@ -17,12 +17,8 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.plugin import state
-from fp8rl.rollout.engine.plugin.families.attention import (
-    attention_backend_extend,
-    attention_decode,
-    attention_extend,
-    set_kv_buffer,
-)
+from fp8rl.rollout.engine.plugin.families import attention
+from fp8rl.rollout.engine.plugin.families.attention import attention_backend_extend, attention_decode, attention_extend
 from fp8rl.rollout.engine.plugin.families.mlp import fused_topk
 from fp8rl.rollout.engine.plugin.state import Normed
 
@@ -127,7 +123,7 @@ class Pool:
 
     def set_kv_buffer(self, layer: Any, slots: Any, k: Tensor, v: Tensor) -> None:
         """With the hook, if it is there."""
-        store = Pool.store if self.k.dtype == torch.bfloat16 else partial(set_kv_buffer, Pool.store)
+        store = Pool.store if self.k.dtype == torch.bfloat16 else partial(attention.set_kv_buffer, Pool.store)
         store(self, layer, slots, cache_k=k, cache_v=v)
 
     def store(self, layer: Any, slots: Any, cache_k: Tensor, cache_v: Tensor) -> None:

@@ -34,19 +34,10 @@ def test_every_request_has_its_seed_and_one_without_keeps_what_it_is_given() -> 
 def info(**changes: Any) -> Any:
     """SGLang's own, of two sampled rows and a greedy one."""
     module = pytest.importorskip("sglang.srt.sampling.sampling_batch_info")
-    values = {
-        "temperatures": torch.ones(3, 1),
-        "top_ps": torch.ones(3),
-        "top_ks": torch.tensor([TOP_K_ALL, TOP_K_ALL, 1]),
-        "min_ps": torch.zeros(3),
-        "is_all_greedy": False,
-        "is_any_greedy": True,
-        "need_top_p_sampling": False,
-        "need_top_k_sampling": True,
-        "need_min_p_sampling": False,
-        "vocab_size": 9,
-        "sampling_seed": torch.tensor([3, 4, GREEDY]),
-    }
+    of_rows = {"temperatures": torch.ones(3, 1), "top_ps": torch.ones(3), "min_ps": torch.zeros(3), "vocab_size": 9}
+    of_rows |= {"top_ks": torch.tensor([TOP_K_ALL, TOP_K_ALL, 1]), "sampling_seed": torch.tensor([3, 4, GREEDY])}
+    needs = {"need_top_p_sampling": False, "need_top_k_sampling": True, "need_min_p_sampling": False}
+    values = of_rows | needs | {"is_all_greedy": False, "is_any_greedy": True}
     return module.SamplingBatchInfo(**{**values, **changes})
 
 

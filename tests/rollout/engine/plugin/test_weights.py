@@ -18,19 +18,9 @@ from fp8rl.rollout.engine.plugin import weights as plugin_weights
 from fp8rl.rollout.engine.plugin.parameters import hf_tensors
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.weight_sync.manifest import Manifest, Recorder
+from tests.support import served_model
 from tests.support.definitions import listed
-from tests.support.served_model import (
-    ATTENTION,
-    DEFINITION,
-    DENSE,
-    MOE,
-    SIZES,
-    SPEC,
-    build,
-    hf_tensors_served,
-    load,
-    module_at,
-)
+from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SPEC, build, hf_tensors_served, load
 
 OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
 W13, W2 = "model.layers.0.mlp.experts.w13_weight", f"{MOE}experts.1.down_proj.weight"
@@ -66,10 +56,6 @@ def stock_loader(weights: Iterable[tuple[str, Tensor]]) -> None:
     pytest.fail(f"found {[name for name, _ in weights]} given to it")
 
 
-def parameter(model: nn.Module, name: str) -> nn.Parameter:
-    return model.get_parameter(name)
-
-
 def test_every_hf_tensor_is_found_under_its_name_as_a_view_of_the_engines_own_parameter(model: nn.Module) -> None:
     found = {name: view for name, _, view in hf_tensors(model, DEFINITION.tensors, 128)}
     assert found.keys() == OLD.keys()
@@ -93,7 +79,7 @@ def test_a_model_that_is_not_as_the_table_says_is_refused() -> None:
 
 
 def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, model: nn.Module) -> None:
-    w13 = parameter(model, W13)
+    w13 = model.get_parameter(W13)
     assert torch.equal(served.operand(w13), dequantized_w13(OLD))
     served.invalidate()
     load(model, NEW)
@@ -127,7 +113,7 @@ def test_a_tensor_of_another_dtype_is_cast_and_one_of_another_shape_is_refused(
     name = "model.norm.weight"
     served.invalidate()
     served.load(stock_loader, [(name, NEW[name].float())])
-    assert parameter(model, name).equal(NEW[name])
+    assert model.get_parameter(name).equal(NEW[name])
     with pytest.raises(RuntimeError, match=rf"found {name} of shape \(1,\), expected \(256,\)"):
         served.load(stock_loader, [(name, NEW[name][:1])])
 
@@ -139,7 +125,7 @@ def test_operands_are_prepared_while_the_rest_is_on_its_way(
     digested: list[int] = []
     operand = plugin_weights.ops.weight_operand
     monkeypatch.setattr(plugin_weights.ops, "weight_operand", lambda *given: made.append(1) or operand(*given))
-    w13, names = parameter(model, W13), list(NEW)
+    w13, names = model.get_parameter(W13), list(NEW)
     served.invalidate()
     for bucket in (names[:7], names[7:], names[:8]):  # a matrix apart from its scales, and some of it once more
         served.load(stock_loader, [(name, NEW[name]) for name in bucket])
@@ -164,7 +150,7 @@ def test_the_manifest_is_taken_from_the_parameters_anew(served: ServedWeights, m
     assert update(served, model, NEW, "1") == served.manifest()
     quantized = {name for name in NEW if name + "_scale_inv" in NEW}
     assert len(sent(NEW, "2").differences(served.manifest())) == len(quantized), "another version is another operand"
-    parameter(model, "model.layers.0.input_layernorm.weight").data[3] += 1
+    model.get_parameter("model.layers.0.input_layernorm.weight").data[3] += 1
     (difference,) = sent(NEW, "1").differences(served.manifest())
     assert difference.startswith("model.layers.0.input_layernorm.weight: ")
 
@@ -182,7 +168,7 @@ def test_a_stale_cache_is_caught(
 ) -> None:
     """One parameter's dequantized values are not made anew, while its codes are the new ones."""
     original = plugin_weights.quantized_parameters
-    left_out = parameter(model, stale)
+    left_out = model.get_parameter(stale)
 
     def forgetful(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         return ((p, scale) for p, scale in original(model) if p is not left_out)
@@ -199,11 +185,11 @@ def test_a_stale_cache_is_caught(
 
 
 def flipped_bit(model: nn.Module) -> None:
-    parameter(model, ATTENTION + "qkv_proj.weight").data.view(torch.uint8)[600, 3] ^= 0x80
+    model.get_parameter(ATTENTION + "qkv_proj.weight").data.view(torch.uint8)[600, 3] ^= 0x80
 
 
 def swapped_scales(model: nn.Module) -> None:
-    scales = parameter(model, DENSE + "gate_up_proj.weight_scale_inv").data
+    scales = model.get_parameter(DENSE + "gate_up_proj.weight_scale_inv").data
     assert scales[0, 0] != scales[1, 0]
     scales[:2, 0] = scales[:2, 0].flip(0)
 
@@ -212,11 +198,11 @@ def missed_expert(model: nn.Module) -> None:
     old = build(OLD)
     for name in ("w2_weight", "w2_weight_scale_inv"):
         path = f"{MOE}experts.{name}"
-        parameter(model, path).data[1] = parameter(old, path).data[1]
+        model.get_parameter(path).data[1] = old.get_parameter(path).data[1]
 
 
 def rounded_norm(model: nn.Module) -> None:
-    parameter(model, ATTENTION + "q_norm.weight").data.view(torch.int16)[5] ^= 1
+    model.get_parameter(ATTENTION + "q_norm.weight").data.view(torch.int16)[5] ^= 1
 
 
 @pytest.mark.parametrize(
@@ -259,7 +245,7 @@ def base_of(tensors: dict[str, Tensor]) -> SharedBase:
 
 
 def test_an_engine_that_maps_a_base_holds_its_tensors_and_has_no_copy(served: ServedWeights, model: nn.Module) -> None:
-    base, multiplied = base_of(NEW), parameter(model, W13)
+    base, multiplied = base_of(NEW), model.get_parameter(W13)
     served.map_base(base)
     with pytest.raises(RuntimeError, match="without a version"):
         served.check()
@@ -267,7 +253,7 @@ def test_an_engine_that_maps_a_base_holds_its_tensors_and_has_no_copy(served: Se
     places = {view.data_ptr() for view in base.parameters.values()}
     assert all(each.data_ptr() in places for each in model.parameters())
     assert list(served.everything()) == []
-    of_codes = QuantizedTensor(multiplied, parameter(model, W13 + "_scale_inv"), SPEC.weight)
+    of_codes = QuantizedTensor(multiplied, model.get_parameter(W13 + "_scale_inv"), SPEC.weight)
     assert torch.equal(served.operand(multiplied).dequantized(), of_codes.dequantize())
     with pytest.raises(RuntimeError, match=f"found {W2} sent to an engine that reads it from a base"):
         served.load(stock_loader, [(W2, NEW[W2])])
@@ -291,12 +277,8 @@ def test_cuda_graphs_are_captured_again_once_the_weights_of_a_base_are_committed
     monkeypatch.setattr(lifecycle, "state", lambda: SimpleNamespace(weights=served, released=released))
     monkeypatch.setattr(ServedWeights, "device", torch.device("cuda"))
     served.map_base(base_of(NEW))
-    for kept, commits, expected in (
-        ({}, False, []),
-        ({"kv_cache": []}, True, []),
-        ({}, False, ["3"]),
-        ({}, False, ["3"]),
-    ):
+    steps = (({}, False, []), ({"kv_cache": []}, True, []), ({}, False, ["3"]), ({}, False, ["3"]))
+    for kept, commits, expected in steps:
         released.clear()
         released.update(kept)
         if commits:
@@ -320,7 +302,7 @@ def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_expert
     rank, product, stack = EngineRank(1, 2), f"{ATTENTION}o_proj.weight", f"{MOE}experts.w2_weight"
     names = [product, *(f"{MOE}experts.{expert}.down_proj.weight" for expert in range(2))]
     rows = [DEFINITION.tensors[name] for name in names]
-    definition = listed("Shared", SIZES, lambda _: iter(rows))
+    definition = listed("Shared", served_model.SIZES, lambda _: iter(rows))
     own = {name: tensor for name, tensor in NEW.items() if name.removesuffix("_scale_inv") in names}
     model = nn.Module()
     for suffix in ("", "_scale_inv"):
@@ -328,7 +310,7 @@ def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_expert
         for name, value in ((product, half), (stack, expert[None])):
             path, _, last = (name + suffix).rpartition(".")
             zeros = nn.Parameter(torch.zeros_like(value), requires_grad=False)
-            module_at(model, path).register_parameter(last, zeros)
+            served_model.module_at(model, path).register_parameter(last, zeros)
     served, recorder = ServedWeights(SPEC.weight), Recorder(definition.tensors, ranks=2)
     served.attach(model, definition, "0", rank)
     served.invalidate()

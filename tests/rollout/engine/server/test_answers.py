@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.engine.server.answers import (
-    RouteShape,
-    expand_versions,
-    parse_completion,
-    parse_prompt_logprobs,
-    parse_routes,
-    route_shape,
-)
+from fp8rl.rollout.engine.server import answers
 from fp8rl.rollout.types import EngineError
 from tests.support.definitions import SIZES
 
@@ -28,59 +21,52 @@ def span(version: str, start: int, end: int) -> dict[str, Any]:
 
 
 def answer(**meta: Any) -> dict[str, Any]:
-    return {
-        "output_ids": [5, 7],
-        "meta_info": {
-            "id": "r",
-            "finish_reason": {"type": "stop", "matched": 7},
-            "output_token_logprobs": [[-0.25, 5, None], [-1.5, 7, None]],
-            "weight_versions": [span("2", 0, 2)],
-            **meta,
-        },
-    }
+    logprobs, stopped = [[-0.25, 5, None], [-1.5, 7, None]], {"type": "stop", "matched": 7}
+    about = {"id": "r", "finish_reason": stopped, "output_token_logprobs": logprobs}
+    return {"output_ids": [5, 7], "meta_info": {**about, "weight_versions": [span("2", 0, 2)], **meta}}
 
 
 def test_versions_expand_to_one_per_token() -> None:
     spans = [span("1", 0, 2), span("4", 2, 3), span("5", 3, 6)]
-    assert expand_versions(spans, 6) == [1, 1, 4, 5, 5, 5]
-    assert expand_versions([span("1", 0, 0)], 0) == expand_versions([], 0) == []
+    assert answers.expand_versions(spans, 6) == [1, 1, 4, 5, 5, 5]
+    assert answers.expand_versions([span("1", 0, 0)], 0) == answers.expand_versions([], 0) == []
 
 
 @pytest.mark.parametrize("spans", [(), [("0", 0, 2)], [("0", 1, 3)], [("0", 0, 1), ("1", 2, 3)], [("0", 0, 4)]])
 def test_spans_that_do_not_cover_the_tokens_are_refused(spans: list[tuple[str, int, int]]) -> None:
     with pytest.raises(EngineError, match="cover the 3 generated tokens"):
-        expand_versions([span(*each) for each in spans], 3)
+        answers.expand_versions([span(*each) for each in spans], 3)
     with pytest.raises(EngineError, match="'default'"):
-        expand_versions([span("default", 0, 3)], 3)
+        answers.expand_versions([span("default", 0, 3)], 3)
 
 
 def test_an_answer_is_parsed() -> None:
     """A logprob that JSON cannot carry is NaN: orjson writes null, and the loop drops and counts such tokens."""
-    found = parse_completion(answer())
+    found = answers.parse_completion(answer())
     assert (found.token_ids, found.logprobs, found.weight_versions) == ([5, 7], [-0.25, -1.5], [2, 2])
     assert found.finished and not found.aborted and found.routed_experts is None
-    assert not parse_completion(answer(finish_reason={"type": "length", "length": 2})).finished
-    first, second = parse_completion(answer(output_token_logprobs=[[None, 5, None], [-1.5, 7, None]])).logprobs
+    assert not answers.parse_completion(answer(finish_reason={"type": "length", "length": 2})).finished
+    first, second = answers.parse_completion(answer(output_token_logprobs=[[None, 5, None], [-1.5, 7, None]])).logprobs
     assert math.isnan(first) and second == -1.5
 
 
 def test_an_answer_that_the_engine_gives_up_is_an_error_and_one_that_a_pause_cuts_is_not() -> None:
     abort = {"type": "abort", "message": "too long", "status_code": 400}
     with pytest.raises(EngineError, match="aborted: too long"):
-        parse_completion(answer(finish_reason=abort))
-    cut = parse_completion(answer(finish_reason={**abort, "status_code": None}))
+        answers.parse_completion(answer(finish_reason=abort))
+    cut = answers.parse_completion(answer(finish_reason={**abort, "status_code": None}))
     assert cut.aborted and not cut.finished and cut.token_ids == [5, 7]
 
 
 @pytest.mark.parametrize("logprobs", [[[-0.25, 5, None]], [[-1.5, 7, None], [-0.25, 5, None]]])
 def test_logprobs_of_other_tokens_are_an_error(logprobs: list[Any]) -> None:
     with pytest.raises(EngineError, match="logprobs"):
-        parse_completion(answer(output_token_logprobs=logprobs))
+        answers.parse_completion(answer(output_token_logprobs=logprobs))
 
 
 # Routes.
 
-SHAPE = RouteShape(layers=2, top_k=3)
+SHAPE = answers.RouteShape(layers=2, top_k=3)
 
 
 def meta(*experts: int) -> dict[str, Any]:
@@ -90,36 +76,36 @@ def meta(*experts: int) -> dict[str, Any]:
 
 def test_routes_are_read_by_token_layer_and_expert() -> None:
     """Dense layers and the last token have none."""
-    routes = parse_routes(meta(*range(12)), tokens=3, shape=SHAPE)
+    routes = answers.parse_routes(meta(*range(12)), tokens=3, shape=SHAPE)
     assert routes.tolist() == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]] and str(routes.dtype) == "torch.int16"
-    assert parse_routes(meta(), tokens=1, shape=SHAPE).shape == (0, 2, 3)
-    later = parse_routes(meta(*range(12)), tokens=3, shape=replace(SHAPE, dense=1))
+    assert answers.parse_routes(meta(), tokens=1, shape=SHAPE).shape == (0, 2, 3)
+    later = answers.parse_routes(meta(*range(12)), tokens=3, shape=replace(SHAPE, dense=1))
     assert later.tolist() == [[[3, 4, 5]], [[9, 10, 11]]]
 
 
 @pytest.mark.parametrize("count", [0, 6, 11, 18])
 def test_routes_of_another_number_of_tokens_are_an_error(count: int) -> None:
     with pytest.raises(EngineError, match=f"request r: found {count} routed experts, expected 12, for 2 tokens in 2"):
-        parse_routes(meta(*range(count)), tokens=3, shape=SHAPE)
+        answers.parse_routes(meta(*range(count)), tokens=3, shape=SHAPE)
     with pytest.raises(EngineError, match="found no routed experts, expected those of 2 tokens"):
-        parse_routes({"id": "r"}, tokens=3, shape=SHAPE)
+        answers.parse_routes({"id": "r"}, tokens=3, shape=SHAPE)
 
 
 def test_an_answer_carries_the_routes_of_prompt_and_generation() -> None:
     """A prompt of two tokens and two generated ones: routes of three."""
     found = answer(prompt_tokens=2, **meta(*range(18)))
-    routes = parse_completion(found, SHAPE).routed_experts
+    routes = answers.parse_completion(found, SHAPE).routed_experts
     assert routes is not None and routes.flatten().tolist() == list(range(18)) and routes.shape == (3, 2, 3)
     found["meta_info"]["prompt_tokens"] = 3
     with pytest.raises(EngineError, match="found 18 routed experts, expected 24"):
-        parse_completion(found, SHAPE)
+        answers.parse_completion(found, SHAPE)
 
 
 def test_the_shape_is_that_of_the_model() -> None:
-    assert route_shape(SIZES) == RouteShape(4, 2)
-    assert route_shape(replace(SIZES, dense_layers=1)) == RouteShape(4, 2, dense=1)
+    assert answers.route_shape(SIZES) == answers.RouteShape(4, 2)
+    assert answers.route_shape(replace(SIZES, dense_layers=1)) == answers.RouteShape(4, 2, dense=1)
     with pytest.raises(UserError, match="numerics.router_replay"):
-        route_shape(replace(SIZES, experts=0))
+        answers.route_shape(replace(SIZES, experts=0))
 
 
 # Log-probabilities of given tokens.
@@ -133,11 +119,11 @@ def scored(*logprobs: float | None, reason: dict[str, Any] | None = None) -> dic
 
 
 def test_every_token_but_the_first_has_a_logprob() -> None:
-    assert parse_prompt_logprobs(scored(-0.5, -2.0), 3) == [-0.5, -2.0]
-    first, second = parse_prompt_logprobs(scored(None, -2.0), 3)
+    assert answers.parse_prompt_logprobs(scored(-0.5, -2.0), 3) == [-0.5, -2.0]
+    first, second = answers.parse_prompt_logprobs(scored(None, -2.0), 3)
     assert math.isnan(first) and second == -2.0
-    assert parse_prompt_logprobs(scored(), 1) == []
+    assert answers.parse_prompt_logprobs(scored(), 1) == []
     with pytest.raises(EngineError, match="found logprobs for 2 prompt tokens, expected one for each of the 3 tokens"):
-        parse_prompt_logprobs(scored(-0.5), 3)
+        answers.parse_prompt_logprobs(scored(-0.5), 3)
     with pytest.raises(EngineError, match="aborted: too long"):
-        parse_prompt_logprobs(scored(-0.5, reason={"type": "abort", "message": "too long"}), 2)
+        answers.parse_prompt_logprobs(scored(-0.5, reason={"type": "abort", "message": "too long"}), 2)

@@ -25,41 +25,18 @@ def arguments_for(config: RolloutSection, *, cuda: bool = False, mode: str = "ex
 @pytest.mark.parametrize(("cuda", "mode"), CASES)
 def test_sglang_parses_what_is_asked_for(cuda: bool, mode: str) -> None:
     server_args = pytest.importorskip("sglang.srt.server_args")
-    config = RolloutSection(
-        context_length=300,
-        max_total_tokens=4096,
-        max_running_requests=32,
-        chunked_prefill_size=96,
-        prefix_cache=False,
-        memory_fraction=0.6,
-        graph_batches=(1, 8, 32),
-        sleep=True,
-    )
+    sizes: dict[str, Any] = {"context_length": 300, "max_total_tokens": 4096, "max_running_requests": 32}
+    sizes["chunked_prefill_size"] = 96
+    config = RolloutSection(**sizes, prefix_cache=False, memory_fraction=0.6, graph_batches=(1, 8, 32), sleep=True)
     options: dict[str, Any] = {"routes": True, "kv": "fp8", "dummy": True}
     parsed = server_args.prepare_server_args(arguments_for(config, cuda=cuda, mode=mode, **options))
     exact = cuda and mode == "exact"
-    expected = {
-        "host": "127.0.0.1",
-        "port": 4000,
-        "dtype": "bfloat16",
-        "skip_tokenizer_init": True,
-        "random_seed": 0,
-        "weight_version": "2",
-        "watchdog_timeout": 1200.0,
-        "grammar_backend": "none",
-        "disable_shared_experts_fusion": True,
-        "context_length": 300,
-        "max_total_tokens": 4096,
-        "max_running_requests": 32,
-        "max_mamba_cache_size": 32,
-        "mamba_ssm_dtype": "float32",
-        "chunked_prefill_size": 96,
-        "disable_radix_cache": True,
-        "enable_return_routed_experts": True,
-        "kv_cache_dtype": "fp8_e4m3",
-        "load_format": "dummy",
-        "base_gpu_id": 0,
-        "device": None if cuda else "cpu",
+    expected = sizes | {"host": "127.0.0.1", "port": 4000, "dtype": "bfloat16", "base_gpu_id": 0}
+    expected |= {"skip_tokenizer_init": True, "random_seed": 0, "weight_version": "2", "watchdog_timeout": 1200.0}
+    expected |= {"grammar_backend": "none", "disable_shared_experts_fusion": True, "disable_radix_cache": True}
+    expected |= {"max_mamba_cache_size": 32, "mamba_ssm_dtype": "float32", "kv_cache_dtype": "fp8_e4m3"}
+    expected |= {"enable_return_routed_experts": True, "load_format": "dummy", "device": None if cuda else "cpu"}
+    expected |= {
         "attention_backend": "triton" if exact else None if cuda else "torch_native",
         "sampling_backend": None if cuda and not exact else "pytorch",
         "moe_runner_backend": "triton" if cuda else "auto",
@@ -67,11 +44,9 @@ def test_sglang_parses_what_is_asked_for(cuda: bool, mode: str) -> None:
         "bf16_gemm_backend": "torch" if exact else "auto",
         "mem_fraction_static": 0.6 if cuda else None,
         "cuda_graph_bs_decode": [1, 8, 32] if cuda else None,
-        "enable_memory_saver": cuda,
-        "disable_overlap_schedule": not cuda,
-        "disable_prefill_cuda_graph": exact,
         "triton_attention_split_tile_size": 300 if exact else None,
     }
+    expected |= {"enable_memory_saver": cuda, "disable_overlap_schedule": not cuda, "disable_prefill_cuda_graph": exact}
     assert {name: getattr(parsed, name) for name in expected} == expected
 
 

@@ -64,13 +64,10 @@ def test_wrong_and_swapped_keys_are_refused(server: SGLangServer) -> None:
         with pytest.raises(EngineError, match="401"):
             use_endpoint(replace(right, api_key=key), lambda client: client.complete([[1]], sampling))
     actions: list[Callable[[EngineClient], Awaitable[Any]]] = [
-        lambda client: client.pause(),
-        lambda client: client.resume(),
-        lambda client: client.flush(),
+        *(EngineClient.pause, EngineClient.resume, EngineClient.flush, EngineClient.report),
         lambda client: client.update_weights_from_disk("nowhere", 9),
         lambda client: client.update_weights_from_tensor(["AAAA"], 9),
         lambda client: client.commit(9),
-        lambda client: client.report(),
     ]
     for action in actions:
         with pytest.raises(EngineError, match="401"):
@@ -90,14 +87,8 @@ def test_no_key_leaks_and_what_no_run_needs_is_closed(server: SGLangServer) -> N
     generation = {"Authorization": f"Bearer {server.endpoint.api_key}"}
     for path in ("/server_info", "/get_server_info", "/model_info", "/health", "/openapi.json", "/v1/models"):
         assert server.endpoint.admin_key not in httpx.get(server.endpoint.url + path, headers=generation).text
-    for path in (
-        "/open_session",
-        "/docs",
-        "/openapi.json",
-        "/server_info",
-        "/v1/completions",
-        "/",
-    ):  # no run needs them
+    closed = ("/open_session", "/docs", "/openapi.json", "/server_info", "/v1/completions", "/")  # no run needs them
+    for path in closed:
         for key in keys:
             for method in ("GET", "POST"):
                 answer = httpx.request(method, server.endpoint.url + path, headers={"Authorization": f"Bearer {key}"})

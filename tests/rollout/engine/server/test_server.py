@@ -11,16 +11,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from fp8rl.rl.run.cluster.cluster import ray_cluster
-from fp8rl.rollout.engine.actor import Engine, EngineActor, check_versions
+from fp8rl.rollout.engine.actor import Engine, EngineActor
 from fp8rl.rollout.engine.server import SGLangServer
 from fp8rl.rollout.engine.server import scratch as scratch_module
 from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
-from fp8rl.rollout.types import EngineDiedError, EngineError, SamplingParams, StaleWeightsError, Trajectory
+from fp8rl.rollout.types import EngineDiedError, EngineError, SamplingParams
 from tests.support.servers import EOS, group_members, groups, shared_memory, small_config, wait_until
 
 # The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
@@ -186,13 +187,8 @@ def test_the_server_dies_with_its_owner_also_during_the_start(started: bool, tin
 def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str) -> None:
     keys = {"api_key": "a", "admin_api_key": "b", missing: ""}
     request = {"arguments": ["--host", "192.0.2.7"], "architecture": "", "fork": True, **keys}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fp8rl.rollout.engine.server.launcher"],
-        input=json.dumps(request) + "\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command, asked = [sys.executable, "-P", "-m", "fp8rl.rollout.engine.server.launcher"], json.dumps(request) + "\n"
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "found no two keys for an engine at 192.0.2.7" in done.stderr and "Traceback" not in done.stderr
 
@@ -212,13 +208,9 @@ worker.wait()
 def test_the_workers_of_a_server_go_with_it(ending: str, tmp_path: Path) -> None:
     """Also those that have not asked for its death signal yet, and those of a server that could not kill them."""
     (tmp_path / "scratch").mkdir()
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        env=os.environ | {"TMPDIR": str(tmp_path / "scratch")},
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+    environment = os.environ | {"TMPDIR": str(tmp_path / "scratch")}
+    server = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, **pipes)
     assert server.stdin is not None and server.stdout is not None
     worker = psutil.Process(int(server.stdout.readline()))
     if ending == "killed":
@@ -232,19 +224,6 @@ def test_the_workers_of_a_server_go_with_it(ending: str, tmp_path: Path) -> None
 
 
 SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
-
-
-def sampled_at(*versions: int) -> Trajectory:
-    return Trajectory([1], list(versions), [-1.0] * len(versions), True, list(versions), 0, 0)
-
-
-def test_stale_tokens_are_counted_by_version() -> None:
-    trajectories = [sampled_at(4, 5, 5), sampled_at(4)]
-    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* 2 at version 4, 2 at version 5, .* at version 5"):
-        check_versions(trajectories, 5, 5)
-    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* expected all at versions 2 to 4"):
-        check_versions(trajectories, 2, 4)
-    check_versions([*trajectories, sampled_at()], 4, 5)
 
 
 @pytest.mark.e2e

@@ -171,9 +171,8 @@ def test_a_turn_that_only_calls_a_tool_needs_no_content(tmp_path, data_cache):
 def test_a_csv_has_questions_and_answers_as_they_are_written(tmp_path, data_cache):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/train.csv").write_text("q,answer,level\n1,007,3\n2,1.50,4\n")
-    found = [
-        (each.question, each.answer, each.fields) for each in load_problems(Source(tmp_path / "mine", question="q"))
-    ]
+    problems = load_problems(Source(tmp_path / "mine", question="q"))
+    found = [(each.question, each.answer, each.fields) for each in problems]
     assert found == [("1", "007", {"level": 3}), ("2", "1.50", {"level": 4})]
 
 

@@ -99,9 +99,8 @@ def test_three_turns_with_tools_are_one_row_in_which_nothing_is_tokenized_twice(
             messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
         return 0.0
 
-    reward, rows, model = played(
-        tokenizer, agent, CALL + EOS, CALL + EOS, "#### 3" + EOS, tool_parser="qwen25", room=400
-    )
+    lines = (CALL + EOS, CALL + EOS, "#### 3" + EOS)
+    reward, rows, model = played(tokenizer, agent, *lines, tool_parser="qwen25", room=400)
     (row,) = rows
     assert reward == 1.0 and row.branch == 0
     assert row.prompt_ids == ids(tokenizer, "<|user|>1+2=?<|assistant|>")
@@ -144,13 +143,8 @@ async def say(client: openai.AsyncOpenAI, messages: list[Any], **settings: Any) 
 
 def test_a_stream_brings_the_same_and_one_that_is_abandoned_is_recorded(tokenizer: Any) -> None:
     async def agent(client: openai.AsyncOpenAI) -> str:
-        stream = await client.chat.completions.create(
-            model="policy",
-            messages=[USER],
-            stream=True,
-            tools=[TOOL],
-            stream_options={"include_usage": True},  # type: ignore[list-item]
-        )
+        streamed: dict[str, Any] = {"stream": True, "tools": [TOOL], "stream_options": {"include_usage": True}}
+        stream = await client.chat.completions.create(model="policy", messages=[USER], **streamed)
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(ids(tokenizer, CALL)) + 1
         calls = [c for chunk in chunks for choice in chunk.choices for c in choice.delta.tool_calls or ()]
@@ -169,11 +163,9 @@ def test_a_stream_brings_the_same_and_one_that_is_abandoned_is_recorded(tokenize
     [
         ({"model": "gpt-5"}, 404, "The model 'gpt-5' does not exist; a run serves 'policy'"),
         ({"extra_body": {"best_of": 2}}, 400, "best_of: is not supported"),
-        ({"messages": "hello"}, 400, "messages: found 'hello', expected a list of messages"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "messages.0: found the role ['user'], expected"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "found 'image_url', expected text"),
         ({"temperature": 0.2}, 400, "temperature: found 0.2, expected 1.0, as in the run"),
-        ({"max_tokens": 0}, 400, "max_tokens: found 0. Input should be greater than or equal to 1"),
         ({"tools": [TOOL]}, 400, "Set environment.harness.tool_parser"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type: found 'web_search'. Input should be 'function'"),
         ({"tool_choice": {"type": "function"}}, 400, "or write tool_choice into environment.harness.override, and the"),

@@ -27,17 +27,7 @@ from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
 
 RIGHT = ["13,18,10\n#### 10", "####10", "#### 9 no\n#### 10", "#### 010"]
-WRONG = [
-    "10",
-    "#### 10\n",
-    "#### 10 ",
-    "#### 10.0",
-    "#### 10 #### 9",
-    "#### 10 ####",
-    "#### 1_0",
-    "#### 110",
-    "#### -10",
-]
+WRONG = ["10", "#### 10\n", "#### 10 ", "#### 10.0", "#### 10 #### 9", "#### 10 ####", "#### 1_0", "#### 110"]
 
 
 def test_our_rewards_by_hand() -> None:
@@ -61,21 +51,10 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 with one logit, in FP32, and the example's tokenizer."""
     folder = tmp_path_factory.mktemp("reward_model")
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        num_labels=1,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=2,
-    )
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1, "max_position_embeddings": 512}
+    special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+    config = Qwen3Config(**sizes, **heads, **special, initializer_range=0.2)
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
     file = folder / "model.safetensors"
     save_file({**load_file(file), "score.bias": torch.zeros(1)}, file, {"format": "pt"})  # SGLang makes one up
@@ -127,13 +106,9 @@ def sglang_serves(model: Path, scratch: Path) -> Iterator[str]:
     options += "--device cpu --attention-backend torch_native --skip-server-warmup".split()
     settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "none", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (scratch / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", FORKING, *options],
-            env={**environment, **settings, "TMPDIR": str(scratch)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        started: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        environment |= {**settings, "TMPDIR": str(scratch)}
+        process = subprocess.Popen([sys.executable, "-c", FORKING, *options], env=environment, **started)
     try:
         url = f"http://127.0.0.1:{port}"
         assert wait_until(lambda: process.poll() is not None or answers(url), 300)
