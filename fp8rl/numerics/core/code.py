@@ -1,4 +1,4 @@
-"""Code by its files: whether two processes run the same, and the module of a file that a user names."""
+"""The files of code: a digest by which two processes compare theirs, and the module of a file that a user names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from types import ModuleType
 from fp8rl.numerics.core.reading import read_bytes
 
 _SOURCE = "__fp8rl_source__"
-"""The attribute of a module that says which file it is, and what that said."""
+"""The attribute of a module that has the path and the contents of its file."""
 
 
 def module_of_file(path: str, key: str) -> ModuleType:
-    """Import the module of a file; the one that is imported already, if the file has not changed since. Raises
-    UserError: naming `key`: the file cannot be read. And whatever the module raises."""
+    """Import a file as a module, unless that is done already and the file has not changed since. Raises UserError,
+    which names `key`, if the file cannot be read; and whatever the module raises."""
     source = os.path.abspath(path), read_bytes(Path(path), key, "a file of Python", "Correct the path.")
     name = "fp8rl_user_" + Path(path).stem
     if getattr(sys.modules.get(name), _SOURCE, None) == source:

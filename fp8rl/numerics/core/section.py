@@ -23,7 +23,8 @@ RELATIVE = (
 
 
 def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str) -> T:
-    """Return `validate` (of pydantic) of the values in a file. Raises UserError: naming the first key that is wrong."""
+    """Return the result of `validate`, a function of pydantic, for the values in a file. Raises UserError, which names
+    the first wrong key."""
     try:
         return validate(values)
     except ValidationError as error:
@@ -43,7 +44,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     shorthand: ClassVar[str] = ""
-    """The key that a value alone stands for, in a section that need not be written as a mapping."""
+    """The key whose value may be written in place of the whole section; empty: the section must be a mapping."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,8 +1,9 @@
 """Memory that several processes of a machine map.
 
-On a CPU nobody can write it once it is sealed. It has no name in a file system: it goes with the last process that
-maps it, however that ends, and /dev/shm's size does not bound it. A process that may inspect the owner opens it by
-its address. On a GPU it is the owner's, others map it by CUDA IPC, and nothing keeps them from writing.
+On a CPU nobody can write the memory once it is sealed. It has no name in a file system: it is freed with the last
+process that maps it, however that process ends, and the size of /dev/shm does not limit it. A process that may inspect
+the owner opens the memory by its address. On a GPU the memory belongs to its owner. Other processes map it by CUDA IPC,
+and nothing keeps them from writing.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class Shared(Protocol):
     """Memory that this process owns."""
 
     def address(self) -> str:
-        """Return the address by which one other process maps the memory, as long as this one holds it."""
+        """Return the address by which one other process maps the memory, as long as this process holds it."""
 
     def own(self, *, writable: bool = False) -> torch.Tensor:
-        """Return this process's view of it, uint8 [size]: CUDA opens a handle in other processes alone."""
+        """Return this process's own view of the memory, uint8 [size]: CUDA opens a handle only in other processes."""
 
     def seal(self) -> None:
-        """Refuse every write from now on, in every process, where that can be done. Raises OSError: it is mapped to be
-        written somewhere."""
+        """Refuse every write from now on, in every process, where that can be done. Raises OSError if a process has
+        mapped the memory writable."""
 
 
 def share(name: str, size: int, device: torch.device) -> Shared:
@@ -60,7 +61,7 @@ class HostMemory:
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
 
     def close(self) -> None:
-        """Forget the address. Processes that have mapped it keep it."""
+        """Forget the address. Processes that have mapped the memory keep it."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -86,8 +87,8 @@ class DeviceMemory:
 
 
 def mapped(address: str, *, writable: bool = False) -> Tensor:
-    """Return the memory at an address, uint8 [size]. A write to what is not writable ends the process (SIGSEGV). Raises
-    OSError: it is not there, or is sealed and was to be writable."""
+    """Return the memory at an address, uint8 [size]. A write without `writable` ends the process (SIGSEGV). Raises
+    OSError if there is no such memory, or if it is sealed and `writable` is set."""
     if address.startswith(_ON_GPU):
         uuid, size, *handle = json.loads(address.removeprefix(_ON_GPU))
         seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

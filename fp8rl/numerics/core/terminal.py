@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but for tabs and ends of lines, and those that turn the direction of what follows."""
+"""Control characters except tabs and line ends, and characters that change the direction of the text after them."""
 
 
 def printable(text: str, instead: str = "\N{REPLACEMENT CHARACTER}") -> str:

@@ -57,7 +57,7 @@ def _launch(
     gradients: tuple[Tensor, ...],
     **sizes: int,
 ) -> None:
-    """of_rows: the result, which the kernel of the keys does not read, the log-sum-exp, and the term of the softmax."""
+    """Launch a kernel. of_rows: the result (which the dkv kernel does not read), log-sum-exp, and softmax's term."""
     q, k, v, dout = (dense_rows(x) for x in (inputs.q, inputs.k, inputs.v, dout))
     positions, new, _ = where
     kernel[tiles, k.shape[2], len(q)](
@@ -103,10 +103,11 @@ def tiles_of(rows: int, height: int, lengths: Tensor | None) -> int:
 def stages_of(dim: int, tail: int = 0) -> int:
     """Return the number of stages in which a loop over keys or rows copies them into shared memory.
 
-    With three, those of the next step are under way while a step is computed; with two, a step waits for all copies
-    and computes while there are none. dim: the channels of a value; tail: those that a key has behind them, where its
-    value is a part of it. A block on Hopper has 227 KiB, of which three stages take up to 225, and more with 256
-    channels and no tail. One on Ada has 99, and as compiled for Blackwell those with a tail take 249.
+    With three stages the copies for the next step are under way while a step is computed. With two stages a step waits
+    for all copies, and none are under way while it is computed. dim: the channels of a value. tail: the channels that a
+    key has behind its value's, if the value is a part of the key. A block on Hopper has 227 KiB of shared memory; three
+    stages take up to 225, or more with 256 channels and no tail. A block on Ada has 99. As compiled for Blackwell,
+    three stages with a tail take 249.
     """
     hopper = cuda_capability_geq(9) and not cuda_capability_geq(10)
     return 3 if hopper and (dim <= 128 or tail) else 2
