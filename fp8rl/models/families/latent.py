@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, and keys with values, come from narrow rows."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries come from a narrow row, keys and values from
+another."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def _activations(sizes: ModelSizes) -> Activations:
 
 
 def _widths(sizes: ModelSizes) -> Widths:
-    """The rows of kv_a_proj_with_mqa need not be whole blocks."""
+    """Return the widths, without the rows of kv_a_proj_with_mqa, which need not be whole blocks."""
     own, heads = sizes.of(Latent), sizes.heads
     return Widths(
         {"q_lora_rank": own.q_rank, "kv_lora_rank": own.kv_rank},
