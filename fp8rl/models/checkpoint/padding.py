@@ -24,11 +24,11 @@ from fp8rl.models.tensors import FP8_BLOCK, TensorRow
 from fp8rl.numerics.core.errors import UserError, user_error
 
 UNPADDED = "fp8rl_unpadded"
-"""The key of config.json that has the values before, of the keys that padding changed; null for one that was absent."""
+"""The key of config.json that has the former values of keys that padding changed; null for a key that was absent."""
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 NORM = "norm.weight"
 MOST = 2
-"""The most times that a width may become as large."""
+"""The largest factor by which a width may grow."""
 
 
 def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) -> dict[str, Any]:

@@ -261,7 +261,7 @@ class PeftConfig(_History):
     megatron_config: None = None
 
     def adapts(self, module: str, layer: int | None) -> bool:
-        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none: the tensors show what it matched."""
+        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none: tensors show what it matches."""
         layers = self.layers_to_transform
         layers = [layers] if isinstance(layers, int) else layers
         if layers and layer not in layers:  # an empty list is all layers

@@ -126,7 +126,7 @@ def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
 
 
 def _of_tower(path: Path, files: WeightFiles, name: str, multimodal: Multimodal) -> str:
-    """Describe the checkpoint of a tower and a text model, in which the tensor has this name."""
+    """Describe the tower of a checkpoint whose architecture is `name`, and what becomes of it."""
     shapes = [files.described(each)[0] for each in files.where if each.startswith(multimodal.towers)]
     numbers = sum(map(math.prod, shapes))
     return (
