@@ -77,8 +77,7 @@ class TensorRow:
     adapts: str | None = None
     """For an adapter's tensor: the weight that it adapts, or the first of the weights that share the adapter."""
     parts: tuple[int, ...] = ()
-    """Rows of each matrix, if the tensor is several matrices end to end and ranks share each by itself; (): it is one
-    matrix."""
+    """Rows of each matrix, if the tensor is matrices end to end that ranks share one by one; (): it is one matrix."""
 
     @property
     def adaptable(self) -> bool:

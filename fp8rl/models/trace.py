@@ -18,8 +18,7 @@ from torch import Tensor
 from fp8rl.numerics import ops
 
 TOKENS, TARGETS, LENGTHS = "tokens", "targets", "lengths"
-"""Values before the first op, int64: the tokens [T]; each token's next token [T], 0 for the last token of a sequence;
-and the sequences' lengths [sequences]."""
+"""Values before the first op, int64: tokens [T]; the token after each [T], 0 at a sequence end; lengths [sequences]."""
 RESIDUAL, CHOSEN, LOGITS = "residual", "chosen", "logits"
 """Values that are also read outside the ops: the residual stream, each token's experts, and the logits."""
 EACH = "each"

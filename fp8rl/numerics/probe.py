@@ -297,10 +297,7 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
 def _fused_forms(
     random: Callable[..., Tensor], w13: ExpertWeights, w2: ExpertWeights, spec: QuantSpec
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the same as `_forms`, for ops that an engine may compute in one kernel or in several.
-
-    w13 is [3, 384, 512].
-    """
+    """Return `_forms` of the ops that an engine may compute in one kernel or in several. w13 is [3, 384, 512]."""
     x, residual, norm, heads = random(_MANY, 512), random(_MANY, 512), random(512), random(_MANY, 8, 128)
     normed, total, rows = ops.norm_rows(x, residual, norm, 1e-6, spec.activation)
     separate = ops.add_rms_norm(x, residual, norm, 1e-6)

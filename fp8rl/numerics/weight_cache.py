@@ -78,9 +78,7 @@ class WeightCache:
 
     def group_operand(self, weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> Any:
         """Return `ops.group_operand` of the weights that are served for the experts, or the `Frozen` of frozen weights.
-
-        weights: the experts' parameters [N, K], or their stack [experts, N, K].
-        """
+        weights: the experts' parameters [N, K], or their stack [experts, N, K]."""
         given = (weights,) if isinstance(weights, Tensor) else tuple(weights)
         frozen = [each for weight in given if (each := frozen_of(weight)) is not None]
         if frozen:

@@ -1,5 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries come from a narrow row, keys and values from
-another."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), whose queries, keys and values come from narrow rows."""
 
 from __future__ import annotations
 

@@ -112,8 +112,7 @@ def append_whole(file: FileIO, path: Path, data: bytes) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a directory to fill inside the block. Afterwards it replaces what was at `path`, or, if the block fails,
-    is removed."""
+    """Yield a directory to fill inside the block. Afterwards it replaces `path`; if the block fails, it is removed."""
     partial = path.with_name(f".{path.name}.partial")
     with room_for(path):
         shutil.rmtree(partial, ignore_errors=True)

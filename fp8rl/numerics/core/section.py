@@ -23,8 +23,7 @@ RELATIVE = (
 
 
 def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str) -> T:
-    """Return the result of `validate`, a function of pydantic, for the values in a file. Raises UserError, which names
-    the first wrong key."""
+    """Validate the values of a file by pydantic's `validate`. Raises UserError, which names the first wrong key."""
     try:
         return validate(values)
     except ValidationError as error:

@@ -162,9 +162,7 @@ def _gradients(
     gradients: Gradients,
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return dx [T, K] of a grouped FP8 product from dy [T, N], and the weights' gradients as `_weight_gradients` does.
-
-    columns: the product's input, quantized along the tokens.
-    """
+    columns: the product's input, quantized along the tokens."""
     dy_rows, dy_columns = quantize_rows_and_columns(dy.contiguous(), spec.gradient, spec.gradient, tiles)
     dx = grouped_gemm(dy_rows, operand.transposed, tiles, dtype)
     return dx, _weight_gradients(grouped_wgrad, dy_columns, columns, tiles, gradients)
