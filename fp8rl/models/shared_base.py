@@ -1,4 +1,4 @@
-"""The shared base: a quantized model's tensors in one piece of memory, laid out as the engine's parameters are.
+"""The shared base: a quantized model's tensors in one piece of memory, in the layout of the engine's parameters.
 
 A trainer that does not change these tensors and the engines of the same machine read the same bytes. Each side's
 parameters are views of the base. Where the trainer has rows in another order, it is told the order.

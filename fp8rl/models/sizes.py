@@ -26,7 +26,7 @@ class SigmoidRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes that trainer, engine and checks need beside a model's tensors and ops."""
+    """Sizes of a model that trainer, engine and checks need in addition to its tensors and ops."""
 
     layers: int
     hidden_size: int

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 PADDED_TO = 64
-"""The number of which SGLang makes a vocabulary's rows a multiple (`DEFAULT_VOCAB_PADDING_SIZE`)."""
+"""SGLang pads the rows of a vocabulary to a multiple of this number (`DEFAULT_VOCAB_PADDING_SIZE`)."""
 SCALE_SUFFIX = "_scale_inv"
 """The suffix that turns a quantized weight's name into its scales' name, in checkpoints and in the engine."""
 FP8_BLOCK = 128

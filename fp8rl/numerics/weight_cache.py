@@ -33,7 +33,7 @@ class WeightCache:
         self._made[weight] = make
 
     def advance(self, version: int) -> None:
-        """Announce that the weights are now those of `version`, and drop everything cached."""
+        """Announce that the weights now have the version `version`, and drop everything cached."""
         self._operands.clear()
         self._plain.clear()
         self.version = version

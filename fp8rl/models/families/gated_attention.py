@@ -1,4 +1,4 @@
-"""Grouped-query attention whose output is gated: a gate beside each query, channel by channel, through a sigmoid.
+"""Grouped-query attention whose output is gated: each channel is multiplied by the sigmoid of a gate of its own.
 
 `q_proj` has a head's query and then its gate. In the engine the family's modules and parameters are in the layer
 itself, not in `self_attn`.

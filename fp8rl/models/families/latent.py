@@ -22,7 +22,7 @@ class Latent:
     kv_rank: int
     """Width of the narrow rows of keys and values, which are cached."""
     rope_dim: int
-    """Width of the one rotated key that all heads share, cached beside them."""
+    """Width of the one rotated key that all heads share. It is cached together with the narrow row."""
     value_dim: int
     """Width of a head's value."""
 

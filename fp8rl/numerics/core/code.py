@@ -33,7 +33,7 @@ def module_of_file(path: str, key: str) -> ModuleType:
 
 
 def code_digest(packages: Iterable[str], beside: str | None = None) -> str:
-    """Hash the Python files of these packages, as this process would import them, and the file `beside` them.
+    """Hash the Python files of these packages, as this process would import them, and the file `beside`.
 
     Return 16 hex digits of the SHA-256.
     """

@@ -1,4 +1,4 @@
-"""The memory of a process: tensors that it holds, placeholders for those that come later, and batches of tensors."""
+"""The memory of a process: the tensors in it, placeholders for tensors that come later, and batches of tensors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def give_back() -> None:
     """Give freed memory back to the system: the C library's blocks, and torch's on the GPU, for other processes there.
 
-    By itself the C library keeps blocks up to the size of those that it has given back before.
+    By itself the C library keeps every block that is no larger than the largest block that it has given back.
     """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

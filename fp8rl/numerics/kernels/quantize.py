@@ -2,7 +2,7 @@
 
 A tensor that a later product sums along its rows (the tokens, for weight gradients) is quantized along them as well,
 from the same load, and stored transposed: Hopper's FP8 products read both operands along the axis of the sum. Scales of
-neighbouring rows lie side by side (`scale_inv.stride(-2) == 1`), as those products load them.
+neighbouring rows are contiguous (`scale_inv.stride(-2) == 1`), as these products load them.
 """
 
 from __future__ import annotations

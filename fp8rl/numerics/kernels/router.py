@@ -268,7 +268,7 @@ def _kept(probs, bias_ptr, expert, experts, GROUPS: tl.constexpr, KEPT: tl.const
 
 @triton.jit
 def _choose(order, chosen_ptr, real, expert, experts, TOP_K: tl.constexpr, GIVEN: tl.constexpr):
-    """The experts of each token [TOKENS, EXPERTS]: those that are given, or the first ones in order."""
+    """The experts of each token, bool [TOKENS, EXPERTS]: the given experts, or the first TOP_K in order."""
     chosen = tl.zeros(order.shape, tl.int1)
     for index in range(TOP_K):
         if GIVEN:

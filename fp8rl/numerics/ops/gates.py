@@ -28,7 +28,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 
 @op
 def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of gate_up [..., 2F] from that of the result, dy [..., F]."""
+    """Return the gradient of gate_up [..., 2F] from dy [..., F], the gradient of the result."""
     gate, up = gate_up.float().chunk(2, -1)
     dy, dgate_up = dy.float(), torch.empty_like(gate_up)
     dgate, dup = dgate_up.chunk(2, -1)

@@ -38,7 +38,7 @@ class LowRank:
     """[parts * r, K], the A of each matrix that the product fuses, one after the other; or [experts, parts * r, K] of
     experts with adapters of their own."""
     b: Tensor
-    """[N, parts * r] or [experts, N, parts * r]: each row of B stands in the columns of its part; the rest is zeros
+    """[N, parts * r] or [experts, N, parts * r]: each row of B is in the columns of its part; the rest is zeros
     (`Fused.wide`)."""
     scale: float
     """alpha / rank."""
@@ -60,7 +60,7 @@ class LowRank:
         return self if self.rows is None else dataclasses.replace(self, rows=self.rows[index])
 
     def on_rows(self, term: Tensor) -> Tensor:
-        """Return d [T, ...] of the rows that have the adapter, and -0 of the others.
+        """Return the term d [T, ...], with -0 in the rows that do not have the adapter.
 
         Added to a sum, -0 changes no bit, not even the sign of a zero.
         """

@@ -24,7 +24,7 @@ class Scaling(Hashable, Protocol):
 
     @property
     def temperature(self) -> float:
-        """Return the factor of the scores, beside the square root of a head's width."""
+        """Return the factor by which scores are multiplied in addition to 1 / sqrt(a head's width)."""
 
     def lengthened(self, plain: Tensor, theta: float) -> Tensor:
         """Return the radians per position of each pair. plain: those of theta alone; both are FP64 [rotary_dim / 2]."""
@@ -37,7 +37,7 @@ class Yarn:
     factor: float
     """The factor by which the context was lengthened."""
     original: int
-    """Positions before that."""
+    """Number of positions before the context was lengthened."""
     beta_fast: float
     """Turns over the original positions above which a pair is left alone."""
     beta_slow: float
@@ -47,7 +47,7 @@ class Yarn:
 
     @property
     def temperature(self) -> float:
-        """Return the factor of the scores, beside the square root of a head's width."""
+        """Return the factor by which scores are multiplied in addition to 1 / sqrt(a head's width)."""
         return (0.1 * self.mscale * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
 
     def lengthened(self, plain: Tensor, theta: float) -> Tensor:
@@ -71,7 +71,7 @@ class Llama3:
     factor: float
     """The factor by which the context was lengthened."""
     original: int
-    """Positions before that."""
+    """Number of positions before the context was lengthened."""
     low: float
     """Turns over the original positions below which a pair's frequency is divided by the factor."""
     high: float

@@ -78,25 +78,25 @@ Places = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def places_of_queries(inputs: AttentionInputs) -> Places:
-    """Return where the dq kernel finds a query's keys: positions, the tokens of each sequence if they lie end to end,
-    and None; of a tree the table, the tokens laid for each row, and the lengths of paths."""
+    """Return where the dq kernel finds a query's keys: positions, the tokens of each sequence if they are end to end,
+    and None; or of a tree `table`, `new` and `lengths` (`TokenTree`)."""
     tree = inputs.tree
     return (inputs.positions, inputs.lengths, None) if tree is None else (tree.table, tree.new, tree.lengths)
 
 
 def places_of_keys(inputs: AttentionInputs) -> Places:
-    """Return where the dkv kernel finds a key's queries: positions, the tokens of each sequence if they lie end to end,
+    """Return where the dkv kernel finds a key's queries: positions, the tokens of each sequence if they are end to end,
     and, of a tree, the end of each token's interval."""
     return inputs.positions, inputs.lengths, None if inputs.tree is None else inputs.tree.end
 
 
 def packed_constant(lengths: Tensor | None) -> int:
-    """Return a power of two, at least the number of sequences that lie end to end; 0: each row is a sequence."""
+    """Return a power of two, at least the number of sequences that are end to end; 0: each row is a sequence."""
     return 0 if lengths is None else max(_SEQUENCES, triton.next_power_of_2(len(lengths)))
 
 
 def tiles_of(rows: int, height: int, lengths: Tensor | None) -> int:
-    """Return the number of tiles of one sequence, or the most that several sequences that lie end to end can need."""
+    """Return the number of tiles of one sequence, or the most tiles that sequences end to end can need."""
     return triton.cdiv(rows, height) if lengths is None else rows // height + len(lengths)
 
 

@@ -50,7 +50,7 @@ def find_sequence(new_ptr, sequences, SEQUENCES: tl.constexpr, GROUP: tl.constex
 
 @triton.jit
 def key_slots(table_ptr, start, keys, table_column, PAGED: tl.constexpr, KEYS: tl.constexpr):
-    """Offsets of the keys from `start` on: those in the table if keys lie in slots."""
+    """Offsets of the keys from `start` on: from the table if keys are in slots."""
     key = start + tl.arange(0, KEYS)
     return tl.load(table_ptr + key * table_column, mask=key < keys, other=0) if PAGED else key
 
@@ -143,7 +143,7 @@ def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def merge_chunk(peak, total, out, chunk_peak, chunk_total, chunk_out, scale):
-    """Add a chunk to those before it. Of two peaks one is finite: every row has seen key 0, in the first chunk."""
+    """Add a chunk to the chunks before it. One of the two peaks is finite: every row has seen key 0, in chunk 0."""
     new_peak = tl.maximum(peak, chunk_peak)
     rescale, share = tl.exp2((peak - new_peak) * scale), tl.exp2((chunk_peak - new_peak) * scale)
     total = tl.fma(total, rescale, chunk_total * share)

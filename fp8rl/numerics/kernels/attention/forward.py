@@ -62,7 +62,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) 
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Causal attention of sequences that lie end to end; see `numerics.ops.attention.packed_attention`.
+    """Causal attention of sequences that are end to end; see `numerics.ops.attention.packed_attention`.
 
     Never waits for the device: as in `paged_attention` the grid is the largest that may be needed.
     """

@@ -19,8 +19,8 @@ from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.quantize import QuantizedTensor
 
 Scaled = tuple[Tensor, Tensor]
-"""Codes E4M3 and their scales FP32: of rows [T, K], with scales [T, K / 128] that lie column by column, each at a
-multiple of 16 bytes; of matrices [..., N, K], with scales [..., N / 128, K / 128]."""
+"""Codes E4M3 and their scales FP32. Rows [T, K] have scales [T, K / 128] in column-major order, each column at a
+multiple of 16 bytes. Matrices [..., N, K] have scales [..., N / 128, K / 128]."""
 NOBODY = -1
 """The expert number of a row that only fills up a tile."""
 

@@ -12,7 +12,7 @@ Laid out for an H200:
   enough: tiles are 64 x 128 x 128 with 4 warps then, two on an SM.
 - The tensor memory accelerator brings both operands, along K, as FP8 instructions want them. It takes no registers or
   instructions for addresses, and gives zeros beyond the edges of a matrix, where other loads need masks.
-- Scales are loaded before the product starts and arrive while it runs. Those of a tile's rows should lie side by side
+- Scales are loaded before the product starts and arrive while it runs. The scales of a tile's rows should be contiguous
   (`scale_inv.stride(0) == 1`), since the threads of a warp hold neighbouring rows.
 - One program per SM (two of short tiles) takes tile after tile, and a tile's first loads start while the one before is
   finished: at K = 2048 a tile has only 16 steps. Neighbouring programs share 8 tiles of rows, which stay in L2.
