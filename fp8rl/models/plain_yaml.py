@@ -89,7 +89,7 @@ def check_yaml(text: str, ours: bool = True) -> None:
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                raise ValueError(f"the alias *{event.anchor} of nothing that is whole before it")
+                raise ValueError(f"the alias *{event.anchor}, whose anchor is missing or not complete before it")
             count += sizes[event.anchor]
         elif isinstance(event, yaml.NodeEvent):
             tag = getattr(event, "tag", None)
@@ -110,7 +110,7 @@ def check_yaml(text: str, ours: bool = True) -> None:
             if anchor:
                 sizes[anchor] = count - before
         if len(open_at) > DEEPEST:
-            raise ValueError(f"lists and mappings in one another, more than {DEEPEST} deep")
+            raise ValueError(f"lists and mappings nested more than {DEEPEST} deep")
         if count > MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES} values")
 

@@ -18,7 +18,7 @@ from fp8rl.numerics.core.errors import UserError, shown, user_error
 
 DEEPEST = 100
 """The deepest nesting of lists and objects. Python's stack has a thousand calls; templates take some for each level."""
-_TOO_DEEP = f"lists and objects in one another, more than {DEEPEST} deep"
+_TOO_DEEP = f"lists and objects nested more than {DEEPEST} deep"
 
 _MOST_DIGITS = 300
 
@@ -137,7 +137,7 @@ def check_regular(directory: Path, key: str) -> None:
         count += len(names)
         if count > MOST_FILES:
             found = f"{directory} with more than {MOST_FILES} files"
-            raise user_error(key, found=found, expected="a directory of fewer", remedy="Correct the path.")
+            raise user_error(key, found=found, expected="a directory with fewer files", remedy="Correct the path.")
         for name in sorted(names):
             file = Path(folder, name)
             try:
@@ -162,7 +162,7 @@ def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE, large
         raise user_error(key, found=f"{path}: {reason(error)}", expected=expected, remedy=remedy) from error
     if not room:
         found = f"{path}: more than {largest} bytes"
-        raise user_error(key, found=found, expected=f"{expected} of at most so many bytes", remedy=remedy)
+        raise user_error(key, found=found, expected=f"{expected} of at most that many bytes", remedy=remedy)
     return b"".join(pieces)
 
 
