@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): what a spec says of them, and their rows in a model's table of tensors.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): their section of a spec, and their rows in a model's table of tensors.
 
 The adapter of a matrix X.weight [N, K] is a pair A [rank, K] and B [N, rank], which adds (alpha / rank) · B A to it.
 """
@@ -46,23 +46,23 @@ class AdapterSection(Section):
         return self.alpha / self.rank
 
     def adapts(self, row: TensorRow) -> bool:
-        """Return whether the matrix of a row gets an adapter, or shares one."""
+        """Return whether the matrix of a row gets an adapter of its own, or shares an adapter."""
         if not row.adaptable or (row.expert is not None and self.experts == "none"):
             return False
         return self.targets == "all" or matrix(row) in self.targets
 
 
 def matrix(row: TensorRow) -> str:
-    """The name by which `targets` means the matrix of a row."""
+    """Return the name that `targets` has for the matrix of a row."""
     return row.name.split(".")[-2]
 
 
 def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[TensorRow]:
-    """The rows of the adapters beside those of the weights: `X.lora_A.weight` and `X.lora_B.weight` of `X.weight`.
+    """Yield the rows of adapters for the rows of weights: `X.lora_A.weight` and `X.lora_B.weight` for `X.weight`.
 
-    A parameter that fuses several matrices has the A of each, one after the other, beside it in `lora_a`, and the rows
-    of their Bs in its own layout in `lora_b`. Where ranks share the rows of a weight they share those of B, and where
-    they share its columns they share those of A; the other each of them has.
+    For a parameter that fuses several matrices, `lora_a` has the A of each matrix, one after the other, and `lora_b`
+    the rows of their Bs in the parameter's own layout. Where ranks share the rows of a weight, they share the rows of
+    B, and each rank has all of A. Where they share its columns, they share the columns of A, and each has all of B.
     """
     for row in filter(config.adapts, rows):
         name, expert = row.name.removesuffix(f".{WEIGHT}"), row.expert
@@ -90,7 +90,7 @@ def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[
 
 
 def _beside(weight: Location, letter: str) -> Location:
-    """Return where A or B stands beside a weight."""
+    """Return the location of a weight's A or B."""
     before, _, after = weight.parameter.rpartition(WEIGHT)
     axis = 1 if letter == "A" else 0
     return replace(
@@ -103,8 +103,8 @@ def _beside(weight: Location, letter: str) -> Location:
 
 
 def check_adapter(rows: Iterable[TensorRow], config: AdapterSection) -> None:
-    """Check an adapter against the rows of the model's weights. Raises UserError: a target that the model does not
-    have, none that gets an adapter, or a rank above a matrix's width."""
+    """Check an adapter against the rows of the model's weights. Raises UserError for a target that the model does not
+    have, if no matrix gets an adapter, or for a rank above a matrix's width."""
     held = [row for row in rows if row.adaptable]
     names = list(dict.fromkeys(matrix(row) for row in held))
     adapted = [row for row in held if config.adapts(row)]

@@ -1,4 +1,4 @@
-"""Architectures: what each says of itself, and the registry of those that are known."""
+"""Architectures: the description of each, and the registry of known architectures."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from fp8rl.numerics.spec import ALL, QuantSpec
 # What a model is there for in a run: one word for trainer, engines, protocol and manifest.
 
 Role = Literal["policy", "reference", "critic", "teacher"]
-"""`policy`: it samples and learns. `reference`: it stays what the policy was, and says how far that has moved.
-`critic`: it foresees rewards. `teacher`: another model that scores the policy's answers."""
+"""`policy`: samples and learns. `reference`: stays as the policy was, to measure how far the policy has moved.
+`critic`: predicts rewards. `teacher`: another model that scores the policy's answers."""
 
 MOST_EXPERTS = 1 << 20
-"""The most experts that a model may have: the table of more would take minutes to make before a tensor is missed."""
+"""The most experts that a model may have. With more, a wrong config.json would be noticed only after minutes."""
 CACHE_SCALES = frozenset({"k_scale", "v_scale"})
-"""What SGLang gives some models' attention, where they are quantized, for a cache in FP8, which nothing here uses."""
+"""Parameters that SGLang adds to attention in some quantized models, for a cache in FP8. Nothing here uses them."""
 _HOW_TO_ADD = (
     "Name a file of your own that has it, model.architecture=path/to/file.py; docs/models.md, 'How to add the next', "
     "says what stands in it."
@@ -44,32 +44,32 @@ class Architecture:
     """One architecture of Hugging Face models: how its sizes are read, and the families of ops that it consists of."""
 
     name: str
-    """In `architectures` of config.json."""
+    """The architecture's name in `architectures` of config.json."""
     model_type: str
-    """In config.json beside the name."""
+    """The value of `model_type` in config.json."""
     sizes: Callable[[ConfigFile], ModelSizes]
-    """Read a config.json, or say what the shared ops do not define."""
+    """A function that reads the sizes in a config.json, and refuses what the shared ops do not define."""
     families: tuple[Family, ...]
-    """In the order of a layer's forward; each says which layers have it."""
+    """The families of ops in the order of a layer's forward. Each says which layers have it."""
     engine_extras: frozenset[str] = frozenset()
     """Last parts of names of the engine's parameters that are no weights of the checkpoint."""
     engine_config: Callable[[dict[str, Any], ModelSizes], dict[str, Any]] = lambda config, sizes: config
-    """Return a config.json as SGLang reads it."""
+    """A function that turns a config.json into the form that SGLang reads."""
     any_heads: Mapping[str, Any] = field(default_factory=dict)
-    """Where transformers wants the heads to divide `hidden_size`: the values of config.json that make it a model which
-    computes the same and whose heads need not."""
+    """Needed if transformers wants the number of heads to divide `hidden_size`: values for config.json that describe
+    another model, which computes the same and may have any number of heads."""
     aliases: tuple[str, ...] = ()
-    """Other words for `model_type`, which older versions of transformers do not know."""
+    """Other values of `model_type`, which older versions of transformers do not know."""
     multimodal: Multimodal | None = None
-    """Of a model of text: the checkpoints that have a tower beside it."""
+    """How checkpoints hold this model of text beside a tower for pictures; None: there are no such checkpoints."""
 
     @property
     def kinds(self) -> tuple[tuple[str, ...], ...]:
-        """Module kinds by which a quantization spec decides about its products, those together that are fused."""
+        """Module kinds by which a quantization spec decides about products; fused kinds share a tuple."""
         return tuple(kinds for family in self.families for kinds in family.kinds)
 
     def tensors(self, sizes: ModelSizes) -> Iterator[TensorRow]:
-        """Rows of such a model, in the order of its forward."""
+        """Yield the rows of a model of these sizes, in the order of its forward."""
         yield from first_tensors(sizes)
         for layer in range(sizes.layers):
             for family in families_of_layer(self.families, sizes, layer):
@@ -77,7 +77,7 @@ class Architecture:
         yield from last_tensors(sizes)
 
     def forward(self, sizes: ModelSizes) -> Forward:
-        """Ops of such a model."""
+        """Return the ops of a model of these sizes."""
         layers = (families_of_layer(self.families, sizes, layer) for layer in range(sizes.layers))
         return Forward(FIRST_OPS, tuple(sum((f.ops(sizes) for f in each), ()) for each in layers), LAST_OPS)
 
@@ -92,7 +92,7 @@ class Model:
 
     @property
     def multimodal(self) -> Multimodal | None:
-        """Return how its checkpoint has it beside a tower; None: it is all of it."""
+        """Return how the checkpoint holds the model beside a tower; None: the checkpoint has no tower."""
         return self.architecture.multimodal if self.sizes.tower else None
 
     @functools.cached_property
@@ -111,8 +111,8 @@ class Model:
         return self.architecture.forward(self.sizes)
 
     def adapted(self, adapter: AdapterSection | None) -> Model:
-        """Return the model with these adapters beside its weights. Raises UserError: it cannot have them; see
-        :func:`models.adapters.check_adapter`."""
+        """Return the model with these adapters beside its weights. Raises UserError, as
+        :func:`models.adapters.check_adapter` does, if the model cannot have them."""
         if adapter is not None:
             check_adapter(self.tensors.rows.values(), adapter)
         return replace(self, adapter=adapter)
@@ -128,13 +128,13 @@ _known: dict[str, Architecture] = {}
 
 
 def register(architecture: Architecture) -> None:
-    """Make an architecture known in this process. Those of `models.architectures`, as ARCHITECTURE, are."""
+    """Make an architecture known in this process. Each ARCHITECTURE of a file in `models.architectures` is known."""
     _known[architecture.name] = architecture
 
 
 def load_architecture(path: str, key: str = "model.architecture") -> Architecture:
-    """Make the ARCHITECTURE of a user's file known in this process, in place of one of ours that has its name. Raises
-    UserError: naming `key`: the file cannot be read or imported, or has none."""
+    """Make the ARCHITECTURE of a user's file known in this process. It replaces an architecture of ours with the same
+    name. Raises UserError, which names `key`, if the file cannot be read or imported, or has no ARCHITECTURE."""
     try:
         found = getattr(module_of_file(path, key), "ARCHITECTURE", None)
     except (UserError, KeyboardInterrupt):
@@ -193,12 +193,12 @@ def model_of(config: ConfigFile, *, served: bool = False) -> Model:
 
 
 def multimodal_of(path: Path, key: str = "model.path") -> Multimodal | None:
-    """Return how a directory's checkpoint has the model of text within it; None: it is that model."""
+    """Return how a directory's checkpoint holds its model of text beside a tower; None: it has no tower."""
     return read_model(path, key, served=True).multimodal
 
 
 def text_config(path: Path, key: str = "model.path") -> dict[str, Any]:
-    """Return the config.json of a directory's model of text, with the names by which it is known alone."""
+    """Return the config.json of a directory's model of text, with the names of a checkpoint without a tower."""
     config, model = ConfigFile.read(path, key), read_model(path, key, served=True)
     if (multimodal := model.multimodal) is None:
         return config.values
@@ -209,9 +209,9 @@ def text_config(path: Path, key: str = "model.path") -> dict[str, Any]:
 
 def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | None = None) -> Shape:
     """Read the shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
-    adapter: trained in place of its weights.
 
-    Whether the weights are quantized makes no difference. Draft layers (multi-token prediction) are not counted.
+    adapter: what is trained in place of the weights. Whether the weights are quantized makes no difference. Draft
+    layers (multi-token prediction) are not counted.
 
     Raises:
         UserError: no readable config, an unknown architecture, or a value that is missing or wrong; or an adapter that
@@ -221,8 +221,8 @@ def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | No
 
 
 def check_scope(spec: QuantSpec) -> None:
-    """Check that the scope of a spec names module kinds of known architectures, and all of those that are fused. Raises
-    UserError: it does not."""
+    """Check that the scope of a spec names module kinds of known architectures. Raises UserError if it does not, or if
+    it names only some of the kinds that are fused."""
     if spec.scope == ALL:
         return
     fused = sorted({kinds for architecture in architectures().values() for kinds in architecture.kinds})
@@ -238,7 +238,7 @@ def check_scope(spec: QuantSpec) -> None:
 
 
 def architectures() -> dict[str, Architecture]:
-    """All that are known, by name."""
+    """Return all known architectures by name."""
     for module in pkgutil.iter_modules(ours.__path__):
         architecture = import_module(f"{ours.__name__}.{module.name}").ARCHITECTURE
         _known.setdefault(architecture.name, architecture)

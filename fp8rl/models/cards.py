@@ -1,4 +1,4 @@
-"""The configurations of a data set, by its card: README.md with YAML in front of its text, which anybody may upload."""
+"""The configurations of a data set, from its card: a README.md that begins with YAML. Anybody may upload a card."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8rl.numerics.core.reading import read_text
 
 _FRONT = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:[\r\n]|$)", re.DOTALL)
 _LARGEST = 4 << 20
-"""Bytes of a card."""
+"""The most bytes of a card."""
 
 
 def _within(pattern: str) -> str:
@@ -58,8 +58,8 @@ class _Card(BaseModel):
 
 
 def read_configurations(folder: Path, key: str) -> dict[str, Configuration]:
-    """Read the configurations of a data set's folder, by name; none if its card names none. Raises UserError: the card
-    cannot be read; the message speaks of the data set as `key`."""
+    """Read the configurations of a data set's folder, by name; none if its card names none. Raises UserError, which
+    calls the data set `key`, if the card cannot be read."""
     found: dict[str, Configuration] = {}
     for path, front in ((folder / "README.md", _FRONT), (folder / ".huggingface.yaml", re.compile("(.*)", re.DOTALL))):
         matched = front.match(read_text(path, key, "a card", largest=_LARGEST)) if path.is_file() else None

@@ -13,12 +13,11 @@ from fp8rl.numerics.core.reading import read_json
 from fp8rl.numerics.ops.rope import Llama3, Scaling, Yarn
 
 LARGEST = 1 << 31
-"""The largest size that is accepted: a larger one would be worked on for ever before the tensors say that it is
-wrong."""
+"""The largest accepted size. With a larger one, work would go on for ever before the tensors show that it is wrong."""
 _UNSET: Any = object()
 _BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
 _ROPE_PLACES = ("rope_parameters", "rope_scaling")
-"""transformers writes the first and lets the second, of older files, win over it."""
+"""Keys that describe the rotation. transformers writes the first; the second, in older files, overrides the first."""
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _SCALING_KEYS = {
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
@@ -26,7 +25,7 @@ _SCALING_KEYS = {
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
 _MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
-"""Which channels turn by a picture's height and width; the positions of text are the same in all of them."""
+"""Keys for channels that turn by a picture's height and width. A text's positions are the same in all channels."""
 
 
 class ConfigFile:
@@ -46,8 +45,8 @@ class ConfigFile:
         return cls(read_json(path, key, "a Hugging Face config.json"), path, key)
 
     def inner(self, name: str, with_keys: Collection[str]) -> ConfigFile:
-        """Return the configuration of a model that this one has within it, with these keys of the whole, which must
-        agree where both have them."""
+        """Return the configuration of an inner model, the value of `name`, and add `with_keys` of the whole file. A key
+        that both have must have the same value."""
         values = self._values.get(name)
         if not isinstance(values, dict):
             raise self.refusal(name, values, "the configuration of its model of text, a JSON object")
@@ -59,14 +58,14 @@ class ConfigFile:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return what the file has."""
+        """Return the contents of the file."""
         return dict(self._values)
 
     def refusal(self, name: str, found: object, expected: str, remedy: str = "Restore the file.") -> UserError:
         return user_error(f"{self._key}: {name} in {self._path}", found=found, expected=expected, remedy=remedy)
 
     def architecture(self, known: str = "the name of one") -> str:
-        """The first of `architectures`; known: what a message says that it should be."""
+        """Return the first of `architectures`. known: what an error message says that was expected."""
         found = self._values.get("architectures")
         name = found[0] if isinstance(found, list) and found else found
         if not isinstance(name, str):
@@ -79,12 +78,12 @@ class ConfigFile:
         return found if isinstance(found, str) else ""
 
     def expect(self, name: str, value: str, reason: str) -> None:
-        """Refuse another value of `name`."""
+        """Refuse any other value of the key `name`."""
         if self._values.get(name) != value:
             raise self.refusal(name, self._values.get(name), f"{value!r}, {reason}")
 
     def refuse_unknown_alias(self, usual: str) -> None:
-        """Refuse a `model_type`, which computes the same as the usual one, that transformers here does not know."""
+        """Refuse an alias of the `model_type` `usual` that the installed transformers does not know."""
         import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -94,7 +93,7 @@ class ConfigFile:
             raise self.refusal("model_type", found, expected, f"Write {usual!r}, which computes the same.")
 
     def refuse_quantized(self) -> None:
-        """Refuse weights in another form than BF16, and than FP8 with a scale for each block of 128 x 128.
+        """Refuse weights that are neither BF16 nor FP8 with a scale for each block of 128 x 128.
 
         Some files leave `fmt` out.
         """
@@ -114,10 +113,11 @@ class ConfigFile:
         layers: Collection[str] = ("full_attention",),
         mrope: bool = False,
     ) -> None:
-        """Refuse what the shared ops do not define: other values than these of keys that are there, kinds of layers
-        beside these, such as windows of attention, and scaled rotary embeddings; rotary_part: a part of a head may be
-        rotated; scaled: `rope_scaling` looks at the rotation; mrope: keys of it may be there that matter for pictures
-        alone."""
+        """Refuse what the shared ops do not define: a key with another value than in `expected`, a kind of layer that
+        is not in `layers` (such as a window of attention), and scaled rotary embeddings.
+
+        rotary_part: allow that only a part of a head is rotated. scaled: leave the check of the rotation to
+        `rope_scaling`. mrope: allow keys of the rotation that matter only for pictures."""
         for name, value in {"use_sliding_window": False, **expected}.items():
             found = self._values.get(name)
             if found is not None and found != value:
@@ -139,16 +139,16 @@ class ConfigFile:
                 raise self._variant(f"{name}.{key}", rope[key], "no such key: plain rotary embeddings")
 
     def _rope(self, name: str) -> dict[str, Any]:
-        """Return what the config says of the rotation in this place; nothing, if it is null."""
+        """Return the description of the rotation under the key `name`; an empty one if it is null or missing."""
         rope = self._values.get(name)
         if not isinstance(rope, dict | None):
             raise self._variant(name, rope, "a JSON object or null")
         return rope or {}
 
     def rope_scaling(self, known: Literal["yarn", "llama3"]) -> Scaling | None:
-        """Return how the context was lengthened, as every place of the config gives it; None: it was not.
+        """Return how the context was lengthened, or None. All places of the config that say it must agree.
 
-        known: the one way that is accepted.
+        known: the one method that is accepted.
         """
         found = {name: self._scaling_at(name, known) for name in _ROPE_PLACES if self._values.get(name) is not None}
         if len(set(found.values())) > 1:
@@ -194,7 +194,7 @@ class ConfigFile:
         )
 
     def rope_theta(self, default: float = 10000.0) -> float:
-        """The one base that every place of the config gives, or transformers' default."""
+        """Return the base of the rotation, or transformers' default. All places of the config must agree."""
         found: dict[str, float] = {}
         for name in ("rope_scaling", "rope_parameters"):
             rope = self._rope(name)
@@ -207,7 +207,7 @@ class ConfigFile:
         return next(iter(found.values()), default)
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
-        """The channels of a head that are rotated, by `partial_rotary_factor` wherever it stands."""
+        """Return how many channels of a head are rotated, from `partial_rotary_factor`, wherever the config has it."""
         places = {"": self._values}
         places |= {f"{name}.": self._rope(name) for name in _ROPE_PLACES}
         name = "partial_rotary_factor"
@@ -219,7 +219,8 @@ class ConfigFile:
         return int(size)
 
     def leading(self, name: str, first: str, other: str, default: int) -> int:
-        """Count a list's entries that are `first` before all others are `other`; the default where there is none."""
+        """Return how many leading entries of the list `name` are `first`; all others must be `other`. Without a list
+        return the default."""
         kinds = self._values.get(name)
         if kinds is None:
             return default
@@ -229,8 +230,8 @@ class ConfigFile:
         return count
 
     def interval(self, name: str, kinds: str, other: str, one: str, layers: int, default: int) -> int:
-        """Return N where each Nth layer is `one` and all others are `other`: by the key `name`, by the list `kinds`, or
-        by the default where there is neither."""
+        """Return N if each Nth layer is `one` and all others are `other`. N is the value of the key `name`, or follows
+        from the list under the key `kinds`, or is the default if there is neither."""
         found, listed = self._values.get(name), self._values.get(kinds)
         if listed is None:
             return self.size(name, default=default, if_null=default)
@@ -243,7 +244,7 @@ class ConfigFile:
         return every
 
     def one_of(self, *names: str) -> int:
-        """A size with several spellings, which must agree."""
+        """Return a size that config.json may have under several keys, which must agree."""
         sizes = {name: self.size(name) for name in names if self._values.get(name) is not None}
         if len(set(sizes.values())) > 1:
             raise self.refusal(names[0], sizes, "one value in both spellings", "Make them equal.")
@@ -262,7 +263,7 @@ class ConfigFile:
         return value
 
     def count(self, name: str, default: int = 0) -> int:
-        """A size that may be 0."""
+        """Return a size that may be 0."""
         return 0 if self._values.get(name, default) in (0, None) else self.size(name, default)
 
     def number(self, name: str, default: float) -> float:

@@ -1,4 +1,4 @@
-"""Limits of what a hub may send. Its clients wait for as long as bytes drip, and name files by what it says."""
+"""Limits of what a hub may send. Its clients wait as long as single bytes arrive, and name files by its headers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from huggingface_hub._tree_cache import TreeCacheEntry
 from huggingface_hub.utils import _http
 
 PATIENCE_S, LEAST_BYTES = 30.0, 32 << 10
-"""A request waits so long for so many bytes, or for its end."""
+"""Within this many seconds a request must get this many bytes, or come to its end."""
 SILENCE_S, MOST_SILENCES, LONGEST_WAIT_S = 10.0, 3, 300
-"""The first where the client has no time limit; the last for one that asks too often, whom the hub counts so long."""
+"""Seconds to wait for an answer where the client sets no limit; the number of such waits without an answer; and the
+longest wait that a hub may ask for, from a client that asks too often."""
 MOST_TRIES, MOST_REQUESTS, MOST_BYTES = 20, 200, 64 << 20
-"""For one address; and for all that a hub says of a repository, before its files."""
+"""Tries of one address; and requests and bytes for all that a hub says of a repository, before its files."""
 _DIGEST = re.compile(r"[0-9a-f]{32,128}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class HubAnswerError(Exception):
-    """A hub says what no hub says, or does not come to an end; the message continues "a hub that"."""
+    """The answer of a hub breaks the protocol, or does not end. The message continues the words "a hub that"."""
 
 
 @dataclass
 class Limits:
-    """The bytes and requests that may still come."""
+    """The bytes and requests that a hub may still take."""
 
     size: int = MOST_BYTES
     requests: int = MOST_REQUESTS
@@ -40,7 +41,7 @@ class Limits:
     tried: Counter[str] = field(default_factory=Counter)
 
     def expect(self, files: Collection[TreeCacheEntry]) -> None:
-        """Check the listing of a repository, and let its files come, each once again."""
+        """Check the listing of a repository, and raise the limits so that each file may be sent twice."""
         for file in files:
             names = [file.blob_id, *filter(None, [file.lfs_sha256])]
             if not all(isinstance(name, str) and _DIGEST.fullmatch(name) for name in names):
@@ -56,7 +57,7 @@ class Limits:
             raise HubAnswerError("has to be asked again and again")
 
     def hear(self, response: httpx.Response) -> None:
-        """Check what the hub's clients name files by, and wait for."""
+        """Check the headers by which the hub's clients name files, and that say how long to wait."""
         headers = response.headers
         if (packed := headers.get("content-encoding", "identity")) != "identity":
             raise HubAnswerError(f"sends {packed!r:.40}, which it was asked not to")
@@ -119,7 +120,7 @@ class _Network(httpcore.SyncBackend):
 
 @contextmanager
 def limited() -> Iterator[Limits]:
-    """Have the hub's clients keep to limits within the block, and yield these."""
+    """Have the hub's clients keep to limits within the block, and yield the limits."""
     limits, former = Limits(), _http._GLOBAL_CLIENT_FACTORY
 
     def client() -> httpx.Client:

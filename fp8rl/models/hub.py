@@ -1,7 +1,7 @@
-"""Models and data sets of the Hugging Face hub: told from paths, pinned to a commit, and brought to this machine.
+"""Models and data sets of the Hugging Face hub: told apart from paths, pinned to a commit, and fetched.
 
-`huggingface_hub` fetches, keeps what it has fetched in its cache, and heeds HF_TOKEN, HF_HUB_OFFLINE, HF_HOME and
-HF_ENDPOINT. What is pinned to a commit and in the cache needs no network.
+`huggingface_hub` fetches files into its cache, and heeds HF_TOKEN, HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT. A
+repository that is pinned to a commit and is in the cache needs no network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kind = Literal["model", "dataset"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".yaml", ".gz", ".zst", ".safetensors")
-"""Endings of files: `data/train.jsonl` is a path that leads nowhere."""
+"""Endings of paths: `data/train.jsonl` is a path even if there is no such file, and not the name of a repository."""
 _MODEL = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _NOT_OF_A_MODEL = ["*/*", "consolidated*"]
 """Copies of the weights in other formats."""
@@ -36,7 +36,7 @@ _CONFIG = "config.json"
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a value names a repository, `owner/name`. Whatever exists on this machine is a path."""
+    """Return whether a text names a repository, `owner/name`. A text that exists as a path on this machine does not."""
     return bool(_NAME.fullmatch(text)) and not text.endswith(_FILES) and not os.path.exists(text)
 
 
@@ -58,12 +58,12 @@ Revision = Annotated[str, Field(min_length=1, pattern=r"^[\w./-]+$")]
 
 
 def model_directory(path: str, revision: str | None, key: str, *, config_only: bool = False) -> Path:
-    """Return the directory of a model, which is fetched if `path` names one of the hub.
+    """Return the directory of a model, which is fetched if `path` names a repository of the hub.
 
-    config_only: its config.json is all that is read.
+    config_only: fetch only config.json.
 
     Raises:
-        UserError: the hub does not give it; the message speaks of it as `key`.
+        UserError: the hub does not give the model; the message calls the model `key`.
     """
     check_path(path, key)
     if not is_hub_name(path):
@@ -77,8 +77,8 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
 
 
 def data_directory(path: str, revision: str | None, name: str | None, key: str) -> Path:
-    """Return where data are. Of a data set of the hub the files of the configuration `name` are fetched. Raises
-    UserError: as `model_directory` does; or it has several configurations, or none of this name."""
+    """Return the path of data. From a data set of the hub, fetch the files of the configuration `name`. Raises
+    UserError as `model_directory` does, or if there are several configurations, or none of this name."""
     if not is_hub_name(path):
         return _local(path, revision, key)
     with _explained(path, revision, "dataset", key) as limits:
@@ -96,9 +96,9 @@ def _local(path: str, revision: str | None, key: str) -> Path:
 
 
 def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
-    """Return the commit that a branch, a tag or the default branch (None) of a repository is at.
+    """Return the commit of a branch, a tag or the default branch (None) of a repository.
 
-    Without a network: the one that it was at when it was last asked for.
+    Without a network: the commit that the hub gave when it was last asked.
 
     Raises:
         UserError: as `model_directory` does.
@@ -117,7 +117,7 @@ def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
 def _snapshot(
     path: str, kind: Kind, pinned: str, limits: Limits, wanted: list[str] | None, unwanted: list[str] | None = None
 ) -> Path:
-    """The folder of a commit with its files of these patterns; without a network, with what the cache has of them."""
+    """Return the folder of a commit with its files that match the patterns; without a network, those in the cache."""
     import httpx
     from huggingface_hub import HfApi, constants, errors, snapshot_download
     from huggingface_hub._tree_cache import read_tree_cache
@@ -155,7 +155,7 @@ def _snapshot(
 
 
 def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | None:
-    """The patterns of a configuration's files, as the card of a data set lists them; None: all files."""
+    """Return the patterns of a configuration's files, from the card of a data set; None: all files."""
     configs = read_configurations(card, key)
     if not configs:
         return None
@@ -172,7 +172,7 @@ def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | 
 
 @contextmanager
 def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterator[Limits]:
-    """Say in one message why the hub does not give a repository."""
+    """Turn errors of the hub's clients in the block into one message that says why a repository cannot be had."""
     import httpx
     from huggingface_hub import constants, errors
 

@@ -1,7 +1,7 @@
-"""Multimodal checkpoints, of a model of text and a tower for pictures: the text is trained, the tower is kept.
+"""Multimodal checkpoints: a model of text, which is trained, and a tower for pictures, which is kept.
 
-Such a checkpoint has another config.json, other names, and may stack experts. Files are read and written in its form;
-everything else sees the model of text alone.
+Such a checkpoint has another config.json and other names of tensors, and may stack experts. Files are read and written
+in its form; everything else sees only the model of text.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ class Multimodal:
     """How a published checkpoint holds a model of text beside a tower for pictures."""
 
     name: str
-    """In `architectures` of its config.json."""
+    """The checkpoint's name in `architectures` of config.json."""
     model_type: str
-    """In its config.json beside the name."""
+    """The value of `model_type` in config.json."""
     text: str = "text_config"
-    """The key of config.json under which the text's stands."""
+    """The key of config.json that has the configuration of the text model."""
     shared: tuple[str, ...] = ("tie_word_embeddings", "quantization_config")
-    """Keys beside it that mean the text, too."""
+    """Keys at the top of config.json that hold for the text model, too."""
     pictures: tuple[str, ...] = ("image_token_id", "video_token_id")
-    """Keys beside it of tokens that stand for parts of a picture."""
+    """Keys at the top of config.json that give the tokens for parts of a picture."""
     prefix: str = "model.language_model."
-    """What names of the text begin with, where those of the table begin with `model.`"""
+    """The beginning of the text model's names, in place of `model.` in the table of tensors."""
     towers: tuple[str, ...] = ("model.visual.",)
-    """What names of the tower begin with."""
+    """Beginnings of the tower's names."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Ends of names of tensors [experts, N, K], and the last parts of names of each expert's matrices in them."""
+    """By the end of the name of a tensor [experts, N, K]: the last parts of the names of the matrices of each expert
+    that it stacks."""
 
     def names(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
-        """Return where each tensor of the table stands among those stored, which are given with their shapes; what is
-        only kept stands under its own name."""
+        """Return the piece of the files that holds each tensor of the table. A tensor that is only kept has its own
+        name. stored: the shapes of the files' tensors, by name."""
         found: dict[str, Piece] = {}
         for name, shape in stored.items():
             text = name.replace(self.prefix, "model.", 1) if name.startswith(self.prefix) else name
@@ -51,22 +52,23 @@ class Multimodal:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a tensor stands in a checkpoint's files."""
+    """A tensor of a checkpoint's files, or a part of a stacked tensor, that holds a tensor of the table."""
 
     name: str
-    """Of the tensor that it is, or is a part of."""
+    """The name of the files' tensor."""
     of: tuple[int, ...] = ()
-    """That tensor's shape [experts, N, K]; (): it is all of it."""
+    """The shape of the stacked tensor [experts, N, K] that this is a part of; (): this is a whole tensor."""
     expert: int = 0
     first: int = 0
     after: int = 0
-    """Its rows are `first` to `after` - 1 of this expert's."""
+    """The part has rows `first` to `after` - 1 of the expert `expert`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the shape of a part; () for a whole tensor."""
         return (self.after - self.first, self.of[2]) if self.of else ()
 
     @property
     def start(self) -> int:
-        """Return the number of elements before it in what it is a part of."""
+        """Return the number of elements of the stacked tensor that precede the part; 0 for a whole tensor."""
         return (self.expert * self.of[1] + self.first) * self.of[2] if self.of else 0

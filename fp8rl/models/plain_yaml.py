@@ -1,4 +1,4 @@
-"""Reads YAML that stands for plain values alone: mappings, lists, text, numbers, true, false and null."""
+"""Reads YAML that has only plain values: mappings, lists, text, numbers, true, false and null."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import yaml
 
 DEEPEST = 50
-"""Lists and mappings in one another: no spec nests so many, and libyaml builds them on a stack that ends with the
-process."""
+"""The deepest nesting of lists and mappings. No spec needs more, and deep nesting overflows libyaml's stack, which ends
+the process."""
 MOST_VALUES = 1_000_000
-"""Values of a text, with all that its aliases stand for."""
+"""The most values of a text, with all values that its aliases stand for."""
 _TEXT = "tag:yaml.org,2002:str"
 _OF_OLD = re.compile(r"[-+]?0[0-7_]+|[-+]?[1-9][\d_]*(:[0-5]?\d)+|[-+]?\d[\d_]*(:[0-5]?\d)+\.[\d_]*")
-"""Numbers that YAML 1.1 reads otherwise than anybody: 010 is 8, and 12:30 is 750."""
+"""Numbers that YAML 1.1 reads otherwise than people do: 010 is 8, and 12:30 is 750."""
 
 
 class _Loader(yaml.CSafeLoader):
@@ -39,7 +39,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value that a YAML text stands for. Raises ValueError: what is wrong with it, and where."""
+    """Return the value that a YAML text stands for. Raises ValueError, which says what is wrong, and where."""
     try:
         check_yaml(text)
         return yaml.load(text, _Loader)
@@ -57,8 +57,8 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def comment_behind(text: str) -> str:
-    """Return what YAML leaves out behind a value: a comment, which in an override was meant as text. "": nothing, or
-    the text is no YAML."""
+    """Return the comment behind a value, which YAML leaves out and which in an override was meant as text. Return "" if
+    there is no comment, or the text is no YAML."""
     end = 0
     try:
         for event in yaml.parse(text, Loader=yaml.CSafeLoader):
@@ -73,22 +73,23 @@ def comment_behind(text: str) -> str:
 
 
 def check_yaml(text: str, ours: bool = True) -> None:
-    """Refuse, before anything is built of it, a text that is no YAML or would not be plain values.
+    """Refuse a text that is no YAML, or has other than plain values, before any value is built from it.
 
     ours: the text is a spec or an override. Other files may have numbers such as 010 and 12:30.
 
     Raises:
-        ValueError: it is nested too deep, stands for too many values, contains itself, or has a tag or such a number.
-        yaml.YAMLError: it is no YAML.
+        ValueError: the text is nested too deep, stands for too many values, contains itself, has a tag or, if it is
+            ours, such a number.
+        yaml.YAMLError: the text is no YAML.
     """
     sizes: dict[str, int] = {}
-    """Values that an anchor stands for; none while it is read."""
+    """Number of values that each anchor stands for; an anchor is missing while its value is being read."""
     open_at: list[tuple[str | None, int]] = []
     count = 0
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                raise ValueError(f"the alias *{event.anchor} of nothing that is whole before it")
+                raise ValueError(f"the alias *{event.anchor}, whose anchor is missing or not complete before it")
             count += sizes[event.anchor]
         elif isinstance(event, yaml.NodeEvent):
             tag = getattr(event, "tag", None)
@@ -109,7 +110,7 @@ def check_yaml(text: str, ours: bool = True) -> None:
             if anchor:
                 sizes[anchor] = count - before
         if len(open_at) > DEEPEST:
-            raise ValueError(f"lists and mappings in one another, more than {DEEPEST} deep")
+            raise ValueError(f"lists and mappings nested more than {DEEPEST} deep")
         if count > MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES} values")
 

@@ -1,6 +1,6 @@
-"""Size and cost of a model: sums over the rows of its tensors and over its families, without a weight.
+"""Size and cost of a model: sums over the rows of its tensors and over its families, without reading a weight.
 
-One layer of each run of equal ones is looked at, so that a model of tens of thousands of tensors takes a moment.
+Of consecutive equal layers only one is looked at, so that a model of tens of thousands of tensors takes a moment.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.spec import QuantSpec
 
 Share = Literal["split", "experts", "replicated"]
-"""How the ranks of a pipeline stage share a weight: `split` over tensor-parallel ranks; `experts`: whole ones, spread
-over expert-parallel ranks; `replicated`: each has it."""
+"""How the ranks of a pipeline stage share a weight. `split`: over tensor-parallel ranks. `experts`: whole experts are
+spread over expert-parallel ranks. `replicated`: each rank has it."""
 
 BF16_BYTES, FP32_BYTES = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """Weights of a model that are alike: a parameter of Megatron's, in a run of layers."""
+    """Weights of a model that are alike: a parameter of Megatron's, in consecutive layers."""
 
     name: str
-    """Of the op that reads it, e.g. `qkv`."""
+    """The name of the op that reads the weight, e.g. `qkv`."""
     rows: int
     """N of a product x [T, K] @ W [N, K]^T."""
     columns: int
-    """K; a vector has one column."""
+    """K of the product; a vector has one column."""
     pieces: tuple[int, ...] = ()
-    """Rows of each tensor that the checkpoint has of it."""
+    """The number of rows of each checkpoint tensor that the weight consists of."""
     kind: str | None = None
-    """Module kind by which a quantization spec decides; None: no spec quantizes it."""
+    """The module kind by which a quantization spec decides; None: no spec quantizes the weight."""
     share: Share
     place: Literal["first", "attention", "mlp", "last"]
-    """Before the layers, in a part of them, behind them."""
+    """The place of the weight: before the layers, in a part of each layer, or after the layers."""
     layers: range = range(0)
-    """Where it is, counted from 0; empty outside the layers."""
+    """The layers that have the weight, counted from 0; empty for a weight outside the layers."""
     copies: int = 1
-    """How many each of these layers has."""
+    """The number of such weights in each of the layers."""
     taken: int = 0
-    """How many of them a token takes; 0 for what is no product."""
+    """The number of the copies that a token is multiplied with; 0 for a weight of no product."""
     by_heads: bool = False
-    """Megatron interleaves its tensors by heads."""
+    """True if Megatron interleaves the weight's tensors by heads."""
     tied: bool = False
-    """It is the same tensor as another one, which only a last pipeline stage of its own holds again."""
+    """True if the weight is the embedding once more. Only the last of several pipeline stages holds this copy."""
     trained: bool = True
-    """It is a parameter; the others are FP32 buffers."""
+    """True for a parameter, False for an FP32 buffer."""
     fp32: bool = False
-    """It is a parameter in FP32 on both sides."""
+    """True for a parameter in FP32 on both sides."""
 
     @property
     def size(self) -> int:
-        """Elements of one."""
+        """The number of elements of one copy."""
         return self.rows * self.columns
 
     @property
@@ -69,7 +69,7 @@ class WeightGroup:
 
     @property
     def count(self) -> int:
-        """Return how many the model has."""
+        """The number of copies in the whole model."""
         return self.copies * (len(self.layers) if self.in_layers else 1)
 
 
@@ -84,7 +84,7 @@ class Shape:
 
     @cached_property
     def weights(self) -> tuple[WeightGroup, ...]:
-        """All weights that a checkpoint has, family by family."""
+        """The weights of a checkpoint, family by family."""
         s = self.sizes
         groups = list(_groups(first_tensors(s), s, "first"))
         for family, layers in self.layers_of():
@@ -97,18 +97,19 @@ class Shape:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of all weights, a tied one counted once."""
+        """The number of elements of all weights; a tied weight counts once."""
         return sum(weight.size * weight.count for weight in self.weights if not weight.tied)
 
     @cached_property
     def active_parameters(self) -> int:
-        """Elements of the products that one token takes, the output projection among them, the embedding not."""
+        """The number of elements of the weights that a token is multiplied with: with the output projection, without
+        the embedding."""
         return sum(w.size * w.taken * (len(w.layers) if w.in_layers else 1) for w in self.weights)
 
     @cached_property
     def adapter_bytes(self) -> int:
-        """Bytes of adapters in an engine: the pairs, and of matrices that one product fuses each B once more, in rows
-        as wide as all of their ranks together (`numerics.ops.low_rank`)."""
+        """Bytes of adapters in an engine: all A and B. If a product fuses matrices, each B counts once more, in rows as
+        wide as the ranks of all the matrices together (`numerics.ops.low_rank`)."""
         fused: dict[tuple[str, int | None], list[TensorRow]] = {}
         for row in self.adapters:
             fused.setdefault((row.engine.parameter, row.engine.index), []).append(row)
@@ -120,25 +121,25 @@ class Shape:
         return (wide + sum(math.prod(row.shape) for row in self.adapters)) * BF16_BYTES
 
     def kv_bytes(self, each: int = BF16_BYTES, ranks: int = 1) -> int:
-        """Bytes of one token in the caches of all layers, of `each` bytes an element, in one of the tensor-parallel
-        `ranks` of an engine."""
+        """Bytes of one token in the caches of all layers, in one of an engine's tensor-parallel `ranks`. each: bytes of
+        an element."""
         return each * self._sum(lambda family: family.cached(self.sizes, ranks))
 
     def request_bytes(self, ranks: int = 1) -> int:
-        """Bytes that a request holds in all layers beside the rows of its tokens, in one of the tensor-parallel `ranks`
-        of an engine."""
+        """Bytes that a request holds in all layers in addition to `kv_bytes` of its tokens, in one of an engine's
+        tensor-parallel `ranks`."""
         return self._sum(lambda family: family.held(self.sizes, ranks))
 
     def quantized_layers(self, weight: WeightGroup, spec: QuantSpec) -> range:
-        """The layers whose weights of this kind `spec` quantizes."""
+        """Return the layers of `weight` in which `spec` quantizes it."""
         if weight.kind is None or not spec.quantizes(weight.kind):
             return range(0)
         inner = range(spec.first_layers_bf16, self.sizes.layers - spec.last_layers_bf16)
         return overlap(weight.layers, inner)
 
     def attention_flops(self, context: float) -> float:
-        """FLOPs of one query in all layers against so many keys, forward: queries times keys, weights times values, and
-        what a recurrent layer takes for a token whatever came before."""
+        """FLOPs of the forward of one query in all layers against `context` keys: query times keys, weights times
+        values, and the FLOPs of recurrent layers, which do not depend on `context`."""
         recurrent = self._sum(lambda family: family.recurrent(self.sizes))
         return recurrent + 2.0 * context * self._sum(lambda family: family.scored(self.sizes))
 
@@ -153,7 +154,7 @@ class Shape:
 
     @cached_property
     def _activations(self) -> list[dict[str | None, Activations]]:
-        """The activations of each layer by part, None: of the whole layer. A planner asks a hundred thousand times."""
+        """The activations of each layer by part; None: the whole layer. Cached, since plans read it 100,000 times."""
 
         def total(kept: list[Activations]) -> Activations:
             return Activations(*(sum(getattr(each, field.name) for each in kept) for field in fields(Activations)))
@@ -169,7 +170,7 @@ class Shape:
         return sum(of_family(family) * len(layers) for family, layers in self.layers_of())
 
     def layers_of(self) -> Iterator[tuple[Family, range]]:
-        """Each family, with each run of layers without a gap that have it."""
+        """Yield each family with each range of consecutive layers that have the family."""
         for family in self.families:
             for has, layers in groupby(range(self.sizes.layers), partial(family.within, self.sizes)):
                 if has:
@@ -184,7 +185,7 @@ def _groups(
     layers: range = range(0),
     tied: bool = False,
 ) -> Iterator[WeightGroup]:
-    """The parameters that hold these rows, alike experts counted."""
+    """Yield the parameters that hold these rows. Equal experts are one parameter with several copies."""
     fused: dict[str, list[TensorRow]] = {}
     for row in rows:
         if not row.expert:  # the first one stands for all
@@ -211,6 +212,6 @@ def _groups(
 
 
 def overlap(one: range, other: range) -> range:
-    """Return what two runs of layers have in common."""
+    """Return the layers that two ranges have in common."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))

@@ -1,7 +1,7 @@
-"""The shared base: a quantized model's tensors in one piece of memory, laid out as the engine's parameters are.
+"""The shared base: a quantized model's tensors in one piece of memory, in the layout of the engine's parameters.
 
-A trainer that does not change them and the engines of the same machine read the same bytes. Either side finds its
-parameters in it as views; where the trainer has rows in another order, it is told the order.
+A trainer that does not change these tensors and the engines of the same machine read the same bytes. Each side's
+parameters are views of the base. Where the trainer has rows in another order, it is told the order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 
 ALIGNMENT = 256
-"""Bytes: what kernels that load whole tiles want of an address."""
+"""The multiple of bytes at which parameters begin, as kernels that load whole tiles need."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ParameterSpan:
     """The bytes of one parameter of the engine within the memory of a base."""
 
     start: int
-    """In bytes."""
+    """The first byte."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -38,8 +38,8 @@ class ParameterSpan:
 
 
 def parameter_spans(model: Model, spec: QuantSpec) -> dict[str, ParameterSpan]:
-    """Return where each parameter of the engine lies, by its name there, scales behind their weight; buffers and
-    adapters are left out."""
+    """Return the span of each parameter of the engine, by its name in the engine. Scales follow their weight. Buffers
+    and adapters are left out."""
     found: dict[str, ParameterSpan] = {}
     end = 0
     for name, by_index in model.tensors.in_engine.items():
@@ -58,6 +58,7 @@ def parameter_spans(model: Model, spec: QuantSpec) -> dict[str, ParameterSpan]:
 
 
 def base_bytes(model: Model, spec: QuantSpec) -> int:
+    """Return the size of a base in bytes."""
     return max(span.stop for span in parameter_spans(model, spec).values())
 
 
@@ -72,7 +73,7 @@ class SharedBase:
     """The tensors of a model, quantized by a spec, as views of one piece of memory: uint8 [base_bytes]."""
 
     def __init__(self, flat: Tensor, model: Model, spec: QuantSpec) -> None:
-        """Cut the memory. Raises ValueError if it is not that of such a base."""
+        """Cut `flat` into parameters. Raises ValueError if it has not the size of a base of this model and spec."""
         found = parameter_spans(model, spec)
         if flat.numel() != (size := max(span.stop for span in found.values())):
             raise ValueError(f"found a base of {flat.numel()} bytes, expected {size}: another model, or another spec")
@@ -84,7 +85,7 @@ class SharedBase:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors by their names in the checkpoint, a quantized one beside its scales."""
+        """The tensors by their names in the checkpoint, and the scales of quantized tensors."""
         return dict(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -99,16 +100,16 @@ class SharedBase:
                         yield row.name + suffix, part
 
     def tensor(self, name: str) -> Tensor | QuantizedTensor:
-        """One tensor of the checkpoint, as it is held."""
+        """Return one tensor of the checkpoint, in the form that the base has."""
         data, scales = self.tensors[name], self.tensors.get(name + SCALE_SUFFIX)
         return data if scales is None else QuantizedTensor(data, scales, self.spec.weight)
 
     def fused(self, rows: Sequence[TensorRow], stacked: int = 0) -> Tensor | QuantizedTensor:
-        """Tensors that stand one after the other in one parameter of the engine, as one [N, ...]: a view.
+        """Return consecutive tensors of one parameter of the engine as one tensor [N, ...], which is a view.
 
-        stacked: of so many experts, the first of which has these rows: [stacked, N, K].
+        stacked: return [stacked, N, K] of this number of experts, the first of which has these rows.
 
-        Raises ValueError if they do not stand so.
+        Raises ValueError if the tensors are not consecutive.
         """
         location, table = rows[0].engine, self.model.tensors.in_engine
         together = list(table[location.parameter][location.index])

@@ -1,4 +1,4 @@
-"""The numbers of a model, and what all families read alike from a config.json."""
+"""The sizes of a model, and the keys of config.json that all families read in the same way."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class SigmoidRouter:
     """A router that chooses by sigmoid + bias (`numerics.ops.route_sigmoid`) instead of by softmax."""
 
     groups: int
-    """Equal runs of experts."""
+    """The number of equal groups of experts."""
     kept_groups: int
     """The number of groups that a token may go to."""
     factor: float
-    """The chosen experts' probabilities are multiplied by it."""
+    """The factor by which the chosen experts' probabilities are multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes that trainer, engine and checks need beside a model's tensors and ops."""
+    """Sizes of a model that trainer, engine and checks need in addition to its tensors and ops."""
 
     layers: int
     hidden_size: int
@@ -34,61 +34,61 @@ class ModelSizes:
     kv_heads: int
     head_dim: int
     rotary_dim: int
-    """Leading channels of a head that are rotated."""
+    """Number of leading channels of a head that are rotated."""
     vocab_size: int
     norm_eps: float
     rope_theta: float
     max_positions: int
     tied: bool
-    """The embedding is also the output projection."""
+    """True if the embedding is also the output projection."""
     ffn_size: int = 0
     """Width of the dense MLPs; 0 where every layer has experts."""
     experts: int = 0
-    """Routed experts of a layer; 0 in a dense model."""
+    """Number of routed experts of a layer; 0 in a dense model."""
     top_k: int = 0
-    """Routed experts of a token."""
+    """Number of routed experts that a token takes."""
     expert_size: int = 0
     """Width of a routed expert."""
     dense_layers: int = 0
-    """Leading layers with a dense MLP, in a model with experts."""
+    """Number of leading layers with a dense MLP, in a model with experts."""
     shared_size: int = 0
-    """Width of the experts that every token takes, together; 0 where there are none."""
+    """Total width of the experts that every token takes; 0 where there are none."""
     renormalize: bool = True
-    """The top-k router probabilities are scaled to sum to one."""
+    """True if the top-k router probabilities are scaled to sum to one."""
     sigmoid_router: SigmoidRouter | None = None
-    """None: routers take a softmax."""
+    """The sizes of a router with sigmoids; None: routers take a softmax."""
     head_norms: Literal["each", "together"] | None = "each"
-    """A norm of queries and keys is over each head, or over all heads of a token together; None: they have none."""
+    """A norm of queries and keys is over each head, or over all heads of a token together; None: there is no norm."""
     joined: int = 1
-    """Key-value heads whose rows, with those of their queries, lie together in the trainer's fused parameter: as many
-    as fill a quantization block, where a head is narrower than one."""
+    """Number of key-value heads whose rows are together in the trainer's fused parameter, with the rows of their
+    queries: as many as fill a quantization block, if a head is narrower than a block."""
     cpu_head_dim: int = 0
     """The width that SGLang's own model takes for a head on a CPU, whatever config.json says; 0: `head_dim`."""
     qkv_bias: bool = False
-    """Queries, keys and values have biases."""
+    """True if queries, keys and values have biases."""
     zero_centered_norms: bool = False
-    """RMSNorms store their weight zero-centered, and multiply by 1 + weight (`numerics.ops.one_plus`)."""
+    """True if RMSNorms store their weight zero-centered, and multiply by 1 + weight (`numerics.ops.one_plus`)."""
     shared_gate: bool = False
-    """What the expert puts out that every token takes is multiplied by a gate of the token."""
+    """True if a gate of each token multiplies the output of the expert that every token takes."""
     kept: tuple[str, ...] = ()
     """Beginnings of names of tensors that nothing here reads and that are written back as they are."""
     kept_in_layers: tuple[str, ...] = ()
-    """The same of tensors within a layer, where names begin behind its number: `.self_attn.indexer.`"""
+    """Parts of names of such tensors within a layer, from the layer's number on: `.self_attn.indexer.`"""
     tower: str = ""
     """The checkpoint's architecture if it has a tower for pictures beside this text model. The tower is only kept."""
     picture_tokens: tuple[int, ...] = ()
-    """Those that stand for parts of a picture, in such a checkpoint."""
+    """The tokens for parts of a picture, in a checkpoint with a tower."""
     draft_layers: int = 0
-    """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
+    """Number of layers behind the last one that predict further tokens. Nothing here trains or serves them."""
     limit: str = "max_position_embeddings"
-    """The key of config.json that gives `max_positions`, in messages, and why if it is another."""
+    """The key of config.json that gives `max_positions`, for messages; for an unusual key also the reason."""
     rope_scaling: Scaling | None = None
-    """Rotation over a lengthened context."""
+    """The method by which the context was lengthened; None: it was not."""
     own: tuple[Any, ...] = ()
-    """Sizes that one family of ops alone has, each an object of a class of its own; see `of`."""
+    """Sizes that only one family of ops has, each an object of a class of its own; see `of`."""
 
     def of(self, kind: type[S]) -> S:
-        """Return the sizes of a family that has a class for them. Raises KeyError: the model has none of that class."""
+        """Return the object of class `kind` in `own`. Raises KeyError if the model has none."""
         for each in self.own:
             if isinstance(each, kind):
                 return each
@@ -96,12 +96,12 @@ class ModelSizes:
 
     @property
     def attention_scale(self) -> float:
-        """Return what the products of queries and keys are multiplied by."""
+        """The factor by which the products of queries and keys are multiplied."""
         return self.head_dim**-0.5 * (self.rope_scaling.temperature if self.rope_scaling else 1.0)
 
     @property
     def plain_dim(self) -> int:
-        """Channels of a head that are not rotated."""
+        """Number of channels of a head that are not rotated."""
         return self.head_dim - self.rotary_dim
 
     @property
@@ -110,7 +110,7 @@ class ModelSizes:
 
     @property
     def moe_layers(self) -> int:
-        """Layers with routed experts: the last ones."""
+        """The layers with routed experts, which are the last layers."""
         return self.layers - self.dense_layers if self.moe else 0
 
     def has_experts(self, layer: int) -> bool:
@@ -118,7 +118,7 @@ class ModelSizes:
         return self.moe and layer >= self.dense_layers
 
     def keeps(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is only kept: of a draft layer, or by its name."""
+        """Return whether a tensor of the checkpoint is only kept: it is in a draft layer, or its name says so."""
         numbers = range(self.layers, self.layers + self.draft_layers)
         beginnings = (*self.kept, *(f"model.layers.{number}." for number in numbers))
         return name.startswith(beginnings) or self.keeps_in_layer(name)
@@ -129,12 +129,12 @@ class ModelSizes:
         return [f"model.layers.{n}{part}".rstrip(".") for n in range(self.layers) for part in self.kept_in_layers]
 
     def keeps_in_layer(self, name: str) -> bool:
-        """Return whether a tensor is kept that a layer has beside what is computed here."""
+        """Return whether a tensor is one of `kept_in_layers`."""
         return any(part in name for part in self.kept_in_layers)
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """All but the MLPs: the arguments of ModelSizes that the whole family reads alike."""
+    """Return the arguments of ModelSizes that architectures read in the same way: all except those for MLPs."""
     return {
         "layers": config.size("num_hidden_layers"),
         "hidden_size": config.size("hidden_size"),
@@ -152,7 +152,7 @@ def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -
 
 
 def _joined(head_dim: int, kv_heads: int) -> int:
-    """Heads of 64, as in Qwen2.5-0.5B and Llama-3.2-1B, fill a quantization block in pairs."""
+    """Return `ModelSizes.joined`: heads of 64, as in Qwen2.5-0.5B and Llama-3.2-1B, fill a block in pairs."""
     count = max(1, FP8_BLOCK // head_dim)
     return 1 if FP8_BLOCK % head_dim or kv_heads % count else count
 

@@ -1,7 +1,7 @@
-"""The table of a model's tensors: what each is called, where either side holds it, and what may be done to it.
+"""The table of a model's tensors: each tensor's name, its place on either side, and whether it may be quantized.
 
-A row is one tensor of the Hugging Face checkpoint. Sides fuse several of them into one parameter; the table says which,
-and the functions below cut such a parameter, or its scales, into its tensors and put them together.
+A row is one tensor of the Hugging Face checkpoint. Each side fuses some tensors into one parameter; the table says
+which. The functions below cut such a parameter, or its scales, into its tensors, and put them together.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 PADDED_TO = 64
-"""What SGLang makes the rows of a vocabulary a multiple of (`DEFAULT_VOCAB_PADDING_SIZE`)."""
+"""SGLang pads the rows of a vocabulary to a multiple of this number (`DEFAULT_VOCAB_PADDING_SIZE`)."""
 SCALE_SUFFIX = "_scale_inv"
-"""What the name of a quantized weight is followed by in the name of its scales, in checkpoints and in the engine."""
+"""The suffix that turns a quantized weight's name into its scales' name, in checkpoints and in the engine."""
 FP8_BLOCK = 128
-"""Rows and columns of a weight that share a scale, in checkpoints that are published in FP8."""
+"""Number of rows, and of columns, of a weight that share a scale in checkpoints that are published in FP8."""
 SERVED_SCALES = torch.float32
-"""What an engine holds scales in, which holds every E8M0 scale, too."""
+"""The dtype of scales in an engine. It holds every E8M0 scale, too."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,23 @@ class Location:
     """The place of a tensor on one side."""
 
     parameter: str
-    """Its name in the side's model."""
+    """The name of the parameter in the side's model."""
     index: int | None = None
     """The place on the first axis of a parameter that stacks several tensors, such as an engine's experts."""
     layout: Literal["rows", "heads"] = "rows"
-    """The tensors of one parameter (and index) lie one after the other along the rows in the order of the table, or
-    they, and the parts of each, are interleaved by groups of heads."""
+    """`rows`: the tensors of one parameter (and index) follow each other along the rows, in the order of the table.
+    `heads`: the tensors, and the parts of each, are interleaved by groups of heads."""
     groups: int | None = None
-    """By how many; None: by the key-value heads (or `ModelSizes.joined` of them), each with its queries."""
+    """The number of groups; None: a group is a key-value head (or `ModelSizes.joined` of them) with its queries."""
     fused: bool = False
-    """A quantization config names the parameter itself, too: the side looks for it by no other name."""
+    """True if a quantization config names the parameter itself, too: the side looks for it by no other name."""
     buffer: bool = False
-    """The parameter is a buffer of the side's model."""
+    """True if the parameter is a buffer of the side's model."""
     padded: bool = False
-    """The parameter may have more rows than the tensor."""
+    """True if the parameter may have more rows than the tensor."""
     split: int | None = None
-    """Axis on which an engine's tensor-parallel ranks share the tensor; None: each rank has it, or, of experts, one has
-    it whole."""
+    """The axis on which an engine's tensor-parallel ranks share the tensor. None: each rank has all of it, or, if it is
+    an expert's, one rank has all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,35 +57,35 @@ class TensorRow:
     op: str
     """The op that it is a weight of."""
     layer: int | None = None
-    """From 0; None outside the layers."""
+    """The layer, from 0; None outside the layers."""
     expert: int | None = None
     kind: str | None = None
-    """Module kind (`Architecture.kinds`) by which a quantization spec decides about it; None: no spec quantizes it."""
+    """The module kind (`Architecture.kinds`) by which a spec decides about the tensor; None: no spec quantizes it."""
     product: bool = False
-    """It is the weight of a matrix product, quantized or not."""
+    """True for the weight of a matrix product, quantized or not."""
     small: bool = False
-    """Of a product that no spec quantizes: an adapter may stand beside it all the same."""
+    """True if an adapter is allowed although the tensor is the weight of a product that no spec quantizes."""
     engine: Location
     megatron: Location
     copies: tuple[str, ...] = ()
-    """Parameters of Megatron's that hold the same, such as the output projection at the last pipeline stage where it is
-    tied to the embedding."""
+    """Other parameters of Megatron's with the same tensor, such as the output projection at the last pipeline stage if
+    it is tied to the embedding."""
     served: torch.dtype = torch.bfloat16
-    """The dtype in which the engine holds it where it is not quantized."""
+    """The dtype in which the engine holds the tensor if it is not quantized."""
     trained: torch.dtype = torch.bfloat16
-    """The dtype in which the trainer holds it, and a model is written."""
+    """The dtype in which the trainer holds the tensor, and in which it is written."""
     adapts: str | None = None
-    """Of an adapter's tensor: the weight that it stands beside, or the first of those that share it."""
+    """For an adapter's tensor: the weight that it adapts, or the first of the weights that share the adapter."""
     parts: tuple[int, ...] = ()
-    """Rows of the matrices that it has end to end, each of which ranks share by itself; (): it is one matrix."""
+    """Rows of each matrix, if the tensor is matrices end to end that ranks share one by one; (): it is one matrix."""
 
     @property
     def adaptable(self) -> bool:
-        """Return whether an adapter may stand beside it."""
+        """Return whether the tensor may have an adapter."""
         return self.product and (self.kind is not None or self.small)
 
     def split(self, tensor: Tensor, ranks: int) -> Sequence[Tensor]:
-        """Cut the tensor, or its scales, into what each of `ranks` holds that share its rows."""
+        """Cut the tensor, or its scales, into the shares of `ranks` ranks that share its rows."""
         if not self.parts:
             return tensor.chunk(ranks)
         return [torch.cat(each) for each in zip(*(part.chunk(ranks) for part in self.cut(tensor)), strict=True)]
@@ -104,7 +104,7 @@ class TensorRow:
 class TensorTable:
     """The rows of a model, found by name and by parameter.
 
-    groups: of heads, by which parameters that interleave them are cut.
+    groups: the number of groups of heads by which parameters with interleaved heads are cut.
     """
 
     def __init__(self, rows: Iterable[TensorRow], groups: int) -> None:
@@ -112,11 +112,11 @@ class TensorTable:
         self._groups = groups
 
     def __getitem__(self, name: str) -> TensorRow:
-        """The row of a tensor, or of the weight that `name` is the scales of."""
+        """Return the row of a tensor, or, for a name of scales, of their weight."""
         return self.rows[name.removesuffix(SCALE_SUFFIX)]
 
     def get(self, name: str) -> TensorRow | None:
-        """Return the row of a tensor, or of the weight of these scales; None for a name that the table has not."""
+        """Return the row of a tensor, or, for a name of scales, of their weight; None for an unknown name."""
         return self.rows.get(name.removesuffix(SCALE_SUFFIX))
 
     @functools.cached_property
@@ -137,18 +137,19 @@ class TensorTable:
         return found
 
     def engine_parts(self, fused: Tensor, rows: Sequence[TensorRow], block: int, rank: EngineRank) -> list[Tensor]:
-        """A parameter of one rank of an engine, or its scales, cut into what it holds of each tensor: views.
+        """Cut a parameter of one rank of an engine, or its scales, into the rank's parts of tensors, which are views.
 
-        block: rows of the weight for each row of `fused`, the last of a tensor counting for fewer.
+        block: rows of the weight for each row of `fused`; a tensor's last row of scales may stand for fewer.
         """
         sizes = [rank.rows(row, block) for row in rows]
         return _cut(fused, rows, sizes, padded=rows[0].engine.padded)
 
     def split(self, fused: Tensor, rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> list[Tensor]:
-        """A parameter of Megatron's, or its scales, cut into its tensors: views where the layout allows. Megatron holds
+        """Cut a parameter of Megatron's, or its scales, into its tensors: views where the layout allows. Megatron holds
         matrices where the checkpoint has tensors of more axes.
 
-        fused: [N, ...]. block: as above. ranks: that share the rows of each tensor, of which `fused` has one's part.
+        fused: [N, ...]. block: as above. ranks: the number of ranks that share the rows of each tensor; `fused` is the
+        part of one rank.
         """
         if rows[0].megatron.layout == "heads":
             grouped = fused.unflatten(0, (self._count(rows) // ranks, -1))
@@ -161,7 +162,7 @@ class TensorTable:
         return [one.unflatten(1, row.shape[1:]) if len(row.shape) > 2 else one for one, row in zip(found, rows)]
 
     def fuse(self, tensors: Sequence[Tensor], rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> Tensor:
-        """The inverse of `split`."""
+        """Undo `split`."""
         matrices = [tensor.flatten(1) if tensor.dim() > 2 else tensor for tensor in tensors]
         if rows[0].megatron.layout == "heads":
             groups, of_group = self._count(rows) // ranks, self._rows_of_group(rows, block)
@@ -177,7 +178,7 @@ class TensorTable:
         return rows[0].megatron.groups or self._groups
 
     def _rows_of_group(self, rows: Sequence[TensorRow], block: int) -> list[list[int]]:
-        """Rows of each part of each tensor that belong to one group of heads."""
+        """Return how many rows of each part of each tensor belong to one group of heads."""
         parts = (row.parts or (row.shape[0],) for row in rows)
         return [[-(-part // self._count(rows) // block) for part in own] for own in parts]
 
@@ -190,11 +191,11 @@ class EngineRank:
     ranks: int = 1
 
     def label(self, name: str, row: TensorRow) -> str:
-        """The name of what this rank holds of a tensor: that of the tensor, if it is all of it."""
+        """Return a name for this rank's part of a tensor: the tensor's name if the rank holds all of it."""
         return name if self.ranks == 1 or row.engine.split is None else f"{name}#{self.rank}/{self.ranks}"
 
     def part(self, row: TensorRow, tensor: Tensor) -> Tensor:
-        """Return what this rank holds of a whole tensor of `row`, or of its scales."""
+        """Return this rank's part of the whole tensor of `row`, or of its scales."""
         if row.engine.split is None:
             return tensor
         if row.parts and row.engine.split == 0 and self.ranks > 1:
@@ -202,13 +203,13 @@ class EngineRank:
         return tensor.narrow(row.engine.split, *self._range(row, tensor.shape[row.engine.split]))
 
     def rows(self, row: TensorRow, block: int = 1) -> int:
-        """The rows in this rank's part of a tensor, or of its scales."""
+        """Return the number of rows of this rank's part of a tensor, or of its scales."""
         whole = -(-row.shape[0] // block)
         return self._range(row, whole)[1] if row.engine.split == 0 else whole
 
     def place(self, index: int | None, count: int) -> int | None:
-        """Return the place of the tensor of `index` among the `count` of a stack that this rank holds; None:
-        elsewhere."""
+        """Return the place of tensor `index` of a stack among the `count` tensors that this rank holds; None: another
+        rank holds it."""
         return None if index is None or not 0 <= index - self.rank * count < count else index - self.rank * count
 
     def _range(self, row: TensorRow, size: int) -> tuple[int, int]:
@@ -223,7 +224,7 @@ WHOLE = EngineRank()
 
 
 def base_name(label: str) -> tuple[str, str]:
-    """The tensor's name in a label of `EngineRank.label`, and the rest."""
+    """Return the tensor's name in a label of `EngineRank.label`, and the rest of the label."""
     name, mark, rest = label.partition("#")
     return name, mark + rest
 

@@ -1,9 +1,9 @@
 """The forward of a model as a sequence of ops, and recordings of what goes into each and what comes out.
 
-The forward is a small program over named values: each op reads some and writes some, which are there for the ops behind
-it. The trainer records what its ops put out; the engine runs its own ops on the same inputs, and, each on what its own
-op before it put out, the whole program. A recording is a flat mapping from `site:in.name` and `site:out.name` to
-tensors whose first axis is the tokens [T] of some sequences, end to end; besides, it holds TARGETS and LENGTHS.
+The forward is a small program over named values: each op reads some values and writes some, which later ops may read.
+The trainer records the inputs and outputs of its ops. The engine runs its own ops on these inputs, and then the whole
+program on its own outputs. A recording is a flat mapping from `site:in.name` and `site:out.name` to tensors whose first
+axis is the tokens [T] of some sequences, end to end. It also holds TARGETS and LENGTHS.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from fp8rl.numerics import ops
 
 TOKENS, TARGETS, LENGTHS = "tokens", "targets", "lengths"
-"""There before the first op: int64 [T], each token's next one (0 behind a sequence's last), and int64 [sequences]."""
+"""Values before the first op, int64: tokens [T]; the token after each [T], 0 at a sequence end; lengths [sequences]."""
 RESIDUAL, CHOSEN, LOGITS = "residual", "chosen", "logits"
-"""Values that others than the ops look at: the residual stream, a token's experts, and what comes out at the end."""
+"""Values that are also read outside the ops: the residual stream, each token's experts, and the logits."""
 EACH = "each"
-"""What is recorded of an op with experts beside its output."""
+"""The name of what is recorded of an op with experts in addition to its output."""
 
 
 # Forms of ops: what each reads and writes, and the function with which both sides compute it in exact mode. Here are
@@ -34,24 +34,24 @@ Part = Literal["embedding", "router", "attention", "experts", "gate", "norm"]
 
 @dataclass(frozen=True, kw_only=True)
 class OpForm:
-    """One form of op."""
+    """A form of op, such as a product or a norm, which several ops of a model have."""
 
     name: str
     shapes: str
-    """The shapes of its inputs and outputs; T tokens of some sequences, end to end."""
+    """The shapes of inputs and outputs. T is the number of tokens of some sequences, end to end."""
     definition: Callable[..., Any] | None
     """The function by which both sides compute it in exact mode, `ops.fp8_linear` in place of `ops.linear` where a
     product is quantized; None where nothing is computed."""
     compared: int | None = None
-    """The number of its outputs that are compared, the first ones; None: all."""
+    """The number of leading outputs that are compared; None: all."""
     constants: tuple[str, ...] = ()
-    """Names of constants in it, which both sides report."""
+    """Names of constants of the op, which both sides report."""
     part: Part | None = None
-    """The row of the precision map for a module that computes it; None: it is part of a product, or has no row."""
+    """The row of the precision map for a module that computes the op; None: it is part of a product, or has no row."""
 
     @property
     def defined_by(self) -> str:
-        """Dotted name of its definition."""
+        """The dotted name of the definition."""
         return "" if self.definition is None else f"{self.definition.__module__}.{self.definition.__name__}"
 
 
@@ -84,31 +84,31 @@ class Op:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     engine: str = ""
-    """Dotted path of its module in the engine's layer, or outside the layers in its whole model."""
+    """The dotted path of the op's module in the engine's layer, or, outside the layers, in the engine's whole model."""
     megatron: str = ""
-    """The same in Megatron, where a norm may be inside a linear module, and rope inside the attention: the path is that
-    module's."""
+    """The dotted path of the op's module in Megatron. If a linear module contains a norm, or attention contains rope,
+    it is the path of the containing module."""
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """Names of the values in its output that are compared."""
+        """Names of the written values that are compared."""
         return self.writes[: self.form.compared]
 
 
 @dataclass(frozen=True)
 class OpSite:
     layer: int | None
-    """None outside the layers."""
+    """The layer; None outside the layers."""
     op: Op
 
     def key(self, name: str) -> str:
-        """`layers.1.qkv:out.q`, `lm_head:out.logits`"""
+        """Return the key of a value in a recording, such as `layers.1.qkv:out.q` or `lm_head:out.logits`."""
         return f"{self.op.name}:{name}" if self.layer is None else f"layers.{self.layer}.{self.op.name}:{name}"
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The ops of a model in their order: before the layers, in each of them, behind them."""
+    """The ops of a model in their order: before the layers, in each layer, after the layers."""
 
     first: tuple[Op, ...]
     layers: tuple[tuple[Op, ...], ...]
@@ -132,17 +132,17 @@ class OpTrace:
 
 
 def inputs(record: Mapping[str, Tensor], site: OpSite) -> list[Tensor | None]:
-    """Return what an op read, in the order of `reads`; None for what was not there, such as the first residual."""
+    """Return the inputs of an op, in the order of `reads`; None for a missing value, such as the first residual."""
     return [record.get(site.key(f"in.{name}")) for name in site.op.reads]
 
 
 def output(record: Mapping[str, Tensor], site: OpSite) -> Tensor:
-    """All of an op's output that is compared, [T, ...]."""
+    """Return an op's compared outputs as one tensor [T, ...]."""
     parts = [record[site.key(f"out.{name}")] for name in site.op.compared]
     return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
 def recorded(site: OpSite, read: Sequence[Tensor | None], written: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The entries of one op in a recording: `read` in the order of its `reads`, `written` in that of its `writes`."""
+    """Return one op's entries in a recording. read, written: in the order of its `reads` and `writes`."""
     entries = {site.key(f"in.{name}"): tensor for name, tensor in zip(site.op.reads, read) if tensor is not None}
     return entries | {site.key(f"out.{name}"): tensor for name, tensor in zip(site.op.writes, written, strict=True)}

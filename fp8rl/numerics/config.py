@@ -33,7 +33,7 @@ class NumericsConfig:
 
     mode: Mode = "exact"
     """`exact`: both sides call the ops of `numerics.ops`, so that their logprobs are equal. `native`: each side calls
-    its library's own ops; on a CPU, for which neither library has FP8 products, these alone are ours."""
+    its library's own ops. On a CPU neither library has FP8 products, so only FP8 products are ours there."""
     spec: QuantSpec
     """The quantization spec."""
     trainer: TrainerPrecision = "fp8"
@@ -43,19 +43,19 @@ class NumericsConfig:
     kv: KVPrecision = "bf16"
     """The format of keys and values, on both sides: `bf16` or `fp8`, which is E4M3. Exact mode only."""
     key_scale: float = 1.0
-    """The power of two that keys, and rows that are key and value in one, are divided by before they are rounded."""
+    """The power of two that divides keys, and latent rows (key and value in one), before they are rounded."""
     value_scale: float = 1.0
-    """The same for values."""
+    """The power of two that divides values before they are rounded."""
     k_splits: int = 1
     """The number of slices of K that a row-parallel product is cut into; their FP32 partials are added in order. It
     is the trainer's tensor-parallel size, on both sides, so that the engine adds in the trainer's order. Exact mode
     only."""
     router_replay: RouterReplay = "off"
-    """`record`: the engine reports the experts of each token, and the trainer its own choice beside them. `replay`: the
-    trainer takes the engine's (R3)."""
+    """`record`: the engine reports the experts of each token, and the trainer reports the experts that it chose itself.
+    `replay`: the trainer takes the engine's experts (R3)."""
     deepgemm: bool | None = None
-    """Run FP8 products on DeepGEMM in exact mode: None where its bits are those of our kernels, each process by itself;
-    true likewise, but no process starts without it; false nowhere."""
+    """Whether FP8 products run on DeepGEMM in exact mode. None: in each process where DeepGEMM gives the bits of our
+    kernels. True: the same, but a process where it cannot run refuses to start. False: in no process."""
 
     def __post_init__(self) -> None:
         raise_first(self._refusals())
@@ -110,16 +110,16 @@ class NumericsConfig:
         return KVFormat(self.kv == "fp8", self.key_scale, self.value_scale)
 
     def with_bf16_kv(self) -> NumericsConfig:
-        """Return the same with keys and values in BF16."""
+        """Return these numerics with keys and values in BF16."""
         return dataclasses.replace(self, kv="bf16", key_scale=1.0, value_scale=1.0)
 
     def in_bf16(self) -> NumericsConfig:
-        """Return the same with nothing in FP8, on either side."""
+        """Return these numerics with nothing in FP8, on either side."""
         return dataclasses.replace(self.with_bf16_kv(), trainer="bf16", rollout="bf16")
 
     @property
     def blocks_spec(self) -> QuantSpec:
-        """The spec whose blocks a layout must keep whole. Where one side alone quantizes, the other keeps them too."""
+        """The spec whose blocks both sides' layouts must keep whole, also where only one side quantizes."""
         return self.rollout_spec if self.rollout_spec.quantized else self.trainer_spec
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class NumericsConfig:
 
 
 def kv_refusals(mode: Mode, kv: KVPrecision, key_scale: float, value_scale: float) -> Iterator[UserError]:
-    """Yield a refusal of each way in which keys and values cannot be kept."""
+    """Yield an error for each reason why keys and values cannot be kept in this precision with these scales."""
     if kv == "fp8" and mode == "native":
         expected = "bf16: Megatron's attention does not round keys and values as SGLang's cache does"
         remedy = "Set it to bf16, or numerics.mode to exact."
@@ -147,4 +147,4 @@ def kv_refusals(mode: Mode, kv: KVPrecision, key_scale: float, value_scale: floa
 
 
 check_kv = refusing(kv_refusals)
-"""Raise `UserError` unless keys and values can be kept so."""
+"""Raise `UserError` unless keys and values can be kept in this precision with these scales."""

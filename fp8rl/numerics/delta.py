@@ -9,7 +9,7 @@ from torch import Tensor
 
 _LONGEST_GAP = 0xFFFF
 _ENTRY_BYTES = 3
-"""Two for the distance to the entry before, one for the value."""
+"""Bytes of an entry of a delta: two for the distance to the previous entry, one for the value."""
 
 
 @dataclasses.dataclass
@@ -17,7 +17,7 @@ class LastSent:
     """A copy of the tensors that a process has sent, by name, from one sync to the next."""
 
     version: int | None = None
-    """None while the copy is not whole."""
+    """The weight version that was sent; None while the copy is incomplete."""
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     frozen: dict[str, str] = dataclasses.field(default_factory=dict)
     """Digests of the parameters that are not trained, by name, when they were first sent."""
@@ -26,7 +26,7 @@ class LastSent:
 def encode(new: Tensor, old: Tensor) -> Tensor | None:
     """Return the delta uint8 [3 n] that makes `old` into `new`; None where it would be no shorter than `new` itself.
 
-    n is the number of bytes that differ, and one in 65,535 of the others, so that a distance fits into two bytes.
+    n counts the bytes that differ and every 65,535th byte, so that a distance between entries fits into two bytes.
     """
     values = as_bytes(new)
     changed = values != as_bytes(old)
@@ -39,8 +39,8 @@ def encode(new: Tensor, old: Tensor) -> Tensor | None:
 
 
 def apply(delta: Tensor, held: Tensor) -> None:
-    """Change `held`, a contiguous tensor on any device, in place as :func:`encode` says. Raises ValueError: the delta
-    belongs to a longer tensor."""
+    """Apply a delta of :func:`encode` in place to `held`, a contiguous tensor on any device. Raises ValueError if the
+    delta belongs to a longer tensor."""
     low, high, values = delta.view(_ENTRY_BYTES, -1)
     places = (low.long() | high.long() << 8).cumsum(0)
     target = as_bytes(held)

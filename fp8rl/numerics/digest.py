@@ -42,9 +42,9 @@ def tensor_digests(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def _tensor_sums(sums: Tensor, counts: Tensor) -> list[list[int]]:
-    """Return the two sums of each tensor. sums: of all tensors' chunks, int64 [2, chunks]; counts: chunks of each.
+    """Return the two sums of each tensor. sums: int64 [2, chunks of all tensors]; counts: each tensor's chunks.
 
-    Each chunk has a weight of its own, so that two chunks which changed places are seen.
+    Each chunk has a weight of its own, so that two swapped chunks change the sums.
     """
     tensor = torch.arange(len(counts)).repeat_interleave(counts)
     within = torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor]

@@ -1,9 +1,10 @@
 """The format of keys and values: what the engine's cache holds, and what the trainer attends to.
 
-In FP8 a rotated key, a value, or a row that is both, is divided by a static scale and rounded to E4M3 once, when it is
-made. So an entry of the cache depends on its token alone, and a token's result not on its batch. The engine keeps the
-codes, the trainer the same numbers in BF16. Neither multiplies them by the scales again: the scale of keys goes into
-the scale of the scores, the scale of values into the result. Scales are powers of two, so they change no rounding.
+In FP8 a rotated key, a value, or a latent row (key and value in one) is divided by a static scale and rounded to E4M3
+once, when it is made. So an entry of the cache depends on its token alone, and a token's result does not depend on its
+batch. The engine keeps the codes, the trainer the same numbers in BF16. Neither multiplies them by the scales again:
+the scale of keys goes into the scale of the scores, the scale of values into the result. Scales are powers of two, so
+they change no rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fp8rl.numerics.rounding import fp8_max
 
 CODES = torch.float8_e4m3fn
 REMEDY = "Start the engine with the run's numerics.kv, which sets --kv-cache-dtype."
-"""For an engine whose cache is in another format."""
+"""The remedy in an error about an engine whose cache has another format."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class KVFormat:
     """The format in which a run keeps keys and values."""
 
     quantized: bool = False
-    """E4M3; False: BF16, and scales are 1."""
+    """True: keys and values are in E4M3. False: they are in BF16, and both scales are 1."""
     key_scale: float = 1.0
-    """The power of two by which keys are divided before they are rounded, and rows that are key and value in one."""
+    """The power of two that divides keys, and latent rows (key and value in one), before they are rounded."""
     value_scale: float = 1.0
-    """The same for values."""
+    """The power of two that divides values before they are rounded."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,7 +44,7 @@ class KVFormat:
         return str(self.dtype).removeprefix("torch.")
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return keys, or rows that are both, as attention reads them, in x's dtype.
+        """Return keys, or latent rows, as attention reads them, in x's dtype.
 
         The gradient is that of a division: straight through the rounding.
         """
@@ -54,11 +55,11 @@ class KVFormat:
         return _Rounded.apply(x, self.value_scale) if self.quantized else x
 
     def result(self, out: Tensor) -> Tensor:
-        """Return the result of attention over `values`."""
+        """Multiply `out`, the result of attention over `values`, by the scale of values."""
         return out if self.value_scale == 1.0 else out * self.value_scale
 
     def result_of_keys(self, out: Tensor) -> Tensor:
-        """Return the result of attention over rows that are both, which are `keys`."""
+        """Multiply `out`, the result of attention over latent rows, by the scale of keys."""
         return out if self.key_scale == 1.0 else out * self.key_scale
 
 
@@ -66,9 +67,9 @@ BF16_CACHE = KVFormat()
 
 
 def entries(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what lies in some slots of a cache, codes or not, in `dtype`, which holds it exactly.
+    """Return the keys or values in these slots of a cache. FP8 codes are returned in `dtype`, which holds them exactly.
 
-    Codes are looked up in twos, which takes a fifteenth of the time of torch's cast on a CPU.
+    Codes are looked up in pairs, which takes a fifteenth of the time of torch's cast on a CPU.
     """
     found = cache[slots]
     if cache.dtype != CODES:
@@ -79,7 +80,7 @@ def entries(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
-    """Return both numbers of any two codes that are neighbours, two BF16 in an int32, by the codes' 16 bits."""
+    """Return a table from the 16 bits of two neighbouring codes to their two numbers: int32, two BF16 in each."""
     codes = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.uint16)
     return codes.view(CODES).to(torch.bfloat16).view(torch.int32)
 
@@ -94,5 +95,5 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Straight through the rounding."""
+        """Return the gradient of the division by the scale, straight through the rounding."""
         return grads[0] if ctx.scale == 1.0 else grads[0] / ctx.scale, None

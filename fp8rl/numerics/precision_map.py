@@ -1,8 +1,8 @@
 """The precision map: each class of tensors of a training step and of an engine, its planned format, and why.
 
-The first twelve rows are those of a map published for DeepSeek-V3; the router, adapters, what travels inside a layer,
-and the engine follow. docs/exactness.md has it as a table, and some reasons at length. An audit (`fp8rl audit`)
-compares the plan with what a live trainer and engine are found to do.
+The first twelve rows are those of a map published for DeepSeek-V3. Rows for the router, adapters, data that ranks
+exchange inside a layer, and the engine follow. docs/exactness.md has the map as a table, and some reasons at length. An
+audit (`fp8rl audit`) compares the plan with what a live trainer and engine are found to do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TensorClass:
     """
 
     key: str
-    """The name in audits."""
+    """The name of the class in audits."""
     row: str
     tensors: str
     """The tensors, in words."""
@@ -40,7 +40,7 @@ class TensorClass:
     """The format of the published map; empty where it says nothing."""
     why: str
     remedy: str
-    """The place to look if another is found."""
+    """What to do if an audit finds another format."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Planned:
     """A class of tensors under one run's numerics."""
 
     formats: tuple[str, ...]
-    """The formats that will do."""
+    """The allowed formats."""
     hidden: bool = False
-    """A kernel computes it in another format than the definition that an audit can watch."""
+    """True if a kernel computes the tensors in another format than the definition, where no audit can watch."""
 
 
 def precision_map(
@@ -63,8 +63,8 @@ def precision_map(
 ) -> dict[str, Planned]:
     """Return a run's plan for each class, by key.
 
-    implementation: of the ops on its device. gradient_wire, weight_gather: the formats between its data-parallel ranks.
-    own: the formats of a model's own ops, by key, where they differ.
+    implementation: how the ops are implemented on the run's device. gradient_wire, weight_gather: the formats between
+    data-parallel ranks. own: by key, formats that the model's own ops have instead.
     """
     spec, served = numerics.trainer_spec, numerics.rollout_spec.weight
     # A backward in BF16 takes gradients as they are.
@@ -106,7 +106,8 @@ _LOSS = "Look at ops.token_logprobs and at the algorithm's objective."
 def _row(
     row: str, remedy: str, *classes: tuple[str, str, str, str, str], **other: dict[str, str]
 ) -> tuple[TensorClass, ...]:
-    """Return the classes of a row: (key, tensors, format, published format, why); other: by key, what differs."""
+    """Return the classes of a row. classes: (key, tensors, format, published format, why). other: by key, the fields of
+    a class that differ, such as its format in native mode."""
     made = []
     for key, tensors, planned, published, why in classes:
         formats = {"exact": planned, "native": planned, "remedy": remedy} | other.get(key.replace(".", "_"), {})
@@ -292,4 +293,4 @@ CLASSES: tuple[TensorClass, ...] = (
 
 ROWS = tuple(dict.fromkeys(each.row for each in CLASSES))
 DOCUMENTED = ROWS[:12]
-"""Rows that the published map has."""
+"""The rows of the published map."""

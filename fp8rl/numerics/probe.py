@@ -1,10 +1,10 @@
 """The start-up probe: it checks that this machine's arithmetic is row-invariant.
 
-The ops are row-invariant if what they run on is: if a row of a product does not depend on how many rows there are, nor
-on its place among them, and if leading keys of a sum do not depend on the zeros behind them. Neither matrix libraries
-nor tensor cores promise it, so each process checks it on the machine at hand before the first rollout. It also checks
+The ops are row-invariant if the arithmetic below them is. A row of a product must not depend on the number of rows, nor
+on its place among them, and a sum over keys must not depend on zeros that follow the keys. Neither matrix libraries
+nor tensor cores promise this, so each process checks it on the machine at hand before the first rollout. It also checks
 that an op in one step gives the bits of the same op in several, because trainer and engine choose differently. A faster
-way that may change bits is allowed here or not at all.
+implementation that may change bits is allowed only here, after a comparison.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _probes() -> Iterator[Probes]:
-    """Yield the trials of ops that only some models have: those of our files, and a user's."""
+    """Yield the trials of ops that only some models have, from our files of ops and from a user's."""
     for file in pkgutil.iter_modules(ops.__path__):
         if (found := getattr(import_module(f"{ops.__name__}.{file.name}"), "PROBES", None)) is not None:
             yield found
@@ -66,7 +66,7 @@ def _probes() -> Iterator[Probes]:
 def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACHE) -> list[str]:
     """Return the ops that gave a row other bits in a small batch than in a large one, or in one step than in several.
 
-    Exact mode can work where the list is empty. kv: the format of the engine's cache.
+    Exact mode works if the list is empty. kv: the format of the engine's cache.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -85,12 +85,12 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
     positions = tokens[:, None]
 
     def of_experts(n: int) -> Tensor:
-        """Return the last rows of the second expert, behind n rows of the first."""
+        """Return the results of the second expert's rows, in a call in which the first expert has n rows."""
         counts = torch.tensor([n, _MANY, 0], device=device)
         return grouped_linear(torch.cat((x[:n], x)), counts, stacked, group, spec)[n:]
 
     def of_adapted_experts(n: int) -> Tensor:
-        """Return the same rows, of experts with adapters."""
+        """Return what `of_experts` returns, of experts with adapters."""
         counts, rows = torch.tensor([n, _MANY, 0], device=device), torch.cat((x[:n], x))
         weights = ExpertWeights(stacked, group, stacked_adapter)
         return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
@@ -162,7 +162,7 @@ def choose_tiles(device: torch.device | str) -> dict[str, bool]:
 
 
 def allow_deepgemm(device: torch.device | str) -> str | None:
-    """Let FP8 products run on DeepGEMM if kernels run and DeepGEMM's bits are theirs. Return the obstacle; None: none.
+    """Let FP8 products run on DeepGEMM if our kernels run here and DeepGEMM gives their bits. Return why not, or None.
 
     Every process decides for itself, before its first CUDA graph.
     """
@@ -188,15 +188,15 @@ def allow_deepgemm(device: torch.device | str) -> str | None:
 
 
 def choose_deepgemm(device: torch.device | str, wanted: bool | None) -> str | None:
-    """Let FP8 products run on DeepGEMM if they can, unless `wanted` is false. Return the obstacle where it is true."""
+    """Let FP8 products run on DeepGEMM if they can, unless `wanted` is false. If it is true, return why they cannot."""
     obstacle = None if wanted is False else allow_deepgemm(device)
     return obstacle if wanted else None
 
 
 _DENSE = ((1, 384, 512), (65, 192, 2048), (130, 4096, 256), (192, 2048, 768), (4096, 1536, 2048))
-"""Rows, N and K of products that two implementations are compared in: ragged and whole tiles, narrow and wide ones."""
+"""Rows, N and K of the products by which DeepGEMM is compared: ragged and whole tiles, narrow and wide ones."""
 _GROUPED = ((300, 0, 213), 384, 512)
-"""Rows of each expert, N and K."""
+"""Rows of each expert, N and K of the grouped product by which DeepGEMM is compared."""
 
 
 @torch.no_grad()
@@ -208,7 +208,7 @@ def _products(device: torch.device | str) -> dict[str, Tensor]:
     generator, found = torch.Generator().manual_seed(2), {}
 
     def random(*shape: int) -> Tensor:
-        """Normal numbers, of which rows differ in size."""
+        """Return normal numbers, each row times a random power of two."""
         sizes = torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator))
         return (torch.randn(*shape, generator=generator) * sizes).to(device=device, dtype=torch.bfloat16)
 
@@ -262,7 +262,7 @@ def _of_many_columns(device: torch.device | str) -> list[Tensor]:
 
 
 def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the result of each op in one step, and in several."""
+    """Return the result of each op in one step, and its result in several steps. The two must be equal."""
     x, residual, norm, w = random(_MANY, 512), random(_MANY, 512), random(512), random(384, 512) / 16
     first, second = (random(3, *shape) / 16 for shape in ((384, 512), (512, 192)))
     counts = torch.tensor(_OF_EXPERTS, device=x.device)
@@ -297,7 +297,7 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
 def _fused_forms(
     random: Callable[..., Tensor], w13: ExpertWeights, w2: ExpertWeights, spec: QuantSpec
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what an engine may compute in one kernel, and in several; of experts w13 [3, 384, 512]."""
+    """Return `_forms` of the ops that an engine may compute in one kernel or in several. w13 is [3, 384, 512]."""
     x, residual, norm, heads = random(_MANY, 512), random(_MANY, 512), random(512), random(_MANY, 8, 128)
     normed, total, rows = ops.norm_rows(x, residual, norm, 1e-6, spec.activation)
     separate = ops.add_rms_norm(x, residual, norm, 1e-6)
@@ -322,7 +322,7 @@ def _fused_forms(
 
 
 def _adapter(random: Callable[..., Tensor], experts: tuple[int, ...], n: int, k: int) -> LowRank:
-    """Return an adapter of a product that fuses two matrices, whose rows alternate."""
+    """Return an adapter of a product that fuses two matrices, whose rows alternate in blocks of 64."""
     rows, rank = torch.arange(n), 8
     fused = Fused.of(rows, rows // 64 % 2, n, 2, rank)
     a, b = random(*experts, 2 * rank, k) / 16, random(*experts, n, rank)
@@ -358,10 +358,10 @@ def _adapted_forms(
 
 
 def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor, kept: torch.dtype) -> bool:
-    """Compare attention of the newest tokens of a sequence, q, with attention in other batches.
+    """Return whether attention gives q, the newest tokens of two sequences, the same bits in other batches.
 
-    The others are single queries over just the keys that they see, the paged op, and, if q holds all tokens, sequences
-    that lie end to end and a tree of both, which are given a common beginning. kept: the dtype of the cache.
+    The other batches are single queries over just the keys that they see; the paged op; and, if q holds all tokens, the
+    packed op and a tree of both sequences, which are given a common beginning. kept: the dtype of the cache.
     """
     length = kv.shape[1]
     oldest, common = length - q.shape[1], KEY_SPLIT + 33
@@ -404,7 +404,7 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor, kept: 
 
 
 def _of_two(length: int, common: int, device: torch.device) -> TokenTree:
-    """Return the tree of two rows of `length` tokens that have the first `common` ones in common."""
+    """Return the tree of two rows of `length` tokens whose first `common` tokens are the same."""
     tokens = 2 * length - common
     first = torch.arange(length, device=device)
     second = torch.cat((first[:common], torch.arange(length, tokens, device=device)))

@@ -48,15 +48,15 @@ def _is_fast(x: Tensor, spec: TensorSpec) -> bool:
 
 
 def _of_groups(x: Tensor, spec: TensorSpec) -> Tensor:
-    """Quantize groups that lie along axis 1."""
+    """Quantize x in groups along axis 1."""
     return _round(x, *_scales(x, 1, spec.dtype, spec.scale, spec.fixed), spec.dtype)
 
 
 @compilable
 def _scales(x: Tensor, dim: int, dtype: torch.dtype, kind: Scale, fixed: float | None) -> tuple[Tensor, Tensor]:
-    """Return scale and inverse scale, FP32, of each group of x along `dim`, which stays as 1.
+    """Return scale and inverse scale, FP32, of each group of x along `dim`, which is kept with size 1.
 
-    Apart from `_round`, because a compiler that fuses the two computes the scale anew for every element.
+    It is a function of its own because a compiler that fuses it with `_round` computes the scale for every element.
     """
     scale = scale_from_amax(group_amax(x, (dim,), fixed), dtype, kind, x.dtype)
     return scale, 1.0 / scale
@@ -75,9 +75,10 @@ class QuantizedTensor:
     data: Tensor
     """FP8, in the shape of the tensor that was quantized."""
     scale_inv: Tensor
-    """FP32, one per block; multiplied to dequantize (the convention of HF checkpoints). Its shape is [..., ceil(rows /
-    block rows), ceil(columns / block columns)]. E8M0 scales are in torch's float8_e8m0fnu."""
+    """FP32 factors, one per block, that dequantize `data` (the convention of HF checkpoints). The shape is [...,
+    ceil(rows / block rows), ceil(columns / block columns)]. E8M0 scales are in torch's float8_e8m0fnu."""
     spec: TensorSpec
+    """The spec that the tensor was quantized by."""
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +96,7 @@ def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) ->
     A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign); an infinite
     value makes the scale 1 and saturates. With a static range all scales are alike whatever the values. Blocks at
     ragged edges are smaller; nothing is padded in the result.
-    out: tensors of the result's shapes and dtypes to write into, contiguous but for the scales; it is returned.
+    out: a result to write into, of the right shapes and dtypes and with contiguous data; it is returned.
     Raises `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized.
     """
     quantized = quantize_by(x, spec, block_amax(x, spec))
@@ -107,10 +108,9 @@ def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) ->
 
 
 def block_amax(x: Tensor, spec: TensorSpec) -> Tensor:
-    """Return the largest |x| of each block, or the static range, FP32 in the shape of `scale_inv`: scales are made of
-    it.
+    """Return each block's amax, from which its scale is computed: its largest |x|, or the static range.
 
-    A block of which several ranks hold parts has the largest of theirs.
+    FP32, in the shape of `scale_inv`. If several ranks hold parts of a block, its amax is the largest of the ranks'.
     """
     check_quantizable(x, spec)
     blocks = _to_blocks(_as_matrices(x, spec), spec)
@@ -118,7 +118,7 @@ def block_amax(x: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def quantize_by(x: Tensor, spec: TensorSpec, amax: Tensor) -> QuantizedTensor:
-    """Compute `quantize` with the scales of these `block_amax`."""
+    """Compute `quantize` with scales from the given `block_amax`."""
     matrix = _as_matrices(x, spec)
     blocks = _to_blocks(matrix, spec)
     scale = scale_from_amax(amax, spec.dtype, spec.scale, x.dtype)
@@ -132,7 +132,7 @@ def quantize_by(x: Tensor, spec: TensorSpec, amax: Tensor) -> QuantizedTensor:
 def quantize_many(
     weights: Sequence[Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
-    """Compute `quantize` of each tensor. A kernel takes all in one launch: experts' matrices are many and small."""
+    """Compute `quantize` of each tensor. The kernel needs one launch for all: experts' matrices are many and small."""
     if outs is None:
         return [quantize(weight, spec) for weight in weights]
     return [quantize(weight, spec, out) for weight, out in zip(weights, outs, strict=True)]
@@ -222,7 +222,7 @@ def _as_matrices(x: Tensor, spec: TensorSpec) -> Tensor:
 def _to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """Cut [..., R, C] into [rows of blocks, r, C/c, c], padded with zeros, which change no amax.
 
-    Of one rank, whatever the tensor's: fewer variants to compile.
+    The result has four axes whatever the tensor has, so that fewer variants are compiled.
     """
     rows, columns = x.shape[-2:]
     r, c = spec.block_shape(rows, columns)

@@ -1,11 +1,11 @@
-"""Rounding to the FP8 grids and the scales that go before it. Elementwise, FP32 in and out, the same under a compiler.
+"""Rounding to the FP8 grids, and the scales before it. Elementwise, FP32 in and out, with the same bits if compiled.
 
 The scale formula is TransformerEngine's `Float8BlockScaling`: scale = fp8_max / amax with IEEE division, optionally
 rounded down to a power of two by clearing the mantissa; a block whose amax is 0 or infinite has scale 1. Where the
 division overflows FP32, the scale is the largest finite value of the input's dtype.
 
-E8M0 scales are those of OCP MX 1.0: amax's exponent is brought to that of the format's largest value, so the largest
-values of a block may saturate: above 448, of up to 512 in E4M3.
+E8M0 scales are those of OCP MX 1.0: they bring amax's exponent to the exponent of the format's largest value. So the
+largest values of a block may saturate: in E4M3 a scaled value is below 512, and saturates above 448.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def fp8_max(dtype: torch.dtype) -> float:
 
 
 def group_amax(x: Tensor, dims: tuple[int, ...], fixed: float | None = None) -> Tensor:
-    """Return the largest |x| along `dims`, which stay as 1; NaN is left out, nothing but NaN gives 0. FP32 out.
+    """Return the largest |x| along `dims`, which are kept with size 1, in FP32. NaN is left out; NaN alone gives 0.
 
-    fixed: a static range, which takes its place.
+    fixed: a static range, returned in place of the largest |x|.
     """
     if fixed is not None:
         shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
@@ -46,7 +46,7 @@ def group_amax(x: Tensor, dims: tuple[int, ...], fixed: float | None = None) -> 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, kind: Scale, input_dtype: torch.dtype) -> Tensor:
     """Return the factor that a block is multiplied with before the cast to FP8 `dtype`.
 
-    amax: FP32, of what is held in `input_dtype`. FP32 out, in its shape.
+    amax: FP32, of a tensor in `input_dtype`. Returns FP32 in the shape of amax.
     """
     usual = (amax != 0) & ~torch.isinf(amax)
     if kind == "e8m0":
@@ -77,9 +77,10 @@ def round_to_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_stochastically(x: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round values to one of the two values of an FP8 dtype around them, the nearer the likelier: x in the mean.
+    """Round each value to one of its two neighbours in an FP8 dtype, the nearer the likelier, so that the mean is x.
 
-    Saturating, NaN kept. FP32 in and out. column: int64, of x's last axis before it was cut into blocks; it broadcasts.
+    Saturating, NaN kept. FP32 in and out. column: int64, each element's index on the last axis that x had before it was
+    cut into blocks; it broadcasts to x.
 
     The random number of an element is a hash of its bits and of its column modulo 128, and of nothing else. So equal
     tensors give equal bits, whenever, in whatever batch and on whatever rank: scoring a token twice, recomputing a

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 GREEDY = -1
-"""Stands in place of a seed: the most probable token is taken."""
+"""The value in place of a seed for which the most probable token is taken."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Truncation:
 
     @property
     def cuts(self) -> bool:
-        """True if it leaves any token out."""
+        """True if one of the limits may leave a token out."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
@@ -61,10 +61,10 @@ def canary_seed(run_seed: int) -> int:
 
 
 def branch_seed(seed: int, prompt_ids: Sequence[int], same: int) -> int:
-    """Return the seed of a row that a conversation with `seed` opens beside its first, in the same range.
+    """Return the seed of a further row of a conversation whose first row has `seed`.
 
-    prompt_ids: the row's prompt. same: the number of earlier rows with the same prompt. A greedy conversation stays
-    greedy.
+    prompt_ids: the row's prompt. same: the number of earlier rows with the same prompt. The seed is in the range of
+    `seed`, for training or evaluation. A greedy conversation stays greedy.
     """
     if seed == GREEDY:
         return GREEDY
@@ -78,7 +78,7 @@ def _hash62(text: str) -> int:
 # Pseudo-random bits as a function of what they are for, without a state: the same wherever they are needed again.
 
 GOLDEN = -0x61C8864680B583EB
-"""2^64 / golden ratio, as int64: multiples of it lie far apart."""
+"""2^64 / golden ratio, as int64: its multiples are far apart."""
 MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """The factors of splitmix64 (Steele, Lea and Flood 2014)."""
 

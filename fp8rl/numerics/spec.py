@@ -38,8 +38,8 @@ _ALL_ONCE = (
 )
 """The spelling of `all` in old files and digests. It never grows: a kind that comes later changes no digest."""
 _ONCE_UNSAID = {"fixed": None, "rounding": "nearest"}
-"""The values that every spec had before there were these keys. A key at this value is left out of a digest, so that
-older digests stay as they are; a key that comes later is entered here with the value that it had in effect."""
+"""Keys that were added later, with the value that every earlier spec had in effect. A digest leaves out a key at this
+value, so that older digests stay valid. Enter every new key here."""
 
 # Of a static range: where scales and their inverses are normal FP32 numbers.
 _SMALLEST_RANGE, _LARGEST_RANGE = 1e-30, 1e30
@@ -58,16 +58,16 @@ class TensorSpec:
     """n of `token_group` and `block`, in elements."""
     scale: Scale = "pow2"
     """`pow2` rounds the scale down to a power of two, so that dequantized values are exact in BF16; `fp32` does not.
-    `e8m0` is the MX formats' (OCP MX 1.0): a power of two in one byte, chosen by the largest value's exponent alone, so
-    that a block's values above 1.75 times a power of two saturate, which `pow2` does not let happen.
-    TransformerEngine's MXFP8 is `pow2` in groups of 32."""
+    `e8m0` is the scale of the MX formats (OCP MX 1.0): a power of two in one byte, chosen by the exponent of the
+    block's largest value alone. Values above 1.75 times that exponent's power of two saturate; with `pow2` no value
+    saturates. TransformerEngine's MXFP8 is `pow2` in groups of 32."""
     fixed: float | None = None
-    """A static range: scales are those of a block whose largest absolute value is this, whatever the block holds, and
-    values outside saturate. None: each block's own largest value, which is dynamic. Qwix's `fixed,-224,224` is 224:
-    codes are twice the values, and every scale_inv is 0.5."""
+    """A static range: every block is scaled as if this were its largest absolute value, and larger values saturate.
+    None: a dynamic range, each block's own largest value. Qwix's `fixed,-224,224` is 224: codes are twice the values,
+    and every scale_inv is 0.5."""
     rounding: Rounding = "nearest"
-    """To the `nearest` value of the format, ties to even; or `stochastic`: to one of the two around it, the nearer the
-    likelier, so that the error is 0 in the mean. See `numerics.rounding.round_stochastically`."""
+    """`nearest`: to the nearest value of the format, ties to even. `stochastic`: to one of the two neighbouring values,
+    the nearer the likelier, so that the mean error is 0. See `numerics.rounding.round_stochastically`."""
 
     def __post_init__(self) -> None:
         choices = {"format": FORMATS, "granularity": GRANULARITIES, "scale": SCALES, "rounding": ROUNDINGS}
@@ -108,7 +108,7 @@ class TensorSpec:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a weight that share scales: 1 for all but blocks."""
+        """Number of rows of a weight that share a scale: `group` in granularity `block`, otherwise 1."""
         return self.group if self.granularity == "block" else 1
 
     def block_shape(self, rows: int, columns: int) -> tuple[int, int]:
@@ -133,12 +133,12 @@ class QuantSpec:
     """The format of the gradient."""
     scope: frozenset[str] | Literal["all"] = ALL
     """The module kinds whose GEMMs are quantized, by the exact names that a model's architecture gives them, or `all`.
-    What is of no kind (embeddings, lm_head, norms, router) stays in BF16. Names are checked where architectures are
+    Tensors of no kind (embeddings, lm_head, norms, router) stay in BF16. Names are checked where architectures are
     known: `models.architecture.check_scope`."""
     first_layers_bf16: int = 0
-    """Decoder layers at the start that stay in BF16 whole."""
+    """Number of decoder layers at the start that stay entirely in BF16."""
     last_layers_bf16: int = 0
-    """Decoder layers at the end that stay in BF16 whole."""
+    """Number of decoder layers at the end that stay entirely in BF16."""
 
     def __post_init__(self) -> None:
         if isinstance(self.scope, str) and self.scope != ALL:
@@ -174,7 +174,7 @@ class QuantSpec:
         return self.weight.quantized and bool(self.scope)
 
     def quantizes(self, kind: str) -> bool:
-        """Return True if the GEMM of this module kind runs in FP8, in a layer that is no exception; see `of_layer`."""
+        """Return True if the GEMM of this module kind runs in FP8, in layers that `of_layer` does not leave in BF16."""
         return self.quantized and (self.scope == ALL or kind in self.scope)
 
     def of_layer(self, layer: int, layers: int) -> QuantSpec:
@@ -214,8 +214,8 @@ class QuantSpec:
         return cls(**fields)
 
     def digest(self) -> str:
-        """Return 16 hex digits of the SHA-256 over the canonical JSON; equal specs, older ones too, have equal
-        digests."""
+        """Return 16 hex digits of the SHA-256 over the canonical JSON. Equal specs have equal digests, also if one was
+        written by an older version."""
         said = self.to_dict() | {"scope": sorted(_ALL_ONCE if self.scope == ALL else self.scope)}
         canonical = json.dumps(said, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]

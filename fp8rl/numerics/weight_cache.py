@@ -29,11 +29,11 @@ class WeightCache:
         self._plain: dict[Tensor, Tensor] = {}
 
     def serve(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
-        """Serve what `make` gives at each version in place of a parameter, which gets no gradient then."""
+        """Serve the result of `make`, called for each version, in place of a parameter. It then gets no gradient."""
         self._made[weight] = make
 
     def advance(self, version: int) -> None:
-        """Announce that the weights are now those of `version`, and drop everything cached."""
+        """Announce that the weights now have the version `version`, and drop everything cached."""
         self._operands.clear()
         self._plain.clear()
         self.version = version
@@ -50,8 +50,8 @@ class WeightCache:
     def served(self, weight: Tensor) -> Tensor:
         """Return the weight that a module serves in place of its parameter, made anew.
 
-        Quantized products take it, and engines are sent it. It is the parameter as it stands, or the dequantized codes
-        of a frozen one, or what `serve` puts in its place.
+        Quantized products take this weight, and a sync sends it. It is the parameter itself, or the dequantized codes
+        of a frozen parameter, or the result of the function that was given to `serve`.
         """
         if (make := self._made.get(weight)) is not None:
             return make()
@@ -59,8 +59,8 @@ class WeightCache:
         return weight.detach() if frozen is None else frozen.dequantized().to(weight.dtype)
 
     def plain(self, weight: Tensor) -> Tensor:
-        """Return the weight of an unquantized product: the parameter itself, for its gradient, or what is served in its
-        place, made once per version."""
+        """Return the weight of an unquantized product: the parameter itself, so that it gets a gradient, or the weight
+        that is served in its place, which is made once per version."""
         if weight not in self._made and frozen_of(weight) is None:
             return weight
         if weight not in self._plain:
@@ -68,7 +68,7 @@ class WeightCache:
         return self._plain[weight]
 
     def operand(self, weight: Tensor, spec: TensorSpec) -> Any:
-        """Return `ops.trained_operand` of the weight [N, K] that is served. A frozen weight brings its own operand."""
+        """Return `ops.trained_operand` of the served weight [N, K], or the `Frozen` of a frozen weight."""
         if (frozen := frozen_of(weight)) is not None:
             return frozen
         key = ((weight,), spec)
@@ -77,7 +77,8 @@ class WeightCache:
         return self._operands[key]
 
     def group_operand(self, weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> Any:
-        """Return `ops.group_operand` of what the experts' parameters [N, K], or their stack [experts, N, K], serve."""
+        """Return `ops.group_operand` of the weights that are served for the experts, or the `Frozen` of frozen weights.
+        weights: the experts' parameters [N, K], or their stack [experts, N, K]."""
         given = (weights,) if isinstance(weights, Tensor) else tuple(weights)
         frozen = [each for weight in given if (each := frozen_of(weight)) is not None]
         if frozen:
@@ -115,13 +116,13 @@ def frozen_of(parameter: Tensor) -> Frozen | None:
 class Frozen:
     """The operand of a frozen weight [N, K], or of a stack of them [experts, N, K].
 
-    The codes may belong to somebody else, who has the rows in another order or has more of them.
+    The codes may be another owner's memory, which has the rows in another order or has more rows.
     """
 
     held: QuantizedTensor
-    """The codes and scales, of which the product may take a part."""
+    """The codes and scales. The product may take only some of their rows."""
     order: Tensor | None = None
-    """The blocks of rows that the product takes, one after the other; None: all, as they stand."""
+    """Indices of the blocks of rows that the product takes, in this order; None: all rows, in the order of `held`."""
     block: int = 1
     """Rows in a block of `order`."""
 

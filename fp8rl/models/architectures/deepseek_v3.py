@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1, Kimi-K2 and Moonlight: latent attention, a sigmoid router, shared experts, dense first layers.
 
-Kimi-K2 (384 experts in one group) and Moonlight-16B-A3B (queries without a narrow row, no YaRN) are sizes of it. The
-draft layers behind the last one (multi-token prediction) are kept as they are.
+Kimi-K2 (384 experts in one group) and Moonlight-16B-A3B (queries without a narrow row, no YaRN) are the same
+architecture in other sizes. The draft layers behind the last layer (multi-token prediction) are kept as they are.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ VARIANTS = {
 }
 """The only values of these keys that the shared ops define."""
 BLOCK_OF_PAIR = 128
-"""SGLang lays q_a_proj and kv_a_proj end to end, with the scales of both: the first has to be whole blocks."""
+"""Rows of a block. SGLang joins q_a_proj and kv_a_proj, and their scales, so q_a_proj must have whole blocks."""
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Every size has to be there."""
+    """Read the sizes. config.json must have every size."""
     if config.size("moe_layer_freq", default=1) != 1:
         raise config.refusal("moe_layer_freq", config.size("moe_layer_freq"), "1: experts in all layers but the first")
     return latent_sizes(config, config.size("first_k_dense_replace"), 2.5)
 
 
 def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = False) -> ModelSizes:
-    """Sizes of a model with latent attention and a sigmoid router, whose first layers are dense; factor: of the
-    router's probabilities, where the file has none; indexer: an indexer may choose keys."""
+    """Read the sizes of a model with latent attention and a sigmoid router, whose first `dense` layers are dense.
+
+    factor: the default of `SigmoidRouter.factor`. indexer: True if an indexer may choose keys."""
     if indexer:
         config.refuse_variants(VARIANTS, scaled=True, layers=("deepseek_sparse_attention",))
     else:
@@ -82,7 +83,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
 
 
 ROUTED = replace(mlp.MOE, tensors=partial(mlp.moe_tensors, router=torch.bfloat16))
-"""Experts of whose routers the engine holds the weights in BF16."""
+"""The family of experts, with a router whose weight the engine holds in BF16."""
 ARCHITECTURE = Architecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",

@@ -1,7 +1,7 @@
 """DeepSeek-V3.2: DeepSeek-V3 with an indexer that chooses `index_topk` keys for each query (sparse attention).
 
-In a row of so many tokens the indexer chooses every key: attention is DeepSeek-V3's there, and longer rows are refused.
-The indexer's weights are not read, trained or served; a model that is written has them as they were.
+In a row of at most `index_topk` tokens the indexer chooses every key, so that attention is DeepSeek-V3's. Longer rows
+are refused. The indexer's weights are not read, trained or served; a model that is written has them as they were.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.sizes import ModelSizes
 
 INDEXER = ".self_attn.indexer."
-"""In the names of its tensors."""
+"""The part of a name that marks a tensor of the indexer."""
 LIMIT = "index_topk (up to there the indexer chooses every key; a choice among more is not defined here)"
 
 

@@ -1,7 +1,7 @@
 """GLM-4.5, GLM-4.5-Air and GLM-4.6: a sigmoid router with a bias for each expert, shared experts, dense first layers.
 
 Attention is Qwen3's with biases on queries, keys and values, rotation of a part of each head, and norms of heads in the
-larger models only. The draft layers behind the last one (multi-token prediction) are kept as they are.
+larger models only. The draft layers behind the last layer (multi-token prediction) are kept as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NORM_EPS = 1e-5
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' Glm4MoeConfig."""
+    """Read the sizes. Absent keys have the defaults of transformers' Glm4MoeConfig."""
     config.refuse_variants({"hidden_act": "silu"}, rotary_part=True)
     heads, hidden = config.size("num_attention_heads", default=96), config.size("hidden_size", default=4096)
     head_dim = config.size("head_dim", default=max(1, hidden // heads))

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3 in other sizes, of which the config lists the dense and the sparse layers."""
+"""GLM-4.7-Flash: DeepSeek-V3 in other sizes. Its config lists which layers are dense and which are sparse."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NORM_EPS = 1e-5
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Every size has to be there; the first layer is dense if the file does not say which are, and the norms have
-    transformers' own default."""
+    """Read the sizes. config.json must have every size. If it does not say which layers are dense, the first layer is.
+    The epsilon of norms has transformers' own default."""
     dense = config.leading(
         "mlp_layer_types", "dense", "sparse", default=config.size("first_k_dense_replace", default=1)
     )

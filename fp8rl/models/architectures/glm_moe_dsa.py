@@ -12,7 +12,7 @@ NORM_EPS = 1e-5
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Read the sizes as of DeepSeek-V3.2, with transformers' own default of `rms_norm_eps`."""
+    """Read the sizes as for DeepSeek-V3.2, with transformers' own default of `rms_norm_eps`."""
     return replace(deepseek_v32.sizes(config), norm_eps=config.number("rms_norm_eps", default=NORM_EPS))
 
 

@@ -18,7 +18,8 @@ VARIANTS = {
 
 
 def sizes(config: ConfigFile, kv_heads: int | None = None) -> ModelSizes:
-    """Absent keys have the defaults of transformers' LlamaConfig; kv_heads: of another, None for those of queries."""
+    """Read the sizes. Absent keys have the defaults of transformers' LlamaConfig. kv_heads: the default of another
+    architecture; None: the number of query heads."""
     config.refuse_variants(VARIANTS, scaled=True)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     head_dim = max(1, hidden // heads)

@@ -1,4 +1,4 @@
-"""Mistral, dense: Llama under another name, with windows of attention in some models, which are refused."""
+"""Mistral, dense: Llama under another name. Models with a window of attention are refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.sizes import ModelSizes
 
 WINDOW, KV_HEADS = 4096, 8
-"""transformers' defaults."""
+"""transformers' defaults for the window and the number of key-value heads."""
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' MistralConfig, in which attention has a window."""
+    """Read the sizes. Absent keys have the defaults of transformers' MistralConfig, in which attention has a window."""
     if (window := config.size("sliding_window", default=WINDOW, if_null=0)) != 0:
         remedy = "Use a model that attends to all tokens, such as Mistral-7B-v0.3; the shared ops define no windows."
         raise config.refusal("sliding_window", window, "null", remedy)

@@ -20,7 +20,7 @@ VARIANTS = {"hidden_act": "silu", "sliding_window": None, "tie_word_embeddings":
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' MixtralConfig, but for the size of a model."""
+    """Read the sizes. Absent keys have the defaults of transformers' MixtralConfig, except for the size of a model."""
     config.refuse_variants(VARIANTS)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=8)
@@ -49,7 +49,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 def _tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
-    """Rows of router and experts, by the names that Mixtral has in checkpoints and engine."""
+    """Yield the rows of router and experts, by the names that Mixtral has in checkpoints and engine."""
     for row in mlp.moe_tensors(sizes, layer):
         if row.op in ("router", "experts"):
             *before, weight, suffix = row.name.replace("mlp.", PLACE).split(".")

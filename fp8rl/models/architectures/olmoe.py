@@ -12,7 +12,7 @@ NORM_EPS = 1e-5
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' OlmoeConfig. SGLang's model has some values fixed in its code."""
+    """Read the sizes. Absent keys have the defaults of transformers' OlmoeConfig. SGLang's code fixes some values."""
     config.refuse_variants(
         qwen3.VARIANTS
         | {"clip_qkv": None, "sliding_window": None, "norm_topk_prob": False, "tie_word_embeddings": False}

@@ -12,7 +12,7 @@ VARIANTS = {"hidden_act": "silu", "partial_rotary_factor": 1, "dual_chunk_attent
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' Qwen2Config."""
+    """Read the sizes. Absent keys have the defaults of transformers' Qwen2Config."""
     config.refuse_variants(VARIANTS)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)

@@ -12,7 +12,7 @@ VARIANTS = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_facto
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' Qwen3Config."""
+    """Read the sizes. Absent keys have the defaults of transformers' Qwen3Config."""
     config.refuse_variants(VARIANTS)
     heads = config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense, the model of its text: gated delta rules in three of four layers, gated attention in the fourth."""
+"""The text model of Qwen3.5, dense: gated delta rules in three of four layers, gated attention in the fourth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8rl.models.sizes import ModelSizes, checked
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' Qwen3_5TextConfig, but for numbers of heads and widths."""
+    """Read the sizes. Absent keys have the defaults of Qwen3_5TextConfig, except numbers of heads and widths."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         config.size(name)  # refuses a file without it
     return checked(config, ModelSizes(**qwen3_next.hybrid_sizes(config), ffn_size=config.size("intermediate_size")))

@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts, the model of its text: Qwen3-Next whose linear attention has matrices of their own."""
+"""The text model of Qwen3.5 with experts: Qwen3-Next, with linear attention whose matrices are not joined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8rl.models.sizes import ModelSizes, checked
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' Qwen3_5MoeTextConfig."""
+    """Read the sizes. Absent keys have the defaults of transformers' Qwen3_5MoeTextConfig."""
     return checked(config, ModelSizes(**qwen3_next.hybrid_sizes(config), **qwen3_next.expert_sizes(config, 256, 8)))
 
 

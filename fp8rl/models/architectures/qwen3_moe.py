@@ -10,7 +10,7 @@ from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' Qwen3MoeConfig."""
+    """Read the sizes. Absent keys have the defaults of transformers' Qwen3MoeConfig."""
     config.refuse_variants(qwen3.VARIANTS | {"decoder_sparse_step": 1, "mlp_only_layers": []})
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=4)

@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta rules in three of four layers, gated attention in the fourth, experts in each.
 
-A gate multiplies what the shared expert puts out. Norms multiply by 1 + their weight, but for the one behind the rule.
+A gate multiplies the output of the shared expert. Norms multiply by 1 + their weight, except the norm behind the rule.
 The draft layer (multi-token prediction, `mtp.`) is kept as it is.
 """
 
@@ -26,19 +26,19 @@ VARIANTS = {
 }
 """The only values of these keys that the shared ops define."""
 DRAFTS = "mtp."
-"""What names of the draft layer's tensors begin with."""
+"""The beginning of the names of the draft layer's tensors."""
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Absent keys have the defaults of transformers' Qwen3NextConfig."""
+    """Read the sizes. Absent keys have the defaults of transformers' Qwen3NextConfig."""
     renormalize = config.flag("norm_topk_prob", default=True)
     own = hybrid_sizes(config, joined=True) | expert_sizes(config, 512, 10)
     return checked(config, ModelSizes(**own, renormalize=renormalize))
 
 
 def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
-    """All but the MLPs: the arguments of ModelSizes that this model and its successors read alike; joined: as of
-    GatedDelta."""
+    """Return the arguments of ModelSizes that this model and its successors read in the same way: all except those for
+    MLPs. joined: as in `GatedDelta`."""
     config.refuse_variants(VARIANTS, rotary_part=True, layers=(LINEAR, FULL), mrope=True)
     head_dim = config.size("head_dim", default=256)
     heads = config.size("num_attention_heads", default=16)
@@ -63,7 +63,7 @@ def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
 
 
 def expert_sizes(config: ConfigFile, experts: int, top_k: int) -> dict[str, Any]:
-    """The arguments for experts with a gated shared one; experts, top_k: where the file has none."""
+    """Return the arguments of ModelSizes for routed experts and a gated shared expert. experts, top_k: defaults."""
     return {
         "experts": config.size("num_experts", default=experts),
         "top_k": config.size("num_experts_per_tok", default=top_k),
@@ -74,7 +74,7 @@ def expert_sizes(config: ConfigFile, experts: int, top_k: int) -> dict[str, Any]
 
 
 def engine_config(config: dict[str, Any], sizes: ModelSizes) -> dict[str, Any]:
-    """SGLang reads at the top what transformers 5 keeps elsewhere or does not write."""
+    """Add to the top of config.json the keys that SGLang reads there and transformers 5 has elsewhere or not at all."""
     linear = sizes.of(GatedDelta).layers
     every = next((layer + 1 for layer in range(sizes.layers) if layer not in linear), sizes.layers + 1)
     part = sizes.rotary_dim / sizes.head_dim
@@ -89,7 +89,7 @@ GATED_MOE = replace(
     tensors=partial(mlp.moe_tensors, shared=SHARED_EXPERT),
     ops=partial(mlp.moe_ops, shared=SHARED_EXPERT),
 )
-"""Experts of which checkpoints call the one that every token takes by this name."""
+"""The family of experts, with the name that these checkpoints have for the expert that every token takes."""
 ARCHITECTURE = Architecture(
     name="Qwen3NextForCausalLM",
     model_type="qwen3_next",

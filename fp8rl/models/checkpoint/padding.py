@@ -1,8 +1,8 @@
 """A model in whole quantization blocks: widths that end within a block are filled up with zeros.
 
-The zeros change one thing that the model computes: the mean in its norms, whose weights are scaled for it. Training
-leaves them at zero, since their gradients are exactly zero: each is the product of two activations or gradients of
-which one belongs to a padded channel, and is zero itself. :func:`unpadded` takes the zeros off again.
+The zeros change one thing that the model computes: the mean in its norms, whose weights are scaled to undo that.
+Training leaves the zeros at zero, since their gradients are exactly zero: each is a product with an activation or
+gradient of a padded channel, which is zero. :func:`unpadded` takes the zeros off again.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fp8rl.models.tensors import FP8_BLOCK, TensorRow
 from fp8rl.numerics.core.errors import UserError, user_error
 
 UNPADDED = "fp8rl_unpadded"
-"""The key of config.json that has the values before, of the keys that padding changed; null for one that was absent."""
+"""The key of config.json that has the former values of keys that padding changed; null for a key that was absent."""
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 NORM = "norm.weight"
 MOST = 2
-"""The most times that a width may become as large."""
+"""The largest factor by which a width may grow."""
 
 
 def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) -> dict[str, Any]:
     """Write the model of `source` in whole blocks, in the dtypes that it is stored in.
 
-    Heads narrower than a block become so many that they fill blocks together. check: refuses the padded model where it
-    cannot be used, before anything is written. Returns the new values of keys of config.json.
+    If heads are narrower than a block, heads are added until they fill blocks together. check: called before anything
+    is written, to refuse a padded model that cannot be used. Returns the new values of keys of config.json.
 
     Raises:
-        UserError: the model is one of whole blocks, or zeros would change what it computes.
+        UserError: the model has whole blocks already, or zeros would change what it computes.
     """
     model, values = read_model(source, key), ConfigFile.read(source, key).values
     changes = _changes(values, model, key)
@@ -66,8 +66,8 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
 
 
 def unpadded(source: Path, out: Path, key: str) -> dict[str, Any]:
-    """Write a padded model in the widths that it had before; returns them, by the keys of config.json. Raises
-    UserError: it was not padded, or something else than zeros stands where they were."""
+    """Write a padded model in its former widths, and return these, by the keys of config.json. Raises UserError if the
+    model was not padded, or if its padding is no longer zero."""
     wider, values = read_model(source, key), ConfigFile.read(source, key).values
     before = values.get(UNPADDED)
     if not isinstance(before, dict):
@@ -118,7 +118,7 @@ def _changes(values: Mapping[str, Any], model: Model, key: str) -> dict[str, Any
 
 
 def _accepted(config: Mapping[str, Any]) -> bool:
-    """Return whether transformers accepts a config.json: of some models the heads must divide the width."""
+    """Return whether transformers accepts a config.json: in some models the number of heads must divide the width."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
@@ -136,7 +136,7 @@ def _up(size: int, step: int) -> int:
 
 
 def _refuse_other_norms(model: Model, wider: Model, key: str) -> None:
-    """All norms that change have the mean of `hidden_size` values, and all have the same epsilon."""
+    """Raise UserError unless all norms that padding changes are over `hidden_size` values, with the same epsilon."""
     rows = {name: row for name, row in model.tensors.rows.items() if name.endswith(NORM)}
     hidden = (model.sizes.hidden_size,)
     widens = model.sizes.hidden_size != wider.sizes.hidden_size
@@ -167,7 +167,7 @@ def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
 def _check_zeros(name: str, tensor: Tensor, row: TensorRow, key: str) -> None:
     """Raise UserError if rows behind a tensor's own, or an embedding's columns, are not zero.
 
-    The columns of a product may have anything, such as what a merged adapter began with: they are multiplied by zeros.
+    The columns of a product may have any value, such as a merged adapter's first A: they are multiplied by zeros.
     """
     beyond = [tensor[row.shape[0] :]]
     if tensor.dim() > 1 and row.op == "embed":

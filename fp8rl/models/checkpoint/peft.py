@@ -1,8 +1,8 @@
-"""Adapters in the format of PEFT, out and in: `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters in the format of PEFT, written and read: `adapter_config.json` and `adapter_model.safetensors`.
 
-Each matrix has its pair under its own name in the checkpoint, experts too: what PEFT wrote of a model whose experts
-are modules, and what it turns itself into stacked experts where transformers has them so (PEFT 0.19 and later).
-Adapters that a layer's experts share stand there once for each of them.
+Each matrix, also an expert's, has its pair under its own name in the checkpoint. That is the form that PEFT writes for
+a model whose experts are modules. Where transformers stacks experts, PEFT 0.19 and later converts the form itself.
+Adapters that a layer's experts share are written once for each expert.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fp8rl.numerics.digest import tensor_digest
 
 TENSORS = "adapter_model.safetensors"
 START = "adapter.start"
-"""Key of the spec that names such a directory."""
+"""The key of a spec that names a directory of PEFT's."""
 BASE = "base_digest"
-"""Key of the tensors' metadata by which they name the weights that they were trained beside."""
+"""The key of a file's metadata that identifies the weights to which its adapters belong."""
 _PREFIX = "base_model.model."
 
 
 def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
-    """The names of A and B beside a weight."""
+    """Return the names of a weight's A and B."""
     name = row.name.removesuffix(f".{WEIGHT}")
     if row.expert is not None and config.experts == "shared":
         before, _, after = name.rpartition(f".{row.expert}.")
@@ -45,7 +45,7 @@ def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
 
 
 def base_digest(path: Path, model: Model) -> str:
-    """Return what the weights of a directory are, in 32 hex digits, as BF16 and whatever files they are in."""
+    """Return a digest of the weights of a directory, 32 hex digits. It is taken in BF16, whatever files hold them."""
     return digest_of_all({name: tensor_digest(weight) for name, weight in starting_weights(path, model)})
 
 
@@ -55,9 +55,9 @@ def digest_of_all(weights: Mapping[str, str]) -> str:
 
 
 def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base: Path) -> None:
-    """Write the adapters of a model as a directory, in place of what stood there.
+    """Write the adapters of a model as a directory, which replaces what was there.
 
-    tensors: by the names of the model's table. base: directory of the weights that they stand beside.
+    tensors: by the names of the model's table. base: directory of the weights to which the adapters belong.
     """
     config = model.adapter
     assert config is not None, "a model without adapters"
@@ -87,10 +87,10 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
 
 
 def read_config(path: Path, model: Model, key: str) -> AdapterSection:
-    """Return what the adapters of a PEFT directory are: which matrices have one, how wide, and how much it counts.
+    """Return the section that describes the adapters of a PEFT directory: their matrices, rank and scale.
 
     Raises:
-        UserError: no such directory, another method than LoRA or a variant of it, or matrices that the model lacks.
+        UserError: no such directory, another method than plain LoRA, or matrices that the model lacks.
     """
     described = read_peft_config(path, key)
     found = _adapted(path, model, described, key)
@@ -108,12 +108,12 @@ def read_config(path: Path, model: Model, key: str) -> AdapterSection:
 
 
 def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Tensor]:
-    """The tensors of a PEFT directory, by the names that the table of `model` has for its adapters.
+    """Return the tensors of a PEFT directory, by the names that the table of `model` has for its adapters.
 
-    base: directory of the weights that they are to stand beside.
+    base: directory of the weights to which the adapters are added.
 
     Raises:
-        UserError: as `read_config` does; or the tensors are not those of the model's adapters, or of another base.
+        UserError: as `read_config` does; or the tensors are not those of the model's adapters, or have another base.
     """
     config = model.adapter
     assert config is not None, "a model without adapters"
@@ -143,7 +143,7 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
 
 
 def _adapted(path: Path, model: Model, described: PeftConfig, key: str) -> list[TensorRow]:
-    """The weights that the tensors of a PEFT directory stand beside, as their shapes and the description have it."""
+    """Return the rows of the weights that a PEFT directory adapts. Its tensors and its description must agree."""
     with open_tensors(path / TENSORS, key) as file:
         stored = {name: file.get_slice(name) for name in file.keys()}
         shapes = {name: (tuple(held.get_shape()), held.get_dtype()) for name, held in stored.items()}
@@ -201,7 +201,7 @@ Lowered = BeforeValidator(lambda value: value.lower() if isinstance(value, str) 
 
 
 class _History(BaseModel):
-    """Settings of how an adapter was trained, and of what `PeftConfig` refuses: they change nothing in what is read."""
+    """Settings of how an adapter was trained, and of methods that `PeftConfig` refuses: reading ignores them."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -219,14 +219,14 @@ class _History(BaseModel):
 
 
 class PeftConfig(_History):
-    """Each key that PEFT 0.21 writes of LoRA, and the values by which the adapter is scale · B A and no more."""
+    """Each key that PEFT 0.21 writes for LoRA, with the values for which an adapter is just scale · B A."""
 
     peft_type: Literal["LORA"]
     task_type: Literal["CAUSAL_LM"] | None = None
     r: int = Field(ge=1, lt=1 << 31)
     lora_alpha: float = Field(gt=0)
     use_rslora: bool = False
-    """The scale is alpha / sqrt(r)."""
+    """True: the scale is alpha / sqrt(r)."""
 
     # Which matrices have a pair. The tensors say it too; they are compared.
     target_modules: str | list[str] | None = None
@@ -261,7 +261,7 @@ class PeftConfig(_History):
     megatron_config: None = None
 
     def adapts(self, module: str, layer: int | None) -> bool:
-        """Return whether PEFT puts a pair beside a matrix. What a pattern (a text) names, the tensors show."""
+        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none: tensors show what it matches."""
         layers = self.layers_to_transform
         layers = [layers] if isinstance(layers, int) else layers
         if layers and layer not in layers:  # an empty list is all layers
@@ -290,12 +290,12 @@ _OTHERWISE = {
     "alora_invocation_tokens": ("plain LoRA, without it", _TRAIN),
     "arrow_config": ("plain LoRA, without it", _TRAIN),
 }
-"""What is expected of a key, and the remedy where it is something else. Of the others: plain LoRA, and `MERGE`."""
+"""By key: the expected value, and the remedy for another value. For other keys they are plain LoRA, and `MERGE`."""
 
 
 def read_peft_config(directory: Path, key: str) -> PeftConfig:
-    """Read the adapter_config.json of a directory; messages speak of the directory as `key`. Raises UserError: it is
-    not the file of a plain LoRA adapter."""
+    """Read the adapter_config.json of a directory; messages call the directory `key`. Raises UserError if the file is
+    not that of a plain LoRA adapter."""
     path = directory / CONFIG
     values = read_json(path, key, f"the {CONFIG} of PEFT", _RESTORE)
     given = {name: value for name, value in values.items() if value is not None}  # null: not set
@@ -325,7 +325,7 @@ def _config_refusal(key: str, path: Path, name: str, given: dict[str, Any]) -> U
 
 
 def _of_changed_base(name: str) -> str:
-    """The remedy for an initialization that changed the weights, which PEFT repeats for some of them when it merges."""
+    """Return the remedy for an initialization that changed the weights. When PEFT merges, it repeats some of these."""
     if name in ("pissa", "olora"):
         return f"{_CONVERT}, or merge it into its model (merge_and_unload), and start from that model."
     return f"{_CONVERT}." if name in ("corda", "lora_ga") or name.startswith("pissa") else MERGE

@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory against the table of the model's tensors, by their headers."""
+"""Reads the safetensors files of a model directory, and checks their headers against the model's table of tensors."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import parsed
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
-"""safetensors' names of what is read as it is, and rounded to the dtype that a side holds."""
+"""safetensors' names of the dtypes that are read as they are, and rounded to the dtype that a side holds."""
 SCANNED_BYTES = 2 << 30
-"""Smaller weights are looked through for NaN at once; larger ones when they are loaded."""
+"""Weights of at most this many bytes are searched for NaN at once, larger weights when they are loaded."""
 WHOLE_MODEL = "model.safetensors"
 """The file of a model that has no index."""
 _COPY_ALL = "Copy the index and the files of the model again."
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _SPARE = ("rotary_emb.inv_freq",)
-"""Endings of names that older files have and nothing reads."""
+"""Endings of names of tensors that older files have and nothing reads."""
 
 
 def check_stored(
     path: Path, model: Model, key: str = "model.path", say: Callable[[str], object] = lambda text: None
 ) -> None:
-    """Check whether the directory holds the tensors of `model`, no more and no less, in its shapes and as finite
-    floats, or as matrices in FP8 with a scale for each block; those that are only kept may have any shape.
+    """Check that the directory holds exactly the tensors of `model`, in its shapes, as finite floats or as matrices in
+    FP8 with a scale for each block. Tensors that are only kept may have any shape.
 
-    say: told what becomes of weights in FP8.
+    say: is told how weights in FP8 are read.
 
     Raises:
-        UserError: there are no files, one is broken, or they are of another model; the message names the first tensor.
+        UserError: there are no files, a file is broken, or the files are of another model; the message names the first
+            wrong tensor.
     """
     found: dict[str, tuple[int, ...]] = {}
     coded: list[str] = []
@@ -76,7 +77,7 @@ def check_stored(
 
 
 def _check_tied(files: WeightFiles, key: str) -> None:
-    """Refuse weights of the output that differ from the embedding, in whose place nothing would read them."""
+    """Refuse weights of a tied output projection that differ from the embedding: nothing would read them."""
     output, embedding = files.read(_OUTPUT), files.read(_EMBEDDING)
     if output.shape != embedding.shape or not torch.equal(output.float(), embedding.float()):
         expected = "the same, as tie_word_embeddings of config.json is true"
@@ -85,16 +86,19 @@ def _check_tied(files: WeightFiles, key: str) -> None:
 
 
 def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all that is in the table; in BF16 where the files have FP8."""
+    """Yield (name, tensor) of all tensors of the table, in BF16 where the files have FP8."""
     return _tensors(path, key, lambda name: name in model.tensors.rows)
 
 
 def starting_weights(
     path: Path, model: Model, device: torch.device | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all that is in the table, one by one, as both sides start from it: finite, and rounded to the
-    dtype that they hold it in. device: where it goes. part: of so many, which share the tensors. Raises UserError: some
-    values are not finite."""
+    """Yield (name, tensor) of the table's tensors as both sides start from them: finite, and rounded to the dtype that
+    the sides hold. device: the tensors' device. part, parts: yield share `part` of `parts` shares of the tensors.
+
+    Raises:
+        UserError: some values are not finite.
+    """
     mine = set(sorted(model.tensors.rows)[part::parts])
     for name, tensor in _tensors(path, "model.path", mine.__contains__):
         here = tensor.to(device)
@@ -103,12 +107,12 @@ def starting_weights(
 
 
 def kept_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of draft layers and whatever else is only kept; in BF16 where the files have FP8."""
+    """Yield (name, tensor) of draft layers and other tensors that are only kept, in BF16 where the files have FP8."""
     return _tensors(path, key, model.sizes.keeps)
 
 
 def _other_choice(coded: set[str], model: Model) -> str:
-    """Say how the matrices in FP8 differ from those that a spec can quantize; empty: they do not."""
+    """Say how the matrices in FP8 differ from the matrices that a spec can quantize; empty: they do not differ."""
     may = {row.name for row in model.tensors.rows.values() if row.product and row.kind is not None}
     never, plain = (coded & model.tensors.rows.keys()) - may, may - coded
     found = [(plain, "in BF16 which specs here can quantize"), (never, "in FP8 which no spec here quantizes")]
@@ -117,12 +121,12 @@ def _other_choice(coded: set[str], model: Model) -> str:
 
 
 def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
-    """Open the files of a directory, by the names of the table of its model."""
+    """Open the files of a directory, with the names that its model's table has."""
     return WeightFiles(weight_files(path, key), key, multimodal_of(path, key))
 
 
 def _of_tower(path: Path, files: WeightFiles, name: str, multimodal: Multimodal) -> str:
-    """Say what is beside a model of text, which has this name with it."""
+    """Describe the tower of a checkpoint whose architecture is `name`, and what becomes of it."""
     shapes = [files.described(each)[0] for each in files.where if each.startswith(multimodal.towers)]
     numbers = sum(map(math.prod, shapes))
     return (
@@ -139,7 +143,7 @@ def _tensors(path: Path, key: str, wanted: Callable[[str], bool]) -> Iterator[tu
 
 
 def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
-    """Refuse a weight with values that no training could start from. Raises UserError: some are NaN or infinite."""
+    """Refuse a weight that no training can start from. Raises UserError if values are NaN or infinite."""
     finite = torch.isfinite(tensor)
     if not finite.all():
         found = f"{int((~finite).sum())} of {tensor.numel()} values NaN or infinite"
@@ -147,8 +151,8 @@ def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
 
 
 def weight_files(path: Path, key: str) -> list[Path]:
-    """The files that the index names, or all where there is none. Each tensor is in one of them. Raises UserError:
-    there are none, one is broken, or they and the index leave open which weights the model has."""
+    """Return the files that the index names, or all files if there is no index. Each tensor is in one file. Raises
+    UserError if there are no files, a file is broken, or files and index leave open which weights the model has."""
     listed = _listed(path / INDEX, key)
     present = sorted(path.glob("*.safetensors"))
     files = sorted({path / name for name in listed.values()}) if listed else present
@@ -175,7 +179,7 @@ def weight_files(path: Path, key: str) -> list[Path]:
 
 
 def _listed(index: Path, key: str) -> dict[str, str]:
-    """The name of the file of each tensor, as the index has it; empty: there is none."""
+    """Return the name of each tensor's file, from the index; empty: there is no index."""
     if not index.is_file():
         return {}
 
@@ -189,7 +193,7 @@ def _listed(index: Path, key: str) -> dict[str, str]:
 
 
 def _two_models(key: str, found: str) -> UserError:
-    """Libraries differ in which of them they load."""
+    """Return an error for a directory with the weights of two models: libraries differ in which they load."""
     remedy = "Remove the files that are not the model's from the directory."
     return user_error(key, found=found, expected="each tensor in one file", remedy=remedy)
 

@@ -1,9 +1,9 @@
 """Tensors of safetensors files by the names of a model's table, whatever form they are stored in.
 
 A checkpoint such as DeepSeek-V3's has a weight's codes under its name, and beside them FP32 scales, one for each
-block of 128 x 128, under the name with `_scale_inv` behind it, perhaps in another file. Both sides start from the
-products in BF16, and quantize them anew by the run's quantization spec. A code times a power of two is a BF16 number,
-any other product is rounded to one.
+block of 128 x 128, under the name with `_scale_inv` behind it, perhaps in another file. Both sides start from codes
+times scales in BF16, and quantize these weights anew by the run's quantization spec. A code times a power of two is a
+BF16 number; any other product is rounded to one.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from fp8rl.models.tensors import FP8_BLOCK, SCALE_SUFFIX
 from fp8rl.numerics.core.errors import user_error
 
 CODES = "F8_E4M3"
-"""safetensors' name of what the codes are in."""
+"""safetensors' name of the dtype of codes."""
 
 
 class WeightFiles:
-    """The tensors of safetensors files by name, whichever file they are in. Files stay open until this is forgotten.
+    """The tensors of safetensors files by name, whichever file they are in. Files stay open while this object exists.
 
     multimodal: how the files hold the model beside a tower; None: they hold the model alone, by the names of its table.
 
     Raises:
-        UserError: when it is made, for a file that is missing or broken; the message speaks of it as `key`.
+        UserError: from the constructor, for a file that is missing or broken; the message calls the file `key`.
     """
 
     def __init__(self, files: Iterable[Path], key: str, multimodal: Multimodal | None = None) -> None:
         self._open: dict[Path, Any] = {file: open_tensors(file, key) for file in files}
         where = {name: file for file, held in self._open.items() for name in held.keys()}
         self.pieces = {name: Piece(name) for name in where}
-        """Where each tensor stands."""
+        """The piece of the files that holds each tensor."""
         if multimodal is not None:
             held = ((name, self._open[file].get_slice(name)) for name, file in where.items())
             self.pieces = multimodal.names({name: tuple(each.get_shape()) for name, each in held})
@@ -45,13 +45,13 @@ class WeightFiles:
         """The file of each tensor, in the files' order."""
 
     def described(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and safetensors' dtype of a tensor, by its file's header."""
+        """Return the shape of a tensor, and safetensors' name of its dtype, from its file's header."""
         piece = self.pieces[name]
         held = self._open[self.where[name]].get_slice(piece.name)
         return piece.shape or tuple(held.get_shape()), held.get_dtype()
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is, or BF16 if it is in FP8."""
+        """Return a tensor as it is stored, or in BF16 if it is stored in FP8."""
         tensor = self._read(name)
         return dequantized(tensor, self._read(name + SCALE_SUFFIX)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
@@ -70,7 +70,7 @@ class WeightFiles:
 
 
 def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
-    """codes E4M3 [N, K], scales [ceil(N / 128), ceil(K / 128)] -> BF16 [N, K], multiplied in FP32."""
+    """Multiply codes E4M3 [N, K] with scales [ceil(N / 128), ceil(K / 128)] in FP32. Return BF16 [N, K]."""
     rows, columns = codes.shape
     each = scales.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
     return (codes.float() * each).bfloat16()
@@ -97,7 +97,7 @@ def check_scales(name: str, files: WeightFiles, key: str) -> None:
 
 
 def how_dequantized(names: Iterable[str], files: WeightFiles) -> str:
-    """Return what becomes of the values of these weights in FP8, in words."""
+    """Say how these weights in FP8 are read, and whether that rounds their values."""
     lossless = [files.loses_nothing(name) for name in names]
     text = f"{len(lossless)} weights of the model are in FP8, and both sides start from them in BF16: "
     if all(lossless):

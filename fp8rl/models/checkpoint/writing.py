@@ -26,8 +26,8 @@ from fp8rl.numerics.core.reading import check_path, open_regular, reason
 
 
 def open_tensors(file: Path, key: str) -> Any:
-    """Open a safetensors file, as `safe_open` does; messages speak of it as `key`. Raises UserError: it is missing, no
-    regular file, or not whole."""
+    """Open a safetensors file, as `safe_open` does; messages call the file `key`. Raises UserError if it is missing, no
+    regular file, or incomplete."""
     check_path(file, key)
     try:
         open_regular(file).close()  # at a pipe, that library would wait
@@ -41,13 +41,13 @@ INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 4 << 30
 
 Written = dict[str, tuple[str, int]]
-"""The file and the bytes of each tensor."""
+"""By tensor: the name of its file, and its size in bytes."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file whose bytes are a function of what is given.
+    """Write a safetensors file whose bytes depend only on the arguments.
 
-    safetensors writes the keys of the metadata in the order of a hash map, which is another one in every process.
+    The library itself writes the keys of metadata in the order of a hash map, which differs from process to process.
     """
     save_file(dict(tensors), path, dict(metadata))
     if len(metadata) < 2:
@@ -69,7 +69,7 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.ind
 
 
 def copy_beside_weights(source: Path, out: Path) -> None:
-    """Copy what a model's directory has beside its weights into one that is there; no hidden files."""
+    """Copy all files of a model's directory except weights and hidden files into an existing directory."""
     shutil.copytree(source, out, ignore=shutil.ignore_patterns(*WEIGHT_FILES, ".*"), dirs_exist_ok=True)
 
 
@@ -82,11 +82,11 @@ def write_directory(
 ) -> None:
     """Write the files of a model: what `describe` puts into the directory, and the tensors of all ranks.
 
-    All ranks take part. `path` appears whole or not at all, in place of what stood there.
-    tensors: (name, tensor) of this rank, no name on two ranks. describe: called on rank 0 alone. pieces: where tensors
-    are to stand; those that are parts of one are in `dtype`. Others stand under their names.
+    All ranks take part. `path` appears whole or not at all, and replaces what was there.
+    tensors: (name, tensor) of this rank, no name on two ranks. describe: called on rank 0 alone. pieces: by name, the
+    piece of the files that a tensor becomes; parts of a stacked tensor are in `dtype`. Other tensors keep their names.
 
-    Raises on all ranks what one of them raises.
+    An error on one rank is raised on all ranks.
     """
     partial = path.with_name(f".{path.name}.partial")
     first = rank() == 0
@@ -124,7 +124,7 @@ def _write(tensors: Iterable[tuple[str, Tensor]], partial: Path, stacks: Stacks)
 
 
 def _finish(partial: Path, path: Path, written: list[Written]) -> None:
-    """Give the files the names by which they are looked for, and publish."""
+    """Give the files the names that libraries expect, and publish the directory."""
     where: Written = {}
     for part in written:
         for name, (file, size) in part.items():  # ranks have written parts of the same
@@ -145,17 +145,17 @@ def _finish(partial: Path, path: Path, written: list[Written]) -> None:
 
 
 class Stacks:
-    """Tensors that several ranks write together, each its experts: files of their size, and the place of each part."""
+    """Stacked tensors of experts, which several ranks write together: each rank writes the parts of its experts."""
 
     def __init__(self, folder: Path, pieces: Mapping[str, Piece], dtype: torch.dtype) -> None:
         self._folder, self._pieces, self._dtype = folder, pieces, dtype
         self._shapes = {piece.name: piece.of for piece in pieces.values() if piece.of}
         self._files = {name: f"stacked-{number:05d}.safetensors" for number, name in enumerate(self._shapes)}
         self.written: Written = {}
-        """The file of each, and the bytes that this rank has written of it."""
+        """By stacked tensor: its file, and the number of bytes that this rank has written."""
 
     def allocate(self) -> None:
-        """Make the files, of zeros."""
+        """Make the files in their final size, with zeros in place of the tensors."""
         for name, file in self._files.items():
             with (self._folder / file).open("wb") as made:
                 header = self._header(name)
@@ -163,7 +163,7 @@ class Stacks:
                 made.truncate(made.tell() + self._bytes(name))
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Write the parts among these tensors to their places, and yield all others by the names of the files."""
+        """Write parts of stacked tensors to their places. Yield all other tensors, with their names in the files."""
         for name, tensor in tensors:
             piece = self._pieces.get(name, Piece(name))
             if piece.of:

@@ -1,7 +1,7 @@
-"""Families of ops: what the layers of decoders are put together from, and what this floor knows of each.
+"""Families of ops, of which the layers of decoders consist: sizes, tensors and costs of each family.
 
-A family is a part of a layer, such as attention. One file here has its tensors, its ops, what it caches, what it costs
-and how it is shared. The trainer has a file for it of the same name (`trainer.modules.families`), and so has the engine
+A family is a part of a layer, such as attention. One file here has its tensors, its ops, its cache, its cost and how
+ranks share it. The trainer has a file of the same name for it (`trainer.modules.families`), and so has the engine
 (`rollout.engine.plugin.families`). An architecture lists its families; no table lists them all.
 """
 
@@ -24,11 +24,11 @@ class Activations:
 
     bf16: float
     fp8: float
-    """What TransformerEngine's FP8 products change of it."""
+    """Bytes that TransformerEngine's FP8 products add; negative where they save bytes."""
     core: float = 0.0
-    """What of it recomputation of attention's core does not keep."""
+    """Bytes of `bf16` that are not kept if attention's core is recomputed."""
     gathered: float = 0.0
-    """Bytes beside it that context-parallel ranks gather in its backward."""
+    """Further bytes, which context-parallel ranks gather in the backward."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Widths:
     """Widths of weights that quantization blocks have to fill, by their keys in config.json."""
 
     whole: Mapping[str, int] = field(default_factory=dict)
-    """Those that every rank has whole."""
+    """The widths that every rank has whole."""
     split: Mapping[str, int] = field(default_factory=dict)
-    """Those that tensor-parallel ranks split."""
+    """The widths that tensor-parallel ranks split."""
 
 
 Ranks = Literal["context", "engine"]
@@ -52,37 +52,36 @@ class Family:
     name: str
     """The name of its file."""
     part: Part
-    """What it is in a layer: the tokens meet in attention, and each is by itself in an MLP."""
+    """The part of a layer: in attention tokens depend on each other, in an MLP each token is by itself."""
     kinds: tuple[tuple[str, ...], ...]
-    """Module kinds by which a quantization spec decides about its products. Those that one product reads fused stand
-    together: a spec names all of them or none."""
+    """Module kinds by which a quantization spec decides about the family's products. The kinds that one product fuses
+    share a tuple: a spec names all of them or none."""
     tensors: Callable[[ModelSizes, int], Iterator[TensorRow]]
-    """Rows of one layer, in the order of the forward, the norm before it among them."""
+    """The rows of one layer, in the order of the forward, with the norm before the family."""
     ops: Callable[[ModelSizes], tuple[Op, ...]]
-    """Ops of one layer."""
+    """The ops of one layer."""
     activations: Callable[[ModelSizes], Activations]
     widths: Callable[[ModelSizes], Widths] = lambda sizes: Widths()
     within: Callable[[ModelSizes, int], bool] = lambda sizes, layer: True
-    """True if a layer, counted from 0, has it."""
+    """True if a layer, counted from 0, has the family."""
     cached: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
-    """Elements that a token takes in the cache of one of so many tensor-parallel ranks of an engine, in one layer."""
+    """Number of elements of a token in the cache of one of an engine's tensor-parallel `ranks`, in one layer."""
     held: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
-    """Bytes that a request holds in one of so many tensor-parallel ranks of an engine, in one layer, however long it
-    is."""
+    """Bytes that a request holds, whatever its length, in one of an engine's tensor-parallel `ranks`, in one layer."""
     value: Callable[[ModelSizes], int] = lambda sizes: 0
-    """Width of a head's value in an engine's decode attention; 0: it attends to no keys."""
+    """Width of a head's value in an engine's decode attention; 0: the family attends to no keys."""
     scored: Callable[[ModelSizes], int] = lambda sizes: 0
-    """Multiplications of one query with one key and its value, in one layer."""
+    """Number of multiplications of one query with one key and its value, in one layer."""
     recurrent: Callable[[ModelSizes], int] = lambda sizes: 0
-    """FLOPs of a token that are no product of it with a weight, however long its sequence is, in one layer."""
+    """FLOPs of a token, without products with weights, that do not depend on the sequence's length, in one layer."""
     divided: Callable[[ModelSizes], Mapping[str, int]] = lambda sizes: {}
     """Numbers that tensor-parallel ranks have to divide, by their keys in config.json."""
     unshared: Callable[[ModelSizes], Mapping[Ranks, str]] = lambda sizes: {}
-    """Why ranks cannot share it, said of a model, for those that cannot."""
+    """By kind of ranks that cannot share the family: the reason, as a statement about the model."""
     kernels: tuple[tuple[int, int], str] | None = None
-    """The least compute capability of GPUs for its exact kernels, and why; None: that of all kernels."""
+    """The least compute capability of GPUs for the family's exact kernels, and why; None: the least of all kernels."""
     megatron: Callable[[], Any] | None = None
-    """Import its `trainer.modules.families.MegatronFamily`; None: it is FAMILY of the file there that has its name."""
+    """A function that imports the family's `trainer.modules.families.MegatronFamily`; None: its file there has it."""
 
 
 def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int) -> list[Family]:
@@ -92,15 +91,15 @@ def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int)
 
 @dataclass(frozen=True)
 class PartNames:
-    """The names of a part of a layer on both sides, which call its tensors alike but for what comes before."""
+    """The beginnings of the names of a layer's part on each side. The rest of a tensor's name is the same."""
 
     layer: int
     inside: str
-    """`model.layers.3.self_attn.`, in the checkpoint, and as a rule in the engine."""
+    """The beginning in the checkpoint, and as a rule in the engine, such as `model.layers.3.self_attn.`"""
     there: str
-    """`decoder.layers.3.self_attention.`, in Megatron."""
+    """The beginning in Megatron, such as `decoder.layers.3.self_attention.`"""
     served: str
-    """In the engine, where it has another name than in the checkpoint."""
+    """The beginning in the engine, if it is not that of the checkpoint."""
 
     @classmethod
     def of(cls, layer: int, inside: str, there: str, served: str | None = None) -> PartNames:
@@ -123,7 +122,7 @@ class PartNames:
         groups: int | None = None,
         **more: Any,
     ) -> TensorRow:
-        """The row of a product's weight. engine: the parameter that holds it, `name` by itself; split, fused,
+        """Return the row of a product's weight. engine: the parameter that holds it; None: `name`. split, fused,
         layout, groups: as in :class:`models.tensors.Location`."""
         return TensorRow(
             name=f"{self.inside}{name}.weight",
@@ -138,22 +137,22 @@ class PartNames:
         )
 
     def norm(self, name: str, size: int, *, op: str, megatron: str) -> TensorRow:
-        """The row of a norm's weight; megatron: its parameter, whole."""
+        """Return the row of a norm's weight. megatron: the whole name of its parameter."""
         row = norm(f"{self.inside}{name}.weight", size, op, self.layer, f"{self.there}{megatron}")
         return replace(row, engine=Location(f"{self.served}{name}.weight"))
 
 
 def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> TensorRow:
-    """The row of a norm's weight, which both sides hold whole."""
+    """Return the row of a norm's weight, which each rank of both sides has whole."""
     return TensorRow(name=name, shape=(size,), op=op, layer=layer, engine=Location(name), megatron=Location(megatron))
 
 
 def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:
-    """Attention with both norms of a layer and its residuals: with H hidden and D the mean width of a head's query and
-    value, 8H + 6D(heads + kv heads). An FP8 product keeps 1.03 bytes of an element of its input in place of 2, and the
-    output projection's input beside the attention's: less 0.97H, more 1.03D * heads.
+    """Return the activations of attention with both norms of a layer and its residuals: 8H + 6D(heads + kv heads), with
+    the hidden size H and D, the mean width of a head's query and value. An FP8 product keeps 1.03 bytes of an element
+    of its input in place of 2 (-0.97H), and the output projection's input is kept twice (+1.03D * heads).
 
-    Rotated queries and keys are computed again with the core. Context-parallel ranks gather keys, values, queries and
+    If the core is recomputed, so are rotated queries and keys. Context-parallel ranks gather keys, values, queries and
     the gradient of the result in BF16, and two numbers of each query in FP32."""
     head, rows = (sizes.head_dim + value_dim) / 2, sizes.head_dim * (sizes.heads + sizes.kv_heads)
     return Activations(
@@ -165,8 +164,8 @@ def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:
 
 
 def mlp_activations(sizes: ModelSizes, *mlps: tuple[int, int], experts: int = 0) -> Activations:
-    """MLPs of (how many a token takes, width): 4H + 6F each, of which FP8 products save 0.97(H + F), and 4 bytes for
-    each of `experts`."""
+    """Return the activations of MLPs: 4H + 6F each, of which FP8 products save 0.97(H + F), and 4 bytes for each of
+    `experts`. mlps: (number of such MLPs that a token takes, width F)."""
     hidden = sizes.hidden_size
     return Activations(
         bf16=4 * experts + sum(taken * (4 * hidden + 6 * width) for taken, width in mlps),

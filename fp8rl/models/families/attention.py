@@ -42,7 +42,7 @@ OPS = (
     Op("attention", ATTENTION, ("q", "k", "v"), ("x",), "self_attn.attn", "self_attention.core_attention"),
     O_PROJ,
 )
-"""With a norm for each head of queries and keys."""
+"""The ops of attention with a norm for each head of queries and keys."""
 
 
 def attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
@@ -96,7 +96,7 @@ def _activations(sizes: ModelSizes) -> Activations:
 
 
 def _widths(sizes: ModelSizes) -> Widths:
-    """One head, or the heads that lie together, are whole blocks: ranks share no group of heads."""
+    """Return the widths. A head, or a group of `joined` heads, must be whole blocks: ranks share no group of heads."""
     name = "head_dim" if sizes.joined == 1 else f"{sizes.joined} * head_dim"
     return Widths({name: sizes.joined * sizes.head_dim})
 

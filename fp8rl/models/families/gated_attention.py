@@ -1,7 +1,7 @@
-"""Grouped-query attention whose output is gated: a gate beside each query, channel by channel, through a sigmoid.
+"""Grouped-query attention whose output is gated: each channel is multiplied by the sigmoid of a gate of its own.
 
-`q_proj` has a head's query and then its gate. In the engine its modules and parameters stand in the layer itself, not
-in `self_attn`.
+`q_proj` has a head's query and then its gate. In the engine the family's modules and parameters are in the layer
+itself, not in `self_attn`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def gated_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
 
 
 def _activations(sizes: ModelSizes) -> Activations:
-    """The gates, and attention before them, beside all of attention."""
+    """Return the activations of plain attention, and those of the gates and of the result before the gates."""
     plain = attention.FAMILY.activations(sizes)
     return replace(plain, bf16=plain.bf16 + 4 * sizes.heads * sizes.head_dim)
 

@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule (`numerics.ops.gated_delta`): a state of constant size in place of a cache.
 
-A layer has one product into queries, keys, values and the gates z of its output, one into the gates a and b of its
-state, a short convolution over queries, keys and values, the rule, a norm with the gates z, and the projection out.
+A layer has a product into queries, keys, values and the gates z of its output; a product into the gates a and b of its
+state; a short convolution over queries, keys and values; the rule; a norm with the gates z; and the projection out.
 The product of a and b, the convolution, `A_log`, `dt_bias` and norms are never quantized; `A_log`, `dt_bias` and the
 norm with the gates are in FP32.
 """
@@ -21,9 +21,9 @@ from fp8rl.models.trace import ADD_NORM, EPS, LINEAR, Op, OpForm
 from fp8rl.numerics import ops
 
 IN_FP32: dict[str, Any] = {"served": torch.float32, "trained": torch.float32}
-"""Of the vectors of a layer, which checkpoints have in FP32 or in BF16: both sides hold them in FP32."""
+"""Arguments of the rows of a layer's vectors. Checkpoints have them in FP32 or BF16; both sides hold them in FP32."""
 STATE_BYTES, CONV_BYTES = 4, 2
-"""Bytes of a number in a request's states, and in the rows that its convolutions take."""
+"""Bytes of a number in a request's states, and in the rows that a request keeps for its convolutions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,17 @@ class GatedDelta:
     """The sizes of linear attention."""
 
     layers: Collection[int]
-    """Those that have it, counted from 0; the others have attention."""
+    """The layers with linear attention, counted from 0; all others have attention."""
     key_heads: int
-    """Heads of queries and keys, each of which serves equally many heads of values."""
+    """Number of heads of queries and keys. Each serves equally many heads of values."""
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
-    """Tokens that the convolution reads, the token itself among them."""
+    """Number of tokens that the convolution reads, with the token itself."""
     joined: bool
-    """The checkpoint joins queries, keys, values and z in one matrix, and b and a in another, head of keys by head of
-    keys (Qwen3-Next); else queries, keys and values are a matrix, and z, b and a one each (Qwen3.5)."""
+    """True: the checkpoint has a matrix for queries, keys, values and z, and a matrix for b and a, both ordered by key
+    heads (Qwen3-Next). False: it has a matrix for queries, keys and values, and one each for z, b and a (Qwen3.5)."""
 
     @property
     def keys(self) -> int:
@@ -60,17 +60,17 @@ class GatedDelta:
 
     @property
     def kind(self) -> str:
-        """The module kind of the product into queries, keys, values and z, the first of them."""
+        """The first module kind of the product into queries, keys, values and z."""
         return "in_proj_qkvz" if self.joined else "in_proj_qkv"
 
     @property
     def shares(self) -> int:
-        """Heads of values that share a key."""
+        """Number of heads of values that share a head of keys."""
         return self.value_heads // self.key_heads
 
     @property
     def state(self) -> int:
-        """Numbers in a request's state in one layer."""
+        """The number of elements of a request's state in one layer."""
         return self.value_heads * self.key_dim * self.value_dim
 
 
@@ -107,8 +107,8 @@ OPS = (
 
 
 def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
-    """Megatron holds the matrices of both products head of keys by head of keys, so that ranks take whole heads in a
-    row; checkpoints only where they join them."""
+    """Yield the rows of a layer. Megatron orders the matrices of both products by key heads, so that each rank takes
+    consecutive whole heads. Checkpoints have this order only if they are `joined`."""
     own, hidden = sizes.of(GatedDelta), sizes.hidden_size
     at, before = PartNames.of(layer, "linear_attn.", "self_attention."), f"model.layers.{layer}.input_layernorm.weight"
     parts = own.keys, own.keys, own.values
@@ -149,9 +149,10 @@ def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
 
 
 def _activations(sizes: ModelSizes) -> Activations:
-    """With H hidden, C channels and V the width of all values: both norms and residuals as in attention, 8H; the
-    products' results, 2(C + V) and those of the gates; the convolution's, 2C; decays and beta in FP32; the rule's and
-    the gated norm's, 4V. The recomputed core is all from the convolution to the gated norm's input."""
+    """Return the activations, with H hidden, C channels and V the width of all values: both norms and residuals as in
+    attention, 8H; the results of the products, 2(C + V) and the gates; of the convolution, 2C; decays and beta in FP32;
+    the results of the rule and of the gated norm, 4V. The recomputed core reaches from the convolution to the input of
+    the gated norm."""
     own = sizes.of(GatedDelta)
     core = 2 * own.channels + 8 * own.value_heads + 2 * own.values
     return Activations(
@@ -172,7 +173,7 @@ def _widths(sizes: ModelSizes) -> Widths:
 
 
 def _widths_apart(sizes: ModelSizes) -> Widths:
-    """Heads change places on the way to Megatron, with whole blocks alone."""
+    """Return the widths. Heads are reordered for Megatron, which only whole blocks allow."""
     own = sizes.of(GatedDelta)
     values = "linear_value_head_dim * linear_num_value_heads / linear_num_key_heads"
     return Widths({"linear_key_head_dim": own.key_dim, values: own.shares * own.value_dim})
@@ -184,7 +185,7 @@ def _held(sizes: ModelSizes, ranks: int) -> int:
 
 
 def _recurrent(sizes: ModelSizes) -> int:
-    """The decay, the key's and the query's sums with the state, and its correction; and the convolution's taps."""
+    """Return the FLOPs of the state's decay and correction, of the key's and query's sums with it, and of the taps."""
     own = sizes.of(GatedDelta)
     return 7 * own.state + 2 * own.taps * own.channels
 

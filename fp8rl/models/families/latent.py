@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, and keys with values, come from narrow rows."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), whose queries, keys and values come from narrow rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Latent:
     kv_rank: int
     """Width of the narrow rows of keys and values, which are cached."""
     rope_dim: int
-    """Width of the one rotated key that all heads share, cached beside them."""
+    """Width of the one rotated key that all heads share. It is cached together with the narrow row."""
     value_dim: int
     """Width of a head's value."""
 
@@ -99,7 +99,7 @@ def _activations(sizes: ModelSizes) -> Activations:
 
 
 def _widths(sizes: ModelSizes) -> Widths:
-    """The rows of kv_a_proj_with_mqa need not be whole blocks."""
+    """Return the widths, without the rows of kv_a_proj_with_mqa, which need not be whole blocks."""
     own, heads = sizes.of(Latent), sizes.heads
     return Widths(
         {"q_lora_rank": own.q_rank, "kv_lora_rank": own.kv_rank},

@@ -1,4 +1,4 @@
-"""MLPs with SwiGLU: a dense one in each layer, or routed experts, with those that every token takes beside them."""
+"""MLPs with SwiGLU: a dense MLP in each layer, or routed experts, perhaps with experts that every token takes."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ _WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "share
 
 
 def moe_ops(sizes: ModelSizes, shared: str = _SHARED) -> tuple[Op, ...]:
-    """Shared experts, then the choice of the routed ones, by softmax or by sigmoid, and their sum. shared: as of
-    `moe_tensors`."""
+    """Return the ops of shared experts, then of the choice of routed experts, by softmax or by sigmoid, and of their
+    sum. shared: as in `moe_tensors`."""
     logits, choice = (LINEAR, TOPK) if sizes.sigmoid_router is None else (ROUTER, SIGMOID_TOPK)
     return (
         _NORM,
@@ -74,7 +74,7 @@ def moe_ops(sizes: ModelSizes, shared: str = _SHARED) -> tuple[Op, ...]:
 
 
 def _shared_ops(at: str, gated: bool) -> Iterator[Op]:
-    """at: their place in the engine's layer."""
+    """Yield the ops of shared experts. at: the path of their module in the engine's layer."""
     there = f"mlp.{_SHARED}"
     yield Op("shared_gate_up", LINEAR, ("x",), ("shared",), f"{at}.gate_up_proj", f"{there}.linear_fc1")
     yield Op("shared_swiglu", SWIGLU, ("shared",), ("shared",), f"{at}.act_fn", f"{there}.linear_fc2")
@@ -94,7 +94,7 @@ def dense_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
 
 
 def _mlp(at: PartNames, hidden: int, width: int, ops: str = "") -> Iterator[TensorRow]:
-    """One MLP; ops: begins the names of its ops."""
+    """Yield the rows of one MLP. ops: the beginning of the names of its ops."""
     for name in ("gate_proj", "up_proj"):
         yield at.product(
             *(name, (width, hidden)),
@@ -110,8 +110,8 @@ def _mlp(at: PartNames, hidden: int, width: int, ops: str = "") -> Iterator[Tens
 def moe_tensors(
     sizes: ModelSizes, layer: int, experts: str = "experts", router: torch.dtype | None = None, shared: str = _SHARED
 ) -> Iterator[TensorRow]:
-    """Router and experts of a layer, shared ones too. experts, shared: their names in the checkpoint. router: dtype in
-    which the engine holds its weight; by itself FP32 if it takes sigmoids, else BF16."""
+    """Yield the rows of a layer's router, experts and shared experts. experts, shared: their names in the checkpoint.
+    router: the dtype in which the engine holds the router's weight; None: FP32 if it takes sigmoids, else BF16."""
     hidden, width, at = sizes.hidden_size, sizes.expert_size, PartNames.of(layer, "mlp.", "mlp.")
     served = router or (torch.float32 if sizes.sigmoid_router else torch.bfloat16)
     yield _post_norm(sizes, layer, "pre_mlp_layernorm.weight")

@@ -54,7 +54,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def _compiles() -> bool:
-    """A missing or broken C++ compiler, or a cache that cannot be written, costs speed and nothing else."""
+    """Return whether a small function compiles. Without a C++ compiler or a writable cache only speed is lost."""
     x = torch.arange(64.0)
     try:
         return torch.equal(torch.compile(_twice)(x), _twice(x))

@@ -1,8 +1,8 @@
 """The CUDA toolkit with which SGLang, DeepGEMM and TVM build kernels at run time.
 
 The compiler must be of the CUDA release that torch is built for: the headers of CCCL refuse another. A toolkit of the
-system that fits is taken as it is. Otherwise the compiler from NVIDIA's wheels is, which lies in another layout than
-those libraries look for (`lib` in place of `lib64`, and no `libcudart.so`), so a view of links stands before it.
+system that fits is taken as it is. Otherwise the compiler from NVIDIA's wheels is taken. Its directory has another
+layout than these libraries expect (`lib` in place of `lib64`, and no `libcudart.so`), so `view` makes one of links.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Toolkit:
     home: Path
     """The directory that has `bin/nvcc`."""
     release: str
-    """Of CUDA, such as 13.0."""
+    """The CUDA release, such as 13.0."""
     wheel: bool = False
-    """It came as a wheel, and is used through a view."""
+    """True if the compiler came as a wheel, and is used through a `view`."""
 
     @property
     def nvcc(self) -> Path:
@@ -43,9 +43,9 @@ class Toolkit:
 
 
 def use_toolkit() -> None:
-    """Name the toolkit that fits in this process's environment, for itself and for what it starts.
+    """Set CUDA_HOME to the toolkit that fits, for this process and its child processes.
 
-    Nothing changes where none fits: `fp8rl doctor` says so.
+    Nothing changes where no toolkit fits: `fp8rl doctor` says so.
     """
     if (toolkit := fitting(torch.version.cuda)) is not None:
         os.environ["CUDA_HOME"] = str(view(toolkit) if toolkit.wheel else toolkit.home)
@@ -57,7 +57,7 @@ def fitting(cuda: str | None) -> Toolkit | None:
 
 
 def other_compilers(cuda: str | None) -> str | None:
-    """Return the compilers that are installed where none is of a CUDA release, or `none`; None if one is."""
+    """Name the installed compilers, or `none`, if none of them is of this CUDA release. Return None if one is."""
     found = list(installed())
     if any(toolkit.release == cuda for toolkit in found):
         return None
@@ -76,9 +76,9 @@ def installed() -> Iterator[Toolkit]:
 
 
 def view(toolkit: Toolkit, parent: Path | None = None) -> Path:
-    """Make the layout of a system's toolkit out of links to a wheel's files, unless it is there; return it.
+    """Return a directory of links to a wheel's files, in the layout of a system's toolkit. Make it if it is missing.
 
-    parent: where it is kept, the user's cache if None. It stays: builds keep its path.
+    parent: the directory to make it in; None: the user's cache. It is never removed, because builds keep its path.
     """
     parent = parent or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8rl"
     place = parent / f"cuda-{toolkit.release}-{hashlib.sha256(str(toolkit.home).encode()).hexdigest()[:8]}"
@@ -101,7 +101,7 @@ def view(toolkit: Toolkit, parent: Path | None = None) -> Path:
 
 
 def _release(home: Path) -> str | None:
-    """Ask a toolkit's compiler for its release; None where there is none that starts, or no header beside it."""
+    """Ask a toolkit's compiler for its release. Return None if no compiler starts, or CUDA's headers are missing."""
     if not (home / "include" / "cuda_runtime.h").is_file():
         return None
     try:

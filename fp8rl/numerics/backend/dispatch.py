@@ -1,10 +1,10 @@
 """Ops with two implementations: a pure-torch definition, which is also the oracle, and a kernel.
 
 An op is a function marked with `op`. Calling it calls its definition or, once kernels are installed in the process, its
-kernel, which goes by the definition's name and has its signature. A process chooses once, at its start, by its device
-and the run's spec (`numerics.backend.implementation`). Kernels of our ops lie in `numerics.kernels`. A file of ops may
-say, as PROBES, how the start-up probe tries them (`numerics.probe`). A family of ops that is not ours registers
-its kernels, and appends its probes.
+kernel, which has the definition's name and signature. A process chooses once, at its start, by its device and the run's
+spec (`numerics.backend.implementation`). Kernels of our ops are in `numerics.kernels`. The constant PROBES of a file of
+ops says how the start-up probe tries them (`numerics.probe`). A user's family of ops registers its kernels
+(`register_kernel`), and appends its probes to USERS_PROBES.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kernels = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class AttentionProbe:
-    """Attention over one tensor of keys, which has the values in it: its ops, by where the keys lie."""
+    """A trial of ops for attention over one tensor that holds keys and values. There is an op for each layout."""
 
     name: str
     queries: tuple[int, ...]
@@ -29,13 +29,13 @@ class AttentionProbe:
     keys: tuple[int, ...]
     """Shape of a token's keys and values."""
     whole: Callable[..., Any]
-    """Over keys [B, T, ...], as `numerics.ops.attention`."""
+    """The op over keys [B, T, ...], like `numerics.ops.attention`."""
     packed: Callable[..., Any]
-    """Over rows end to end, as `numerics.ops.packed_attention`."""
+    """The op over rows end to end, like `numerics.ops.packed_attention`."""
     paged: Callable[..., Any]
-    """Over the slots of a cache, as `numerics.ops.paged_attention`."""
+    """The op over the slots of a cache, like `numerics.ops.paged_attention`."""
     tree: Callable[..., Any] | None = None
-    """Over the paths of a prefix tree, as `numerics.ops.tree_attention`, if there is such an op."""
+    """The op over the paths of a prefix tree, like `numerics.ops.tree_attention`; None: there is no such op."""
     values: int = 0
     """The leading numbers of a key that are its value, which the ops are given in place of values; 0: they take
     values."""
@@ -52,13 +52,13 @@ class Probes:
     """Trials of ops that only some models have."""
 
     rows: Callable[[Callable[..., Any], int], Mapping[str, Callable[[int], Any]]]
-    """Of a function that draws BF16 numbers [shape] and of a number of rows: by name, what gives an op's result for the
-    first so many of them."""
+    """A function of `random`, which draws BF16 numbers of a shape, and of a number of rows. It returns, by name of an
+    op, a function of n that gives the op's result for the first n rows."""
     attention: AttentionProbe | None = None
 
 
 OPS: dict[str, Callable[..., Any]] = {}
-"""The definitions by name, once their modules are imported."""
+"""The definitions of ops by name, once their modules are imported."""
 _kernels: Kernels | None = None
 _registered: dict[str, Callable[..., Any]] = {}
 USERS_PROBES: list[Probes] = []
@@ -86,7 +86,7 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
 
 
 def composed(definition: Callable[P, R]) -> Callable[P, R]:
-    """Mark the definition of an op that is made of other ops: it runs as it is where kernels run, too."""
+    """Mark the definition of an op that calls other ops: the definition runs also where kernels run."""
     register_kernel(definition)
     return op(definition)
 

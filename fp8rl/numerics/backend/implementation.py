@@ -21,9 +21,9 @@ Implementation = Literal["torch", "triton"]
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities, of an H100 and a B200."""
 FEWEST_CAPABILITY = (8, 9)
-"""Compute capability from which a GPU converts to FP8."""
+"""The least compute capability of a GPU that converts to FP8."""
 SMALL_CAPABILITY = (12, 0)
-"""GPUs from this capability on have less shared memory again (99 KiB) than a product's tile takes."""
+"""The compute capability from which on GPUs have less shared memory (99 KiB) than a product's tile takes."""
 _GROUP = 128
 # Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
 _GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
@@ -49,8 +49,8 @@ def capability_of(device: torch.device | str) -> tuple[int, int] | None:
 
 
 def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> Implementation:
-    """Return what `choose` takes on a device of this compute capability (None: a CPU): kernels if they know the
-    spec."""
+    """Return the implementation that `choose` takes on a device of this compute capability (None: a CPU): the kernels
+    if they support the spec."""
     if capability is None or not FEWEST_CAPABILITY <= capability < SMALL_CAPABILITY:
         return "torch"
     for name, granularity in _GRANULARITY.items():
@@ -78,7 +78,7 @@ def has_deepgemm() -> bool:
 
 
 def deepgemm_lacks(capability: tuple[int, int] | None, installed: bool) -> str | None:
-    """Name what DeepGEMM's products lack on a device of this compute capability (None: a CPU); None: nothing."""
+    """Name what DeepGEMM's products need and lack here, or return None. capability: the device's (None: a CPU)."""
     if capability is None or capability[0] != HOPPER[0]:  # on later GPUs DeepGEMM scales otherwise than our formula
         return "Hopper GPU (compute capability 9.0)"
     return None if installed else "DeepGEMM (the package sgl-deep-gemm)"

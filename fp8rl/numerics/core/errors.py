@@ -46,7 +46,7 @@ def shown(value: object, limit: int = 160) -> str:
 
 
 def listed(names: Iterable[object], between: str = ", ", limit: int = 400) -> str:
-    """Return names in a row, cut to `limit` characters."""
+    """Return names joined by `between`, cut to `limit` characters."""
     text = between.join(map(str, names))
     return text if len(text) <= limit else f"{text[:limit]}..."
 

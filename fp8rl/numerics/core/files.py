@@ -23,17 +23,17 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFullError(OSError):
-    """A file that found no room. The message says which, and what to do; the command line prints it alone."""
+    """A disk had no room for a file. The message names the file and the remedy; the command line prints it alone."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether a disk, or a limit of it, was full."""
+    """Return whether an error says that a disk, or a quota, is full."""
     return isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in _NO_ROOM)
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Check that a file or directory can be put at `path`, before the work that goes into it. Leaves nothing there.
-    Raises UserError: it cannot; the message speaks of it as `key`."""
+    """Check that a file or directory can be written at `path`, before the work for it begins. Leaves nothing there.
+    Raises UserError, which calls the path `key`, if it cannot."""
     check_path(path, key)
     path = path.absolute()
     above = next((parent for parent in path.parents if os.path.lexists(parent)), path)
@@ -47,8 +47,8 @@ def check_writable(path: Path, key: str) -> None:
 
 
 def check_page(path: Path, key: str) -> None:
-    """Refuse what no page can be written to, and a file that is no page, as `--page spec.yaml` would replace it. Raises
-    UserError: it is such a place; the message speaks of it as `key`."""
+    """Refuse a path that cannot be written, or at which there is a file other than a page: `--page spec.yaml` would
+    replace the spec. Raises UserError, which calls the path `key`."""
     check_writable(path, key)
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or path.suffix != ".html"):
         kind = "a link" if path.is_symlink() else "a directory" if path.is_dir() else "no page"
@@ -58,8 +58,8 @@ def check_page(path: Path, key: str) -> None:
 
 @contextmanager
 def writing(path: Path, key: str) -> Iterator[None]:
-    """Turn what keeps `path` from being written, other than a full disk, into a refusal that speaks of it as `key`.
-    Raises UserError: the place takes no such file or directory. DiskFullError: there is no room."""
+    """Turn an OSError of writing `path` inside the block into a message for the user. Raises DiskFullError if the disk
+    is full, else UserError, which calls the path `key`."""
     try:
         with room_for(path):
             yield
@@ -92,7 +92,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def append_line(path: Path, line: str) -> None:
     """Append a line, which is there whole or not at all, and flush it to disk.
 
-    What a power cut has left of the line before stays a line of its own.
+    An incomplete last line, left by a power cut, stays a line of its own.
     """
     with room_for(path), path.open("a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -103,7 +103,7 @@ def append_line(path: Path, line: str) -> None:
 def append_whole(file: FileIO, path: Path, data: bytes) -> None:
     """Append by one write to a file that is open unbuffered at `path`: a reader or a kill sees all of it or nothing.
 
-    What a disk has taken before it was full is taken back.
+    If the disk fills up, the part that was written is removed again.
     """
     with room_for(path):
         end = file.seek(0, os.SEEK_END)
@@ -115,7 +115,7 @@ def append_whole(file: FileIO, path: Path, data: bytes) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to fill inside the block. Afterwards it is at `path`, in place of what stood there, or nowhere."""
+    """Yield a directory to fill inside the block. Afterwards it replaces `path`; if the block fails, it is removed."""
     partial = path.with_name(f".{path.name}.partial")
     with room_for(path):
         shutil.rmtree(partial, ignore_errors=True)
@@ -130,8 +130,8 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Turn errors of a full disk into `DiskFullError`: the system's names neither the file nor a way out, and
-    safetensors' is no OSError."""
+    """Turn errors of a full disk into `DiskFullError`: the system's error names neither the file nor a remedy, and the
+    error of safetensors is no OSError."""
     try:
         yield
     except DiskFullError:
@@ -149,9 +149,9 @@ def room_for(path: Path) -> Iterator[None]:
 
 
 def publish_directory(partial: Path, path: Path) -> None:
-    """Flush a finished directory and rename it to `path`, in place of what stood there.
+    """Flush a finished directory and rename it to `path`, in place of what was there.
 
-    Its safetensors files, which that library lets nobody but their owner read, become as readable as the directory.
+    The safetensors library lets only the owner read its files. Here they become as readable as the directory.
     """
     readable = partial.stat().st_mode & 0o666
     for file in partial.rglob("*"):

@@ -75,7 +75,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def give_back() -> None:
     """Give freed memory back to the system: the C library's blocks, and torch's on the GPU, for other processes there.
 
-    By itself the C library keeps blocks up to the size of those that it has given back before.
+    By itself the C library keeps every block that is no larger than the largest block that it has given back.
     """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -89,12 +89,12 @@ def give_back() -> None:
 # Kernels, CUDA graphs and whoever fills parameters with something find memory behind each of them.
 
 ZEROS, NAN = 0x00, 0xFF
-"""Bytes that placeholders are filled with: zeros in every format, and NaN in every one that has it."""
+"""Bytes that placeholders are filled with: zeros in every format, and NaN in every format that has NaN."""
 
 
 @contextmanager
 def placeholders(fill: int) -> Iterator[None]:
-    """Let the parameters that modules get within the block share their memory, of bytes `fill` at its end."""
+    """Let all parameters that modules get within the block share memory. After the block all its bytes are `fill`."""
     shared = _Shared()
     hook = register_module_parameter_registration_hook(shared.take)
     try:
@@ -164,7 +164,7 @@ def batches_by_bytes(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[l
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, a tensor of the same shape; those of one dtype in one launch."""
+    """Copy each source into its target, a tensor of the same shape. Tensors of the same dtype take one launch."""
     groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.dtype == source.dtype and target.dtype.itemsize == 1:  # FP8 as bytes, which every torch copies

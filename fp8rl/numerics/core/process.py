@@ -1,6 +1,6 @@
-"""A process among the ranks of a trainer: collective actions on Python values; and limits of code within it.
+"""Collective actions of a trainer's ranks on Python values, and limits of time and memory for code in a process.
 
-A single process is alone in its actions.
+A process that is not one of several ranks acts alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def all_gathered(value: T) -> list[T]:
 def together(action: Callable[[], T]) -> list[T]:
     """Run `action` on each rank, and return all results in rank order.
 
-    Raises on all ranks what it raises on one, so that nobody waits for a rank that has failed.
+    If `action` raises on a rank, all ranks raise, so that no rank waits for one that has failed.
     """
     try:
         outcome: tuple[Any, Exception | None] = action(), None
@@ -77,7 +77,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(size: int) -> Iterator[None]:
-    """Raise MemoryError in the block where the process would take so many more bytes of addresses."""
+    """Raise MemoryError in the block if the process would take more than `size` further bytes of address space."""
     former, most = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (min(held + size, former % (1 << 64)), most))  # -1 is no limit

@@ -17,8 +17,8 @@ from fp8rl.numerics.core.errors import UserError, shown, user_error
 # Text that others wrote, as values: what would break a program further on is refused where it is read.
 
 DEEPEST = 100
-"""Lists and objects in one another. Python has a stack for a thousand calls, of which templates take some for each."""
-_TOO_DEEP = f"lists and objects in one another, more than {DEEPEST} deep"
+"""The deepest nesting of lists and objects. Python's stack has a thousand calls; templates take some for each level."""
+_TOO_DEEP = f"lists and objects nested more than {DEEPEST} deep"
 
 _MOST_DIGITS = 300
 
@@ -29,8 +29,8 @@ def parse_json(data: str | bytes, finite: bool = True) -> Any:
     finite: refuse Python's `NaN` and `Infinity`, which fp8rl itself writes in places.
 
     Raises:
-        ValueError: it is no JSON or no text, or has a number that no double reaches; it is nested more than `DEEPEST`
-            deep.
+        ValueError: the text is no JSON or no UTF-8, has a number beyond the range of a double, or is nested more than
+            `DEEPEST` deep.
     """
     text = data if isinstance(data, str) else data.decode("utf-8")
     try:
@@ -64,18 +64,18 @@ def _whole(text: str) -> int:
 T = TypeVar("T")
 RESTORE = "Restore the file."
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
-"""Bytes that Linux has for a name, and for a whole path."""
+"""The most bytes that Linux allows in a file's name, and in a whole path."""
 LARGEST = 4 << 30
-"""Bytes of a file that is read whole; a larger one would not leave room for what is made of it."""
+"""The most bytes of a file that is read whole. A larger file would leave no memory for the values made of it."""
 MOST_FILES = 100_000
-"""Files of a directory that is looked through."""
+"""The most files of a directory that is looked through."""
 _PIECE = 64 << 20
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 def check_path(path: str | Path, key: str) -> None:
-    """Refuse what no file can be called: text with a NUL, that is not UTF-8 or too long. Raises UserError: it is such
-    text; the message speaks of it as `key`."""
+    """Refuse a text that cannot be a path: it has a NUL, is not UTF-8 or is too long. Raises UserError, which calls
+    the text `key`."""
     text = str(path)
     encoded = text.encode("utf-8", "surrogateescape")
     if "\0" in text:
@@ -99,10 +99,10 @@ def at_home(text: str) -> str:
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file to read. A pipe or a device might never give or never end what it has.
+    """Open a regular file to read. A pipe or a device is refused, because reading it might never end.
 
     Raises:
-        OSError: it is missing, something else, or may not be read.
+        OSError: the file is missing, not regular, or may not be read.
         ValueError: the path has a NUL.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else a pipe waits here for a writer
@@ -114,8 +114,8 @@ def open_regular(path: Path) -> FileIO:
 
 
 def check_file(path: Path, key: str, expected: str) -> None:
-    """Refuse what is not a regular file that can be read, before a library opens it and waits. Raises UserError: it is
-    another thing; the message speaks of it as `key`."""
+    """Refuse a path that is no readable regular file, before a library opens it and waits. Raises UserError, which
+    calls the path `key`."""
     check_path(path, key)
     try:
         if path.is_dir():
@@ -127,14 +127,17 @@ def check_file(path: Path, key: str, expected: str) -> None:
 
 def check_regular(directory: Path, key: str) -> None:
     """Refuse a directory with a pipe, a device or a socket in it, which a library would open and wait at, or with more
-    files than a model or a data set has. Raises UserError: it is one of these; the message speaks of the directory as
-    `key`."""
+    files than a model or a data set has.
+
+    Raises:
+        UserError: it is such a directory; the message calls it `key`.
+    """
     count = 0
     for folder, _, names in os.walk(directory):
         count += len(names)
         if count > MOST_FILES:
             found = f"{directory} with more than {MOST_FILES} files"
-            raise user_error(key, found=found, expected="a directory of fewer", remedy="Correct the path.")
+            raise user_error(key, found=found, expected="a directory with fewer files", remedy="Correct the path.")
         for name in sorted(names):
             file = Path(folder, name)
             try:
@@ -146,8 +149,8 @@ def check_regular(directory: Path, key: str) -> None:
 
 
 def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE, largest: int = LARGEST) -> bytes:
-    """Return the contents of a file; messages speak of it as `key`. Raises UserError: it is missing, no regular file,
-    of more than `largest` bytes, or may not be read."""
+    """Return the contents of a file; messages call it `key`. Raises UserError if the file is missing, not regular,
+    larger than `largest` bytes, or may not be read."""
     check_path(path, key)
     try:
         with open_regular(path) as file:
@@ -159,12 +162,12 @@ def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE, large
         raise user_error(key, found=f"{path}: {reason(error)}", expected=expected, remedy=remedy) from error
     if not room:
         found = f"{path}: more than {largest} bytes"
-        raise user_error(key, found=found, expected=f"{expected} of at most so many bytes", remedy=remedy)
+        raise user_error(key, found=found, expected=f"{expected} of at most that many bytes", remedy=remedy)
     return b"".join(pieces)
 
 
 def read_text(path: Path, key: str, expected: str, remedy: str = RESTORE, largest: int = LARGEST) -> str:
-    """Return the text of a UTF-8 file. Raises `UserError` as `read_bytes` does, and for other bytes."""
+    """Return the text of a UTF-8 file. Raises `UserError` as `read_bytes` does, and if the bytes are not UTF-8."""
     data = read_bytes(path, key, expected, remedy, largest)
     try:
         return data.decode("utf-8")
@@ -174,7 +177,7 @@ def read_text(path: Path, key: str, expected: str, remedy: str = RESTORE, larges
 
 
 def read_json(path: Path, key: str, expected: str, remedy: str = RESTORE) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises `UserError` as `read_text` does, and for anything but an object."""
+    """Return the object in a JSON file. Raises `UserError` as `read_text` does, and if the text is no JSON object."""
     text = read_text(path, key, expected, remedy)
     try:
         value = parse_json(text, finite=False)
@@ -210,10 +213,10 @@ class BadLine:
 def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tuple[list[T], list[BadLine]]:
     """Return `parse` of each line of a JSON lines file, in order, and the lines that it refuses.
 
-    None of both if the file is missing. A torn last line, left by a power cut, is ignored.
+    Both lists are empty if the file is missing. An incomplete last line, left by a power cut, is ignored.
 
     Raises:
-        UserError: it is no file, or may not be read.
+        UserError: `path` is no file, or may not be read.
     """
     check_path(path, key)
     if not os.path.exists(path):

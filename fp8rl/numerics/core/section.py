@@ -23,7 +23,7 @@ RELATIVE = (
 
 
 def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str) -> T:
-    """Return `validate` (of pydantic) of the values in a file. Raises UserError: naming the first key that is wrong."""
+    """Validate the values of a file by pydantic's `validate`. Raises UserError, which names the first wrong key."""
     try:
         return validate(values)
     except ValidationError as error:
@@ -43,7 +43,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     shorthand: ClassVar[str] = ""
-    """The key that a value alone stands for, in a section that need not be written as a mapping."""
+    """The key whose value may be written in place of the whole section; empty: the section must be a mapping."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,5 +1,5 @@
-"""Sums, products and casts inside kernels: orders that Triton leaves to its layouts, roundings that its interpreter
-gets wrong."""
+"""Sums, products and casts inside kernels, where Triton leaves the order to its layouts, or its interpreter rounds
+wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dot(a, b, total):
 
 @triton.jit
 def cast(x, DTYPE: tl.constexpr):
-    """FP32 x in DTYPE, BF16 or FP32, to nearest even."""
+    """Round FP32 x to DTYPE, BF16 or FP32, to nearest even."""
     if _INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
@@ -94,7 +94,7 @@ def scale_from_amax(amax, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.cons
 
 @triton.jit
 def inverse(scale, POW2: tl.constexpr):
-    """1 / scale by IEEE division, or of a power of two by its exponent; that of 2^127 has no leading bit."""
+    """1 / scale by IEEE division, or for a power of two by its exponent. 1 / 2^127 is subnormal."""
     if POW2:
         return tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x400000).to(tl.float32, bitcast=True)
     else:
@@ -103,7 +103,7 @@ def inverse(scale, POW2: tl.constexpr):
 
 @triton.jit
 def encode(y, E5M2: tl.constexpr):
-    """FP32 y in FP8: to nearest even, saturating, NaN kept."""
+    """Round FP32 y to FP8: to nearest even, saturating, NaN kept."""
     if _IN_INTERPRETER:
         return _encode_in_integers(y, E5M2)
     else:
@@ -130,9 +130,9 @@ def _encode_in_integers(y, E5M2: tl.constexpr):
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x [..., C] itself where the C numbers of a row lie side by side, else a copy.
+    """Return x [..., C] itself if the C numbers of a row are contiguous, else a copy.
 
-    Others reach an op as gradients: that of a sum is one number with strides of 0.
+    Rows that are not contiguous reach an op as gradients: the gradient of a sum is one number with strides of 0.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 

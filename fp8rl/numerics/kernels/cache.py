@@ -1,9 +1,9 @@
 """Triton's cache of compiled kernels: what a process needs of it, and how it is filled before anything launches.
 
-Triton compiles a kernel once for each variant of its arguments, when it is first launched. Beside its cache lies a list
-of the variants that processes needed (`watch`). Worker processes compile such a list into the cache, all at once, on a
-machine that need not have a GPU (`compile_all`): what a variant is depends on the code and on Triton, and not on the
-GPU. Processes that need a missing kernel at once do not compile it twice, and each says what it compiles.
+Triton compiles a kernel once for each variant of its arguments, when it is first launched. A list in the cache's folder
+has the variants that processes needed (`watch`). Worker processes compile such a list into the cache, all at once, on a
+machine that need not have a GPU (`compile_all`): a variant depends on the code and on Triton, and not on the GPU.
+Processes that need a missing kernel at the same time do not compile it twice, and each says what it compiles.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _LOCKS = "fp8rl.locks"
 
 
 def directory() -> Path:
-    """Return the folder: TRITON_CACHE_DIR, or the user's."""
+    """Return the folder of the cache: TRITON_CACHE_DIR, or the user's."""
     return Path(triton.knobs.cache.dir)
 
 
 def relocate() -> None:
-    """Put a cache in order that was moved: Triton writes whole paths into the lists of a kernel's files."""
+    """Repair a cache that was moved: Triton writes whole paths into the lists of a kernel's files."""
     for group in directory().glob("*/__grp__*.json"):
         named = json.loads(group.read_text())["child_paths"]
         here = {name: str(group.parent / name) for name in named}
@@ -53,8 +53,8 @@ def relocate() -> None:
 
 
 def watch() -> None:
-    """Have this process list the kernels that it needs, wait while another one compiles one of them, and say what it
-    compiles itself."""
+    """Have this process list the kernels that it needs, wait while another process compiles one of these kernels, and
+    say which kernels it compiles itself."""
     if any(hook is not None for hook in (triton.knobs.runtime.jit_cache_hook, triton.knobs.compilation.listener)):
         return  # somebody watches already
     relocate()
@@ -109,7 +109,7 @@ _OURS = "fp8rl.numerics.kernels."
 
 @dataclass(frozen=True)
 class NoDevice:
-    """What Triton asks a driver for before it launches: a GPU of an architecture that is not there."""
+    """A driver that answers Triton's questions before a launch for a GPU which this machine does not have."""
 
     capability: tuple[int, int] = (9, 0)
 
@@ -125,7 +125,7 @@ class NoDevice:
 
 @contextlib.contextmanager
 def no_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """Inside, Triton compiles for a GPU of this compute capability, and finds none to launch on."""
+    """Let Triton compile inside the block for a GPU of this compute capability. It finds no GPU to launch on."""
     driver.set_active(NoDevice(capability))
     try:
         yield
@@ -138,7 +138,7 @@ class Variant:
     kernel: str
     """`module:function`"""
     data: str
-    """JSON: Triton's description of it, as far as it is needed (`described`)."""
+    """JSON: Triton's description of the variant, as far as it is needed (`described`)."""
 
     @property
     def name(self) -> str:
@@ -159,7 +159,7 @@ def described(kernel: str, data: str) -> Variant:
 
 
 def read_list(path: Path) -> list[Variant]:
-    """Read the variants of a list. Raises UserError: it is no list of our kernels."""
+    """Read the variants of a list. Raises UserError if the file is no list of our kernels."""
     found = []
     try:
         for line in path.read_text().splitlines():
@@ -176,20 +176,20 @@ def read_list(path: Path) -> list[Variant]:
 
 @dataclass
 class Compiled:
-    """The variants that were compiled, and those that the cache had."""
+    """The variants that were compiled, and the number of variants that the cache had."""
 
     compiled: list[str] = field(default_factory=list)
-    """Names of those that the cache lacked."""
+    """Names of the variants that the cache lacked."""
     cached: int = 0
-    """Those that it had."""
+    """Number of variants that the cache had."""
 
 
 def compile_all(
     variants: Iterable[Variant], capability: tuple[int, int], processes: int, say: Callable[[str], object]
 ) -> Compiled:
-    """Compile what the cache lacks of these for GPUs of a compute capability, in as many processes.
+    """Compile the variants that the cache lacks for GPUs of a compute capability, in `processes` processes.
 
-    say: told what is being compiled.
+    say: is told which variant is being compiled.
 
     Raises:
         UserError: a kernel of the list is no longer there, or has other arguments.
@@ -218,7 +218,7 @@ _seconds: list[float | None] = []
 
 
 def _begin(capability: tuple[int, int]) -> None:
-    """Prepare a worker: it has no other device for as long as it lives."""
+    """Prepare a worker process: until it ends it compiles for a GPU of this capability."""
     from fp8rl.numerics.kernels import kernels  # noqa: F401, it settles their keys
 
     def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
@@ -229,7 +229,7 @@ def _begin(capability: tuple[int, int]) -> None:
 
 
 def _compile(variant: Variant, capability: tuple[int, int]) -> float | None:
-    """Return the seconds that it took; None: the cache had it."""
+    """Compile a variant. Return the seconds that it took; None: the cache had the variant."""
     _seconds.clear()
     kernel = pkgutil.resolve_name(variant.kernel)
     target = NoDevice(capability).get_current_target().__dict__

@@ -1,7 +1,7 @@
 """The draw of a token: `numerics.ops.draw` in one pass over the logits, with no noise in memory.
 
-A program takes a block of one row's vocabulary to its best token; the blocks' best are compared by torch. A maximum has
-no order of reduction, so the cut into blocks changes no token.
+A program finds the best token in a block of one row's vocabulary, and torch compares the best tokens of the blocks. A
+maximum has no order of reduction, so the cut into blocks changes no token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEGREE = tl.constexpr(len(EXP2) - 1)
 
 
 def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """Return FP32 [B], the lowest logit of each row of logits [B, V] that stays."""
+    """Return FP32 [B], the lowest logit of each row of logits [B, V] that truncation keeps."""
     logits = dense_rows(logits)
     floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
@@ -93,14 +93,14 @@ def _floors_kernel(
 
 @triton.jit
 def _logits(logits_ptr, index, vocabulary):
-    """FP32; -inf in place of a NaN and behind the vocabulary's end."""
+    """Load logits in FP32, with -inf in place of a NaN and behind the vocabulary's end."""
     x = tl.load(logits_ptr + index, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
 def _key(x):
-    """int64 in the order of FP32 numbers that are no NaN; both zeros have one."""
+    """Map FP32 numbers that are no NaN to int64 numbers in the same order. Both zeros have the same number."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 

@@ -1,8 +1,8 @@
 """The gated delta rule and its gates: `numerics.ops.gated_delta`. Gradients are those of the definitions, in torch.
 
 A program has some values of a head's state in registers, and goes through a sequence token by token. Sums over keys are
-added in the order of a layout; all callers launch one compiled kernel, so that it is the same for all: of tensors that
-are contiguous, with no number specialized.
+added in the order of a layout of Triton's. The order is the same for all callers, because they launch one compiled
+kernel: tensors are contiguous, and no number is specialized.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def paged_gated_delta_rule(
     lengths: Tensor,
     begun: Tensor,
 ) -> Tensor:
-    """`numerics.ops.paged_gated_delta_rule`. Raises ValueError: a state does not lie in one piece in the cache."""
+    """`numerics.ops.paged_gated_delta_rule`. Raises ValueError if a state of the cache is not contiguous."""
     heads, keys, values = v.shape[1], k.shape[2], v.shape[2]
     if cache.stride()[1:] != (keys * values, values, 1):
         raise ValueError(f"found states with the strides {cache.stride()}, expected each in one piece [heads, K, V]")

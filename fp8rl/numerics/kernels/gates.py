@@ -1,4 +1,4 @@
-"""Gates: `numerics.ops.gates`, SwiGLU also quantized on the way out. Gradients of the others are those of the
+"""Gates: `numerics.ops.gates`. SwiGLU can also quantize its result. The other gates have the gradients of their
 definitions, in torch."""
 
 from __future__ import annotations

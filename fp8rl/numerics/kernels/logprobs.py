@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens: `numerics.ops.token_logprobs` in one pass over the logits, no softmax in memory.
 
 The vocabulary is read in blocks, in order, with the online softmax (Milakov and Gimelshein 2018): lane i of the sums
-adds what lies at i in each block, and the lanes are added in pairs at the end. That order is the same for every number
-of rows, dtype and alignment of the logits. Logits are multiplied by 1 / temperature, one division for a row, where the
-definition divides each: for a temperature of 1 these are the same numbers, else they differ by a rounding.
+adds element i of each block, and the lanes are added in pairs at the end. This order is the same for every number of
+rows, dtype and alignment of the logits. Logits are multiplied by 1 / temperature, one division for a row, where the
+definition divides each logit. With a temperature of 1 the numbers are the same, otherwise they differ by a rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPTIONS = {"BLOCK": _BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
-    logits BF16 or FP32 [..., V], tokens int64 [...], temperature a number or FP32 [...], one of each row. Returns FP32
+    logits BF16 or FP32 [..., V], tokens int64 [...], temperature a number or FP32 [...], one for each row. Returns FP32
     [...] twice, both with gradient. A token outside the vocabulary has log-probability NaN.
     """
     # Batch, sequence and vocabulary with whatever strides; a copy only of more axes.
@@ -132,7 +132,7 @@ def _backward_kernel(
 
 @triton.jit
 def _inverse(temperature, row, EACH: tl.constexpr):
-    """1 / temperature of this row, by IEEE division. EACH: `temperature` points to one of each row."""
+    """1 / temperature of this row, by IEEE division. EACH: `temperature` points to one number for each row."""
     return tl.div_rn(1.0, tl.load(temperature + row) if EACH else temperature)
 
 

@@ -1,6 +1,6 @@
-"""RMSNorm: `numerics.ops.norm`, alone, after a residual add, and quantized on the way out.
+"""RMSNorm: `numerics.ops.norm`, alone, after a residual add, and with a quantized result.
 
-A row's sum of squares has one order in every variant, so that the fused ones give the bits of the plain one.
+A row's sum of squares has the same order in every variant, so that fused variants give the bits of the plain norm.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A tensor that a later product sums along its rows (the tokens, for weight gradients) is quantized along them as well,
 from the same load, and stored transposed: Hopper's FP8 products read both operands along the axis of the sum. Scales of
-neighbouring rows lie side by side (`scale_inv.stride(-2) == 1`), as those products load them.
+neighbouring rows are contiguous (`scale_inv.stride(-2) == 1`), as these products load them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def supports(spec: TensorSpec) -> bool:
 
 
 def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """`numerics.quantize.quantize`. Raises UserError: another granularity, group, scale or rounding than these kernels
-    have a form for."""
+    """`numerics.quantize.quantize`. Raises UserError for a granularity, group, scale or rounding that these kernels do
+    not support."""
     definitions.check_quantizable(x, spec)
     _check_supported(spec)
     return quantize_blocks(x, spec, out) if spec.granularity == "block" else quantize_rows(x, spec, out)
@@ -79,8 +79,8 @@ def quantize_rows(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = Non
 def quantize_columns(x: Tensor, spec: TensorSpec, tiles: Tiles | None = None) -> QuantizedTensor:
     """Quantize x [T, K] in groups of 128 along T, transposed -> codes [K, T'], scales [K, T' / 128].
 
-    T' is T in whole groups, filled up with zeros. tiles: of grouped rows, where groups begin anew in each expert: group
-    i holds the rows of tile i.
+    T' is T in whole groups, filled up with zeros. tiles: the tiles of rows that are sorted by expert. Groups then begin
+    anew in each expert, and group i holds the rows of tile i.
     """
     columns = _empty_columns(x, spec, tiles)
     _quantize_two_ways(x, None, columns, tiles)

@@ -82,7 +82,7 @@ def rope_heads(
 
 
 def _shape(dim: int, rotary_dim: int, pairs: bool) -> dict[str, Any]:
-    """Return the constants that both kernels have."""
+    """Return the constants that both kernels take."""
     half = rotary_dim // 2
     block = {"HALF": half, "REST": dim - rotary_dim, "BLOCK": triton.next_power_of_2(half), "HEADS": _HEADS}
     return block | {"PAIRS": pairs, "num_warps": 4, "enable_fp_fusion": False}
@@ -157,7 +157,7 @@ def _norm_and_rotate(
     at, to, kept, exists, weight_ptr, eps, cos, sin, NORM: tl.constexpr, STORE: tl.constexpr, GROUPS: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """`_rotate_heads`, of norms if NORM; the sum of a head's squares is that of `rms_norm`."""
+    """Run `_rotate_heads`, on normed heads if NORM. A head's squares are added in the order of `rms_norm`."""
     inverse_rms = cos
     if NORM:
         DIM: tl.constexpr = 2 * HALF + REST

@@ -136,8 +136,8 @@ class _RouteSigmoid(torch.autograd.Function):
 
 
 def _room(logits: Tensor, top_k: int, given: Tensor | None, ids: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allocate probabilities and, where they are not given, experts. A kernel that chooses writes all k of a token; of
-    experts that are given, some may be the same."""
+    """Allocate probabilities and, if experts are not given, experts. A kernel that chooses writes all k experts of a
+    token; given experts may occur twice in a token."""
     allocate = torch.empty if given is None else torch.zeros
     probs = allocate(len(logits), top_k, dtype=torch.float32, device=logits.device)
     return probs, torch.empty(probs.shape, dtype=ids, device=logits.device) if given is None else given
@@ -268,7 +268,7 @@ def _kept(probs, bias_ptr, expert, experts, GROUPS: tl.constexpr, KEPT: tl.const
 
 @triton.jit
 def _choose(order, chosen_ptr, real, expert, experts, TOP_K: tl.constexpr, GIVEN: tl.constexpr):
-    """The experts of each token [TOKENS, EXPERTS]: those that are given, or the first ones in order."""
+    """The experts of each token, bool [TOKENS, EXPERTS]: the given experts, or the first TOP_K in order."""
     chosen = tl.zeros(order.shape, tl.int1)
     for index in range(TOP_K):
         if GIVEN:
@@ -281,7 +281,7 @@ def _choose(order, chosen_ptr, real, expert, experts, TOP_K: tl.constexpr, GIVEN
 
 @triton.jit
 def _store(probs, chosen, probs_ptr, chosen_ptr, real, expert, GIVEN: tl.constexpr):
-    """The probabilities of the chosen experts, and if they were not given, these, in ascending order."""
+    """Store the probabilities of the chosen experts, and the experts unless they were given, in ascending order."""
     rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
     tl.store(probs_ptr + rank, probs, mask=chosen & real)
     if not GIVEN:
@@ -290,14 +290,13 @@ def _store(probs, chosen, probs_ptr, chosen_ptr, real, expert, GIVEN: tl.constex
 
 @triton.jit
 def _order(probs, expert, experts):
-    """The scores that rank experts: NaN before everything, as torch sorts it, places behind the last expert at the
-    end."""
+    """The scores that rank experts: NaN comes first, as torch sorts it, and places behind the last expert come last."""
     return tl.where(expert < experts, tl.where(probs == probs, probs, float("inf")), float("-inf"))
 
 
 @triton.jit
 def _take_best(order, expert, experts):
-    """The first of the highest [TOKENS, 1], and the order without it."""
+    """The first expert of the highest score [TOKENS, 1], and the scores without this expert."""
     highest = tl.max(order, 1, keep_dims=True)
     best = tl.min(tl.where(order == highest, expert, experts), 1, keep_dims=True)
     return best, tl.where(expert == best, float("-inf"), order)

@@ -2,7 +2,7 @@
 
 For queries a tree's tokens are the slots of a paged cache, and the path of a row is its table: the forward and the
 gradient of queries read keys from slots, in the splits and chunks of the path. For keys the queries are an interval:
-those of a tile of keys lie between the first of them and the largest end, where query q sees key k if k <= q < end[k].
+the queries of a tile of keys are between its first key and its largest end, and query q sees key k if k <= q < end[k].
 The gradient of a token is added up over the rows that share it in the order of this interval, by one program, in FP32.
 """
 
@@ -21,8 +21,8 @@ _BLOCK = 1024
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: float) -> Tensor:
-    """`numerics.ops.tree_attention`, without a wait for the device (`forward.packed_attention`). Raises UserError: as
-    of `forward.attention`."""
+    """`numerics.ops.tree_attention`, without a wait for the device (`forward.packed_attention`). Raises UserError as
+    `forward.attention` does."""
     check(q, k, v)
     rows = (dense_rows(x)[None] for x in (q, k, v))
     return Attention.apply(*rows, torch.arange(len(q), device=q.device)[None], scale, None, tree)[0]

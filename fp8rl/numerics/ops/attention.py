@@ -32,18 +32,18 @@ class TokenTree:
     """The places of the T tokens of a prefix tree (`trees`) in the layout, for its B rows in lexicographic order."""
 
     new: Tensor
-    """int64 [B], the tokens of each row that are laid for it, 0 or more, T together."""
+    """int64 [B], the number of tokens that each row adds to the layout, 0 or more; their sum is T."""
     lengths: Tensor
-    """int64 [B], all tokens of each row."""
+    """int64 [B], the number of all tokens of each row."""
     table: Tensor
-    """int32 [B, longest], the path of each row: its token at each position; stale behind its length. In 32 bits, since
-    kernels would spill slots of 64."""
+    """int32 [B, longest], the path of each row: its token at each position. Entries behind the row's length are stale.
+    In 32 bits, since kernels would spill slots of 64."""
     end: Tensor
-    """int64 [T], the token behind the last one whose path each token is on."""
+    """int64 [T], for each token the place after its last descendant (`trees`)."""
     flat: Tensor
-    """int64 [sum of lengths], the paths end to end: the tokens of rows that share nothing."""
+    """int64 [sum of lengths], the paths of all rows, end to end."""
     first: Tensor
-    """int64 [T], the first place of each token in `flat`."""
+    """int64 [T], the index in `flat` at which each token occurs first."""
 
     def to(self, device: torch.device | str) -> TokenTree:
         """Return the same tree with its tensors on `device`."""
@@ -52,7 +52,7 @@ class TokenTree:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
-    """Queries, the keys and values that they attend to, and where they stand."""
+    """Queries, the keys and values that they attend to, and the positions of both."""
 
     q: Tensor
     """[B, Q, heads, D]."""
@@ -61,14 +61,14 @@ class AttentionInputs:
     v: Tensor
     """[B, T, kv heads, E]."""
     positions: Tensor
-    """int64 [B, Q], of the queries."""
+    """int64 [B, Q], the positions of the queries."""
     scale: float
     lengths: Tensor | None = None
-    """int64, of sequences that lie end to end in a batch of one, whose queries and keys are the same tokens; None: each
-    row is a sequence. The torch definitions know the latter alone."""
+    """int64, the lengths of sequences that are end to end in a batch of one, whose queries and keys are the same
+    tokens. None, the only value that the torch definitions accept: each row is a sequence."""
     tree: TokenTree | None = None
-    """Of the tokens that are queries and keys of a batch of one; positions are then their places in its layout. The
-    torch definitions know no tree."""
+    """The tree of the tokens, which are queries and keys of a batch of one; `positions` are then their places in the
+    tree's layout. The torch definitions accept no tree."""
 
 
 @op
@@ -92,13 +92,13 @@ def paged_attention(
     lengths: Tensor,
     scale: float,
 ) -> Tensor:
-    """`attention` of the newest tokens of some sequences over keys that lie in the slots of a cache, bit for bit.
+    """Compute `attention` of the newest tokens of some sequences over keys in the slots of a cache, bit for bit.
 
     q [tokens, heads, D] holds the new tokens of every sequence, end to end; k_cache [slots, kv heads, D] and v_cache
     [slots, kv heads, E] hold their keys and values too, in q's dtype or in codes (`numerics.kv`). Key t of sequence b
-    is in slot table[requests[b], t]; table int [rows, max], requests int [B]. new int [B] counts new tokens, 0 or more,
-    lengths int [B] all of them: new token i of sequence b stands at position lengths[b] - new[b] + i; None: every
-    sequence has one. Returns [tokens, heads, E], zeros for tokens of no sequence or without keys.
+    is in slot table[requests[b], t]; table int [rows, max], requests int [B]. new int [B] counts each sequence's new
+    tokens, 0 or more (None: 1 each), and lengths int [B] all of its tokens: new token i of sequence b has position
+    lengths[b] - new[b] + i. Returns [tokens, heads, E], zeros for tokens of no sequence or without keys.
     """
     new = torch.ones_like(lengths) if new is None else new
     out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
@@ -111,10 +111,10 @@ def paged_attention(
 
 @op
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """`attention` of sequences that lie end to end, each over its own keys, bit for bit.
+    """Compute `attention` of sequences that are end to end, each over its own keys, bit for bit.
 
-    q [T, heads, D]; k [T, kv heads, D], v [T, kv heads, E]; lengths int64 [B], 1 or more each, T together. Returns
-    [T, heads, E]. The gradients are those of sequences of similar length that are padded with zeros.
+    q [T, heads, D]; k [T, kv heads, D], v [T, kv heads, E]; lengths int64 [B], 1 or more each, with the sum T. Returns
+    [T, heads, E]. The gradients are computed from sequences of similar length, padded with zeros.
     """
     starts = lengths.cumsum(0) - lengths
     order, real = [], []
@@ -173,8 +173,8 @@ def attention_dq(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumex
 def attention_dkv(dout: Tensor, inputs: AttentionInputs, logsumexp: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of keys and values from all queries. delta: as `attention_dq` gives it.
 
-    The keys may be a run of a sequence's keys. Positions are counted from the first of them: negative of a query that
-    sees none.
+    The keys may be a consecutive part of a sequence's keys. Positions are counted from the first key of the part; a
+    query that sees none of these keys has a negative position.
     """
     weights, dscores = _weights(dout, inputs, logsumexp, delta)
     return _of_keys(dscores, inputs.q, inputs.k), _of_keys(weights, dout, inputs.v)
@@ -212,7 +212,7 @@ def _weights(dout: Tensor, inputs: AttentionInputs, logsumexp: Tensor, delta: Te
 
 
 def _of_queries(dscores: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Return the gradient of the queries from that of their scores."""
+    """Return the gradient of the queries from the gradient of their scores."""
     return _unfold_rows(torch.bmm(dscores, _fold_keys(inputs.k)), inputs.q.shape).to(inputs.q.dtype)
 
 
@@ -283,8 +283,8 @@ def padded_sequences(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield sequences of similar length that are padded to one shape; the arguments are those of `paged_attention`.
 
-    Of each: the new tokens and the slots of all keys, int64 [b, n] and [b, t]; the new tokens' positions, int64 [b, n];
-    and bool [b, n], False of padding, which repeats the last new token.
+    Each batch has the indices of new tokens, int64 [b, n]; the slots of all keys, int64 [b, t]; the new tokens'
+    positions, int64 [b, n]; and a mask, bool [b, n], False in the padding, which repeats the last new token.
     """
     starts = new.cumsum(0) - new
     for rows in _of_similar_length(new, lengths):
@@ -308,7 +308,7 @@ def _of_similar_length(new: Tensor, total: Tensor) -> Iterator[Tensor]:
 
 
 def _slots(table: Tensor, requests: Tensor, lengths: Tensor) -> Tensor:
-    """int64 [sequences, longest], for lengths [sequences, 1]."""
+    """Return the slots of each sequence's keys, int64 [sequences, longest]. lengths: [sequences, 1]."""
     positions = torch.arange(int(lengths.max()), device=table.device)
     slots = table[requests, : len(positions)].long()
     # Behind a sequence's end the table is stale: repeat a slot of its own, which is finite, and which nobody sees.

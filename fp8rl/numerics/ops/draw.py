@@ -14,32 +14,31 @@ from fp8rl.numerics.sampling import GOLDEN, GREEDY, mix, shifted
 # The tokens that top-p, top-k and min-p leave to be drawn: a function of a row's logits and settings alone.
 
 ONE = 40
-"""The most probable token weighs 2^ONE, and every other a whole number, which is cut. The weights of 2^22 tokens have
-room in an int64, so that their sum is exact in whatever order."""
+"""The most probable token has the weight 2^ONE. Other weights are cut to whole numbers. The sum of the weights of 2^22
+tokens fits into an int64, so that it is exact in any order."""
 EXP2 = tuple(math.log(2.0) ** n / math.factorial(n) for n in range(12))
-"""Taylor's coefficients of 2^f; for abs(f) up to a half what is left out is below 2^-46."""
+"""Taylor coefficients of 2^f. For |f| <= 1/2 the remainder is below 2^-46."""
 LOG2_E, LEAST = 1.0 / math.log(2.0), -62.0
-"""Below 2^LEAST of the most probable token all weigh 0."""
+"""A token that is less than 2^LEAST times as probable as the most probable one has the weight 0."""
 
 _FLOOR_BLOCK = {"cpu": 1 << 18}
-"""Logits at a time: more fall out of a CPU's caches."""
+"""Number of logits that are processed at a time on a CPU: more would not fit into its caches."""
 _ANY_FLOOR_BLOCK = 1 << 25
 
 
 @op
 def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """Return the lowest logit of each row that stays, FP32 [B]: a token may be drawn if and only if its logit is not
-    below.
+    """Return the floor of each row, FP32 [B]: a token may be drawn if and only if its logit is not below the floor.
 
-    Tokens stand in the order of their logits, in FP32 and from the largest down. Equal logits stay or go together, so
-    the order of ids does not matter, and there may be more than top-k. A token weighs exp((logit - largest) /
-    temperature), as a whole number of 2^-40: by two FP32 divisions and a polynomial in FP64 (`weights`), which have the
-    same bits on every machine; sums of whole numbers have no order. Each setting looks at the whole distribution, and a
-    token stays if all three keep it:
+    Logits are compared in FP32. Equal logits stay or go together, so the order of ids does not matter, and more than
+    top-k tokens may stay. A token's weight is exp((logit - largest) / temperature), in whole multiples of 2^-40: by two
+    FP32 divisions and a polynomial in FP64 (`weights`), which have the same bits on every machine. Sums of whole
+    numbers have the same bits in any order. Each setting looks at the whole distribution, and a token stays if all
+    three keep it:
 
-    - top-p: what weighs before it, all larger logits together, is less than top-p of the whole (both as FP64);
+    - top-p: all larger logits together weigh less than top-p of the whole (both as FP64);
     - top-k: fewer than top-k logits are larger;
-    - min-p: it weighs at least min-p of the largest.
+    - min-p: the token weighs at least min-p of the largest weight.
 
     The largest logit always stays. A NaN counts as -inf. Where nothing is cut the floor is the row's lowest logit.
 
@@ -54,7 +53,7 @@ def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k
 
 
 def narrowed(logits: Tensor, floors: Tensor) -> Tensor:
-    """Return logits [..., V] with -inf in place of what is below its row's floor [...]; with gradient."""
+    """Return logits [..., V] with -inf in place of logits below their row's floor [...]; with gradient."""
     return logits.masked_fill(logits < floors.unsqueeze(-1), -torch.inf)
 
 
@@ -91,10 +90,10 @@ def _floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
-    logits [..., V] of any float dtype, tokens int64 [...], temperature a number or a tensor [...], one of each row.
+    logits [..., V] of any float dtype, tokens int64 [...], temperature a number or a tensor [...], one for each row.
     Everything in FP32: one division, then log_softmax over the whole vocabulary in one reduction. A token of logit -inf
-    adds 0 to the entropy and to its gradient. Returns FP32 [...] twice, both with gradient; that of the entropy costs
-    nothing, in memory or in bits, where nobody asks for it.
+    adds 0 to the entropy and to its gradient. Returns FP32 [...] twice, both with gradient. Where nobody asks for the
+    entropy's gradient, it costs no memory and changes no bit.
     """
     divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).unsqueeze(-1)
     logps = (logits.float() / divisor).log_softmax(-1)
@@ -116,9 +115,9 @@ class _Entropy(torch.autograd.Function):
 
 
 _BLOCK = {"cpu": 1 << 18}
-"""Logits at a time: more fall out of a CPU's caches."""
+"""Number of logits that are processed at a time on a CPU: more would not fit into its caches."""
 _ANY_BLOCK = 1 << 26
-"""Elsewhere each pass over a block is a launch, and a block takes about 2 GiB while it is drawn from."""
+"""The same number on other devices, where each pass over a block is a launch. A block takes about 2 GiB of memory."""
 
 
 @op
@@ -132,8 +131,8 @@ def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor)
 
     Args:
         temperatures: float [B].
-        seeds: int64 [B], one of each answer; `GREEDY` takes the most probable token.
-        positions: int64 [B], of the last token that the row has seen, counted from 0 at the prompt's first.
+        seeds: int64 [B], each the seed of an answer; `GREEDY` takes the most probable token.
+        positions: int64 [B], the position of each row's last token so far, counted from 0 at the prompt's first.
     """
     rows = max(1, _BLOCK.get(logits.device.type, _ANY_BLOCK) // logits.shape[-1])
     pieces = (values.split(rows) for values in (logits, temperatures, seeds, positions))

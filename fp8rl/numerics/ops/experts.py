@@ -17,7 +17,7 @@ from fp8rl.numerics.ops.low_rank import LowRank, grouped_low_rank_term, low_rank
 from fp8rl.numerics.spec import QuantSpec
 
 SMALLEST_SUM = 1e-20
-"""Added to the sum that sigmoids are divided by."""
+"""The number that is added to the sum by which sigmoids are divided."""
 
 
 @op
@@ -62,13 +62,14 @@ def route_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """Sigmoid in FP32, the top k of sigmoid + bias within the best groups, and the sigmoids of the chosen, scaled.
 
-    The router of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and GLM-4.5. logits FP32 [T, E], bias FP32 [E]: experts are
-    chosen by sigmoid(logit) + bias. Of `groups` equal runs of experts those `kept_groups` remain whose two best add up
-    highest, and the k best experts of them are taken; of equals the lower group and the lower id. Probabilities are
-    without bias: divided by their sum + 1e-20 if `renormalize`, then times `factor`.
+    The router of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and GLM-4.5. logits FP32 [T, E], bias FP32 [E]. An expert's
+    score is sigmoid(logit) + bias. Experts are cut into `groups` equal groups, and the `kept_groups` groups are kept
+    whose two best scores have the largest sums. The k best experts of the kept groups are taken. Ties go to the lower
+    group and the lower id. Probabilities are the sigmoids without bias: divided by their sum + 1e-20 if `renormalize`,
+    then times `factor`.
 
     Returns probabilities FP32 [T, k] and experts [T, k] as `ids`, in ascending expert id within a token. Gradients flow
-    through the probabilities alone. choose: as in `route`, of what experts are chosen by, -inf outside the kept groups.
+    through the probabilities alone. choose: as in `route`, but given the scores, -inf outside the kept groups.
     """
     scores = sigmoid(logits.float())
     experts = choose(kept_scores(scores.detach() + bias, groups, kept_groups), top_k).sort(-1).values
@@ -94,12 +95,12 @@ class ExpertWeights:
     weights: Sequence[Tensor] | Tensor
     """The parameters [N, K], or one stack of them."""
     operand: Any = None
-    """Their operand; None: not quantized."""
+    """The operand of the weights; None: they are not quantized."""
     low_rank: LowRank | None = None
     """The adapter, each expert's own or one for all; None: none."""
 
     def of_rows(self, index: Tensor) -> ExpertWeights:
-        """Return them for these rows of x, int64 [T]."""
+        """Return the weights with the adapter for these rows of x, int64 [T]."""
         return self if self.low_rank is None else dataclasses.replace(self, low_rank=self.low_rank.of_rows(index))
 
 
@@ -155,9 +156,9 @@ def routed_experts(
 ) -> Tensor:
     """Run each token of x [T, H] through its experts, and add up their outputs, weighted: [T, H].
 
-    probs FP32 [T, k], chosen int [T, k]: as `route` gives them. weights: of all experts, stacked; adapters of rows are
-    of tokens. rows: x as `norm_rows` quantized it; None: it is not at hand. A kernel need not lay out the pairs of
-    tokens and experts in several steps.
+    probs FP32 [T, k], chosen int [T, k]: as `route` gives them. w13, w2: stacked; `LowRank.rows` of an adapter are
+    tokens. rows: x as `norm_rows` quantized it, if it is at hand. One op, because a kernel need not lay out the pairs
+    of tokens and experts in several steps.
     """
     return routed_in_steps(x, probs, chosen, w13, w2, spec, backward)
 
@@ -171,7 +172,7 @@ def routed_in_steps(
     spec: QuantSpec | None,
     backward: Backward,
 ) -> Tensor:
-    """Compute `routed_experts` of its parts."""
+    """Compute `routed_experts` by the ops that it consists of."""
     order, counts = group_by_expert(chosen.long(), len(w13.weights))
     token = order // chosen.shape[1]
     outputs = experts(x[token], counts, w13.of_rows(token), w2.of_rows(token), spec, backward)

@@ -7,13 +7,13 @@ The state S [K, V] of a head holds a value for each direction of keys. A token, 
 3. S = S + k u: and corrected;
 4. o = q S.
 
-q and k are divided by their lengths before (with 1e-6 under the root), and q by sqrt(K). Sums over K are each one FP32
-sum, in an order that K alone decides. Tokens go one after the other, in training as in decode: **this recurrence is the
-definition**. A token's bits depend on the tokens before it and on nothing else: not on where a prompt was cut, where a
-cached prefix ended, or what else is in the batch. Only o is rounded, once, to v's dtype.
+Before that q and k are divided by their lengths (with 1e-6 under the root), and q by sqrt(K). Each sum over K is one
+FP32 sum, in an order that K alone decides. Tokens go one after the other, in training as in decode: **this recurrence
+is the definition**. A token's bits depend on the tokens before it and on nothing else: not on where a prompt was cut,
+where a cached prefix ended, or what else is in the batch. Only o is rounded, once, to v's dtype.
 
-The gradient needs no fixed bits. It is that of the same function in chunks of up to 64 tokens (section 3.2 there), a
-few products in FP32 for each instead of 64 states.
+The gradient needs no fixed bits. It is computed from the same function in chunks of up to 64 tokens (section 3.2 of the
+paper), which needs a few FP32 products for each chunk instead of 64 states.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fp8rl.numerics.backend.dispatch import Probes, op
 from fp8rl.numerics.ops.experts import sigmoid
 
 LENGTH_EPS = 1e-6
-"""Added to the sum of squares of a query or a key."""
+"""The number that is added to the sum of squares of a query or a key."""
 CHUNK, SHORTEST = 64, 16
-"""Tokens of a chunk in the gradient, of long sequences and of the shortest."""
+"""Number of tokens of a chunk in the gradient: in long sequences, and in the shortest."""
 GRADIENT_TOKENS = 16384
-"""Tokens, padding among them, whose gradient is taken at a time: bounds the memory of a packed batch."""
+"""Number of tokens, with padding, whose gradient is computed at a time. It bounds the memory of a packed batch."""
 
 
 @op
@@ -67,12 +67,12 @@ class DeltaGates(torch.autograd.Function):
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule over sequences that lie end to end, and return their states, too.
+    """Run the rule over sequences that are end to end, and return their states, too.
 
     q, k [T, key heads, K], neither normed nor scaled; v [T, heads, V]; g, beta FP32 [T, heads], as `delta_gates` gives
-    them. Each key head serves equally many heads, one after the other. lengths int64 [B], 0 or more each, T together.
-    states FP32 [B, heads, K, V], before each sequence's first token; None: zeros. Returns [T, heads, V] and the states
-    behind the last tokens, FP32, which have no gradient; neither have the first ones.
+    them. Each key head serves equally many consecutive heads. lengths int64 [B], 0 or more each, with the sum T. states
+    FP32 [B, heads, K, V], before each sequence's first token; None: zeros. Returns [T, heads, V] and the FP32 states
+    after the last tokens. Neither these states nor `states` have a gradient.
     """
     if states is None:
         states = v.new_zeros(len(lengths), v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
@@ -91,10 +91,10 @@ def paged_gated_delta_rule(
     lengths: Tensor,
     begun: Tensor,
 ) -> Tensor:
-    """Run `gated_delta_rule` over sequences whose states lie in the slots of a cache, and put the new ones there.
+    """Run `gated_delta_rule` over sequences whose states are in slots of a cache, and store the new states there.
 
-    cache FP32 [slots, heads, K, V]; slots int64 [B], each once; begun bool [B]: the sequence had tokens before, so its
-    slot counts; else its state is zero. Returns [T, heads, V].
+    cache FP32 [slots, heads, K, V]; slots int64 [B], all different; begun bool [B], True if the sequence had tokens
+    before, so that its slot is read; otherwise it starts from zeros. Returns [T, heads, V].
     """
     before = torch.where(begun[:, None, None, None], cache[slots], 0.0)
     out, cache[slots] = gated_delta_rule(q, k, v, g, beta, lengths, before)
@@ -120,8 +120,8 @@ class GatedDeltaRule(torch.autograd.Function):
 def _recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q, k FP32, normed. Sequences take their steps together, the longest first, so that those that still have tokens
-    are always the first ones."""
+    """Run the recurrence for q, k in FP32, normed. Sequences are sorted, the longest first, and take their steps
+    together, so that the sequences that still have tokens are always the first ones."""
     count = lengths.tolist()
     order = sorted(range(len(count)), key=lambda each: -count[each])
     starts, longest = [0], max(count, default=0)
@@ -160,9 +160,9 @@ def _unit(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, states: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, g and beta from that of the result, sequences of similar length together.
+    """Return the gradients of q, k, v, g and beta from dout, the gradient of the result.
 
-    Each gets them in its own dtype. A packed batch is worked on in parts of `GRADIENT_TOKENS`.
+    Each has the dtype of its input. Sequences of similar length are computed together, `GRADIENT_TOKENS` at a time.
     """
     found = [torch.zeros_like(each) for each in inputs]
     starts = lengths.cumsum(0) - lengths

@@ -1,5 +1,5 @@
-"""Elementwise gates: SwiGLU of the MLPs, of attention's output, of an expert that every token takes, of a norm behind
-linear attention."""
+"""Elementwise gates: SwiGLU of MLPs, and the gates of attention's output, of an expert that every token takes, and of
+the norm behind linear attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 
 @op
 def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of gate_up [..., 2F] from that of the result, dy [..., F]."""
+    """Return the gradient of gate_up [..., 2F] from dy [..., F], the gradient of the result."""
     gate, up = gate_up.float().chunk(2, -1)
     dy, dgate_up = dy.float(), torch.empty_like(gate_up)
     dgate, dup = dgate_up.chunk(2, -1)
@@ -58,7 +58,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 class _Sigmoid(torch.autograd.Function):
-    """The gradient is g y (1 - y): that of the formula by autograd is 0 * inf where exp(-x) overflows."""
+    """`sigmoid` with the gradient g y (1 - y). Autograd's own for the formula is 0 * inf where exp(-x) overflows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute x sigmoid(x), of which torch's own takes another exp for the last few elements of a tensor."""
+    """Compute x sigmoid(x). torch's own silu takes another exp for the last few elements of a tensor."""
     return x * sigmoid(x)
 
 

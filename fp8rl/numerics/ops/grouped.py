@@ -30,14 +30,13 @@ def grouped_linear(
     backward: Backward = "fp8",
     plus: Tensor | None = None,
 ) -> Tensor:
-    """Compute `linear` of each row with its group's weight, or with an operand and a spec `fp8_linear`; plus [T, N] as
-    there.
+    """Compute `linear` of each row with its group's weight, or `fp8_linear` if there are an operand and a spec.
 
     x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [N, K] each, or [groups, N,
     K], receive the gradients (`Gradients`); operand is their `group_operand`, the `weight_operand` of their stack, or
-    its `Frozen`. Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad, blocks along the tokens begin
-    anew in each group. A group may be empty. Rows behind those of the last group, which only a call without gradients
-    may have, are not computed: what stands in their place is undefined.
+    its `Frozen`. plus [T, N]: as in `linear`. Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad,
+    blocks along the tokens begin anew in each group. A group may be empty. Only a call without gradients may have rows
+    behind the last group. They are not computed: their results are undefined.
     """
     if spec is None or operand is None:
         operand = weights.detach() if isinstance(weights, Tensor) else [weight.detach() for weight in weights]
@@ -48,7 +47,7 @@ def grouped_linear(
 
 @op
 def spans(counts: Tensor, x: Tensor) -> Any:
-    """Return where the rows of each group lie in x, as the ops below take it: here, the number of each group's rows."""
+    """Return where each group's rows are in x, in the form that the ops below take: here, the rows of each group."""
     return counts.tolist()
 
 
@@ -76,7 +75,7 @@ def grouped_gradients(
     backward: Backward,
     gradients: Gradients,
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return the gradient of x, and those of the weights as autograd takes them; none of them if x is None."""
+    """Return the gradient of x, and the weights' gradients as autograd takes them: none if x is None."""
     dtype, rows, counts = dy.dtype, x, spans
     if spec is not None and backward == "bf16":
         rows, spec = None if x is None else fake_quantize_rows(x, spec.activation), None
@@ -118,7 +117,7 @@ class Gradients:
         return cls(stacked, weights[0].dtype, getattr(weights, "main_grad", None) if stacked else None)
 
     def returned(self, found: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return gradients [groups, N, K] as autograd takes them; None: they are in the total."""
+        """Return gradients [groups, N, K] as autograd takes them. found: None if they were added to the total."""
         return (found,) if found is None or self.stacked else found.unbind(0)
 
 
@@ -164,8 +163,8 @@ def one_product_is_faster(x: Tensor, counts: Sequence[int], work: int) -> bool:
     """Return True if one product of all rows with the matrices of all groups, side by side, is faster than one per
     group.
 
-    It has the same bits. It is faster where a call costs more than what it computes. work: multiplications of a row
-    with a matrix.
+    The bits are the same. One product is faster where a call costs more than its computation. work: number of
+    multiplications of a row with a matrix.
     """
     used = sum(map(bool, counts))
     fast = len(counts) * work * (len(x) + _WEIGHTS_AS_ROWS) <= used * _CALL
@@ -217,7 +216,7 @@ def _padded(tensors: Sequence[Tensor], counts: Sequence[int], multiple: int) -> 
 
 
 def _quantize_groups(x: Tensor, counts: Sequence[int], spec: TensorSpec) -> Tensor:
-    """x quantized along the tokens of each group; where tokens share scales in groups, counts are whole ones."""
+    """Return x quantized along the tokens of each group. For `token_group` scales, counts are multiples of `group`."""
     if spec.granularity == "token_group":
         return fake_quantize_columns(x, spec)
     return torch.cat([fake_quantize_columns(part, spec) for part in x.split(list(counts))])

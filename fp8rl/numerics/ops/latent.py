@@ -11,9 +11,9 @@ through W_k and the result of the attention through W_v:
 Latents are not quantized for these products: where `kv_b` is in FP8, what it dequantizes to multiplies the unquantized
 latent's side, as in SGLang. A head does not depend on the others.
 
-An adapter of `kv_b` (`numerics.ops.low_rank`) adds to both products before they are rounded. A [r, R] is one for all
-heads; of B each has its part, B_k [N, r] and B_v [V, r]. To the first is added round(scale * (h A)) with
-h = round(q_nope B_k), to the last, of the attention's result o, round(g B_v^T) with g = round(scale * round(o A^T)).
+An adapter of `kv_b` (`numerics.ops.low_rank`) adds to both products before they are rounded. All heads share A [r, R];
+each head has its part of B, B_k [N, r] and B_v [V, r]. Step 1 adds round(scale * (h A)) with h = round(q_nope B_k).
+Step 3 adds, with o the attention's result, round(g B_v^T) with g = round(scale * round(o A^T)).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fp8rl.numerics.spec import QuantSpec
 def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scale: float) -> Tensor:
     """Compute `attention` of q [B, Q, heads, D] over rows [B, T, D], whose first `rank` numbers are the values.
 
-    positions int64 [B, Q]. Returns [B, Q, heads, rank]. A row's gradient is that of the key and that of the value.
+    positions int64 [B, Q]. Returns [B, Q, heads, rank]. A row's gradient is the sum of its key's and its value's.
     """
     keys = rows.unsqueeze(2)
     return attention(q, keys, keys[..., :rank], positions, scale)
@@ -45,9 +45,9 @@ def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scal
 
 @op
 def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int, scale: float) -> Tensor:
-    """Compute `latent_attention` of sequences that lie end to end, each over its own rows, bit for bit.
+    """Compute `latent_attention` of sequences that are end to end, each over its own rows, bit for bit.
 
-    q [T, heads, D]; rows [T, D]; lengths int64 [B], 1 or more each, T together. Returns [T, heads, rank].
+    q [T, heads, D]; rows [T, D]; lengths int64 [B], 1 or more each, with the sum T. Returns [T, heads, rank].
     """
     keys = rows.unsqueeze(1)
     return packed_attention(q, keys, keys[..., :rank], lengths, scale)
@@ -92,9 +92,9 @@ def head_linear(
     transposed: bool = False,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each head with its W [count, R]: the rows from `first` on of the head's equal part of weight [heads * M,
-    R].
+    """Multiply each head's rows with its W [count, R], a part of weight [heads * M, R].
 
+    A head has M rows of the weight; its W is `count` of these rows, from `first` on.
     x [T, heads, R] -> [T, heads, count], x W^T of each head; transposed: x [T, heads, count] -> [T, heads, R], x W.
     plus, of the result's shape and dtype, is added to the FP32 sum, which is rounded once to x's dtype. weight receives
     the gradient. operand: its `weight_operand` or its `Frozen`, if it is quantized: x stays as it is, and the operand
@@ -104,7 +104,7 @@ def head_linear(
 
 
 def head_term(x: Tensor, low_rank: LowRank, first: int, count: int, transposed: bool = False) -> Tensor:
-    """Return the term that a weight's adapter adds to its `head_linear` of the other arguments (see the module)."""
+    """Return the term that a weight's adapter adds to the `head_linear` of these arguments (see the module)."""
     if transposed:
         h = head_linear(x, low_rank.b, None, first, count, True)
         return low_rank.on_rows(low_rank_term(h, low_rank.a.t().contiguous(), low_rank.scale))
@@ -131,7 +131,7 @@ def head_product(
 
 
 def _matrices(weight: Tensor, operand: Any, heads: int, first: int, count: int) -> Tensor:
-    """Return the factor of each head [heads, count, R]."""
+    """Return the W of each head [heads, count, R]."""
     return dense(weight if operand is None else operand).unflatten(0, (heads, -1))[:, first : first + count]
 
 

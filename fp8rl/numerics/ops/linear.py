@@ -41,7 +41,7 @@ def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
 
 
 def dense(operand: Any) -> Tensor:
-    """Return the factor of a product: the operand itself, or what codes dequantize to, anew."""
+    """Return the matrix that a product multiplies with: the operand itself, or its codes, dequantized anew."""
     made: Tensor = operand if isinstance(operand, Tensor) else operand.dequantized()
     return made
 
@@ -180,7 +180,7 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype, plus: Tensor | None =
 
 
 def _mm(x: Tensor, plus: Tensor | None, weight: Tensor) -> Tensor:
-    """Call the matrix library once. Of BF16 matrices it adds `plus` to its FP32 sum; an FP32 sum needs no help."""
+    """Call the matrix library once. It adds `plus` to its FP32 sum of BF16 matrices; to an FP32 result we add it."""
     if plus is None:
         return torch.mm(x, weight.t())
     return torch.addmm(plus, x, weight.t()) if x.dtype == plus.dtype else torch.mm(x, weight.t()) + plus
@@ -188,7 +188,7 @@ def _mm(x: Tensor, plus: Tensor | None, weight: Tensor) -> Tensor:
 
 @functools.cache
 def chooses_by_rows(device: torch.device, dtype: torch.dtype) -> bool:
-    """Try, once per process, if this machine's matrix library gives a row other bits in a larger product."""
+    """Return whether this machine's matrix library gives a row other bits in a larger product. Tried once a process."""
     generator = torch.Generator().manual_seed(0)
 
     def varies(k: int, n: int) -> bool:

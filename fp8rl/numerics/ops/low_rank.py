@@ -7,11 +7,11 @@ d is rounded because matrix libraries add a BF16 matrix within a BF16 product, a
 rounded because a small d would else be lost: an element of y would not move until d is half its last place. With B = 0,
 y has the bits of the base product.
 
-A fused product is the side-by-side of its matrices, each with an A of its own: which of them a row of B goes with is
-part of the operand, and the bits of a row do not depend on what it is fused with, nor on the rows' order.
+A fused product has several matrices side by side, each with an A of its own. The operand says which A a row of B
+belongs to. The bits of a row do not depend on what it is fused with, nor on the rows' order.
 
 Gradients are low-rank products: dB = scale * dy^T h, dh = scale * dy B, dA = dh^T x, and dh A is added to the base
-product's dx. None has the shape of the weight, and the weight gets none if it requires none.
+product's dx. None of them has the shape of the weight. The weight gets a gradient only if it requires one.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class LowRank:
     """[parts * r, K], the A of each matrix that the product fuses, one after the other; or [experts, parts * r, K] of
     experts with adapters of their own."""
     b: Tensor
-    """[N, parts * r] or [experts, N, parts * r]: each row of B stands in the columns of its part; the rest is zeros
+    """[N, parts * r] or [experts, N, parts * r]: each row of B is in the columns of its part; the rest is zeros
     (`Fused.wide`)."""
     scale: float
     """alpha / rank."""
     parts: int = 1
     rows: Tensor | None = None
-    """bool [T or more], the rows of x that have the adapter, where others go without; None: all have it."""
+    """bool [T or more], True for the rows of x that have the adapter; None: all rows have it."""
 
     @property
     def per_expert(self) -> bool:
@@ -59,7 +59,7 @@ class LowRank:
         return self if self.rows is None else dataclasses.replace(self, rows=self.rows[index])
 
     def on_rows(self, term: Tensor) -> Tensor:
-        """Return d [T, ...] of the rows that have the adapter, and -0 of the others.
+        """Return the term d [T, ...], with -0 in the rows that do not have the adapter.
 
         Added to a sum, -0 changes no bit, not even the sign of a zero.
         """
@@ -73,7 +73,7 @@ class Fused:
     """The rows of B [M, r] among the N rows of a product that fuses matrices, some of them without adapter."""
 
     index: Tensor
-    """int64 [M * r], of B's elements in the flattened [N, parts * r]."""
+    """int64 [M * r], the indices of B's elements in the flattened [N, parts * r]."""
     shape: tuple[int, int]
     """(N, parts * r)."""
 
@@ -155,7 +155,7 @@ class _Term(torch.autograd.Function):
 
 @op
 def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Any) -> Tensor:
-    """Compute `low_rank_term` of h [T, parts * r] without a gradient, or with spans `grouped_low_rank_term`."""
+    """Compute `low_rank_term`, or with spans `grouped_low_rank_term`, of h [T, parts * r] without a gradient."""
     even = b.shape[-1] // parts % 2 == 0
     if spans is None:
         return _scaled(h, b, scale, even)
@@ -173,7 +173,7 @@ def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Any)
 
 @op
 def low_rank_gradients(dy: Tensor, h: Tensor, b: Tensor, spans: Any) -> tuple[Tensor, Tensor]:
-    """Return the gradients of h [T, parts * r] and of b from dy [T, N], but for the term's scale."""
+    """Return the gradients of h [T, parts * r] and of b from dy [T, N], without the factor `scale`."""
     if spans is None:
         return wide_mm(dy, b), wide_mm(dy.t(), h)
     groups = [*zip(dy.split(list(spans)), h.split(list(spans)), b, strict=True)]
@@ -183,9 +183,9 @@ def low_rank_gradients(dy: Tensor, h: Tensor, b: Tensor, spans: Any) -> tuple[Te
 def _scaled(h: Tensor, b: Tensor, scale: float, even: bool) -> Tensor:
     """Compute round(scale * (h b^T)).
 
-    Rounding commutes with a power of two, which then needs no sum in FP32 outside of the matrix library. The library
-    adds terms of BF16 in pairs: a sum has the same bits within a wider one if it begins with a pair, so the rank has to
-    be `even`.
+    Rounding commutes with a power of two, so with such a scale the matrix library may round the sum itself. The library
+    adds BF16 terms in pairs. A sum has the same bits within a wider sum if it begins with a pair, so the rank has to be
+    `even`.
     """
     if even and _is_power_of_two(scale):
         return product(h * scale, b, h.dtype)
@@ -208,8 +208,8 @@ def _is_power_of_two(scale: float) -> bool:
 def merged(weight: Tensor, low_rank: LowRank) -> Tensor:
     """Return weight [..., N, K] + scale * B A, rounded to FP32 and then once to the weight's dtype.
 
-    B A is summed in FP64, where the products of BF16 numbers are exact and so are, but for numbers of very different
-    size, their sums: the order of the sum, and with it how ranks share the weight, makes no difference.
+    B A is summed in FP64. There the products of BF16 numbers are exact, and so are their sums, unless the numbers are
+    of very different size. So it makes no difference in which order they are added, or how ranks share the weight.
     """
     if weight.dim() == 2:
         return updates(low_rank).add_(weight).float().to(weight.dtype)

@@ -52,7 +52,7 @@ def norm_rows(
 ) -> tuple[Tensor, Tensor, Any]:
     """Return `add_rms_norm`, and the normed rows as `rows_linear` and `routed_experts` take them, quantized by `spec`.
 
-    x [T, H]. residual: None where there is none yet; the sum is x then. No gradient. One op, because a kernel need not
+    x [T, H]. residual: None if there is none yet; the sum is then x. No gradient. One op, because a kernel need not
     read the norm again to quantize it.
     """
     normed, total = (rms_norm(x, weight, eps), x) if residual is None else add_rms_norm(x, residual, weight, eps)

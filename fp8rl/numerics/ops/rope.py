@@ -16,7 +16,7 @@ from fp8rl.numerics.ops.norm import rms_norm
 
 
 class Scaling(Hashable, Protocol):
-    """How a model's context was lengthened: its frequencies, from those of the rotation's base."""
+    """The method by which a model's context was lengthened. It changes the frequencies of the rotation."""
 
     @property
     def factor(self) -> float:
@@ -24,10 +24,10 @@ class Scaling(Hashable, Protocol):
 
     @property
     def temperature(self) -> float:
-        """Return the factor of the scores, beside the square root of a head's width."""
+        """Return the factor by which scores are multiplied in addition to 1 / sqrt(a head's width)."""
 
     def lengthened(self, plain: Tensor, theta: float) -> Tensor:
-        """Return the radians per position of each pair, from those of theta alone, both FP64 [rotary_dim / 2]."""
+        """Return the radians per position of each pair. plain: those of theta alone; both are FP64 [rotary_dim / 2]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,17 +37,17 @@ class Yarn:
     factor: float
     """The factor by which the context was lengthened."""
     original: int
-    """Positions before that."""
+    """Number of positions before the context was lengthened."""
     beta_fast: float
     """Turns over the original positions above which a pair is left alone."""
     beta_slow: float
-    """Turns below which a pair's frequency is divided by the factor."""
+    """Turns over the original positions below which a pair's frequency is divided by the factor."""
     mscale: float
     """Weight of the factor's logarithm in the temperature of the softmax."""
 
     @property
     def temperature(self) -> float:
-        """Return the factor of the scores, beside the square root of a head's width."""
+        """Return the factor by which scores are multiplied in addition to 1 / sqrt(a head's width)."""
         return (0.1 * self.mscale * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
 
     def lengthened(self, plain: Tensor, theta: float) -> Tensor:
@@ -66,16 +66,16 @@ class Yarn:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3:
     """The frequencies of Llama 3.1 and later (`rope_type: llama3`): pairs that make few turns over the original
-    positions turn slower by the factor, those that make many are left alone, those between lie between."""
+    positions turn slower by the factor, pairs that make many turns are left alone, and the others are interpolated."""
 
     factor: float
     """The factor by which the context was lengthened."""
     original: int
-    """Positions before that."""
+    """Number of positions before the context was lengthened."""
     low: float
     """Turns over the original positions below which a pair's frequency is divided by the factor."""
     high: float
-    """Turns above which it is left alone."""
+    """Turns over the original positions above which a pair is left alone."""
 
     @property
     def temperature(self) -> float:
@@ -111,7 +111,7 @@ class HeadNorms:
     """The norms of each head of queries and keys, before they are rotated."""
 
     queries: Tensor
-    """Weight [D]."""
+    """The weight [D] of the norm of queries."""
     keys: Tensor
     eps: float
 
@@ -121,13 +121,13 @@ class NewSlots:
     """The slots of a paged cache that get the keys and values of new tokens."""
 
     keys: Tensor
-    """[slots, kv heads, D], of the cache."""
+    """The cache's keys [slots, kv heads, D]."""
     values: Tensor
-    """[slots, kv heads, E], of the cache."""
+    """The cache's values [slots, kv heads, E]."""
     slots: Tensor
-    """int [T], of each token."""
+    """The slot of each new token, int [T]."""
     new_values: Tensor
-    """[T, kv heads, E]."""
+    """The values of the new tokens [T, kv heads, E]."""
 
 
 @op
@@ -183,7 +183,7 @@ def rotated(
     pairs: bool,
     back: bool = False,
 ) -> Tensor:
-    """Rotate x without a gradient, by `rope` or, in pairs, by `rope_pairs`; back: the other way round."""
+    """Rotate x without a gradient, as `rope_pairs` if `pairs`, else as `rope`. back: in the opposite direction."""
     # Whole powers of two, so that few tables are ever made.
     length = 1 << max(10, int(positions.max()).bit_length()) if positions.numel() else 1
     cos, sin = _table(theta, rotary_dim, scaling, length, x.device)[:, positions].unsqueeze(-2)

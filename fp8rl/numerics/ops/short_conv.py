@@ -1,8 +1,8 @@
 """The short causal convolution before linear attention: each channel over the last few tokens, with SiLU.
 
 A token reads its own row and the W - 1 rows before it in its sequence. So a sequence that goes on needs its last W - 1
-rows of inputs and nothing else, and its bits do not depend on how its tokens were handed over. Taps are multiplied and
-added one after the other, the oldest first, in FP32; SiLU in FP32; rounded once to x's dtype.
+rows of inputs and nothing else, and its bits do not depend on how it was cut into calls. Taps are multiplied and added
+one after the other, the oldest first, in FP32; SiLU in FP32; rounded once to x's dtype.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fp8rl.numerics.ops.gates import silu
 
 @op
 def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the convolution of sequences that lie end to end, and return their last rows, too.
+    """Compute the convolution of sequences that are end to end, and return their last rows, too.
 
-    x [T, C]; weight [C, W]; lengths int64 [B], 0 or more each, T together. rows [B, W - 1, C], the inputs before each
-    sequence, the oldest first; None: the sequences begin here, behind zeros. Returns [T, C] and the rows [B, W - 1, C]
-    that a continuation takes, in x's dtype, which have no gradient.
+    x [T, C]; weight [C, W]; lengths int64 [B], 0 or more each, with the sum T. rows [B, W - 1, C], the inputs before
+    each sequence, the oldest first; None: the sequences begin here, after zeros. Returns [T, C] and the rows
+    [B, W - 1, C] that a continuation takes, in x's dtype, without a gradient.
     """
     before = x.new_zeros(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
     return CausalConv.apply(x, weight, lengths, before)
@@ -34,10 +34,10 @@ def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None 
 def paged_causal_conv(
     x: Tensor, weight: Tensor, cache: Tensor, slots: Tensor, lengths: Tensor, begun: Tensor
 ) -> Tensor:
-    """Compute `causal_conv` of sequences whose last rows lie in the slots of a cache, and put the new ones there.
+    """Compute `causal_conv` of sequences whose last rows are in slots of a cache, and store the new last rows there.
 
-    cache [slots, W - 1, C], in x's dtype; slots int64 [B], each once; begun bool [B]: the sequence had tokens before,
-    so its slot counts; else it begins behind zeros. Returns [T, C].
+    cache [slots, W - 1, C], in x's dtype; slots int64 [B], all different; begun bool [B], True if the sequence had
+    tokens before, so that its slot is read; otherwise it begins after zeros. Returns [T, C].
     """
     y, cache[slots] = causal_conv(x, weight, lengths, torch.where(begun[:, None, None], cache[slots], 0))
     return y
@@ -70,8 +70,8 @@ class CausalConv(torch.autograd.Function):
 
 
 def places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return where tokens stand once each sequence has `held` rows before it, [T], and each one's last rows, [B,
-    held]."""
+    """Return indices into the rows once `held` rows are put before each sequence: those of the tokens [T], and those
+    of each sequence's last rows [B, held]."""
     numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)
     sequence = numbers.repeat_interleave(lengths, output_size=count)
     own = torch.arange(count, device=lengths.device) + held * sequence
@@ -89,7 +89,7 @@ def _joined(x: Tensor, rows: Tensor, own: Tensor) -> Tensor:
 
 
 def _taps(joined: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum of each row and those before it, [rows - W + 1, C]."""
+    """Return the weighted sum of each row and the W - 1 rows before it, [rows - W + 1, C]."""
     count = len(joined) - weight.shape[1] + 1
     total = joined[:count] * weight[:, 0]
     for tap in range(1, weight.shape[1]):

@@ -1,11 +1,11 @@
-"""Attention of rows that share prefixes, each shared token laid and computed once.
+"""Attention of rows that share prefixes. Each shared token is laid out and computed once.
 
-Rows are in lexicographic order, and of each only the tokens behind its common prefix with the row before are laid, end
-to end: a prefix tree. A token attends to its path from the root, which is what its row is up to there, so that its
-result has the bits that `ops.attention` gives in each of the rows which share it. In this order the descendants of a
-token are an interval of tokens: query q has key k on its path if and only if k <= q < end[k].
+Rows are in lexicographic order. Of each row only the tokens after its common prefix with the previous row are laid out,
+end to end: a prefix tree. A token attends to its path from the root, which is its row up to the token. So its result
+has the bits that `ops.attention` gives in each row that shares the token. In this order the descendants of a token are
+an interval of tokens: query q has key k on its path if and only if k <= q < end[k].
 
-Gradients of a token are those of all its rows: they are added in FP32, and rounded once.
+The gradient of a token is the sum over all its rows, added in FP32 and rounded once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Gathered(torch.autograd.Function):
 
 @op
 def add_by_token(total: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """Add to each row of `total` the sum of the rows of its token.
+    """Add to each row of `total`, which belongs to a token, the sum of that token's rows.
 
     total [V, H], FP32 or the rows' dtype. rows [T, H], tokens int64 [T]; a token outside 0 to V - 1 is another rank's,
     and left out. The rows of a token are added in their order, in FP32, and their sum is rounded once to their dtype.

@@ -57,7 +57,7 @@ def _launch(
     gradients: tuple[Tensor, ...],
     **sizes: int,
 ) -> None:
-    """of_rows: the result, which the kernel of the keys does not read, the log-sum-exp, and the term of the softmax."""
+    """Launch a kernel. of_rows: the result (which the dkv kernel does not read), log-sum-exp, and softmax's term."""
     q, k, v, dout = (dense_rows(x) for x in (inputs.q, inputs.k, inputs.v, dout))
     positions, new, _ = where
     kernel[tiles, k.shape[2], len(q)](
@@ -78,35 +78,36 @@ Places = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def places_of_queries(inputs: AttentionInputs) -> Places:
-    """Return where the dq kernel finds a query's keys: positions, the tokens of each sequence if they lie end to end,
-    and None; of a tree the table, the tokens laid for each row, and the lengths of paths."""
+    """Return where the dq kernel finds a query's keys: positions, the tokens of each sequence if they are end to end,
+    and None; or of a tree `table`, `new` and `lengths` (`TokenTree`)."""
     tree = inputs.tree
     return (inputs.positions, inputs.lengths, None) if tree is None else (tree.table, tree.new, tree.lengths)
 
 
 def places_of_keys(inputs: AttentionInputs) -> Places:
-    """Return where the dkv kernel finds a key's queries: positions, the tokens of each sequence if they lie end to end,
+    """Return where the dkv kernel finds a key's queries: positions, the tokens of each sequence if they are end to end,
     and, of a tree, the end of each token's interval."""
     return inputs.positions, inputs.lengths, None if inputs.tree is None else inputs.tree.end
 
 
 def packed_constant(lengths: Tensor | None) -> int:
-    """Return a power of two, at least the number of sequences that lie end to end; 0: each row is a sequence."""
+    """Return a power of two, at least the number of sequences that are end to end; 0: each row is a sequence."""
     return 0 if lengths is None else max(_SEQUENCES, triton.next_power_of_2(len(lengths)))
 
 
 def tiles_of(rows: int, height: int, lengths: Tensor | None) -> int:
-    """Return the number of tiles of one sequence, or the most that several sequences that lie end to end can need."""
+    """Return the number of tiles of one sequence, or the most tiles that sequences end to end can need."""
     return triton.cdiv(rows, height) if lengths is None else rows // height + len(lengths)
 
 
 def stages_of(dim: int, tail: int = 0) -> int:
     """Return the number of stages in which a loop over keys or rows copies them into shared memory.
 
-    With three, those of the next step are under way while a step is computed; with two, a step waits for all copies
-    and computes while there are none. dim: the channels of a value; tail: those that a key has behind them, where its
-    value is a part of it. A block on Hopper has 227 KiB, of which three stages take up to 225, and more with 256
-    channels and no tail. One on Ada has 99, and as compiled for Blackwell those with a tail take 249.
+    With three stages the copies for the next step are under way while a step is computed. With two stages a step waits
+    for all copies, and none are under way while it is computed. dim: the channels of a value. tail: the channels that a
+    key has behind its value's, if the value is a part of the key. A block on Hopper has 227 KiB of shared memory; three
+    stages take up to 225, or more with 256 channels and no tail. A block on Ada has 99. As compiled for Blackwell,
+    three stages with a tail take 249.
     """
     hopper = cuda_capability_geq(9) and not cuda_capability_geq(10)
     return 3 if hopper and (dim <= 128 or tail) else 2

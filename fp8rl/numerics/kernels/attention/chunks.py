@@ -27,7 +27,7 @@ def positions_of(lengths: Tensor, tokens: int) -> Tensor:
 
 @triton.jit
 def _new_tokens(new_ptr, index, sequences):
-    """The new tokens of each sequence; without a pointer one of each."""
+    """The number of new tokens of each sequence; without a pointer it is 1."""
     if new_ptr is None:
         return (index < sequences).to(tl.int32)
     else:
@@ -50,15 +50,15 @@ def find_sequence(new_ptr, sequences, SEQUENCES: tl.constexpr, GROUP: tl.constex
 
 @triton.jit
 def key_slots(table_ptr, start, keys, table_column, PAGED: tl.constexpr, KEYS: tl.constexpr):
-    """Offsets of the keys from `start` on: those in the table if keys lie in slots."""
+    """Offsets of the keys from `start` on: from the table if keys are in slots."""
     key = start + tl.arange(0, KEYS)
     return tl.load(table_ptr + key * table_column, mask=key < keys, other=0) if PAGED else key
 
 
 PART_BYTES = 256 << 20
-"""The most that parts may take. Rows that would need more are many enough to fill a GPU by themselves."""
+"""The most bytes that parts may take. Rows that would need more are enough to fill a GPU by themselves."""
 PROGRAMS = 528
-"""Programs that are worth having: four for each of the 132 SMs of an H100 or H200."""
+"""The number of programs to aim for: four for each of the 132 SMs of an H100 or H200."""
 _ROWS = 4  # of a program that merges
 _SEQUENCES = 256  # among which it finds its own, at least: one compiled kernel for most batches
 
@@ -68,18 +68,18 @@ class Parts:
     """The partial results of the chunks of keys for each row of the queries, before they are merged."""
 
     outs: Tensor
-    """FP32 [chunks, kv heads, tokens, heads of one, D], in the order in which rows lie in tiles."""
+    """Sums of weighted values, FP32 [chunks, kv heads, tokens, heads of a kv head, D], rows in the order of tiles."""
     peaks: Tensor
-    """FP32 [chunks, kv heads, tokens, heads of one]."""
+    """Largest scores, FP32 [chunks, kv heads, tokens, heads of a kv head]."""
     totals: Tensor
-    """As `peaks`."""
+    """Sums of weights, in the shape of `peaks`."""
     programs: int
     """The number of programs that share the chunks of a tile."""
 
 
 def parts_of(out: Tensor, key_heads: int, longest: int, tiles: int) -> Parts | None:
-    """Allocate the parts of out [tokens, heads, D] over up to `longest` keys, from shapes alone; None where one program
-    is to take all chunks of a tile. tiles: the tiles of all heads."""
+    """Allocate the parts of out [tokens, heads, D] over up to `longest` keys, from shapes alone. Return None if one
+    program is to take all chunks of a tile. tiles: the number of tiles of all heads."""
     tokens, heads, dim = out.shape
     chunks = triton.cdiv(longest, KEY_CHUNK)
     programs = min(chunks, triton.cdiv(PROGRAMS, tiles))
@@ -143,7 +143,7 @@ def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def merge_chunk(peak, total, out, chunk_peak, chunk_total, chunk_out, scale):
-    """Add a chunk to those before it. Of two peaks one is finite: every row has seen key 0, in the first chunk."""
+    """Add a chunk to the chunks before it. One of the two peaks is finite: every row has seen key 0, in chunk 0."""
     new_peak = tl.maximum(peak, chunk_peak)
     rescale, share = tl.exp2((peak - new_peak) * scale), tl.exp2((chunk_peak - new_peak) * scale)
     total = tl.fma(total, rescale, chunk_total * share)

@@ -62,7 +62,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) 
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Causal attention of sequences that lie end to end; see `numerics.ops.attention.packed_attention`.
+    """Causal attention of sequences that are end to end; see `numerics.ops.attention.packed_attention`.
 
     Never waits for the device: as in `paged_attention` the grid is the largest that may be needed.
     """
@@ -99,7 +99,7 @@ class Attention(torch.autograd.Function):
 
 
 def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """See `numerics.ops.attention.attention_forward`; the result is rounded, the logarithm that of `attention_dq`."""
+    """See `numerics.ops.attention.attention_forward`. The result is rounded; the logarithm is as in `attention_dq`."""
     check(inputs.q, inputs.k, inputs.v)
     out, logsumexp = attend(inputs)
     return out, out, logsumexp
@@ -229,8 +229,9 @@ def _forward_kernel(
     FORM: tl.constexpr, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """FORM: `contiguous`, queries [B, Q]; `packed`, sequences end to end; `paged`, over a cache. positions_ptr: of each
-    query; of a paged cache the table [rows, max]. requests_ptr: the rows of the table, or None for one after the other.
+    """FORM: `contiguous`, queries [B, Q]; `packed`, sequences end to end; `paged`, over a cache. positions_ptr: the
+    positions of queries, or for a paged cache the table [rows, max]. requests_ptr: each sequence's row of the table;
+    None: row b is sequence b's.
     logsumexp_ptr: None where no gradient is asked for.
 
     TAIL: channels that a key has behind the D of its value, which is a part of it (`latent`); 0: values are apart.

@@ -19,10 +19,10 @@ from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.quantize import QuantizedTensor
 
 Scaled = tuple[Tensor, Tensor]
-"""Codes E4M3 and their scales FP32: of rows [T, K], with scales [T, K / 128] that lie column by column, each at a
-multiple of 16 bytes; of matrices [..., N, K], with scales [..., N / 128, K / 128]."""
+"""Codes E4M3 and their scales FP32. Rows [T, K] have scales [T, K / 128] in column-major order, each column at a
+multiple of 16 bytes. Matrices [..., N, K] have scales [..., N / 128, K / 128]."""
 NOBODY = -1
-"""The expert of a row that is there to fill a tile."""
+"""The expert number of a row that only fills up a tile."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Library:
     dense: Callable[[Scaled, Scaled, Tensor], Any]
     """dense(a, b, out): a [T, K] @ b [N, K]^T into BF16 [T, N]."""
     grouped: Callable[[Scaled, Scaled, Tensor, Tensor], Any]
-    """grouped(a, b, out, experts): the same with matrices b [E, N, K], by each row's expert, int32 [T]; each 128 rows
-    are of one expert, which NOBODY may follow."""
+    """grouped(a, b, out, experts): the same with matrices b [E, N, K], by each row's expert, int32 [T]. Each 128 rows
+    belong to one expert, perhaps with rows of NOBODY at their end."""
 
 
 _library: Library | None = None
@@ -79,7 +79,7 @@ def _takes(a: Any, b: Any, dtype: torch.dtype, k_splits: int) -> bool:
 
 
 def _aligned(scale_inv: Tensor) -> Tensor:
-    """Scales [T, groups] as the tensor memory accelerator reads them; a copy where they lie otherwise."""
+    """Return scales [T, groups] in the layout that the tensor memory accelerator reads: a copy if theirs is another."""
     rows, groups = scale_inv.shape
     if scale_inv.stride(0) == 1 and (scale_inv.stride(1) % 4 == 0 or groups == 1):
         return scale_inv
@@ -88,7 +88,7 @@ def _aligned(scale_inv: Tensor) -> Tensor:
 
 
 def _grouped(library: Library, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, tiles: Tiles) -> Tensor:
-    """Return the grouped product of rows that are copied so that tile i has the rows from 128 i on, and back."""
+    """Return the grouped product. Rows are copied so that tile i begins at row 128 i; results are copied back."""
     rows, device = len(a.data), a.data.device
     lane = torch.arange(TALL, device=device)
     real = lane < tiles.rows[:, None]

@@ -30,7 +30,7 @@ def experts(
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
 ) -> Tensor:
-    """`numerics.ops.experts`; where all of it is FP8, SwiGLU is quantized where it is computed."""
+    """`numerics.ops.experts`. If all products are FP8, the kernel of SwiGLU also quantizes its result."""
     fused = backward == "fp8" or not torch.is_grad_enabled()
     if spec is None or not fused or not _all_fp8(w13, w2):
         hidden = swiglu(adapted_grouped_linear(x, counts, w13, spec, backward))
@@ -53,7 +53,7 @@ def routed_experts(
     backward: Backward = "fp8",
     rows: QuantizedTensor | None = None,
 ) -> Tensor:
-    """`numerics.ops.routed_experts`; where all of it is FP8 and nothing has a gradient, tokens are quantized before
+    """`numerics.ops.routed_experts`. If all products are FP8 and nothing has a gradient, tokens are quantized before
     they are laid out by expert, which takes one kernel."""
     if spec is None or torch.is_grad_enabled() or not _all_fp8(w13, w2) or not len(x):
         return routed_in_steps(x, probs, chosen, w13, w2, spec, backward)
@@ -69,7 +69,7 @@ def _all_fp8(*weights: ExpertWeights) -> bool:
 
 
 def _height(rows: int, experts: int) -> int:
-    """Return the height of tiles for this number of rows, by those of an expert in the mean."""
+    """Return the height of tiles for this number of rows, by the mean number of rows of an expert."""
     return tile_height(-(-rows // max(experts, 1)))
 
 
@@ -161,7 +161,8 @@ def _gradients(
     dtype: torch.dtype,
     gradients: Gradients,
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return dx [T, K] of a grouped FP8 product, from dy [T, N] and its input's columns; and as `_weight_gradients`."""
+    """Return dx [T, K] of a grouped FP8 product from dy [T, N], and the weights' gradients as `_weight_gradients` does.
+    columns: the product's input, quantized along the tokens."""
     dy_rows, dy_columns = quantize_rows_and_columns(dy.contiguous(), spec.gradient, spec.gradient, tiles)
     dx = grouped_gemm(dy_rows, operand.transposed, tiles, dtype)
     return dx, _weight_gradients(grouped_wgrad, dy_columns, columns, tiles, gradients)

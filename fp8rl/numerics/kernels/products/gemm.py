@@ -12,7 +12,7 @@ Laid out for an H200:
   enough: tiles are 64 x 128 x 128 with 4 warps then, two on an SM.
 - The tensor memory accelerator brings both operands, along K, as FP8 instructions want them. It takes no registers or
   instructions for addresses, and gives zeros beyond the edges of a matrix, where other loads need masks.
-- Scales are loaded before the product starts and arrive while it runs. Those of a tile's rows should lie side by side
+- Scales are loaded before the product starts and arrive while it runs. The scales of a tile's rows should be contiguous
   (`scale_inv.stride(0) == 1`), since the threads of a warp hold neighbouring rows.
 - One program per SM (two of short tiles) takes tile after tile, and a tile's first loads start while the one before is
   finished: at K = 2048 a tile has only 16 steps. Neighbouring programs share 8 tiles of rows, which stay in L2.
@@ -47,8 +47,8 @@ def gemm(
 
     a: E4M3 or E5M2 in groups of 128 along K; b: likewise, or in blocks of 128 x 128. Or both are BF16, or both FP32 and
     multiplied in FP32. k_splits: into how many equal slices, of a multiple of 128 (64 of BF16), K is cut; their FP32
-    sums are added in ascending order. plus: [M, N], BF16 or FP32, is added to the sum before it is rounded. tiles: of
-    rows that are sorted by expert; b is [E, N, K] then.
+    sums are added in ascending order. plus: [M, N], BF16 or FP32, is added to the sum before it is rounded. tiles: the
+    tiles of rows that are sorted by expert; b is then [E, N, K].
     """
     left, right = check_operands(a, b, matrices=3 if tiles else 2)
     (rows, k), n = left.shape, right.shape[-2]

@@ -36,7 +36,7 @@ def grouped_wgrad(
 ) -> Tensor:
     """The sum over each expert's tokens of dy^T x -> [E, N, K] in `dtype`; zeros for an expert without tokens.
 
-    total: FP32 [E, N, K], contiguous, to which what is in `dtype` is added, and which is returned in its place.
+    total: FP32 [E, N, K], contiguous. The result, rounded to `dtype`, is added to `total`, which is returned.
     dy_t [N, 128 tiles], x_t [K, 128 tiles]: as `quantize_columns` gives them with these tiles, tile i's tokens in the
     columns from 128 i on, and zeros where a tile has no token. Each expert gets the bits of `gemm` over its columns.
     """
@@ -85,7 +85,7 @@ def grouped_wgrad_matmul(
 
 
 def _room(tiles: Tiles, n: int, k: int, dtype: torch.dtype, device: torch.device, tokens: int) -> Tensor:
-    """Allocate [E, N, K], which no kernel writes to without tokens."""
+    """Allocate [E, N, K], as zeros if there are no tokens, because then no kernel writes to it."""
     return (torch.empty if tokens else torch.zeros)(tiles.starts.numel() - 1, n, k, dtype=dtype, device=device)
 
 
@@ -134,7 +134,7 @@ def _wgrad_matmul_kernel(
 
 @triton.jit
 def _put(out_ptr, expert, has_tokens, rows, columns, n, k, acc, DTYPE: tl.constexpr, ADD: tl.constexpr):
-    """Round a tile of an expert's matrix [N, K], and store it, or add it to what is there, which zeros leave alone."""
+    """Round a tile of an expert's matrix [N, K], and store it or, if the expert has tokens, add it to what is there."""
     where = out_ptr + (expert * n + rows)[:, None] * k + columns[None, :]
     inside = (rows < n)[:, None] & (columns < k)[None, :]
     rounded = cast(acc, DTYPE)

@@ -1,4 +1,4 @@
-"""A product for each head: `numerics.ops.head_linear`, of unquantized rows and of FP8 codes as they lie in memory.
+"""A product for each head: `numerics.ops.head_linear`, of unquantized rows and FP8 codes, which are not copied.
 
 A program takes 64 tokens and 128 columns of one head, and sums over K in steps of 64, ascending. Codes are dequantized
 where they are loaded, to BF16, so that a quantized weight is read once, in one byte a number, whatever its blocks cut.

@@ -25,12 +25,12 @@ from fp8rl.numerics.spec import QuantSpec, TensorSpec
 
 @dataclasses.dataclass(frozen=True)
 class WeightOperand:
-    """A quantized weight, or the stacked ones of all experts, as FP8 products take it: the codes themselves."""
+    """A quantized weight, or the stacked weights of all experts, as FP8 products take it: the codes themselves."""
 
     codes: QuantizedTensor
-    """data [..., N, K], scale_inv [..., N / 128, K / 128]. An engine's are its parameters, not a copy."""
+    """data [..., N, K], scale_inv [..., N / 128, K / 128]. In an engine they are its parameters, not a copy."""
     quantized_transpose: QuantizedTensor | None = None
-    """data [..., K, N], of a weight that was quantized to be trained."""
+    """The transposed codes, data [..., K, N], of a weight that is trained; None: they are made when they are needed."""
 
     @functools.cached_property
     def transposed(self) -> QuantizedTensor:

@@ -98,7 +98,7 @@ def combine(outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -
 
 
 def combine_rows(outputs: Tensor, probs: Tensor, row_of: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `combine` without a gradient; row_of int64 [T * k]: where each pair's output stands."""
+    """Compute `combine` without a gradient. row_of int64 [T * k]: the row of each pair's output."""
     (tokens, top_k), hidden = probs.shape, outputs.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
     if out.numel():

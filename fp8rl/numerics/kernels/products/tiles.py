@@ -32,7 +32,7 @@ _wide_allowed = False
 
 
 def tile_height(rows: int) -> int:
-    """Return the height of the tiles for this number of rows that may share one."""
+    """Return the height of the tiles for this number of rows, which may share a tile."""
     return SHORT if _short_allowed and rows <= SHORT else TALL
 
 
@@ -63,7 +63,7 @@ _TILES = 64  # that one program describes
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of all experts, in the order of their rows; those past starts[experts] are unused, with 0 rows."""
+    """The tiles of all experts, in the order of their rows. Tiles past starts[experts] are unused, with 0 rows."""
 
     expert: Tensor
     """int32 [tiles], each tile's expert."""
@@ -74,7 +74,7 @@ class Tiles:
     starts: Tensor
     """int32 [experts + 1], the first tile of each expert, and the number of tiles in use."""
     height: int = TALL
-    """128 where a product sums over the tokens: their groups are the tiles."""
+    """The most rows of a tile. 128 for a product that sums over the tokens: its scale groups are the tiles."""
 
 
 def spans(counts: Tensor, x: Tensor) -> Tiles:
@@ -86,8 +86,8 @@ def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
     """Return the tiles of `rows` rows, of which counts[e], an int tensor [experts], belong to expert e. A count may be
     0.
 
-    How many tiles there are room for follows from the shapes alone, so that a CUDA graph can hold them: the most that
-    `rows` rows may fill. The counts must sum to `rows` or less.
+    The number of tiles is the most that `rows` rows may fill. It follows from the shapes alone, so that a CUDA graph
+    can hold them. The counts must sum to `rows` or less.
     """
     if counts.dim() != 1 or counts.is_floating_point():
         remedy = "Pass the number of rows of each expert."
@@ -106,7 +106,7 @@ def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
 
 
 def room_for_tiles(experts: int, rows: int, height: int, device: torch.device) -> Tiles:
-    """Allocate the tiles of `rows` rows, the most that they may fill."""
+    """Allocate as many tiles as `rows` rows may fill at most."""
     nonempty = min(experts, rows)
     most = (rows - nonempty) // height + nonempty
     expert, first, filled = torch.empty(3, most, dtype=torch.int32, device=device)
