@@ -168,8 +168,7 @@ class TrainerSpec:
     adapter: AdapterSection | None = None
     """The adapters that are trained in place of the weights; None: the weights are trained."""
     shared_base: bool = False
-    """Whether the policy reads its frozen weights from a base, which it adopts before it computes:
-    `weight_sync.frozen`."""
+    """Whether the policy adopts a base with its frozen weights before it computes: `weight_sync.frozen`."""
     architecture: str | None = None
     """A user's file that defines the model's architecture; None: the architecture is built in."""
 
@@ -191,6 +190,5 @@ class ActorPlacement:
 
 
 def travels_in_fp8(spec: TensorSpec) -> bool:
-    """Return True if weights of this spec may be sent quantized (`weight_gather`): quantizing them again changes no
-    value."""
+    """Return True if quantizing a quantized weight again changes no value, so that `weight_gather` may send codes."""
     return spec.format == "e4m3" and spec.granularity == "block" and spec.scale == "pow2" and spec.rounding == "nearest"

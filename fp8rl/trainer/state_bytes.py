@@ -176,9 +176,9 @@ class _Held:
     """Whether the weights are in a separate buffer."""
 
     def stands_otherwise(self, ranks: int) -> bool:
-        """Return True if the trainer cannot read these weights in a base (`trainer.weights.export.adopt`).
+        """Return True if a base stores the weights in another order, or unsplit (`trainer.weights.export.adopt`).
 
-        A base has a fused q|k|v in BF16 in another order, and BF16 weights that tensor-parallel ranks split whole.
+        Another order: a fused q|k|v in BF16. Unsplit: with several tensor-parallel ranks, BF16 weights of a layer.
         """
         is_part = ranks > 1 and self.weight.share == "split" and self.weight.in_layers
         return not self.quantized and (self.weight.by_heads or is_part)

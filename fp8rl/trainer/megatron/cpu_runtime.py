@@ -1,5 +1,4 @@
-"""Stand-ins for CUDA on a machine without it, so that stock megatron-core runs. `patches` says where and why each is
-used.
+"""Stand-ins for CUDA, so that stock megatron-core runs without it. `patches` says where and why each is used.
 
 Megatron asks `torch.cuda` for devices, streams and random states, creates tensors with ``device="cuda"``, and compares
 tensor type names with ``torch.cuda.*``.
@@ -98,8 +97,7 @@ def split_sizes_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def step_of_its_own(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `_set_main_param_and_optimizer_states` that keeps the `step` of each parameter, which
-    torch's AdamW has."""
+    """Return a replacement for `_set_main_param_and_optimizer_states` that keeps each parameter's `step` (AdamW)."""
 
     def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]

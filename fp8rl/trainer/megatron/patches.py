@@ -63,8 +63,7 @@ def _value(value: Any) -> Callable[[Any], Any]:
 
 
 def _ours(module: str, name: str) -> Callable[[Any], Any]:
-    """Return a `make` whose new value is a function of the trainer. Its module, which imports Megatron, is imported
-    only then."""
+    """Return a `make` that gives a function of the trainer, and only then imports its module and so Megatron."""
     return lambda replaced: getattr(importlib.import_module(f"fp8rl.trainer.{module}"), name)
 
 

@@ -124,8 +124,7 @@ class GatedSharedExpert(SharedExpertMLP):
 class WeightedExperts(TEGroupedMLP):
     """Megatron's grouped experts, with the router's probabilities applied to their output.
 
-    Megatron multiplies before fc2, so that the probabilities would be in fc2's quantized input. Engines multiply after
-    fc2.
+    Megatron multiplies before fc2, so that fc2's quantized input would contain the probabilities. Engines do it after.
     """
 
     def forward(
@@ -190,8 +189,7 @@ def _exact(layer: Layer) -> Fields:
 
 
 def _native(layer: Layer, products: MLPSubmodules) -> Fields:
-    """Return the fields with Megatron's router, or with ours if Megatron's probabilities would differ from the
-    model's."""
+    """Return the fields with Megatron's router, or with ours if Megatron's probabilities are not the model's."""
     sizes, kind = layer.sizes, TopKRouter
     if sizes.renormalize and sizes.top_k == 1:
         kind = OneExpertRouter
@@ -255,8 +253,7 @@ def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
 
 
 def _topk(call: Call) -> tuple[Tensor, ...]:
-    """Read probabilities and experts from a router's output. Our router returns each token's experts, Megatron's a
-    bool map of them."""
+    """Read probabilities and experts from the output of our router (experts of tokens) or Megatron's (bool map)."""
     probs, routing_map = call[2]
     if routing_map.dtype != torch.bool:
         dense = probs.new_zeros(len(probs), call[0].config.num_moe_experts)
