@@ -176,8 +176,7 @@ IDS = range(8, 64)
 SHORT = (5, 12, 17, 33, 64, 97, 130, 200)
 """Lengths in tokens of the prompts that are asked in every way. Few are multiples of a tile or a page."""
 FIRST = 4
-"""One of every FIRST short prompts goes through all ways before the other prompts do, so that a short time limit
-gives a verdict too."""
+"""One of every FIRST short prompts goes through all ways first, so that a short time limit gives a verdict too."""
 LONG_PROMPTS = 2
 """Number of long prompts that are asked at the same time. One more is asked with its beginning in the cache."""
 LONGEST = 4096

@@ -136,7 +136,7 @@ class TrainerSection(RateSection):
 
     @property
     def packs(self) -> bool:
-        """True if rows lie end to end in a micro-batch, whether or not they share prefixes."""
+        """True if rows are packed end to end in a micro-batch, with or without shared prefixes."""
         return self.packing or self.prefix_sharing
 
     @property

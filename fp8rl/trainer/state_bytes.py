@@ -215,8 +215,7 @@ def _of_stage(shape: Shape, config: TrainerSection, spec: QuantSpec, stage: int)
 
 
 def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) -> StateBytes:
-    """Return the bytes of a buffer. moment_bytes: bytes of one element of a moment; None: moments and masters are
-    offloaded."""
+    """Return the bytes of a buffer. moment_bytes: of a moment's element; None: moments and masters are offloaded."""
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))

@@ -176,8 +176,7 @@ class Trainer(Scorer):
         return extra
 
     def update_survival(self) -> float | None:
-        """Measure how much of merged adapters survives quantization. None without merged adapters, or if nothing is
-        quantized."""
+        """Measure how much of merged adapters survives quantization; None without merged adapters or quantization."""
         adapter, spec = self.definition.adapter, self.numerics.trainer_spec
         if adapter is None or adapter.mode != "merged" or not spec.quantized:
             return None

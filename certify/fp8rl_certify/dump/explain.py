@@ -36,8 +36,8 @@ FAR = 5.0
 """From this multiple of our own FP8's distance on, a side is judged by the rounding of FP8, not of BF16."""
 HARDLY = 1.05
 OUTSTANDING = 5.0
-"""A part of the tokens stands out if its distance is at least this multiple of BF16's on the same tokens. A row must
-also be at this multiple of the other rows' distance."""
+"""A part of the tokens stands out if its distance is at least this multiple of BF16's distance on the same tokens. For
+a row it must also be at least this multiple of the other rows' distance."""
 LEFT_OUT = 0.01
 """The fraction of tokens that truncation may leave out although they were sampled: rounding decides at its border."""
 
@@ -150,8 +150,7 @@ def explanations(
 
 
 def _explains(each: Explanation, rounding: Sequence[float]) -> bool:
-    """Return whether hardly more than rounding remains: the rounding of BF16 or, if the difference is far larger, of
-    FP8."""
+    """Return whether hardly more than rounding remains: of BF16 or, if the difference is far larger, of FP8."""
     bf16, *others = rounding
     least = max([bf16, *(other for other in others if each.floors_before >= FAR * other)])
     return each.floors_before > bf16 and each.floors_after - least <= UNEXPLAINED * (each.floors_before - least)
@@ -226,8 +225,7 @@ def _fit(reading: Callable[[float], Tensor], said: Tensor, scale: Tensor) -> flo
 
 
 def _tried(name: str, text: str, side: Side, other: Tensor, some: Tensor | slice = slice(None)) -> Explanation | None:
-    """Measure the remaining difference for another reading of some tokens. None if too many tokens have no finite
-    value in this reading."""
+    """Measure the remaining difference for another reading of some tokens; None if it leaves out too many of them."""
     said, reference, scale = side.said[some], side.floor.full[some], side.scale[some]
     known = said.isfinite() & ~other.isnan()
     if not known.any() or (known & other.isinf()).sum() > LEFT_OUT * known.sum():

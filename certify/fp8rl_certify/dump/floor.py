@@ -25,8 +25,7 @@ WITHIN, MEAN_WITHIN = 1.75, 2.0
 """Largest multiples of BF16's mean number of floors, and of BF16's mean abs(d), that a side may have. Two independent
 roundings to BF16 are 1.4 times as far from each other as one of them is from the exact value."""
 OUTLIER, OUTLIERS = 10.0, 0.005
-"""A token that is more than OUTLIER floors away is an outlier. A fraction OUTLIERS of the tokens, plus one token, may
-be outliers."""
+"""A token more than OUTLIER floors away is an outlier. OUTLIERS of all tokens, plus one, may be outliers."""
 SLOPE, SIGMAS, CLEAR = 0.02, 5.0, 10.0
 """An error of the logits' scale counts if it is larger than SLOPE and SIGMAS standard errors from chance. Only tokens
 count whose derivative by the scale is larger than CLEAR floors."""

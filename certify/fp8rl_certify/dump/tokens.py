@@ -74,8 +74,7 @@ def check_fits(
     """Check that the model can have made the rows.
 
     Raises:
-        UserError: an id is outside the model's vocabulary, or a row is longer than its context. The message names the
-            row.
+        UserError: an id is outside the model's vocabulary, or a row exceeds its context. The message names the row.
     """
     for row, place in zip(rows, places, strict=True):
         largest = max(row.tokens)

@@ -122,7 +122,7 @@ def _adapter_of(parts: Parts) -> dict[str, Any] | None:
 
 
 def _check_adapter(path: Path, found: dict[str, Any] | None, expected: dict[str, Any] | None) -> None:
-    """Raise `UserError` if the adapters and the base of a checkpoint are not those of the run."""
+    """Raise `UserError` if a checkpoint has other adapters or another base than the run."""
     if found == expected:
         return
     if found is None or expected is None:

@@ -48,7 +48,7 @@ class Written:
     """The files that a rank has written."""
 
     files: dict[str, tuple[int, str]]
-    """As `About.files`."""
+    """Name below the directory -> (bytes, SHA-256)."""
     results: list[WriteResult]
     """The place of each item, for Megatron."""
 

@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True for the one rank of its data-parallel replica that hands results back."""
+        """True if this is the rank that returns the results of its data-parallel replica."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property

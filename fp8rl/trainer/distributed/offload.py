@@ -90,8 +90,7 @@ class HostCopy:
 def _host_memory(size: int, former: Tensor) -> Tensor:
     """Allocate bytes on the host to replace `former`. With a GPU they are pinned.
 
-    Ordinary memory is allocated first and then registered: torch's own pinned allocations are rounded up to a power of
-    two.
+    Ordinary memory is allocated and then registered, because torch rounds pinned allocations up to a power of two.
     """
     new = torch.empty(size, dtype=torch.uint8)
     if torch.cuda.is_available():

@@ -143,8 +143,7 @@ class _Weight:
 def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]], ranks: dist.ProcessGroup) -> int:
     """Fill `buffer` [ranks * n] with every rank's part of it, and return the bytes that this rank has sent.
 
-    in_fp8: parameters [N, K] or [experts, N, K], views of the buffer, and their specs. All other elements are sent
-    unchanged.
+    in_fp8: parameters [N, K] or [experts, N, K], views of the buffer, and their specs. The rest is sent unchanged.
     """
     weights = _weights_in(buffer, in_fp8)
     size = buffer.numel() // ranks.size()

@@ -50,8 +50,7 @@ def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Itera
 
 @refusing
 def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> Iterator[UserError]:
-    """Check that an engine's ranks divide the model. key: the spec's key of their number, for messages. Raises
-    UserError."""
+    """Check that an engine's ranks divide the model. Raises UserError. key: the spec's key of tp, for messages."""
     yield from _split_refusals(shape, tp, spec, key)
     if tp > 1 and (why := _unshared(shape, "engine")):
         yield user_error(key, tp, f"1 for a model {why}", f"Set {key}=1, and rollout.engines to use more GPUs.")

@@ -43,8 +43,7 @@ def prepare(lowering: Lowering) -> None:
 
 
 def check(lowering: Lowering, config: TransformerConfig) -> None:
-    """Check that Megatron makes the lowering's recipe from `config`. Raises UserError: TransformerEngine would compute
-    otherwise."""
+    """Check that Megatron makes the lowering's recipe from `config`. Raises UserError: it makes another recipe."""
     if lowering.recipe is None:
         return
     from megatron.core.fp8_utils import get_fp8_recipe

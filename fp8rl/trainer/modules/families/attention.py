@@ -58,8 +58,10 @@ class CoreAttention(nn.Module):
         packed_seq_params: PackedRows | None = None,
         **unused: Any,
     ) -> Tensor:
-        """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]. Packed rows: [T, H, D] and [T, Hkv, D] ->
-        [T, 1, H * D]"""
+        """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D].
+
+        Packed rows: [T, H, D] and [T, Hkv, D] -> [T, 1, H * D].
+        """
         scale = self.plain_scale * self.kv.format.key_scale
         if (rows := packed_seq_params) is not None:
             query, key = (self._turned(x[None], rows.positions[None])[0] for x in (query, key))
