@@ -67,7 +67,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     def get_parameter_state_dp_zero(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
     ) -> dict[Any, Any]:
-        """Gather masters and moments of each buffer [elements] on all ranks, in FP32 on the host.
+        """Gather masters and moments of each buffer [elements], in FP32 on the host, always on all ranks.
 
         empty_data: return zeros, into which a checkpoint is loaded.
         """
