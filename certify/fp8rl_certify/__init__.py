@@ -1,1 +1,1 @@
-"""The certificate of an engine: of a running server (`server`, without torch), or of what it has said (`dump`)."""
+"""The certificate of an engine, from a running server (`server`, without torch) or from a dump of answers (`dump`)."""

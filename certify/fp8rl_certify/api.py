@@ -1,8 +1,7 @@
-"""Requests to a server, whichever API it speaks: prompts that it has never seen, and answers with the log-probability
-of each token.
+"""Requests to a server: prompts that it has never seen, and answers with the log-probability of each token.
 
-Two APIs are known, SGLang's own and OpenAI's completions (`apis`). Here is what both share: a request that is bounded
-in time, and what may come of it.
+There are two APIs, SGLang's own and OpenAI's completions (`apis`). This file has the parts that they share: the
+interface of a server, its answers and errors, and the prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fp8rl_certify.http import Count, Http, Name, Refused, Said, ServerFailed
 
 Prompt = str | list[int]
 OTHERS = 5
-"""Most probable tokens whose log-probabilities are compared beside each token's own."""
+"""Number of most probable tokens whose log-probabilities are compared in addition to each token's own."""
 
 
 @dataclass(frozen=True)
@@ -29,57 +28,57 @@ class Answer:
     """A server's answer to one prompt."""
 
     tokens: tuple[int | str, ...]
-    """Ids, or texts where a server gives no ids."""
+    """Ids of the answer's tokens, or their texts if the server gives no ids."""
     logprobs: tuple[float, ...]
-    """Of each, in nats; NaN where there is none."""
+    """Log-probability of each token in nats; NaN where the server gives none."""
     others: tuple[tuple[float, ...], ...] = ()
-    """Log-probabilities of the most probable tokens beside each, the largest first; none where not given."""
+    """For each token, log-probabilities of the most probable tokens at its place, largest first; () if not given."""
     cached: int | None = None
-    """Tokens of the prompt that came from a cache; None: the server does not say."""
+    """Number of the prompt's tokens that came from a cache; None: the server does not say."""
     scored: tuple[float, ...] | None = None
     """Log-probabilities of the prompt's tokens from the second on, if asked for."""
 
 
 class Server(ABC):
-    """One server and how it is asked."""
+    """One server, and how to send it requests."""
 
     api: ClassVar[str]
     lists: bool = True
-    """It takes several prompts in one request, at the same time; else they are sent as requests at the same time."""
+    """Whether the server takes several prompts in one request. If not, they are sent as simultaneous requests."""
     takes_ids: bool = True
-    """Prompts may be token ids; else they are text."""
+    """Whether prompts may be token ids. If not, they are text."""
     context: int | None = None
-    """Tokens of prompt and answer; None: not known."""
+    """Largest number of tokens of prompt and answer together; None: not known."""
     isolates: bool = False
-    """Prompts under another salt share no cached prefix, and the server proves it by what it says of its cache."""
+    """Whether prompts with different salts share no cached prefix, as the server's counts of cached tokens prove."""
     caches: bool | None = None
-    """It was seen to reuse a prefix; None: it does not say."""
+    """Whether the server was seen to reuse a cached prefix; None: the server does not say."""
     chunk: int | None = None
-    """Tokens that it prefills at once; None: it does not say."""
+    """Number of tokens that the server prefills at once; None: the server does not say."""
 
     def __init__(self, http: Http, model: str) -> None:
-        """model: as the server calls it."""
+        """model: the server's name of the model."""
         self.http, self.model = http, model
 
     @abstractmethod
     def ask(self, prompts: Sequence[Prompt], tokens: int, salt: str, *, temperature: float = 0.0) -> list[Answer]:
-        """One request: an answer of `tokens` tokens to each prompt. Greedy, unless a temperature says otherwise.
+        """Send one request for an answer of `tokens` tokens to each prompt. Answers are greedy at temperature 0.
 
         Raises:
             Refused, ServerFailed, TimeUp.
-            UserError: it gives no log-probabilities.
+            UserError: the server gives no log-probabilities.
         """
 
     @abstractmethod
     def score(self, prompts: Sequence[list[int]], salt: str) -> list[Answer] | None:
-        """Log-probabilities of the tokens of given prompts; None where the server does not say them."""
+        """Return answers with the log-probabilities of the prompts' tokens; None if the server does not give them."""
 
     def alone(self, prompts: Sequence[Prompt], tokens: int, salt: str) -> list[Answer]:
-        """Each prompt by itself, one after the other; what is cached of one is no other's beginning."""
+        """Ask for an answer to each prompt by itself, one after the other. Prompts have salts of their own."""
         return [self.ask([prompt], tokens, f"{salt}-{number}")[0] for number, prompt in enumerate(prompts)]
 
     def together(self, prompts: Sequence[Prompt], tokens: int, salt: str, *, temperature: float = 0.0) -> list[Answer]:
-        """All prompts at the same time."""
+        """Ask for answers to all prompts at the same time."""
         if self.lists:
             return self.ask(prompts, tokens, salt, temperature=temperature)
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -87,9 +86,9 @@ class Server(ABC):
             return list(asked)
 
     def look_at_cache(self, prompt: Prompt) -> None:
-        """Find out whether the server reuses prefixes, says so, and keeps those of one salt apart from another's.
+        """Find out whether the server reuses prefixes, reports it, and keeps the prefixes of different salts apart.
 
-        prompt: new to the server, and long enough to be cached.
+        prompt: a prompt that is new to the server, and long enough to be cached.
         """
         salts = "fp8rl-certify-a", "fp8rl-certify-a", "fp8rl-certify-b"
         first, second, other = (self.ask([prompt], 1, salt)[0].cached for salt in salts)
@@ -99,7 +98,7 @@ class Server(ABC):
 
 
 class Meta(Said):
-    """The facts that llama.cpp gives of a model."""
+    """The facts that llama.cpp gives about a model."""
 
     n_ctx: Count | None = None
 
@@ -126,7 +125,7 @@ _LISTING = TypeAdapter(Listing)
 
 
 def models(http: Http) -> list[Listed] | None:
-    """The models of `/v1/models`; None if there is no such list."""
+    """Return the models that `/v1/models` lists; None if the server has no such list."""
     try:
         return http.get("/v1/models", _LISTING).data
     except (Refused, ServerFailed):
@@ -134,10 +133,10 @@ def models(http: Http) -> list[Listed] | None:
 
 
 def named(asked: str | None, served: Sequence[str]) -> str:
-    """The model of a server that is asked for; its only one if none is named.
+    """Return the name of the model to ask: the model that the user names, or the server's only model.
 
     Raises:
-        UserError: it has another, or several and none is named.
+        UserError: the server has not the named model, or it has several models and the user names none.
     """
     if asked in served:
         return str(asked)
@@ -152,15 +151,15 @@ def named(asked: str | None, served: Sequence[str]) -> str:
 
 
 def no_logprobs(found: str, remedy: str) -> UserError:
-    """The error for a server whose answers cannot be compared."""
+    """Return the error for a server whose answers have no log-probabilities and so cannot be compared."""
     return user_error("--server", found=found, expected="a log-probability for each token of an answer", remedy=remedy)
 
 
 def fitting(answer: Answer, tokens: int, path: str) -> Answer:
-    """The answer, if it has a log-probability for each of its tokens, and no more of these than were asked for.
+    """Return the answer after a check: it has one log-probability per token, and at most `tokens` tokens.
 
     Raises:
-        ServerFailed: it has not.
+        ServerFailed: the check fails.
     """
     said, logprobs = len(answer.tokens), len(answer.logprobs)
     if said != logprobs or said > tokens:
@@ -173,47 +172,48 @@ def fitting(answer: Answer, tokens: int, path: str) -> Answer:
 # What a server is asked: prompts that it has never seen, of many lengths.
 
 IDS = range(8, 64)
-"""Token ids of prompts: every vocabulary has them, and most have their special tokens elsewhere."""
+"""Token ids of prompts. Every vocabulary has these ids, and in most vocabularies none of them is a special token."""
 SHORT = (5, 12, 17, 33, 64, 97, 130, 200)
-"""Tokens of the prompts that are asked in every way; few of them are multiples of a tile or a page."""
+"""Lengths in tokens of the prompts that are asked in every way. Few are multiples of a tile or a page."""
 FIRST = 4
-"""One of so many short prompts is asked in every way before the others are: a short limit has a verdict then."""
+"""One of every FIRST short prompts goes through all ways first, so that a short time limit gives a verdict too."""
 LONG_PROMPTS = 2
-"""Asked at the same time in each of the two rounds; one more is asked with its beginning in the cache."""
+"""Number of long prompts that are asked at the same time. One more is asked with its beginning in the cache."""
 LONGEST = 4096
-"""Tokens of the longest prompts, where a server does not say how many it prefills at once."""
+"""Length in tokens of the long prompts, if a server does not say how many tokens it prefills at once."""
 SHORTEST_LONG = 300
 ROOM = 64
-"""Tokens that are left to answers in the context of a server."""
+"""Number of tokens that prompts leave free for answers in a server's context."""
 
 
 class Writer:
-    """Writes prompts that are drawn anew in each run, so that no cache holds them.
+    """Draws new prompts in each run, so that no cache holds them.
 
-    Dozens in a row begin with different tokens, so that none has its beginning from its neighbour's.
+    Dozens of successive prompts begin with different tokens, so that they share no prefix.
     """
 
     def __init__(self, server: Server, seed: int | None = None) -> None:
-        """seed: None draws one."""
+        """seed: None for a random seed."""
         self._draw, self._server = random.Random(seed), server
         self._first = self._draw.randrange(len(IDS))
 
     def prompt(self, ids: list[int]) -> Prompt:
-        """Ids as the server takes them; one that takes none is asked with a row of numbers, of more tokens."""
+        """Return ids in the form that the server takes: ids, or a text of numbers, which has more tokens."""
         return ids if self._server.takes_ids else " ".join(map(str, ids))
 
     def ids(self, tokens: int) -> list[int]:
-        """Draw so many token ids. Each prompt begins with another one, so that no two share a prefix."""
+        """Draw `tokens` token ids. Successive prompts begin with different ids, so that they share no prefix."""
         self._first += 1
         return [IDS[self._first % len(IDS)], *self._draw.choices(IDS, k=tokens - 1)] if tokens > 0 else []
 
     def short(self) -> list[list[int]]:
-        """Rows of the lengths of SHORT."""
+        """Return rows of ids with the lengths in SHORT."""
         room = max(1, (self._server.context or 1 << 20) - ROOM)
         return [self.ids(min(length, room)) for length in SHORT]
 
     def long(self) -> list[list[int]]:
-        """Rows as long as three chunks, or as LONGEST, if the server's context has the room. None if it has none.
+        """Return rows of three chunks or LONGEST tokens, or shorter ones if the server's context is smaller. Return an
+        empty list if the server takes no long prompt.
 
         Raises:
             ServerFailed, TimeUp.

@@ -50,10 +50,10 @@ class SGLang(Server):
 
     @classmethod
     def found(cls, http: Http, model: str | None) -> SGLang | None:
-        """The server behind `http`, if it is one.
+        """Return the server behind `http`, or None if it does not have this API.
 
         Raises:
-            UserError: it has another model.
+            UserError: the server has another model.
         """
         try:
             said = http.get("/model_info", _MODEL_INFO)
@@ -109,7 +109,7 @@ def _sglang_answer(found: _Generated) -> Answer:
 
 COMPLETIONS = "/v1/completions"
 _EXTRAS: tuple[dict[str, Any], ...] = ({"ignore_eos": True}, {"return_token_ids": True}, {"cache_salt": "1"})
-"""Settings that are not OpenAI's own. Each is used where a server takes it."""
+"""Settings beyond OpenAI's API. Each is used if the server accepts it."""
 
 
 class _Other(Said):
@@ -117,7 +117,7 @@ class _Other(Said):
 
 
 class _Token(_Other):
-    """A token as llama.cpp says it, in the form of chats."""
+    """A token in the form of llama.cpp, which is OpenAI's form for chats."""
 
     token: str = ""
     id: TokenId | None = None
@@ -125,7 +125,7 @@ class _Token(_Other):
 
 
 class _Logprobs(Said):
-    """OpenAI's form, or llama.cpp's."""
+    """Log-probabilities in OpenAI's form or in llama.cpp's."""
 
     tokens: list[str] | None = None
     token_logprobs: list[Logprob] | None = None
@@ -153,7 +153,7 @@ class _Completion(Said):
 
     @property
     def cached(self) -> int | None:
-        """Tokens of the prompt that came from the cache, where the server says so."""
+        """Number of the prompt's tokens that came from the cache; None if the server does not say."""
         details = None if self.usage is None else self.usage.prompt_tokens_details
         return None if details is None else details.cached_tokens
 
@@ -172,10 +172,10 @@ class OpenAI(Server):
 
     @classmethod
     def found(cls, http: Http, model: str | None) -> OpenAI | None:
-        """The server behind `http`, if it is one.
+        """Return the server behind `http`, or None if it does not have this API.
 
         Raises:
-            UserError: it does not have the model, or has several and none was named.
+            UserError: the server does not have the model, or it has several models and none was named.
         """
         listed = models(http)
         if listed is None:
@@ -205,7 +205,7 @@ class OpenAI(Server):
         ]
 
     def _look_at_settings(self) -> None:
-        """Find out what the server takes besides what is OpenAI's own."""
+        """Find out which settings beyond OpenAI's API the server accepts, and which forms of prompts."""
         self._complete(["1 + 1 ="], max_tokens=1, temperature=0.0)
         for extra in _EXTRAS:
             if self._takes(["1 + 1 ="], **extra):
@@ -221,7 +221,7 @@ class OpenAI(Server):
         return True
 
     def _complete(self, prompts: Sequence[Prompt], **settings: Any) -> _Completion:
-        """An answer with as many choices as prompts, in their order."""
+        """Return the server's answer, with one choice for each prompt, in the order of the prompts."""
         prompt: Any = prompts[0] if len(prompts) == 1 else list(prompts)
         body = {"model": self.model, "prompt": prompt, "logprobs": OTHERS} | settings
         said = self.http.post(COMPLETIONS, body, _COMPLETION)

@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def _server(server: str, model: str | None, api_key: str | None, seconds: float) -> tuple[str, RenderableType, bool]:
-    """Return the JSON, the text and whether all is well."""
+    """Certify a server. Return the JSON, the text and whether all is well."""
     from fp8rl_certify.server import certify_server, rendered
 
     former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -120,7 +120,7 @@ def _dump(
 ) -> tuple[str, RenderableType, bool]:
     """Certify a dump with the ops of `fp8rl`, and write its page.
 
-    sampling: settings for rows without their own; None: as the dump has them.
+    sampling: settings for rows without settings of their own; None: the dump's settings.
     """
     try:
         from fp8rl.commands import user_errors
@@ -140,7 +140,7 @@ def _dump(
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Turn an error that the user can mend into one message and exit code 2, and Ctrl-C into 130."""
+    """Turn a UserError into its message and exit code 2, and Ctrl-C into exit code 130."""
     try:
         yield
     except UserError as error:
@@ -152,7 +152,7 @@ def _user_errors() -> Iterator[None]:
 
 
 def _refuse_given(context: typer.Context, names: Iterable[str], beside: str) -> None:
-    """Refuse options of the command line that would change nothing beside what else was given. Raises `UserError`."""
+    """Raise `UserError` if command-line options were given that have no effect together with `beside`."""
     options = {each.name: each.opts[0] for each in context.command.params}
     given = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     if given:

@@ -1,4 +1,4 @@
-"""Compares the same answers, asked for in two ways, bit for bit."""
+"""Compares answers to the same prompts that were asked for in two ways, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _MAX_EXPONENT = 20.0
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The point at which two answers to one prompt part: the earliest position of all prompts."""
+    """The earliest position at which two answers to the same prompt differ, over all prompts."""
 
     prompt: int
-    """Its number."""
+    """Number of the prompt."""
     position: int
-    """Of the token in the answer, from 0."""
+    """Position of the token in the answer, from 0."""
     tokens: list[int | str]
-    """Of the first way and of the second."""
+    """The token of the first way, and the token of the second way."""
     logprobs: list[float | None]
-    """Likewise, of this token or one beside it; None: not finite."""
+    """The pair of log-probabilities that differs most, of this token or a most probable token; None: not finite."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two ways to ask for the same answers.
+    """The comparison of two ways to ask for the same answers.
 
-    A token's log-probabilities are its own and those of the most probable ones beside it; the one that is furthest
-    apart speaks for it.
+    A token has its own log-probability, and log-probabilities of the most probable tokens at its place. Of all these
+    the pair that differs most counts.
     """
 
     answers: int
     tokens: int
-    """Compared ones: behind the first token that is another one, nothing is."""
+    """Number of compared tokens. After the first different token of an answer nothing is compared."""
     differing: int
-    """Tokens that are other ones, or whose log-probabilities are."""
+    """Number of tokens that differ by id or by a log-probability."""
     other_tokens: int
-    """Those that are other ones."""
+    """Number of tokens that differ by id."""
     first: FirstDifference | None
     size: Difference
-    """Of the log-probabilities of equal tokens."""
+    """The difference of the log-probabilities of tokens with equal ids."""
 
     @property
     def equal(self) -> bool:
@@ -53,7 +53,7 @@ class Comparison:
 
 
 def compare(first: Sequence[Answer], second: Sequence[Answer]) -> Comparison:
-    """Answers to the same prompts in the same order. A NaN equals a NaN."""
+    """Compare two lists of answers to the same prompts, in the same order. A NaN equals a NaN."""
     parted: list[FirstDifference] = []
     pairs: list[tuple[float, float]] = []
     tokens = differing = others = 0
@@ -79,7 +79,7 @@ def compare(first: Sequence[Answer], second: Sequence[Answer]) -> Comparison:
 
 
 def difference(pairs: Sequence[tuple[float, float]]) -> Difference:
-    """Do as `measure.difference` does with tensors, on a machine that may have no torch. Two NaNs are left out."""
+    """Compute what `measure.difference` computes from tensors, without torch. A pair of two NaNs is left out."""
     known = [x - y for x, y in pairs if not (math.isnan(x) and math.isnan(y))]
     d = [each for each in known if math.isfinite(each)]
     if not d:
@@ -100,7 +100,7 @@ def difference(pairs: Sequence[tuple[float, float]]) -> Difference:
 
 
 def _said(answer: Answer, position: int) -> tuple[int | str, list[float]]:
-    """A token, and its log-probability before those of the most probable ones."""
+    """Return a token and a list: its log-probability, then the log-probabilities of the most probable tokens."""
     others = answer.others[position] if position < len(answer.others) else ()
     return answer.tokens[position], [answer.logprobs[position], *others]
 
@@ -110,7 +110,7 @@ def _same(x: float, y: float) -> bool:
 
 
 def _distance(pair: tuple[float, float]) -> float:
-    """Return the distance of two numbers; those of which one is not finite are furthest."""
+    """Return the distance of two numbers: 0 for two NaNs or equal numbers, otherwise infinite if one is not finite."""
     x, y = pair
     if _same(x, y):
         return 0.0

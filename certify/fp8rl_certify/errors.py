@@ -1,5 +1,5 @@
-"""The error that is the user's to mend, as `fp8rl` words it. Nothing here needs `fp8rl`, so that a server's certificate
-needs none either."""
+"""The error for wrong input, in the same words as in `fp8rl`. Nothing here imports `fp8rl`, so that a server can be
+certified without it."""
 
 
 class UserError(ValueError):

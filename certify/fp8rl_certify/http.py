@@ -1,4 +1,4 @@
-"""Requests to one server, all of which end before one point in time, however slowly it answers."""
+"""Requests to one server, with one time limit for all requests, however slowly the server answers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fp8rl_certify.errors import shown, user_error
 # Types of what a server may say: anything else is a fault of the server, and never a value that is computed with.
 
 _LEAST = -1e30
-"""Below it a log-probability stands for minus infinity, as some servers write it."""
+"""A log-probability below this number means minus infinity, which some servers write so."""
 _ROUNDING = 1e-3
-"""Log-probabilities of tokens that are all but certain may be rounded above 0."""
+"""Largest log-probability that is accepted: rounding can give a nearly certain token a number above 0."""
 
 
 class Said(BaseModel):
-    """A JSON object of a server. Keys that are not named are left aside; nothing is coerced."""
+    """A JSON object from a server. Keys that have no field are ignored, and no value is coerced."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -48,17 +48,17 @@ Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenId = Count
 Name = Annotated[str, Field(max_length=1000)]
 Logprob = Annotated[float, BeforeValidator(_logprob)]
-"""Nats; null, NaN and what is not finite are NaN."""
+"""A log-probability in nats; null and numbers that are not finite become NaN."""
 Scored = Annotated[tuple[Logprob, TokenId], BeforeValidator(_first_two)]
-"""SGLang's `[logprob, token, text]`, of which the text is left aside."""
+"""SGLang's `[logprob, token, text]`. The text is ignored."""
 
 T = TypeVar("T")
 LARGEST = 64 << 20
-"""Bytes of an answer; those that are asked for here have a few MB at most."""
+"""Largest size of an answer in bytes. The expected answers have a few MB at most."""
 
 
 class Refused(Exception):
-    """The server refused a request. status: of HTTP. text: its body, the beginning of it."""
+    """The server refused a request. status: the HTTP status. text: the beginning of the body."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status}: {text}")
@@ -66,7 +66,7 @@ class Refused(Exception):
 
 
 class ServerFailed(Exception):
-    """The server broke off, or answered with a fault of its own."""
+    """The server closed the connection, or answered with an error of its own."""
 
 
 class NoServer(Exception):
@@ -74,14 +74,14 @@ class NoServer(Exception):
 
 
 class TimeUp(Exception):
-    """The time for all requests is over."""
+    """The time limit for all requests has passed."""
 
 
 class Http:
     """A client of one server for a number of seconds. Threads may share it.
 
-    Its requests run in an event loop of their own, as only there a limit holds for a whole request: that of a blocking
-    one begins anew with each byte.
+    Its requests run in a separate event loop, because only there a timeout holds for a whole request. The timeout of a
+    blocking request starts again with each byte.
     """
 
     def __init__(self, url: str, api_key: str | None, seconds: float) -> None:
@@ -102,11 +102,11 @@ class Http:
         self._loop.close()
 
     def get(self, path: str, kind: TypeAdapter[T]) -> T:
-        """The JSON at a path. Raises `Refused`, `ServerFailed`, `NoServer`, `TimeUp`."""
+        """Get a path, and return its JSON. Raises `Refused`, `ServerFailed`, `NoServer`, `TimeUp`."""
         return self._asked("GET", path, None, kind)
 
     def post(self, path: str, body: Mapping[str, Any], kind: TypeAdapter[T]) -> T:
-        """The JSON answer to a JSON body. Raises `Refused`, `ServerFailed`, `NoServer`, `TimeUp`."""
+        """Post a JSON body, and return the JSON answer. Raises `Refused`, `ServerFailed`, `NoServer`, `TimeUp`."""
         return self._asked("POST", path, body, kind)
 
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None, kind: TypeAdapter[T]) -> T:
@@ -135,7 +135,7 @@ class Http:
         return _read(kind, text, path)
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
-        """Status and body of one answer."""
+        """Send one request, and return the status and the body of the answer."""
         async with (
             asyncio.timeout(self._ends - time.monotonic()),
             self._client.stream(method, path, json=body) as response,
@@ -148,7 +148,7 @@ class Http:
             return response.status_code, bytes(read)
 
     async def _end(self) -> None:
-        """Close connections, and cancel what an interrupt has left behind."""
+        """Close connections, and cancel tasks that an interrupt has left running."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -160,7 +160,7 @@ class Http:
 
 
 def _read(kind: TypeAdapter[T], body: bytes, path: str) -> T:
-    """Parse a body of JSON. Raises `ServerFailed` for another form."""
+    """Parse a JSON body. Raises `ServerFailed` if the JSON does not have the expected form."""
     try:
         return kind.validate_json(body)
     except ValidationError as error:
@@ -173,5 +173,5 @@ def _read(kind: TypeAdapter[T], body: bytes, path: str) -> T:
 
 
 def _sentence(text: str) -> str:
-    """The beginning of what a server wrote, in one line without control characters."""
+    """Return the beginning of a server's text, in one line without control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in " ".join(text[:2000].split()))[:200]

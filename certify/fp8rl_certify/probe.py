@@ -1,13 +1,13 @@
-"""The ways in which a server is asked for the same answers, and what comes of each.
+"""The ways in which a server is asked for the same answers, and the result of each way.
 
-Answers are greedy, so that they are a function of the model and the prompt. The reference is each answer alone, with
-nothing else under way. Each other way changes one thing: what else is in the batch, what of the prompt comes from the
-cache, how a long prompt is cut in chunks, what else the server has to do. A server in which a row depends on nothing
-but itself gives the same tokens with the same log-probabilities in all of them, bit for bit. A few prompts go through
-all ways first, and the others then, so that a short limit leaves no way out.
+Answers are greedy, so that they are a function of the model and the prompt. The reference is each answer asked for
+alone, while the server does nothing else. Each other way changes one thing: the rest of the batch, the part of the
+prompt that comes from the cache, the chunks of a long prompt, or the server's load. A server in which a row depends
+only on itself gives the same tokens with the same log-probabilities in all ways, bit for bit. A few prompts go through
+all ways first, and the other prompts after them, so that a short time limit leaves no way untried.
 
-Where prompts under another salt share no cached prefix, and the server says so, each way begins with an empty cache.
-Else a prompt that was asked for once comes from the cache for ever, and the reference is its second answer.
+If prompts with different salts share no cached prefix, and the server reports it, each way begins with an empty cache.
+Otherwise a prompt that was asked for once always comes from the cache, and the reference is its second answer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fp8rl_certify.errors import UserError
 from fp8rl_certify.http import Refused, ServerFailed, TimeUp
 
 TOKENS = 24
-"""Length of each answer."""
+"""Length of each answer in tokens."""
 BATCHES = (2, 8, 32)
-"""Answers at the same time."""
+"""Numbers of answers that are asked for at the same time."""
 LOAD, LOAD_TOKENS = 24, 96
-"""Answers that are sampled meanwhile, and how long they are."""
+"""The load: number of answers that are sampled at the same time, and their length in tokens."""
 
 NO_IDS = "the server gives no token ids to go on from"
 TIME_OVER = "the time was over"
@@ -46,18 +46,18 @@ class ProbeResult:
 
     name: str
     cause: Cause
-    """Of a difference in it."""
+    """The cause of a difference in this way, if there is one."""
     outcome: Literal["equal", "differs", "absent", "not reached"]
-    """`absent`: this server has no such way, or none that can be asked for; `not reached`: it should have one."""
+    """`absent`: this server does not have this way, or it cannot be asked for. `not reached`: it was not completed."""
     found: Comparison | None = None
     why: str = ""
-    """Of an outcome without a comparison."""
+    """The reason for an outcome without a comparison."""
     cached: int | None = None
-    """Tokens of the prompts that came from the cache; None: not said."""
+    """Number of the prompts' tokens that came from the cache; None: the server does not say."""
 
 
 class Probe:
-    """Asks one server in every way."""
+    """Asks one server for the same answers in every way."""
 
     def __init__(self, server: Server, writer: Writer, say: Callable[[str], None]) -> None:
         self._server, self._writer, self._say = server, writer, say
@@ -67,8 +67,8 @@ class Probe:
         self._found: dict[str, ProbeResult] = {}
 
     def ways(self) -> Iterator[ProbeResult]:
-        """One after the other, and each once more with all prompts. Raises what `Server.ask` raises while the
-        references are asked for."""
+        """Yield the result of each way for a few prompts, then of each way again for all prompts. Raises what
+        `Server.ask` raises for the references."""
         rows = self._writer.short()
         few = rows[lengths.FIRST - 1 :: lengths.FIRST] or rows[:1]
         self._few = len(few)
@@ -89,7 +89,7 @@ class Probe:
             yield way
 
     def _cut(self, way: ProbeResult) -> ProbeResult:
-        """A way whose prompts were not all asked: what a few of them have shown holds."""
+        """Return the result of a way when time is over. If only a few prompts were asked, note it as the reason."""
         return way if way.found is None or way.found.answers > self._few else replace(way, why=TIME_OVER)
 
     def _ways(self, rows: Sequence[list[int]]) -> Iterator[ProbeResult]:
@@ -114,7 +114,7 @@ class Probe:
         yield from self._long()
 
     def _cause(self, cause: Cause, *simpler: Cause) -> Cause:
-        """The cause of a difference in a way that has several: a simpler one, if that alone has made one already."""
+        """Return the cause of a difference: a simpler cause if it alone has made a difference already, else `cause`."""
         if not self._server.isolates:  # a prompt may come from the cache, and the reference not, or the other way round
             simpler = (*simpler, "cached prefix")
         return next((each for each in simpler if each in self._broken), cause)
@@ -123,7 +123,7 @@ class Probe:
         return self._server.alone(prompts, TOKENS, self._salt(same))
 
     def _salt(self, same: str) -> str:
-        """A salt under which the cache is empty, or where there is none, the one that was."""
+        """Return a new salt, for which the cache is empty; if the server does not isolate salts, return `same`."""
         return next(self._salts) if self._server.isolates else same
 
     def _way(
@@ -146,13 +146,13 @@ class Probe:
         )
 
     def _cached(self, name: str, reference: Sequence[Answer], ask: Callable[[], Sequence[Answer]]) -> ProbeResult:
-        """A way in which prompts come from the cache, if the server has one."""
+        """Try a way in which prompts come from the cache. It is absent if the server has no cache."""
         way = self._way(name, "cached prefix", reference, ask)
         nothing = self._server.caches is False or (self._server.caches and not way.cached)
         return replace(way, outcome="absent", found=None, why=NO_CACHE) if nothing and way.outcome == "equal" else way
 
     def _continued(self, rows: Sequence[list[int]], first: Sequence[Answer], salt: str) -> ProbeResult:
-        """The second half of each answer, asked for with the prompt and the first half, which decoding has cached."""
+        """Ask for the second half of each answer, after the prompt and the first half, which decoding has cached."""
         name, half = "continued in the middle", TOKENS // 2
         if not all(_has_ids(answer) for answer in first):
             return ProbeResult(name, "cached prefix", "absent", why=NO_IDS)
@@ -161,7 +161,7 @@ class Probe:
         return self._cached(name, rest, lambda: self._server.alone(longer, TOKENS - half, salt))
 
     def _shared(self, rows: Sequence[list[int]]) -> ProbeResult:
-        """Prompts of which a part was in another prompt before; two thirds of a row, and a new end."""
+        """Ask for answers to prompts whose first two thirds were in another prompt before."""
         name, salt, writer = "another prompt's beginning cached", next(self._salts), self._writer
         begun = [writer.ids(len(row) - len(row) // 3) for row in rows]
         others, prompts = ([writer.prompt(b + writer.ids(len(r) // 3)) for b, r in zip(begun, rows)] for _ in range(2))
@@ -174,7 +174,7 @@ class Probe:
         return self._cached(name, reference, lambda: found)
 
     def _batches(self, prompts: Sequence[Prompt], size: int, same: str) -> list[Answer]:
-        """The answers in groups of `size`; others fill up a larger group."""
+        """Ask for the answers in groups of `size`. Other prompts fill up a group that is too small."""
         groups = [list(prompts[at : at + size]) for at in range(0, len(prompts), size)]
         found = []
         for group in groups:
@@ -183,7 +183,7 @@ class Probe:
         return found
 
     def _scored(self, rows: Sequence[list[int]], reference: Sequence[Answer]) -> Iterator[ProbeResult]:
-        """The tokens of the answers, given with the prompts, so that they are prefilled in place of decoded."""
+        """Ask for the log-probabilities of answers that are given with the prompts: prefilled, not decoded."""
         ways: tuple[tuple[str, Cause], ...] = (
             ("prefilled, not decoded", self._cause("prefill")),
             ("prefilled together", "batch"),
@@ -211,7 +211,7 @@ class Probe:
 
     @contextmanager
     def _load(self) -> Iterator[None]:
-        """Within, the server samples other answers, again and again."""
+        """Let the server sample other answers, again and again, while the block runs."""
         prompts = [self._writer.prompt(self._writer.ids(10 + 3 * place)) for place in range(LOAD)]
         over = threading.Event()
 
@@ -229,7 +229,7 @@ class Probe:
             thread.join()
 
     def _long(self) -> Iterator[ProbeResult]:
-        """Long prompts, whose chunks begin elsewhere: behind what is cached, or where another prompt ends."""
+        """Ask for answers to long prompts in other chunks: they begin after a cached prefix or another prompt's end."""
         names = "long, their beginning cached", "long, at the same time"
         try:
             rows = self._writer.long()

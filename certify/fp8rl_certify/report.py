@@ -1,4 +1,4 @@
-"""What was found on a server, as JSON with a schema, and the numbers in it."""
+"""The base class of a report, which is JSON with a schema, and the numbers in it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 SCHEMA = 1
-"""The version of the JSON, as of `fp8rl.diagnose.report`; it grows when a key changes its meaning or goes."""
+"""Version of the JSON, as in `fp8rl.diagnose.report`. It grows when a key changes its meaning or is removed."""
 
 
 class Report(ABC):
-    """Base of the dataclass of findings. Its JSON has the fields, `schema`, `ok` and what is `derived`."""
+    """Base class of a dataclass of findings. Its JSON has the fields, `schema`, `ok` and the keys of `derived`."""
 
     @property
     @abstractmethod
     def ok(self) -> bool:
-        """Nothing is wrong."""
+        """Whether nothing is wrong."""
 
     @abstractmethod
     def derived(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class Report(ABC):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises ValueError for another schema."""
+        """Read a report from its JSON. Raises ValueError for another schema."""
         values = json.loads(text)
         if values.get("schema") != SCHEMA:
             raise ValueError(f"schema: found {values.get('schema')}, expected {SCHEMA}")
@@ -41,12 +41,13 @@ class Report(ABC):
 
 @dataclass(frozen=True)
 class Difference:
-    """abs(d) of two log-probabilities of the same tokens, in nats; a number is None if no token is left."""
+    """Statistics of abs(d) in nats, where d is the difference of two log-probabilities of a token. A statistic is None
+    if no token has a finite d."""
 
     tokens: int
-    """With finite d, the denominator."""
+    """Number of tokens with finite d: the denominator."""
     nonfinite: int
-    """The others."""
+    """Number of tokens without a finite d."""
     mean: float | None
     p99: float | None
     max: float | None
@@ -58,5 +59,5 @@ class Difference:
 
 
 def shown_number(value: float | None) -> str:
-    """`1.23e-04`, 0 for zero, `none` where there is nothing."""
+    """Format a number as `1.23e-04`; 0 for zero, `none` for None."""
     return "none" if value is None else "0" if value == 0 else f"{value:.2e}"

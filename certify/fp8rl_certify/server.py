@@ -1,5 +1,5 @@
-"""The certificate of an engine. A running server is asked, `fp8rl certify --server URL`: does a token's log-probability
-depend on what else it computes? What an engine has said is judged in `dump`. Nothing here needs torch."""
+"""The certificate of a running server, `fp8rl certify --server URL`: does a token's log-probability depend on what else
+the server computes? `dump` judges recorded answers. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class ServerReport(Report):
 
     url: str
     api: str
-    """SGLang or OpenAI."""
+    """The server's API: SGLang or OpenAI."""
     model: str
     isolates: bool
-    """Each way began with an empty cache."""
+    """Whether each way began with an empty cache."""
     chunk: int | None
-    """Tokens that it prefills at once; None: it does not say."""
+    """Number of tokens that the server prefills at once; None: the server does not say."""
     ways: list[ProbeResult]
-    """In the order in which they were tried."""
+    """The results of the ways, in the order in which they were tried."""
     seconds: float
-    """Of all requests."""
+    """Duration of all requests."""
 
     @property
     def ok(self) -> bool:
@@ -57,7 +57,7 @@ class ServerReport(Report):
 
     @property
     def verdict(self) -> Verdict:
-        """Broken by one difference; certified where nothing that this server has was left out."""
+        """The verdict: broken if a way differs; certified if no way differs and none of this server's was left out."""
         outcomes = {way.outcome for way in self.ways}
         if "differs" in outcomes:
             return "broken"
@@ -84,7 +84,7 @@ def certify_server(
     """Ask a server for the same answers in every way, for at most `seconds`.
 
     Raises:
-        UserError: there is no such server, it refuses the key, has no such model, or gives no log-probabilities.
+        UserError: no server answers at `url`, or it refuses the key, lacks the model, or gives no log-probabilities.
     """
     began = time.monotonic()
     if not 0 < seconds <= _DAY_S:  # NaN, too
@@ -127,7 +127,7 @@ def certify_server(
 
 
 def _key(api_key: str | None) -> str | None:
-    """The key, if a header can hold it. Raises `UserError`."""
+    """Return the key. Raises `UserError` if a header cannot hold it."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise user_error(
             "--api-key",
@@ -139,7 +139,7 @@ def _key(api_key: str | None) -> str | None:
 
 
 def _base(url: str) -> str:
-    """The address before `/v1`."""
+    """Return the part of the address before `/v1`."""
     try:
         parsed = urlsplit(url)
         port = parsed.port  # which raises where it is none
@@ -158,7 +158,7 @@ def _no_address(url: str, why: str) -> UserError:
 
 
 def _connect(http: Http, url: str, model: str | None) -> Server:
-    """The server by the API that it has: with `/v1` in the address, OpenAI's; else SGLang's where it has it."""
+    """Return the server with its API: OpenAI's if the address has `/v1`, else SGLang's if the server has it."""
     try:
         server: Server | None = None
         if not url.rstrip("/").endswith("/v1"):

@@ -1,4 +1,4 @@
-"""The terminal, which shows what a user, a model or a server wrote and never obeys it."""
+"""The terminal: shows texts of users, models and servers, and executes no control sequence in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.segment import Segment
 
 
 class Terminal(Console):
-    """Shows texts as they are: no markup, no emoji, and no character that a terminal would obey."""
+    """Shows texts literally: no markup, no emoji, and no control characters."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)

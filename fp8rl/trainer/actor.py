@@ -40,13 +40,13 @@ T = TypeVar("T")
 
 
 _PULSE_SECONDS = 5.0
-"""Between two looks at whether ranks that are waited for still live."""
+"""Seconds between two checks that the ranks that a call waits for are alive."""
 _DYING_SECONDS = 2.0
-"""A collective breaks a moment before Ray knows that a rank's process is gone."""
+"""Seconds to wait for Ray to report a dead rank: its peers' collective fails a moment before Ray knows of it."""
 _WATCH = "watch"
 """Ray's concurrency group of the methods that answer while a rank computes."""
 _WRITER = "writer"
-"""That of the methods that write checkpoints meanwhile."""
+"""Ray's concurrency group of the methods that write checkpoints while a rank computes."""
 _FREE_MEMORY = ". Free memory there, or lower trainer.micro_batch_tokens, rollout.max_total_tokens or rollout.engines"
 
 
@@ -65,11 +65,11 @@ class TrainerActor:
 
     @ray.method(concurrency_group=_WATCH)
     def pulse(self) -> int:
-        """The rank's process id, from a thread of its own: it answers while the rank computes."""
+        """Return the rank's process id. The method has a thread of its own, so it answers while the rank computes."""
         return os.getpid()
 
     def open_rendezvous(self, host: str) -> int:
-        """Serve the rendezvous at `host` and return its port; rank 0 is asked."""
+        """Serve the rendezvous at `host` and return its port. Only rank 0 is called."""
         from fp8rl.trainer.distributed import parallel
 
         self._store = parallel.open_store(host, self.config.world_size)
@@ -96,9 +96,10 @@ class TrainerActor:
     def apply(
         self, role: Role | None, method: str | Callable[..., T], *args: Any, of_reporting_ranks: bool = False
     ) -> T | None:
-        """Call a method, by its name, or a function with the model of a role first; without a role, with all models.
+        """Call a method of a role's model by its name, or a function that takes the model as its first argument.
 
-        of_reporting_ranks: return None on ranks that another one of the same data-parallel replica speaks for.
+        role: None for all models, `Roles`. of_reporting_ranks: only a replica's reporting rank returns the result; its
+        other ranks return None.
         """
         target = self._roles if role is None else self._roles.models[role]
         result = getattr(target, method)(*args) if isinstance(method, str) else method(target, *args)
@@ -109,12 +110,12 @@ class TrainerActor:
 
     @ray.method(concurrency_group=_WRITER)
     def write(self) -> bytes:
-        """Write what this rank staged last; what it has written, pickled: the driver has no Megatron to unpickle it."""
+        """Write what this rank staged last. Return `Written`, pickled, as the driver has no Megatron to unpickle it."""
         return pickle.dumps(self._staged.write())
 
     @ray.method(concurrency_group=_WRITER)
     def publish(self, parts: list[bytes]) -> None:
-        """Finish the checkpoint from what every rank has written; rank 0 is asked."""
+        """Finish the checkpoint from the results of every rank's `write`. Only rank 0 is called."""
         self._staged.publish([pickle.loads(part) for part in parts])
 
     def stop(self) -> None:
@@ -125,13 +126,13 @@ class TrainerActor:
 
 
 class TrainerGroup:
-    """All ranks of one trainer. Calls block until every rank is done, and speak of the policy unless they name a role.
+    """All ranks of one trainer. A call blocks until every rank is done. Without a role it concerns the policy.
 
-    Its owner keeps it as long as the run lasts: where ranks are lost, `restart` puts others in their place.
+    One group serves the whole run: when ranks are lost, `restart` replaces them.
 
     Attributes:
-        weight_version: optimizer steps of the policy.
-        merges: adapters are merged into the weights.
+        weight_version: number of optimizer steps of the policy.
+        merges: whether adapters are merged into the weights.
 
     Raises:
         TrainerDiedError: from any method, when a rank's process has ended.
@@ -148,7 +149,7 @@ class TrainerGroup:
     def start(cls, spec: TrainerSpec, placements: Sequence[ActorPlacement] | None = None) -> TrainerGroup:
         """Start the ranks on the running Ray cluster and load the model.
 
-        placements: where each rank runs; None: on one machine, without GPUs.
+        placements: where each rank runs. None: all ranks on this machine, without GPUs.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
@@ -159,8 +160,7 @@ class TrainerGroup:
         return group
 
     def restart(self, placements: Sequence[ActorPlacement] | None = None) -> None:
-        """Start other ranks in place of those that are there, at the weights that the first ones began with and in the
-        numerics of now."""
+        """Replace all ranks by new ones. They start with the initial weights of the run, in the present numerics."""
         self.shutdown()
         begin = self._begin
         assert begin is not None, "a group of given actors cannot make others"
@@ -180,20 +180,20 @@ class TrainerGroup:
         self._started, self.weight_version = True, 0
 
     def forward_backward(self, batch: TokenBatch, objective: Objective, role: Role = "policy") -> PassResult:
-        """The gradients of a batch, which `update` applies and another pass of that role forgets. Raises
-        NonFiniteLossError: a loss or the gradient norm is not finite; there is nothing to apply."""
+        """Compute the gradients of a batch. `update` applies them; another pass of the same role discards them. Raises
+        NonFiniteLossError: a loss or the gradient norm is not finite; then there are no gradients to apply."""
         parts = self._of_reporting(role, "forward_backward", ray.put(batch), ray.put(objective))
         whole = _assembled([(part.rows, part.result) for part in parts], batch)
         return replace(parts[0].result, **vars(whole), seconds=max(part.result.seconds for part in parts))
 
     def update(self, role: Role = "policy") -> float:
-        """One optimizer step with the gradients of the last `forward_backward`; the learning rate used."""
+        """Do one optimizer step with the gradients of the last `forward_backward`. Return the learning rate."""
         lr: float = self._all("apply", role, "update")[0]
         self.weight_version += role == "policy"
         return lr
 
     def update_survival(self) -> float | None:
-        """Return how far quantization lets merged adapters through; see :func:`trainer.adapters.update_survival`."""
+        """Return how much of the merged adapters survives quantization: :func:`trainer.adapters.update_survival`."""
         if not self.merges:
             return None
         survival: float | None = self._all("apply", "policy", "update_survival")[0]
@@ -206,16 +206,16 @@ class TrainerGroup:
         return result
 
     def score(self, batch: TokenBatch, role: Role = "policy") -> Tensor:
-        """Log-probabilities, or a critic's values, fp32 [B, S] of the batch, zero at index 0 and in the padding."""
+        """Return log-probabilities or, for a critic, values: fp32 [B, S], zero at index 0 and in the padding."""
         return self.score_routed(batch, role).logprobs
 
     def score_routed(self, batch: TokenBatch, role: Role = "policy") -> Scored:
-        """Log-probabilities, the router's own choice for a batch with routes, and draws for one with seeds."""
+        """Return log-probabilities; for a batch with routes the router's own choice; for a batch with seeds draws."""
         return _assembled(self._of_reporting(role, "score_routed", ray.put(batch)), batch)
 
     def begin_score(self, batch: TokenBatch) -> Callable[[], Tensor]:
-        """`score` at the weights of now, while the caller does something else. What comes back waits for it, in any
-        thread."""
+        """Start `score` with the present weights and return at once. The function returned waits for the result; any
+        thread may call it."""
         calls = self._send("apply", "policy", "score_routed", ray.put(batch), of_reporting_ranks=True)
 
         def scored() -> Tensor:
@@ -226,25 +226,25 @@ class TrainerGroup:
         return scored
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Have every model compute in other numerics of the same mode from now on, with the same weights. Raises
-        UserError: the model's sizes do not fit the spec; nothing has changed then."""
+        """Switch every model to other numerics of the same mode, with the same weights. Raises UserError: the model's
+        sizes do not fit the spec. Then nothing has changed."""
         self._all("apply", None, "set_numerics", numerics)
         if self._begin is not None:
             self._begin = replace(self._begin, numerics=numerics)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Write a checkpoint with `extra` (JSON values) and `texts` (further files, by name): `stage` and `write`."""
+        """Call `stage` and `write`: write a checkpoint with `extra` (JSON values) and `texts` (more files, by name)."""
         self.stage(path, extra, texts or {})
         self.write(path)
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-        """Copy what a checkpoint holds, for `write`; the one that was staged before must be written."""
+        """Copy what a checkpoint holds, for `write`. A checkpoint that was staged before must be written already."""
         self._all("stage", Path(path).absolute(), extra, texts)
 
     def write(self, path: Path) -> None:
-        """Write what was staged for `path`; another thread may train meanwhile.
+        """Write the staged checkpoint to `path`. Another thread may train meanwhile.
 
-        The directory appears whole or not at all.
+        The directory appears complete or not at all.
 
         Raises:
             OSError: the disk is full, or has other bytes than were written.
@@ -257,7 +257,7 @@ class TrainerGroup:
             raise
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint, written on any layout, and return its `extra`."""
+        """Restore a checkpoint and return its `extra`. The checkpoint may have been written on another layout."""
         extra: dict[str, Any] = self._all("apply", None, "load", Path(path).absolute())[0]
         self.weight_version = self.apply(attrgetter("weight_version"))[0]
         return extra
@@ -271,9 +271,9 @@ class TrainerGroup:
         self._all("apply", "policy", "export_adapter", Path(path).absolute(), base)
 
     def offload(self) -> list[OffloadReport]:
-        """Have each rank move masters, moments and a reference to the host and forget the gradients, until `onload`.
+        """Move each rank's masters, moments and reference to the host, and discard its gradients, until `onload`.
 
-        Meanwhile it scores, sends and saves, and does not train.
+        Until then a rank can score, send weights and save checkpoints, but not train.
         """
         moved: list[OffloadReport] = self._all("apply", None, "offload")
         return moved
@@ -283,7 +283,7 @@ class TrainerGroup:
         self._all("apply", None, "onload")
 
     def apply(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Run `function(trainer, *args)` on every rank, with the policy's trainer; the results in rank order."""
+        """Run `function(trainer, *args)` on every rank, with the policy's trainer. Return the results in rank order."""
         return self._all("apply", "policy", function, *args)
 
     def shutdown(self) -> None:
@@ -305,7 +305,8 @@ class TrainerGroup:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self._actors]
 
     def _get(self, ranks: Sequence[int], calls: list[Any]) -> list[Any]:
-        """Results in order. The first rank to fail decides; the others may wait for it in a collective for minutes."""
+        """Return the results in order. The first failure is raised at once: ranks that wait for the failed rank in a
+        collective may need minutes to end."""
         waiting = list(calls)
         while waiting:
             done, waiting = ray.wait(waiting, timeout=_PULSE_SECONDS)
@@ -325,7 +326,7 @@ class TrainerGroup:
         return ray.get(calls)
 
     def _check_alive(self) -> None:
-        """Raise TrainerDiedError if a rank's process has ended. One that is only slow to answer is left alone."""
+        """Raise TrainerDiedError if a rank's process has ended. A process that is only slow to answer is no error."""
         pulses = [actor.pulse.remote() for actor in self._actors]
         ready, _ = ray.wait(pulses, num_returns=len(pulses), timeout=_DYING_SECONDS)
         for pulse in ready:
@@ -335,7 +336,7 @@ class TrainerGroup:
                 raise _died(pulses.index(pulse), error) from error
 
     def _check_pulses(self) -> None:
-        """Raise TrainerDiedError if a rank's process does not answer; one that has ended is found by its call."""
+        """Raise TrainerDiedError if a rank's process does not answer. (A process that has ended fails its own call.)"""
         pulses = [actor.pulse.remote() for actor in self._actors]
         _, silent = ray.wait(pulses, num_returns=len(pulses), timeout=self._hung_after_s)
         if silent:
@@ -359,7 +360,7 @@ def _why(error: ray.exceptions.RayError) -> str:
 
 
 def _assembled(parts: Sequence[tuple[list[int], Any]], batch: TokenBatch) -> Scored:
-    """The tensors [B, ...] of a batch, of those of each rank's rows."""
+    """Assemble the tensors [B, ...] of a batch from the tensors of each rank's rows."""
 
     def whole(name: str, filled: Tensor) -> Tensor:
         for rows, found in parts:

@@ -1,4 +1,4 @@
-"""Adapters of a live model: they are put beside its weights, which are frozen."""
+"""Adapters of a live model: each is attached to a weight, which is then frozen."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def attach(
     stays: Callable[[str], bool] = lambda name: False,
     start: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Freeze a model, but for parameters that `stays` names, and put adapters beside its weights.
+    """Freeze a model, except for parameters that `stays` selects, and attach adapters to its weights.
 
-    Each A begins as `initial_a` says, each B as zeros, so that at first nothing is computed otherwise.
+    Each A starts as `initial_a` says and each B as zeros, so that at first adapters change no result.
 
-    start: the tensors of adapters by name, with which they begin instead.
+    start: other initial tensors of the adapters, by name.
 
     Raises:
-        UserError: a weight that is to have an adapter is in a module that computes none.
+        UserError: a weight needs an adapter, but its module cannot compute adapters.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(stays(name))
@@ -74,8 +74,8 @@ def attach(
 def keep_graph(model: GPTModel) -> None:
     """Let the outputs of a frozen embedding require a gradient.
 
-    A part that is recomputed in the backward must have an input that does, or nothing inside it has one (torch's
-    reentrant checkpoints).
+    A block that is recomputed in the backward must have an input that requires a gradient. Otherwise no parameter
+    inside the block gets a gradient (torch's reentrant checkpoints).
     """
 
     def require(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _made(
 ) -> Adapter:
     """Make the adapter of a parameter.
 
-    names: of its matrices in the whole model. in_parts: tensor-parallel ranks share the tokens between products.
+    names: its matrices' names in the whole model. in_parts: tensor-parallel ranks split the tokens between products.
     """
     stacked, shared = held.dim() == 3, config.experts == "shared"
     axis = getattr(held, "partition_dim", -1) if getattr(held, "tensor_model_parallel", False) else -1
@@ -129,7 +129,7 @@ def _made(
 
 
 def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterSection, axis: int) -> Fused | None:
-    """Return the places of B's rows among those of a weight; None if they are the same."""
+    """Return the rows of a weight that B's rows belong to; None if B has a row for each row of the weight, in order."""
     adapted = [row.name for row in weights.rows_of(name) if config.adapts(row)]
 
     def number(row: TensorRow) -> Tensor:
@@ -144,14 +144,14 @@ def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterSection, 
 
 @torch.no_grad()
 def update_survival(model: GPTModel, spec_of: Callable[[str], TensorSpec | None], layout: Layout) -> float | None:
-    """Measure how far quantization lets merged updates D through: the cosine of Q(W + D) - Q(W) and D, over all
+    """Measure how much of merged updates D survives quantization: the cosine of Q(W + D) - Q(W) and D, over all
     quantized weights W.
 
-    None while there are no updates. All ranks take part. The product of the two alone would say little: a weight that a
-    small update moves to the next code moves by a whole step of the grid, few weights do, and in the mean over many the
-    two cancel. The cosine falls with the noise that this adds.
+    None while there are no updates. All ranks take part. The plain product of both would say little. A small update
+    moves few elements to the next code, but each of them by a whole step of the grid. In the mean over many elements
+    both effects cancel. The cosine falls with the noise that the steps add.
 
-    spec_of: the spec of a weight by its name; None: not quantized.
+    spec_of: returns the spec of a weight by its name; None if it is not quantized.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for path, module in model.named_modules():
@@ -178,7 +178,7 @@ def _quantized(weight: Tensor, spec: TensorSpec) -> Tensor:
 def base_digest(model: GPTModel, weights: HFWeights) -> str:
     """Digest the frozen weights in 32 hex digits.
 
-    The digest is the same wherever their tensors in the checkpoint are the same, on any layout. All ranks take part.
+    Equal tensors in the checkpoint give equal digests, on any layout. All ranks take part.
     """
     found: dict[str, str] = {}
     share = weights.base(model)

@@ -1,4 +1,4 @@
-"""The `trainer:` section of an experiment spec, and all that the ranks of a trainer start with."""
+"""The `trainer:` section of an experiment spec, and the settings that the ranks of a trainer start with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GradientWire = Literal["fp32", "bf16", "e4m3", "e5m2"]
 WeightGather = Literal["bf16", "e4m3"]
 Recompute = Literal["none", "attention", "experts", "layer"]
 CHUNKS = 2
-"""Chunks of a row that each of the context-parallel ranks has that share it."""
+"""Number of chunks of a row that each context-parallel rank holds."""
 
 
 class RateSection(Section):
@@ -32,7 +32,7 @@ class RateSection(Section):
     warmup_steps: int = Field(default=5, ge=0)
     """Optimizer steps of linear warm-up from zero; a shorter run ends before it reaches `lr`."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """The decay of the learning rate from `lr` to `min_lr`; constant: none."""
+    """The curve of the decay from `lr` to `min_lr`. `constant`: no decay."""
     decay_steps: int | None = Field(default=None, ge=1)
     """The decay covers the last `decay_steps` optimizer steps; null means everything after the warm-up."""
 
@@ -44,13 +44,13 @@ class RateSection(Section):
 
 
 class OptimizerSection(Section):
-    """The place and the width of the FP32 masters and Adam's moments. Both keys count on a GPU."""
+    """Where the FP32 masters and Adam's moments are kept, and the moments' type. Both keys matter only on a GPU."""
 
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Type of Adam's two moments on the GPU. `bf16` halves them; TransformerEngine's Adam holds them so."""
+    """Type of Adam's two moments on the GPU. `bf16` halves their memory; it needs TransformerEngine's Adam."""
     offload: bool = False
-    """Keep masters and moments in the host's memory, where Adam then runs: 12 bytes a parameter less on the GPU, and a
-    slower update. Not with weights that TransformerEngine holds in FP8. Changes nothing on a CPU."""
+    """Keep masters and moments in the host's memory and run Adam there. This saves 12 bytes per parameter on the GPU.
+    The update is slower. Not with weights that TransformerEngine holds in FP8. Changes nothing on a CPU."""
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
@@ -74,121 +74,121 @@ class TrainerSection(RateSection):
     dp: int = Field(default=1, ge=1)
     """Data-parallel replicas; the trainer has tp * pp * dp * cp ranks."""
     cp: int = Field(default=1, ge=1)
-    """Context-parallel ranks, which share the tokens of each row, so that longer rows fit. No log-probability changes.
-    Gradients of weights are added up over the tokens in another order. Exact mode only, without `packing`."""
+    """Context-parallel ranks. They split the tokens of each row, so that longer rows fit. No log-probability changes.
+    Gradients of weights are summed over tokens in another order. Exact mode only, without `packing`."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
-    """AdamW's weight decay, apart from the gradient."""
+    """AdamW's decoupled weight decay."""
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """The part of the mean gradient of earlier steps that is kept."""
+    """Adam's decay rate of the mean gradient: the part of the former mean that a step keeps."""
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """The same of the mean square."""
+    """Adam's decay rate of the mean squared gradient: the part of the former mean that a step keeps."""
     adam_eps: float = Field(default=1e-8, gt=0.0, le=1.0)
-    """A constant that is added to the root of the mean square."""
+    """Adam's epsilon, added to the root of the mean squared gradient."""
     clip_grad: float = Field(default=1.0, gt=0.0, le=1e9)
-    """Largest global gradient norm."""
+    """Largest global gradient norm. Larger gradients are scaled down to it."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Tokens of one micro-batch, padding included; a longer row gets a micro-batch of its own."""
     packing: bool = False
     """Place the rows of a micro-batch end to end instead of padding each to the longest. No log-probability changes.
-    Gradients of weights are added up over the tokens in another order. Native mode needs TransformerEngine for it."""
+    Gradients of weights are summed over tokens in another order. Native mode needs TransformerEngine for packing."""
     prefix_sharing: bool = False
-    """Compute tokens that rows of a micro-batch have in common once: the prompt of a group's answers, the turns before
-    a conversation's branches. Rows are packed, whatever `packing` says. No log-probability changes. Gradients of a
-    shared token are added over its rows before they are rounded. Exact mode only, without `cp`."""
+    """Compute a prefix that several rows of a micro-batch share only once: the prompt of a group's answers, the turns
+    before a conversation's branches. Rows are packed, whatever `packing` says. No log-probability changes. Gradients of
+    a shared token are summed over its rows before they are rounded. Exact mode only, without `cp`."""
     optimizer: OptimizerSection = OptimizerSection()
     """The memory of the optimizer on a GPU."""
     recompute: Recompute = "none"
-    """Activations that the forward does not keep and the backward recomputes, with the same bits. `attention`: those
-    between queries, keys and values and the attention's output. `experts`: those inside the routed experts and their
-    router, and inside the MLP of a layer without them. `layer`: all that are inside a layer."""
+    """Activations that the forward pass drops and the backward pass recomputes, with the same bits. `attention`:
+    activations between queries, keys and values and the attention's output. `experts`: activations inside the routed
+    experts and their router, and inside the MLP of a layer without experts. `layer`: all activations inside a layer."""
     head_chunk_tokens: int = Field(default=4096, ge=1)
-    """Most tokens whose logits exist at a time. A larger micro-batch goes through the head in chunks of equal size, and
-    their logits are computed again in the backward. No log-probability changes. The gradient of the head's weight is
-    added up over chunks in FP32."""
+    """Largest number of tokens whose logits exist at a time. A larger micro-batch goes through the head in chunks of
+    equal size, and their logits are computed again in the backward pass. No log-probability changes. The gradient of
+    the head's weight is summed over chunks in FP32."""
 
     router_bias_rate: float = Field(default=0.0, ge=0.0, le=1.0)
-    """The step size of the biases of a sigmoid router: an optimizer step adds it for experts that the batch's tokens
-    chose less often than the mean of their layer, and subtracts it for those chosen more often. DeepSeek-V3 was trained
-    with 0.001. At 0 biases stay as the model has them, which is usual in reinforcement learning. Engines choose by the
-    biases of each sync."""
+    """The step size of a sigmoid router's biases. An optimizer step adds it to the bias of an expert that the batch's
+    tokens chose less often than the mean of its layer, and subtracts it if they chose the expert more often.
+    DeepSeek-V3 was trained with 0.001. At 0 the biases do not change, which is usual in reinforcement learning. Each
+    sync sends the biases to the engines."""
 
     gradient_wire: GradientWire = "fp32"
-    """The format of gradients between data-parallel ranks, FP8 with an FP32 scale per 128 numbers, which is 0.26 of the
-    bytes of `fp32`. Whatever it is, they are accumulated over micro-batches and added over ranks in FP32."""
+    """The format in which data-parallel ranks send gradients. FP8 has an FP32 scale per 128 numbers and takes 0.26 of
+    the bytes of `fp32`. In every format gradients are accumulated over micro-batches and ranks in FP32."""
     weight_gather: WeightGather = "bf16"
-    """The format of updated weights between ranks. `e4m3`: weights of FP8 products, as the codes that these would
-    quantize them to anyway, so that no log-probability changes; the model that is written at the end holds the rounded
-    values. Everything else, such as norms, router and embeddings, is sent in BF16. Where TransformerEngine holds
-    weights in FP8 (native mode on a GPU), it sends them so in either case."""
+    """The format in which ranks send updated weights. `e4m3`: weights of FP8 products are sent as FP8 codes. The
+    products would quantize them to the same codes, so no log-probability changes. The model that is written at the end
+    holds the rounded values. Other tensors, such as norms, router and embeddings, are sent in BF16. Where
+    TransformerEngine holds weights in FP8 (native mode on a GPU), they are sent in FP8 in either case."""
 
     hung_after_s: float = Field(default=120.0, ge=1.0)
     """Seconds without a heartbeat after which a rank whose process is alive counts as lost."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of the trainer; expert parallelism shares the ranks of tp, dp and cp."""
+        """Number of ranks of the trainer. Expert parallelism needs no ranks beyond the tp * dp * cp of a stage."""
         return self.stage_size * self.pp
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.tp * self.copies
 
     @property
     def packs(self) -> bool:
-        """True if rows lie end to end in a micro-batch, whether or not they share prefixes."""
+        """True if rows are packed end to end in a micro-batch, with or without shared prefixes."""
         return self.packing or self.prefix_sharing
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same dense weights, whether they share rows or tokens."""
+        """Number of ranks that hold the same dense weights: dp * cp."""
         return self.dp * self.cp
 
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """What every rank of a trainer starts with, apart from where it runs. All models are in one layout and numerics."""
+    """The settings that every rank of a trainer starts with, apart from its placement. All models of a trainer have the
+    same layout and numerics."""
 
     model_path: Path
-    """A Hugging Face directory."""
+    """The Hugging Face directory of the model."""
     config: TrainerSection
     numerics: NumericsConfig
     seed: int
     total_steps: int
-    """Optimizer steps of the policy."""
+    """Number of optimizer steps of the policy over the run."""
     max_sequence_length: int
     reference: bool = False
     """Whether the trainer also needs the model as the directory has it. A policy with adapters has it in its frozen
     weights; for any other policy a copy is kept."""
     critic: TrainerSection | None = None
-    """Its optimizer's settings, if there is to be one."""
+    """The critic's optimizer settings; None: no critic."""
     critic_steps: int | None = None
-    """Its optimizer steps; None: as many as the policy's."""
+    """Number of optimizer steps of the critic; None: as many as the policy's."""
     adapter: AdapterSection | None = None
-    """Trained in place of the weights."""
+    """The adapters that are trained in place of the weights; None: the weights are trained."""
     shared_base: bool = False
-    """The policy's frozen weights come from a base that it is to adopt before it computes (`weight_sync.frozen`)."""
+    """Whether the policy adopts a base with its frozen weights before it computes: `weight_sync.frozen`."""
     architecture: str | None = None
-    """A user's file with that of the model; None: it is one of ours."""
+    """A user's file that defines the model's architecture; None: the architecture is built in."""
 
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """Where an actor runs. By default this machine, without a GPU, among processes that all are on loopback."""
+    """Where an actor runs. By default: on this machine, without a GPU, where all processes use loopback."""
 
     host: str = LOOPBACK
     """Address at which the run's other processes reach this one."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the process's environment."""
+    """Environment variables of the process."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Ray's options of the actor."""
 
     def actor_options(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return Ray's options of the actor, with more variables of its environment."""
+        """Return Ray's options of the actor, with more environment variables."""
         return {**self.options, "runtime_env": {"env_vars": {**(environment or {}), **self.environment}}}
 
 
 def travels_in_fp8(spec: TensorSpec) -> bool:
-    """Return True if weights of this spec may be sent quantized (`weight_gather`): the values survive another
-    quantization."""
+    """Return True if quantizing a quantized weight again changes no value, so that `weight_gather` may send codes."""
     return spec.format == "e4m3" and spec.granularity == "block" and spec.scale == "pow2" and spec.rounding == "nearest"

@@ -1,7 +1,7 @@
-"""The device of this process: a GPU of its own for each trainer rank if there are GPUs, else the CPU.
+"""The device of this process: each trainer rank has a GPU of its own if there are GPUs, else the CPU.
 
-It is chosen once (`trainer.distributed.parallel.start`). After that everything asks `current`, or
-`torch.cuda.current_device()` as Megatron does (`trainer.megatron.patches` answers it without CUDA).
+The device is chosen once (`trainer.distributed.parallel.start`). After that code calls `current`, or
+`torch.cuda.current_device()` as Megatron does (without CUDA, `trainer.megatron.patches` replaces that function).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def claim(rank: int) -> torch.device:
-    """Make this rank's GPU the current one: the only one that it sees, or one of those that a node's ranks share."""
+    """Make this rank's GPU the current one: the only GPU that it sees, or its own among the GPUs of a node's ranks."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     return current()
@@ -26,11 +26,11 @@ def current() -> torch.device:
 
 
 def collectives(device: torch.device) -> str:
-    """Return the backend of torch.distributed that moves tensors of this device."""
+    """Return the torch.distributed backend for tensors on this device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def has_transformer_engine() -> bool:
-    """Return True if native mode's layers are TransformerEngine's: it is installed (not imported), and there is a
-    GPU."""
+    """Return True if native mode uses TransformerEngine's layers: the package is installed (it need not be imported)
+    and there is a GPU."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None

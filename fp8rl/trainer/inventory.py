@@ -1,6 +1,6 @@
-"""The tensors that one rank of a trainer holds from step to step, and those that it sends in a step, with their bytes.
+"""A list of the tensors that a trainer rank holds from step to step, and of the tensors that it sends, with bytes.
 
-Activations, which a step holds besides, are not in it.
+Activations, which exist only during a step, are not listed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 Kind = Literal["parameters", "operands", "gradients", "masters", "moments", "rest"]
-"""The kinds of what a rank holds. `parameters`: what the forward reads. `operands`: quantized weights in the form
-that products take, of those that were asked for since the last update. `gradients`: the buffers that they are added
-up in. `masters`: the weights that the optimizer updates, this rank's share. `moments`: of Adam, likewise. `rest`:
-the padding of Megatron's buffers, and counters."""
+"""The kinds of tensors that a rank holds. `parameters`: the weights that the forward pass reads. `operands`: weights
+that were quantized for a product since the last update. `gradients`: the buffers in which gradients are summed.
+`masters`: this rank's share of the weights that the optimizer updates. `moments`: this rank's share of Adam's moments.
+`rest`: the padding of Megatron's buffers, and counters."""
 
 
 def inventory(trainer: Trainer) -> list[Holding]:
@@ -58,17 +58,17 @@ def of_model(model: Scorer) -> Iterator[Holding]:
 @dataclass(frozen=True)
 class Transfer:
     collective: str
-    """As torch names it, e.g. `reduce_scatter_tensor_coalesced_`."""
+    """Torch's name of the collective, e.g. `reduce_scatter_tensor_coalesced_`."""
     kind: Kind
-    """`gradients` and `parameters` of Megatron's buffers, `rest` of everything else."""
+    """`gradients` or `parameters` if the collective works on one of Megatron's buffers, otherwise `rest`."""
     format: str
-    """Of this rank's input."""
+    """Format of this rank's input."""
     shape: tuple[int, ...]
-    """Of this rank's input."""
+    """Shape of this rank's input."""
     bytes: int
-    """Of this rank's input."""
+    """Bytes of this rank's input."""
     ranks: int
-    """The ranks that take part. With one, nothing leaves the rank."""
+    """Number of ranks that take part. If it is 1, nothing leaves the rank."""
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Tra
 
 
 def buffer_kinds(trainer: Trainer) -> dict[int, Kind]:
-    """Return the kind of Megatron's buffers of parameters and of gradients, by address."""
+    """Return the kind, `parameters` or `gradients`, of each of Megatron's buffers by its address."""
     kinds: dict[int, Kind] = {}
     for buffer in buffers(trainer):
         kinds[_storage(buffer.grad_data)] = "gradients"
@@ -142,19 +142,22 @@ def _gradients(trainer: Trainer) -> Iterator[Holding]:
 
 
 def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
-    """Yield the tensors of this rank's optimizer: the name in `named_weights`, the kind, and the tensor."""
+    """Yield the tensors of this rank's optimizer, cut by weight: name, kind and tensor.
+
+    The name is the weight's in `named_weights` and, except for a master, a suffix for the tensor.
+    """
     for suffix, kind, tensor, places in _state(trainer):
         for name, place in places:
             yield f"{name}{suffix}", kind, tensor[place] if tensor.dim() else tensor
 
 
 def optimizer_tensors(trainer: Trainer) -> Iterator[tuple[Kind, Tensor]]:
-    """Yield the same tensors whole, with or without memory behind them."""
+    """Yield the kind and the whole tensor for each tensor of this rank's optimizer, also if it is offloaded."""
     return ((kind, tensor) for _, kind, tensor, _ in _state(trainer))
 
 
 def _state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str, slice]]]]:
-    """Yield each tensor's suffix to a weight's name, its kind, itself, and the slice of each weight in it."""
+    """Yield for each tensor the suffix for a weight's name, the kind, the tensor, and each weight's name and slice."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         if optimizer.is_stub_optimizer:  # of a rank without such parameters

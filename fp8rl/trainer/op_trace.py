@@ -1,4 +1,4 @@
-"""Recordings of the inputs and outputs of each op of the trainer's forward (`models.trace`)."""
+"""Recordings of the inputs and outputs of each op in the trainer's forward pass (`models.trace`)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.trainer import Trainer
 
 Written = dict[OpSite, tuple[Tensor, ...]]
-"""The outputs of each op."""
+"""The recorded outputs of each op."""
 
 
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
-    """Run the sequences of `batch` forward, each by itself, and record every op. Raises UserError: the trainer has
-    several ranks, each of which sees a part of an op, or TransformerEngine's layers."""
+    """Run a forward pass of each sequence of `batch` by itself, and record every op. Raises UserError: the trainer has
+    several ranks, so that each sees only a part of an op, or TransformerEngine's layers."""
     if trainer.config.world_size > 1:
         expected = "1: with several, no rank sees a whole op"
         remedy = "Attribute with a trainer of one rank and numerics.k_splits set to the run's trainer.tp."
@@ -74,7 +74,7 @@ def _trace(model: GPTModel, definition: Model, tokens: Tensor, temperature: floa
 def _watched(
     model: GPTModel, forward: Forward, known: Mapping[OpForm, MegatronSide]
 ) -> Iterator[tuple[Written, dict[OpSite, Tensor]]]:
-    """Record the outputs of the ops in a forward of one sequence, and the rows of experts; tensors are [S, ...]."""
+    """Record the ops' outputs, tensors [S, ...], and the experts' rows in the forward pass of one sequence."""
     written: Written = {}
     rows: dict[OpSite, Tensor] = {}
 

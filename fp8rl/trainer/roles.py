@@ -1,4 +1,4 @@
-"""The models of one rank by what they are for: a policy that learns, and what some algorithms put beside it."""
+"""The models of one rank by role: the policy, and for some algorithms a reference and a critic."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from fp8rl.trainer.trainer import Trainer
 
 
 class Roles:
-    """Models of one rank; all from one model directory, in one layout and one numerics.
+    """The models of one rank. All have the same model directory, layout and numerics.
 
     Attributes:
-        models: by role. The policy is always there.
+        models: the models by role. There is always a policy.
     """
 
     def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
@@ -55,7 +55,7 @@ class Roles:
             self.models["critic"] = Critic(spec.model_path, spec.critic, *given, **trained)
 
     def offload(self) -> OffloadReport:
-        """Make room on the device, for engines that sample on it; see :func:`offload`."""
+        """Free memory on the device for engines that sample there; see :func:`offload`."""
         held = sum(
             holding.bytes
             for model in self._held()
@@ -66,7 +66,7 @@ class Roles:
         return OffloadReport(moved, held - moved)
 
     def onload(self) -> None:
-        """Bring back what was offloaded, but for the gradients."""
+        """Bring back what was offloaded. The gradients come back as zeros."""
         for model in self.models.values():
             if isinstance(model, Trainer):
                 model.optimizer.host_copy.onload()
@@ -74,18 +74,18 @@ class Roles:
                 model.host_copy.onload()
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
-        """Copy what a checkpoint holds of all that is trained; see :func:`trainer.checkpoint.checkpoint.stage`."""
+        """Copy what a checkpoint holds of the trained models; see :func:`trainer.checkpoint.checkpoint.stage`."""
         return checkpoint.stage(path, self._parts(), self.policy.weight_version, extra, texts)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint and return its `extra`. A reference stays what it was."""
+        """Restore a checkpoint and return its `extra`. A reference does not change."""
         self.policy.weight_version, extra = checkpoint.load(path, self._parts())
         for model in self._held():
             model.weights_changed()
         return extra
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Have all of them compute in other numerics; see :meth:`Scorer.set_numerics`."""
+        """Switch all models to other numerics; see :meth:`Scorer.set_numerics`."""
         for model in self._held():
             model.set_numerics(numerics)
 
@@ -99,14 +99,14 @@ class Roles:
 
 
 class Reference(Scorer):
-    """A model that stays as the directory has it. `host_copy` offloads its weights while others need the device."""
+    """A model with the weights of the model directory. `host_copy` offloads them while engines need the device."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.host_copy = HostCopy()
         super().__init__(*args, **options)
 
     def offload(self) -> int:
-        """Move the weights to the host, and give up what is quantized of them; the bytes that this frees."""
+        """Move the weights to the host, and drop their quantized forms. Return the number of bytes freed."""
         freed = sum(holding.bytes for holding in of_model(self))
         kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
         self.weights_changed()
@@ -119,7 +119,7 @@ class Reference(Scorer):
 
 
 class WithoutAdapter:
-    """Scores batches with the weights of a policy, without its adapters: a reference without memory of its own."""
+    """A reference that needs no memory: scores batches with the frozen weights of the policy, without its adapters."""
 
     def __init__(self, policy: Trainer) -> None:
         self._policy = policy
@@ -130,16 +130,16 @@ class WithoutAdapter:
             return self._policy.score(batch)
 
     def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored]:
-        """Score them, as :meth:`trainer.scorer.Scorer.score_routed` does."""
+        """Score the rows of this rank, as :meth:`trainer.scorer.Scorer.score_routed` does."""
         with self._policy.without_adapter():
             return self._policy.score_routed(batch)
 
 
 def offload(trainer: Trainer) -> int:
-    """Move masters and moments to the host, and give up the gradients; the bytes that this frees on the device.
+    """Move masters and moments to the host, and drop the gradients. Return the number of bytes freed on the device.
 
-    Weights can still be read, sent and saved, tokens scored. Where Megatron has the optimizer on the host already
-    (`trainer.optimizer.offload`), the gradients' are all.
+    The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
+    (`trainer.optimizer.offload`), only the gradients' bytes are freed.
     """
     trainer.forget_gradients()
     here = device.current().type
@@ -153,31 +153,31 @@ def offload(trainer: Trainer) -> int:
 
 
 class Critic(Trainer):
-    """Trains a model with a value head on this rank. Values stand wherever a `Trainer` has log-probabilities: that at t
-    is what is expected, before the token at t is chosen, of what is still to come.
+    """Trains a model with a value head on this rank. It returns values where a `Trainer` returns log-probabilities. The
+    value at t is the expected return from t on, before the token at t is chosen.
     """
 
     def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
-        """Read the value before each token but the first; a value has no entropy, and draws no tokens."""
+        """Read the value before each token except the first. There is no entropy, and no token is drawn."""
         values = micro.from_model(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
         return HeadOutput(values, torch.zeros_like(values))
 
     def _is_trained_whole(self, name: str) -> bool:
-        """Return whether this is a parameter of the head: where others have adapters, it is trained itself."""
+        """Return whether a parameter is the head's. The head is trained itself when other weights have adapters."""
         return name.startswith("output_layer.")
 
     def _finish(self, model: GPTModel) -> None:
-        """Put a value head in place of the output projection, which the model may have shared with the embedding."""
+        """Replace the output projection, which the embedding may share, by a value head."""
         model.share_embeddings_and_output_weights = False
         if model.post_process:
             model.output_layer = ValueHead(model.config, self.layout)
 
 
 class ValueHead(nn.Module):
-    """An FP32 product with one vector that starts at zero, in place of the output projection. Every tensor-parallel
-    rank holds it and takes the whole sequence.
+    """Replaces the output projection by an FP32 product with one vector, which starts at zero. Every tensor-parallel
+    rank holds the whole vector and takes the whole sequence.
 
-    The vector has the dtype of the other weights, and like them an FP32 master: megatron-core 0.16.1 cannot write
+    The vector has the dtype of the other weights and, like them, an FP32 master: megatron-core 0.16.1 cannot write
     checkpoints of an optimizer over weights of two dtypes.
     """
 

@@ -1,4 +1,4 @@
-"""One rank of a model that scores batches: what a trainer, a critic and a frozen reference have in common."""
+"""One rank of a model that scores batches: the base class of a trainer, a critic and a frozen reference."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Scorer:
     """Scores batches with one model on this rank. Every public method needs all ranks, with equal arguments.
 
     Attributes:
-        definition: what is known of the model before it is built. model: Megatron's, this rank's part of it.
-        cache: the quantized weights that the forward uses, under its own count of weight changes.
-        placed: the base that it reads with engines (`weight_sync.frozen.MappedBase`); None: it has its own weights.
+        definition: the model's description from before it is built. model: this rank's part of Megatron's model.
+        cache: the quantized weights that the forward pass uses, with a version number for weight changes.
+        placed: the base whose weights it shares with engines (`weight_sync.frozen.MappedBase`); None: own weights.
     """
 
     placed: Any = None
@@ -61,7 +61,7 @@ class Scorer:
     ) -> None:
         """Build the model and load the weights of the Hugging Face directory `model_path`.
 
-        shared_base: they come from a base that it is to adopt, and are NaN and without memory until then.
+        shared_base: the weights come from a base, by `adopt`. Until then they are NaN and take no memory.
 
         Raises:
             UserError: the directory, the layout or the sizes do not fit together.
@@ -94,20 +94,20 @@ class Scorer:
         return rows, scored.logprobs
 
     def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored]:
-        """Like `score`, with the router's own choice for a batch with routes, and draws for one with seeds."""
+        """Like `score`, with the router's own choice for a batch with routes, and draws for a batch with seeds."""
         self._check_width(batch)
         with torch.no_grad():
             done = self._pass(batch, None)
         return done.rows, Scored(done.logprobs, done.routes, done.draws)
 
     def weights_changed(self) -> None:
-        """Retire all quantized weights. Whoever writes parameters calls it."""
+        """Discard all quantized weights. Code that changes parameters must call this."""
         self.cache.advance(self.cache.version + 1)
 
     def adopt(self, base: SharedBase) -> int:
-        """Read what is frozen of the model from a base that others read as well; the bytes of what could not be.
+        """Read the frozen weights from a base that engines read too. Return the bytes of weights that cannot be shared.
 
-        Whoever changes the numerics afterwards changes what is computed with these codes, not the codes.
+        A later change of numerics changes how the base's codes are used, not the codes.
         """
         kept = self.weights.adopt(self.model, base, self._waits)
         self._waits = False
@@ -116,8 +116,8 @@ class Scorer:
         return kept
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Compute in another precision or spec from now on, with the same weights. Raises UserError: another mode, or
-        the model's sizes do not fit the spec; nothing has changed then."""
+        """Switch to another precision or spec, with the same weights. Raises UserError: the mode is another one, or the
+        model's sizes do not fit the spec. Then nothing has changed."""
         if numerics.mode != self.numerics.mode:
             expected = f"{self.numerics.mode}, which the model was built for"
             remedy = "Keep the mode; only the spec and the precision of a live trainer can change."
@@ -129,7 +129,7 @@ class Scorer:
         self.weights_changed()
 
     def quantized_parameters(self) -> list[str]:
-        """The weights that the last forward multiplied with in FP8, as `named_weights` names them."""
+        """Return the names, as in `named_weights`, of the weights that the last forward pass multiplied in FP8."""
         if self.lowering.transformer_engine:
             in_fp8 = self.model.config.fp8 is not None
             return [name for name, p in self.model.named_parameters() if in_fp8 and te_runtime.is_quantized(p)]
@@ -142,7 +142,7 @@ class Scorer:
 
     @property
     def _runs(self) -> nn.Module:
-        """Return what Megatron's schedule runs: the model, or its wrapper."""
+        """Return the module that Megatron's schedule runs: the model or its data-parallel wrapper."""
         return self.model
 
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
@@ -154,7 +154,7 @@ class Scorer:
         )
 
     def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
-        """Return what the head gives for the final hidden states of a micro-batch."""
+        """Return the head's output for the final hidden states of a micro-batch."""
         return read_logprobs(hidden, head, micro, self.config.head_chunk_tokens)
 
     def _check_width(self, batch: TokenBatch) -> None:

@@ -1,8 +1,8 @@
-"""The bytes that a trainer rank will hold from step to step: calculated, before there is a trainer.
+"""The bytes that a trainer rank will hold from step to step, calculated before there is a trainer.
 
-`trainer.inventory` lists those of a live one. Weights, FP32 gradients, FP32 masters and Adam's moments are counted as
-Megatron lays them out (0.16.1, `distributed/param_and_grad_buffer.py`): dense weights in one flat buffer, experts in
-another, each sharded over the ranks that hold the same.
+`trainer.inventory` lists the bytes of a live trainer. Weights, FP32 gradients, FP32 masters and Adam's moments are
+counted as in Megatron's buffers (0.16.1, `distributed/param_and_grad_buffer.py`): one flat buffer for dense weights and
+one for experts, each sharded over the ranks that hold the same weights.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import by_mx
 
 Storage = Literal["torch", "kernels", "transformer_engine"]
-"""The library of FP8 products, and so the form of quantized weights: `torch`: beside the BF16 weight, what it
-dequantizes to; `kernels`: beside it, codes and their transpose; `transformer_engine`: these in its place."""
+"""The library of FP8 products, which decides how quantized weights are stored. `torch`: the BF16 weight and its
+dequantized values. `kernels`: the BF16 weight, its codes and their transpose. `transformer_engine`: only the codes and
+their transpose."""
 
 _BUCKET, _PARAMETER = 128, 64
-"""Elements that a buffer's end, shared by the ranks, and a parameter's start in it are a multiple of."""
+"""Alignment in elements: a buffer's size (which its ranks must divide too), and a parameter's start in the buffer."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,17 @@ class StateBytes:
     """Bytes by kind, as `trainer.inventory.Kind` has them."""
 
     parameters: int = 0
-    """The weights that the forward reads."""
+    """Bytes of weights that the forward pass reads."""
     operands: int = 0
-    """Of quantized weights, kept beside them."""
+    """Bytes of quantized forms that are kept in addition to the weights."""
     gradients: int = 0
-    """FP32 sums."""
+    """Bytes of gradients, summed in FP32."""
     masters: int = 0
-    """FP32, this rank's share; 0 if `trainer.optimizer.offload` keeps them on the host."""
+    """Bytes of this rank's share of the FP32 masters; 0 if `trainer.optimizer.offload` keeps them on the host."""
     moments: int = 0
-    """Adam's two, as `masters`."""
+    """Bytes of this rank's share of Adam's two moments; 0 if they are kept on the host."""
     padding: int = 0
-    """Of parameters and gradients in Megatron's buffers."""
+    """Bytes of padding in Megatron's buffers of parameters and gradients."""
 
     @property
     def total(self) -> int:
@@ -65,11 +66,11 @@ def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -
 def state_bytes(
     shape: Shape, config: TrainerSection, numerics: NumericsConfig, storage: Storage, rank: int = 0, base: bool = False
 ) -> dict[str, StateBytes]:
-    """Count the bytes of one rank in training: of `dense` weights (replicated ones among them) and of `experts`.
+    """Count the bytes that one rank needs for training `dense` weights (including replicated weights) and `experts`.
 
-    Adapters of a shape are trained in place of the weights, of which then only the parameters are held. base: the
-    weights are read in the engines' memory (`sync.shared_base`) if they lie there as here. Exact if every parameter's
-    size is a multiple of 64 elements.
+    If the shape has adapters, they are trained in place of the weights, and only the weights' parameters and operands
+    are held. base: weights are read in the engines' memory (`sync.shared_base`), except for weights that the engines
+    store in another form. The count is exact if every parameter's size is a multiple of 64 elements.
     """
     at, memory = Layout.of(rank, config), config.optimizer
     gpu = storage != "torch"  # where there is none, the host's memory is all there is
@@ -98,26 +99,27 @@ def state_bytes(
 
 @dataclass(frozen=True)
 class Buffer:
-    """One flat buffer of Megatron's."""
+    """A flat buffer of Megatron."""
 
     experts: bool
+    """Whether the buffer holds experts."""
     elements: int
-    """Of its parameters."""
+    """Number of elements of its parameters."""
     fp8: bool = False
-    """They are FP8, with codes both ways."""
+    """Whether the parameters are FP8, with codes row-wise and column-wise."""
     fp32: bool = False
-    """They are FP32, and their own masters."""
+    """Whether the parameters are FP32, and so their own masters."""
     operands: int = 0
-    """Bytes of operands kept beside."""
+    """Bytes of operands that are kept in addition to the parameters."""
     scales: int = 0
-    """Bytes of scales within."""
+    """Bytes of the scales of FP8 parameters."""
 
 
 def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Storage, stage: int) -> Iterator[Buffer]:
     """Yield the buffers of one rank of a pipeline stage.
 
-    Parameters in FP8 have a buffer of their own, and with several stages so has an embedding that is the output
-    projection too.
+    FP8 parameters have a separate buffer. With several stages an embedding that is also the output projection has a
+    separate buffer too.
     """
     held = list(_of_stage(shape, config, spec, stage))
     for experts in (False, True):
@@ -140,7 +142,7 @@ def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Stor
 
 
 def _of_adapters(shape: Shape, config: TrainerSection, stage: int) -> Iterator[Buffer]:
-    """Yield the buffers of adapters on a rank of a stage: experts' own adapters are in another one."""
+    """Yield the buffers of adapters on a rank of a stage. Adapters of single experts have a separate buffer."""
     layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
     sizes: dict[tuple[bool, str], int] = {}
     for row in shape.adapters:
@@ -156,26 +158,26 @@ def _of_adapters(shape: Shape, config: TrainerSection, stage: int) -> Iterator[B
 
 
 def layers_of_stage(layers: int, stages: int, stage: int) -> range:
-    """Return the model's layers of a stage: evenly, as far as they go."""
+    """Return the layers of a stage. Stages have as equal numbers of layers as possible."""
     return range(round(stage * layers / stages), round((stage + 1) * layers / stages))
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Weights of one rank that are alike."""
+    """A group of equal-sized weights of one rank."""
 
     weight: WeightGroup
     elements: int
-    """Of one weight, this rank's part."""
+    """Number of elements in this rank's part of one weight."""
     count: int
     quantized: bool = False
     apart: bool = False
-    """In a buffer of its own."""
+    """Whether the weights are in a separate buffer."""
 
     def stands_otherwise(self, ranks: int) -> bool:
-        """Return True if a base has it in another order or whole (`trainer.weights.export.adopt`).
+        """Return True if a base stores the weights in another order, or unsplit (`trainer.weights.export.adopt`).
 
-        That is a fused q|k|v in BF16, and with several tensor-parallel ranks every weight of a layer in BF16.
+        Another order: a fused q|k|v in BF16. Unsplit: with several tensor-parallel ranks, BF16 weights of a layer.
         """
         is_part = ranks > 1 and self.weight.share == "split" and self.weight.in_layers
         return not self.quantized and (self.weight.by_heads or is_part)
@@ -193,7 +195,7 @@ class _Held:
 
 
 def _of_stage(shape: Shape, config: TrainerSection, spec: QuantSpec, stage: int) -> Iterator[_Held]:
-    """Yield the weights of each rank of a stage."""
+    """Yield the weights that each rank of a stage holds."""
     layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
     first, last = stage == 0, stage == config.pp - 1
     for weight in shape.weights:
@@ -212,8 +214,7 @@ def _of_stage(shape: Shape, config: TrainerSection, spec: QuantSpec, stage: int)
 
 
 def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) -> StateBytes:
-    """Return the bytes of a buffer. moment_bytes: of one of the two moments; None: moments and masters are
-    offloaded."""
+    """Return the bytes of a buffer. moment_bytes: of a moment's element; None: moments and masters are offloaded."""
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))

@@ -41,8 +41,8 @@ class Trainer(Scorer):
     """Trains one model on this rank. Every public method needs all ranks, with equal arguments.
 
     Attributes:
-        weight_version: optimizer steps taken.
-        last_sent: what this rank has handed to engines, kept where the next sync sends only what has changed.
+        weight_version: number of optimizer steps taken.
+        last_sent: what this rank sent to engines, kept if the next sync sends only what has changed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trainer(Scorer):
     ) -> None:
         """Build the model, load the weights of the Hugging Face directory `model_path`, and make the optimizer.
 
-        adapter: what is trained in place of the weights. shared_base: see `Scorer`.
+        adapter: the adapters to train in place of the weights. shared_base: see `Scorer`.
 
         Raises:
             UserError: the directory, the layout, the sizes or the adapter do not fit together.
@@ -92,8 +92,8 @@ class Trainer(Scorer):
         self._loads: Tensor | None = None
 
     def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
-        """The gradients of the whole batch. `update` applies them; another pass forgets them. Raises
-        NonFiniteLossError: on all ranks; there is nothing to apply then."""
+        """Compute the gradients of the whole batch. `update` applies them; another pass discards them. Raises
+        NonFiniteLossError: on all ranks; then there are no gradients to apply."""
         start = time.perf_counter()
         self._check_width(batch)
         self._ready_norm = None
@@ -120,8 +120,8 @@ class Trainer(Scorer):
         return RankPassResult(done.rows, result)
 
     def update(self) -> float:
-        """One optimizer step with the gradients of the last `forward_backward`; the learning rate used. Raises
-        RuntimeError: there are none, or they were applied already."""
+        """Do one optimizer step with the gradients of the last `forward_backward`. Return the learning rate. Raises
+        RuntimeError: there are no gradients, or they were applied already."""
         if self._ready_norm is None:
             raise RuntimeError("update: found no gradients, expected those of a forward_backward that succeeded")
         norm, self._ready_norm = self._ready_norm, None
@@ -134,7 +134,7 @@ class Trainer(Scorer):
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Compute with the frozen weights alone, for a block."""
+        """Compute with the frozen weights alone inside the block."""
         with self._precision.without_adapters(self.definition.adapter):
             yield
 
@@ -145,7 +145,7 @@ class Trainer(Scorer):
         return done
 
     def forget_gradients(self) -> None:
-        """Have `update` refuse until the next `forward_backward`."""
+        """Discard the gradients: `update` raises until the next `forward_backward`."""
         self._ready_norm = None
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
@@ -157,12 +157,12 @@ class Trainer(Scorer):
         self.weights.write(self.model, path)
 
     def export_adapter(self, path: Path, base: Path | None = None) -> None:
-        """Write a directory in PEFT's format with the current adapters. base: directory of the weights that they name;
-        without one, that which training began with."""
+        """Write a directory in PEFT's format with the current adapters. base: the directory that it names as the base
+        model; None: the directory that training began with."""
         self.weights.write_adapters(self.model, path, base)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Write a checkpoint, and wait for it, as tests do. A run uses `stage`, and trains while files are written."""
+        """Write a checkpoint, and wait for it, for tests. A run uses `stage` and trains while files are written."""
         checkpoint.save(path, {"": self.trained}, self.weight_version, extra, texts or {})
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
@@ -176,8 +176,7 @@ class Trainer(Scorer):
         return extra
 
     def update_survival(self) -> float | None:
-        """Measure how far quantization lets merged adapters through; None where there are none or nothing is
-        quantized."""
+        """Measure how much of merged adapters survives quantization; None without merged adapters or quantization."""
         adapter, spec = self.definition.adapter, self.numerics.trainer_spec
         if adapter is None or adapter.mode != "merged" or not spec.quantized:
             return None
@@ -190,11 +189,11 @@ class Trainer(Scorer):
         return update_survival(self.model, spec_of, self.layout)
 
     def _is_trained_whole(self, name: str) -> bool:
-        """Return whether a parameter is trained itself where others have adapters."""
+        """Return whether a parameter is trained itself although other weights have adapters."""
         return False
 
     def _tensors_of_parameters(self) -> dict[nn.Parameter, Sequence[TensorRow]]:
-        """The tensors of the table that each parameter holds, whole or in part."""
+        """Return the rows of the tensor table that each parameter holds, whole or in part."""
         rows = self.weights.rows(self.model)
         return {
             parameter: [row for each, _ in matrices(name, parameter) for row in rows[each]]
@@ -203,7 +202,7 @@ class Trainer(Scorer):
         }
 
     def _gathered_in_fp8(self) -> dict[nn.Parameter, TensorSpec]:
-        """The parameters that ranks send each other as FP8 codes after an update: those that products take as such."""
+        """Return the parameters that ranks send as FP8 codes after an update: the weights of FP8 products."""
         spec = self.numerics.trainer_spec
         if self.config.weight_gather == "bf16" or self.lowering.recipe or not travels_in_fp8(spec.weight):
             return {}
@@ -213,12 +212,12 @@ class Trainer(Scorer):
 
     @property
     def trained(self) -> checkpoint.Trained:
-        """Return what training changes."""
+        """Return the parts of the model that training changes."""
         return checkpoint.Trained(self.model, self.optimizer, self.layout, self._adapter)
 
     @functools.cached_property
     def _adapter(self) -> dict[str, Any] | None:
-        """Return what a checkpoint says of the adapters; all ranks ask at once."""
+        """Return a checkpoint's description of the adapters. All ranks must call it."""
         if (adapter := self.definition.adapter) is None:
             return None
         digest = base_digest(self.model, self.weights) if self.placed is None else self.placed.unquantized
@@ -230,8 +229,10 @@ class Trainer(Scorer):
 
 
 def check_row_invariance(deepgemm: bool | None = False, kv: KVFormat = BF16_CACHE) -> None:
-    """Raise `UserError` if a token's result depends on its batch on this machine, where no d could be 0; or if products
-    have to run on DeepGEMM, and cannot. None: they run on it where they can. kv: the format of keys and values."""
+    """Raise `UserError` if a token's result depends on its batch on this machine, because then d would not be 0.
+
+    deepgemm: True: raise it too if DeepGEMM cannot run; None: use DeepGEMM if it runs. kv: format of keys and values.
+    """
     choose_tiles(device.current())
     if (reason := choose_deepgemm(device.current(), deepgemm)) is not None:
         expected = "a Hopper GPU on which DeepGEMM gives the bits of our kernels"

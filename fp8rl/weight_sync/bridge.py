@@ -1,9 +1,9 @@
-"""The bridge: it brings the trainer's weights into the engines, and proves that they arrived.
+"""The bridge sends the trainer's weights to the engines, and proves that they arrived.
 
-A sync pauses generation; every trainer rank quantizes and sends its shard; each engine commits it (rebuilds the GEMM
-operands, and digests its own parameters); the digests are compared with those of what was sent; generation resumes. If
-anything differs, or anything fails on the way, generation stays paused and `SyncError` names it: a mixture is never
-sampled from.
+A sync pauses generation. Every trainer rank quantizes and sends its shard. Each engine commits the shard: it rebuilds
+the GEMM operands, and digests its own parameters. The engine's digests are compared with the digests of the sent
+tensors. Then generation resumes. If a tensor differs or a step fails, generation stays paused and `SyncError` says why:
+no token is ever sampled from a mixture of weights.
 """
 
 from __future__ import annotations
@@ -44,46 +44,46 @@ class SyncReport:
 
     version: int
     bytes: int
-    """Payload to each engine."""
+    """Bytes of the payload that each engine gets."""
     weight_bytes: int
     """Bytes that an engine holds of the weights."""
     seconds: float
-    """Pause to resume."""
+    """Seconds from pause to resume."""
     send_seconds: float
     verify_seconds: float
-    """The part of `seconds` for the proof."""
+    """The part of `seconds` that the proof takes."""
     verified_tensors: int
     """Tensors whose digests were equal in every engine."""
     mismatched: tuple[str, ...] = ()
-    """The names of the others."""
+    """Names of the tensors whose digests differ in some engine."""
 
     @property
     def mismatched_tensors(self) -> int:
         return len(self.mismatched)
 
     def metrics(self) -> dict[str, float]:
-        """Return all but version and names as `sync/...` metrics; seconds and bytes."""
+        """Return the numbers, except for the version, as `sync/...` metrics in seconds and bytes."""
         values = dataclasses.asdict(self) | {"mismatched_tensors": self.mismatched_tensors}
         return {f"sync/{name}": float(each) for name, each in values.items() if name not in ("version", "mismatched")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Bridge:
-    """The way from one trainer to its engines."""
+    """Sends weights from one trainer to its engines."""
 
     trainer: TrainerGroup
     spec: QuantSpec
     config: SyncSection
     model_path: Path
-    """Source of configuration files."""
+    """The directory from which configuration files are copied."""
     scratch: Path
     """Directory for written checkpoints."""
     wakes: bool = False
-    """The engines may be asleep; a sync wakes them."""
+    """Whether the engines may be asleep, so that a sync wakes them."""
     adapter: AdapterSection | None = None
-    """The adapters beside the weights; a sync sends them alone if the engines hold the weights."""
+    """The run's adapters. A sync sends only the adapters if the engines hold the frozen weights."""
     base: FrozenBase = dataclasses.field(default_factory=FrozenBase)
-    """The weights that the engines hold beside adapters."""
+    """The frozen weights that the engines hold in addition to adapters."""
 
     def write_checkpoint(self) -> Path:
         """Write the current weights as a directory that an engine can start from, and return its path."""
@@ -96,8 +96,8 @@ class Bridge:
     ) -> SyncReport:
         """Bring all engines to the trainer's weight version, verified.
 
-        whole: send all, though adapters alone or, with `sync.delta`, changes would do. The manifest is saved to
-        `manifest_path`.
+        whole: send all tensors, also if adapters alone or (`sync.delta`) changes would be enough. The manifest is saved
+        to `manifest_path`.
 
         Raises `SyncError` with the tensors that differ, engine by engine, or with what failed on the way.
         """
@@ -147,9 +147,9 @@ class SendTask:
     endpoints: list[Endpoint]
     version: int
     delta: bool = False
-    """Keep a copy, and send only what has changed since `since`."""
+    """Whether to keep a copy, and send only what has changed since version `since`."""
     since: int | None = None
-    """The version that all engines hold; None: none. It counts if it was the last to be sent."""
+    """The version that all engines hold; None: they hold no common version. Only the version sent last is used."""
     timeout_s: float = ANSWER_WITHIN_S
     """Timeout of one response of an engine."""
     contents: Contents = "weights"
@@ -168,9 +168,9 @@ def send_and_verify(
     """Run a sync: pause, send, commit, compare, and resume if nothing differs. Return also the lines that name
     differences.
 
-    send: lets every rank send its shard of what is served under `spec`. pause: see `SyncSection.pause`. timeout_s:
-    timeout of one response of an engine. wakes: give sleeping engines memory for their weights before these come, and
-    for the rest once they are proven.
+    send: lets every rank send its shard of the tensors served under `spec`. pause: see `SyncSection.pause`. timeout_s:
+    timeout of one response of an engine. wakes: wake sleeping engines. They get memory for weights before the send, and
+    for everything else after the proof.
     """
 
     async def stop(engine: EngineClient) -> None:

@@ -1,4 +1,4 @@
-"""Flat send buffers. The quantizer writes straight into one, and a full one is sent as a single message."""
+"""Flat send buffers. The quantizer writes directly into a buffer, and a full buffer is sent as a single message."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fp8rl.numerics.delta import LastSent, encode
 from fp8rl.rollout.engine.protocol import DELTA
 
 ALIGNMENT = 16
-"""Bytes that kernels store at a time; a multiple of every dtype's size."""
+"""Alignment of tensors in bytes: what kernels store at a time, and a multiple of every dtype's size."""
 SMALLEST_BYTES = 16 << 20
-"""The first bucket's size. Each further one is twice as large, up to the limit: a small model takes little memory."""
+"""Size of the first bucket. Each further bucket is twice as large, up to the limit. So a small model needs little."""
 
 Named = tuple[str, Tensor]
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
@@ -31,9 +31,9 @@ class BucketEntry:
     shape: torch.Size
     dtype: torch.dtype
     start: int
-    """Bytes before it."""
+    """The tensor's offset in the bucket, in bytes."""
     size: int
-    """Its bytes."""
+    """The tensor's size in bytes."""
 
 
 @dataclasses.dataclass
@@ -41,11 +41,11 @@ class Bucket:
     """A send buffer while it is filled."""
 
     flat: Tensor
-    """uint8 memory."""
+    """The buffer's memory, uint8."""
     used: int = 0
-    """The bytes of it that are taken."""
+    """Number of bytes of `flat` that are used."""
     pending: int = 0
-    """Tensors that were allocated and not added yet."""
+    """Number of tensors that were allocated but not added yet."""
     entries: list[BucketEntry] = dataclasses.field(default_factory=list)
     """The tensors to send; there may be gaps between them."""
 
@@ -60,21 +60,21 @@ class Bucket:
         return self.flat[start : self.used].view(dtype).view(tuple(shape))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return True if the tensor was made by `allocate`, and is still contiguous there."""
+        """Return True if `allocate` made the tensor, and it is still contiguous in the bucket."""
         return tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Send `tensor`, which the bucket holds, under this name."""
+        """Mark `tensor`, which the bucket holds, to be sent under this name."""
         self.pending -= 1
         start = int(tensor.storage_offset()) * tensor.element_size()
         self.entries.append(BucketEntry(name, tensor.shape, tensor.dtype, start, int(tensor.nbytes)))
 
 
 class Packer:
-    """Fills buckets of at most `limit` bytes; a larger tensor gets one of its own.
+    """Fills buckets of at most `limit` bytes. A larger tensor gets a bucket of its own.
 
-    new_flat: allocates uint8 memory of a size on a device. A few are alive at a time, and used again. loading: the
-    number of buckets that are still being read when the next one is asked for.
+    new_flat: allocates uint8 memory of a size on a device. Memory is reused, so that few buckets exist at a time.
+    loading: number of buckets that the receiver is still reading when it asks for the next bucket.
     """
 
     def __init__(self, limit: int, new_flat: Callable[[int, torch.device], Tensor], loading: int = 0) -> None:
@@ -85,7 +85,7 @@ class Packer:
         self._spare: list[Tensor] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a tensor in the bucket that is being filled, or in a new one if that is full."""
+        """Allocate a tensor in the bucket that is being filled, or in a new bucket if that bucket is full."""
         view = self._open[-1].allocate(shape, dtype) if self._open else None
         if view is None:
             self._open.append(Bucket(self._flat(math.prod(shape) * dtype.itemsize, device)))
@@ -94,10 +94,10 @@ class Packer:
         return view
 
     def pack(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
-        """Yield buckets with all `tensors`: those that `allocate` made, in their order, from where they are, others
-        copied.
+        """Yield buckets with all `tensors`. Tensors that `allocate` made must come in the order of allocation and are
+        not copied; other tensors are copied.
 
-        A bucket's memory is written again as soon as the next one is asked for, or the one after `loading` others.
+        A bucket's memory may be written again once 1 + `loading` more buckets are asked for.
         """
         for name, tensor in tensors:
             bucket = next((bucket for bucket in self._open if bucket.holds(tensor)), None)
@@ -136,10 +136,11 @@ class Packer:
 def changes(
     last: LastSent, tensors: Iterable[Named], version: int, since: int | None, table: TensorTable, ranks: int
 ) -> Iterator[Named]:
-    """Yield deltas of `tensors` (HF names) to what was sent last, for engines of `ranks` ranks.
+    """Yield deltas between `tensors` (HF names) and the tensors sent last, for engines of `ranks` ranks.
 
-    A tensor that has changed too much is sent whole; all of them are if the engines hold another version (`since`). A
-    delta is of what one rank of an engine holds, and is named by its label. last: is brought up to `version`.
+    A tensor that has changed too much is sent whole. If the engines hold another version (`since`), all tensors are
+    sent whole. A delta covers the part that one rank of an engine holds, and has the part's label as its name. last: is
+    updated to `version`.
     """
     usable = since is not None and since == last.version
     last.version = None  # until all of it is through

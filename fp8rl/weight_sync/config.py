@@ -13,33 +13,33 @@ ANSWER_WITHIN_S = 600.0
 
 
 class SyncSection(Section):
-    """The way of weights from the trainer to the engines."""
+    """How weights are sent from the trainer to the engines."""
 
     transport: Literal["tensor", "distributed", "disk"] = "tensor"
-    """`tensor`: memory that the engines map, where they compute on the trainer's CPU or GPU; `distributed`: a broadcast
-    (NCCL, or gloo on a CPU), where they have GPUs of their own; `disk`: safetensors files."""
+    """`tensor`: memory that the engines map, if they compute on the trainer's CPU or GPU. `distributed`: a broadcast
+    (NCCL, or gloo on a CPU), if the engines have GPUs of their own. `disk`: safetensors files."""
     pause: Literal["retract", "abort", "in_place"] = "retract"
-    """The treatment of unfinished answers when weights change, so that each token belongs to one weight version.
-    `retract`: they wait, and continue after their prefix is prefilled again. `abort`: they are aborted and continued by
-    a new request, which takes a second longer. `in_place`: they continue with the KV cache of the old weights, so that
-    the rest comes from a mixture of weights; native mode only."""
+    """What happens to unfinished answers when weights change. `retract`: they wait, and continue after their prefix is
+    prefilled again. `abort`: they are aborted and continued by a new request, which takes a second longer. In both
+    cases each token belongs to one weight version. `in_place`: they continue with the KV cache of the old weights, so
+    that later tokens come from a mixture of weights; native mode only."""
     delta: bool = False
-    """Send only the bytes that have changed, if every engine holds the last version; otherwise, and if the proof finds
-    a difference, all of them. Each trainer rank keeps a copy of what it sends."""
+    """Send only the bytes that have changed, if every engine holds the last version. Otherwise, and if the proof finds
+    a difference, send all bytes. Each trainer rank keeps a copy of what it sends."""
     shared_base: bool = False
-    """Engines on the trainer's machine read the frozen weights from the trainer's read-only memory instead of copies of
-    their own, and the trainer keeps no BF16 form of quantized weights. It needs `adapter` in mode `separate`; on GPUs,
-    one trainer rank and one engine, on the same GPU. Products then take their weights from the codes in every call,
-    which costs time on a CPU."""
+    """Let engines on the trainer's machine read the frozen weights from the trainer's read-only memory, so that they
+    need no copies. The trainer then keeps no BF16 form of quantized weights. This needs `adapter` in mode `separate`
+    and, on GPUs, one trainer rank and one engine on the same GPU. Products then read their weights from the codes in
+    every call, which costs time on a CPU."""
     canary: bool = True
-    """Prove after each sync that each engine computes with the weights that it holds: its log-probabilities of a few
-    known tokens are compared with the trainer's before any of its answers is used. Nothing else waits for this. In
-    exact mode an engine that differs is replaced."""
+    """Prove after each sync that each engine computes with the weights that it holds. The engine's log-probabilities of
+    a few known tokens are compared with the trainer's before an answer of the engine is used. Nothing else waits for
+    this. In exact mode an engine that differs is replaced."""
     bucket_mib: int = Field(default=256, ge=1)
-    """Size of a send buffer in MiB; there are a few. A larger tensor gets a buffer of its own."""
+    """Size of a send buffer in MiB. There are a few buffers. A larger tensor gets a buffer of its own."""
     answer_within_s: float = Field(default=ANSWER_WITHIN_S, ge=1.0)
-    """Timeout in seconds of an engine's response to one message of a sync. A connection can break silently while both
-    ends wait."""
+    """Timeout in seconds of an engine's response to one message of a sync. Without it, a sync over a connection that
+    broke silently would wait forever."""
 
     @property
     def engines_own_gpus(self) -> bool:
@@ -48,7 +48,7 @@ class SyncSection(Section):
 
 
 def reason_to_send(transport: str, engine_ranks: int, served: QuantSpec, trained: QuantSpec) -> str | None:
-    """Return why engines cannot read frozen weights in the trainer's memory, and must be sent them; None: they can.
+    """Return the reason why engines cannot read frozen weights in the trainer's memory; None if they can.
 
     served, trained: the specs that the two sides compute in.
     """

@@ -1,7 +1,7 @@
-"""Weights that are not trained: engines get them once, or read them in the trainer's memory; syncs send adapters.
+"""Frozen weights: engines get them once, or read them in the trainer's memory. Later syncs send only adapters.
 
-Each side digests its own frozen weights in every sync, where they lie: the trainer its parameters, an engine what it
-serves. Neither is sent or quantized again. A digest reads memory once, at its full speed.
+In every sync each side digests its own frozen weights in place: the trainer digests its parameters, and an engine
+digests the weights that it serves. They are not sent or quantized again. A digest reads memory once, at full speed.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 Contents = Literal["weights", "adapters", "weights and adapters", "adapters beside a base"]
-"""The part of the model that a sync sends. `weights`: those that are served, with adapters merged into them if there
-are any. `adapters beside a base`: with those weights that are not in the memory that engines read with the trainer
+"""The part of the model that a sync sends. `weights`: the served weights, with adapters merged into them if there are
+adapters. `adapters beside a base`: adapters, and the weights that are not in the memory that engines and trainer share
 (`place_base`)."""
 _NAMED = 20
 
 
 @dataclass
 class FrozenBase:
-    """The frozen weights that engines hold beside adapters."""
+    """The frozen weights that engines hold in addition to adapters."""
 
     sent: ShardDigests | None = None
-    """Their digests, from the first sync on."""
+    """The digests of the frozen weights, from the first sync on."""
     version: int | None = None
-    """The weight version that all engines hold which were sent it; None: unknown."""
+    """The weight version of all engines that have got the base; None: unknown."""
 
     def contents(self, held: int | None) -> Contents:
-        """Choose what to send to engines that all hold version `held`; None: they do not hold one."""
+        """Choose what to send to engines that all hold version `held` (None: no common version)."""
         known = self.sent is not None and held is not None and held == self.version
         return "adapters" if known else "weights and adapters"
 
@@ -60,7 +60,7 @@ class FrozenBase:
         self, parts: Sequence[ShardDigests], adapter: AdapterSection, contents: Contents
     ) -> list[ShardDigests]:
         """Return the digests that engines must have after this sync: the sent parts, the base, and the adapters' scale.
-        Raises SyncError: the trainer has sent a base that is not the one of the first sync."""
+        Raises SyncError: the trainer has sent another base than in the first sync."""
         scale = scale_of(adapter)
         if contents == "adapters":
             assert self.sent is not None
@@ -72,7 +72,7 @@ class FrozenBase:
         return [*parts, scale]
 
     def base_note(self, names: Sequence[str]) -> str:
-        """Say how many of these mismatched tensors are the base's, for an error message; empty if none."""
+        """Return the part of an error message that says how many mismatched tensors belong to the base, or nothing."""
         own = sum(name in self.sent.digests for name in names) if self.sent is not None else 0
         return f" ({own} of the base, which changed in the engine under the run)" if own else ""
 
@@ -98,13 +98,13 @@ def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Shar
 
 
 def scale_of(adapter: AdapterSection) -> ShardDigests:
-    """Return an engine's entry for the scale of its adapters, beside the tensors."""
+    """Return the entry that an engine has for the scale of its adapters, in addition to tensors."""
     return ShardDigests({ADAPTER_SCALE: repr(adapter.scale)}, 0, 0)
 
 
 def check_frozen(trainer: Trainer) -> None:
-    """Check that this rank's frozen parameters have the digests that they had at the first check. Raises SyncError:
-    with the names of the parameters."""
+    """Check that this rank's frozen parameters have the same digests as at the first check. Raises SyncError: some
+    differ. The message names these parameters."""
     frozen: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         if (codes := frozen_of(parameter)) is not None:
@@ -149,28 +149,27 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class MappedBase:
-    """A base, as one trainer rank knows it."""
+    """What one trainer rank knows of a base."""
 
     base: SharedBase
     """The tensors that the rank reads."""
     memory: Shared | None
-    """The memory, on the rank that owns it."""
+    """The shared memory of the base, on the rank that owns it; None on other ranks."""
     sent: ShardDigests
     """Digests of the tensors that the rank has written."""
     unquantized: str
     """Digest of all weights as the files have them; see `models.checkpoint.peft.base_digest`."""
     kept: int
-    """Bytes of the rank's frozen parameters that it still has for itself."""
+    """Bytes of frozen parameters of which the rank still has its own copy."""
 
 
 def place_base(model: Scorer, spec: QuantSpec) -> MappedBase:
-    """Write a trainer's frozen weights, quantized under `spec`, into shared memory, and let the trainer read them
-    there.
+    """Write a trainer's frozen weights, quantized under `spec`, to shared memory, and let the trainer read them there.
 
-    Every rank calls it, all on one machine. For a trainer that has done it, nothing happens.
+    Every rank must call it, all on one machine. A second call does nothing.
 
     Raises:
-        OSError: a rank cannot reach the memory of the first.
+        OSError: a rank cannot map the memory of the first rank.
         UserError: the files have values that are not finite.
     """
     if model.placed is not None:
@@ -203,17 +202,17 @@ def place_base(model: Scorer, spec: QuantSpec) -> MappedBase:
 
 
 def write_base(trainer: Ranks, spec: QuantSpec) -> list[ShardDigests]:
-    """Let all ranks place their base, if they have not; return what each has written of it."""
+    """Let all ranks place their base, if they have not yet. Return the digests of what each rank has written."""
     return trainer.apply(_written, spec)
 
 
 def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float) -> list[ShardDigests]:
-    """Let engines read the base of a trainer, which places it if it has not; `commit` follows.
+    """Let engines read a trainer's base, which is placed first if necessary. The caller must commit afterwards.
 
-    Return what each rank has written of it.
+    Return the digests of what each rank has written.
 
     Raises:
-        EngineError: an engine cannot, and has to be replaced.
+        EngineError: an engine cannot read the base, and must be replaced.
     """
     sent = write_base(trainer, spec)
     addresses = next(each for each in trainer.apply(_addresses, len(endpoints)) if each)
@@ -230,7 +229,7 @@ def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], ti
 
 
 def reads(model: Scorer, spec: QuantSpec) -> bool:
-    """Return True if the trainer has no base yet, or one under `spec`."""
+    """Return True if the trainer has no base yet, or a base under `spec`."""
     return model.placed is None or model.placed.base.spec == spec
 
 
@@ -239,6 +238,6 @@ def _written(model: Scorer, spec: QuantSpec) -> ShardDigests:
 
 
 def _addresses(model: Scorer, count: int) -> list[str]:
-    """One for each engine, by the rank that owns the memory."""
+    """Return an address of the memory for each engine, on the rank that owns the memory; elsewhere an empty list."""
     memory = model.placed.memory if model.placed is not None else None
     return [] if memory is None else [memory.address() for _ in range(count)]

@@ -21,7 +21,7 @@ _NAMED = 3
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first of these names, and the number of the others, for the first line of a message."""
+    """Return the first names, and the number of further names, for the first line of a message."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -39,14 +39,14 @@ class Manifest:
     spec_digest: str
     """Digest of the spec that the tensors are quantized by."""
     entries: dict[str, str]
-    """HF name, or label of a part (`EngineRank.label`) -> digest; for a quantized tensor `digest@version`, where
-    version is that of its GEMM operand."""
+    """HF name, or label of a part (`EngineRank.label`) -> digest. A quantized tensor has `digest@version`, with the
+    version of its GEMM operand."""
     role: Role = "policy"
     """The model whose tensors these are."""
 
     @classmethod
     def merged(cls, version: int, spec: QuantSpec, parts: Sequence[ShardDigests], role: Role = "policy") -> Manifest:
-        """Merge what all ranks have sent into one manifest. Quantized tensors are those that came with scales.
+        """Merge what all ranks have sent into one manifest. A tensor that was sent with scales counts as quantized.
 
         Raises ValueError if two ranks have sent the same tensor.
         """
@@ -61,7 +61,7 @@ class Manifest:
         return cls(str(version), spec.digest(), entries, role)
 
     def differences(self, found: Mapping[str, str]) -> list[str]:
-        """Return one line per tensor that `found` (an engine's entries) lacks, has in excess, or holds otherwise."""
+        """Return one line for each tensor that `found`, an engine's entries, lacks, adds, or has differently."""
         lines = []
         for name in sorted(self.mismatched(found)):
             want, have = self.entries.get(name, "no such tensor"), found.get(name, "no such tensor")
@@ -73,7 +73,7 @@ class Manifest:
         return {name for name in self.entries.keys() | found.keys() if self.entries.get(name) != found.get(name)}
 
     def save(self, path: Path) -> None:
-        """Write the manifest as JSON, whole or not at all."""
+        """Write the manifest as JSON, completely or not at all."""
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
@@ -92,9 +92,9 @@ class ShardDigests:
 
 
 class Recorder:
-    """Digests tensors as they stream past, and so sees exactly what is sent.
+    """Digests the stream of tensors on the way to the transport, and so digests exactly what is sent.
 
-    table: of the model's tensors. ranks: the size of an engine; each of its ranks digests the part that it holds.
+    table: the table of the model's tensors. ranks: number of ranks of an engine, each of which digests its own part.
     """
 
     def __init__(self, table: TensorTable, ranks: int = 1) -> None:
@@ -105,7 +105,7 @@ class Recorder:
         self._adapters: set[str] = set()
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same stream; each tensor is digested before it is handed on, many of them at once."""
+        """Yield the same stream. Each tensor is digested before it is passed on; many are digested at once."""
         for batch in batches_by_bytes(tensors, _BATCH_BYTES):
             parts = dict(part for name, tensor in batch for part in self._parts(name, tensor))
             self._digests.update(zip(parts, tensor_digests(list(parts.values()))))
@@ -124,6 +124,6 @@ class Recorder:
             yield rank.label(name, row), rank.part(row, tensor)
 
     def sent(self, payload: int | None = None) -> ShardDigests:
-        """Return what has been seen so far. payload: bytes that were sent for it, if not all."""
+        """Return the digests so far. payload: number of bytes sent, if fewer than the tensors have."""
         sent = self._bytes if payload is None else payload
         return ShardDigests(dict(self._digests), self._bytes, sent, frozenset(self._adapters), self._adapter_bytes)

@@ -1,4 +1,4 @@
-"""Served weights: tensors made from the trainer's weights, the HF directory that an engine loads, and their bytes."""
+"""Served weights: the tensors made from the trainer's weights, the HF directory for an engine, and their bytes."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def served_tensors(
     model: Model,
     allocate: Allocate | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the (HF name, tensor) pairs that are served under `spec`: FP8 codes and their scales, or the tensor as it
-    is.
+    """Yield the (HF name, tensor) pairs that are served under `spec`: FP8 codes and their scales, or the tensor
+    unchanged.
 
-    weights: (HF name, tensor), or tensors that the trainer quantized itself, whose codes and scales are served as they
-    are (dequantized, if the engine runs them unquantized). model: whose tensors they are. A quantized `x.weight` [N, K]
-    becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32, one per block). The tensors may share memory with the
-    parameters. allocate: gives the memory to quantize to. A weight that cannot be quantized does not keep other ranks
-    waiting: the rest of `weights` is taken.
+    weights: (HF name, tensor) pairs. Codes and scales of a tensor that the trainer has quantized are served unchanged,
+    or dequantized if the engine runs this tensor unquantized. model: the model of the tensors. allocate: gives the
+    memory to quantize to. A quantized `x.weight` [N, K] becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32, one
+    per block). The tensors may share memory with the parameters. If a weight cannot be quantized, the rest of `weights`
+    is still consumed, so that other ranks do not wait.
     """
     try:
         for batch in batches_by_bytes(weights, _BATCH_BYTES):
@@ -65,7 +65,7 @@ def served_tensors(
 def would_send(
     weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, model: Model, engine_ranks: int = 1
 ) -> ShardDigests:
-    """Return what one rank would send of these weights (as in `served_tensors`) to an engine that serves `spec`."""
+    """Return the digests of what a rank would send of `weights` (see `served_tensors`) to an engine with `spec`."""
     recorder = Recorder(model.tensors, engine_ranks)
     exhaust(recorder.watch(served_tensors(weights, spec, model)))
     return recorder.sent()
@@ -106,27 +106,27 @@ def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path,
     """Write `tensors` (from `served_tensors`) with the configuration and tokenizer files of `source`.
 
     All ranks take part, as in `write_directory`. config.json gets the `quantization_config` that SGLang reads: block
-    FP8 with dynamic activation scales, `scale_fmt: ue8m0` where they are powers of two.
+    FP8 with dynamic activation scales, and `scale_fmt: ue8m0` if scales are powers of two.
     """
     write_directory(path, tensors, lambda partial: _copy_description(source, partial, spec))
 
 
 def write_description(source: Path, path: Path, spec: QuantSpec) -> None:
-    """Write the directory of `write_served_checkpoint` without weights, for an engine that waits for a sync."""
+    """Write the directory of `write_served_checkpoint` without weights, for an engine that gets them by a sync."""
     write_directory(path, (), lambda partial: _copy_description(source, partial, spec))
 
 
 def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     """Return the HF `quantization_config` of a spec with block-quantized weights.
 
-    It cannot say that activations have a static range or are rounded stochastically: an engine of this project knows
-    from the run's numerics, any other quantizes them dynamically to nearest.
+    The config cannot say that activations have a static range or are rounded stochastically. An engine of this project
+    knows it from the run's numerics; any other engine quantizes activations dynamically to nearest.
 
-    `modules_to_not_convert` names every product that stays as it is, without which transformers and vLLM take a router
-    for quantized, and modules that are only kept. Its entries are path prefixes: SGLang's `is_layer_skipped` takes them
-    for whole path components, and so for the fused projections and the experts of a layer alike. For a layer's experts
-    the common module is named, but never a layer's prefix: transformers takes that of 1 for 10's, too. q_a_proj and
-    kv_a_proj are one module in the engine, which is named as well: SGLang's GLM-4.7-Flash looks for no other.
+    `modules_to_not_convert` names every product that is not quantized (otherwise transformers and vLLM would take a
+    router for quantized), and modules that are only kept. Its entries are path prefixes. SGLang's `is_layer_skipped`
+    compares whole path components, for fused projections and for a layer's experts. For a layer's experts the common
+    module is named, but never the layer's prefix, because transformers takes the prefix of layer 1 for layer 10 too.
+    q_a_proj and kv_a_proj are one module in the engine. It is named as well: SGLang's GLM-4.7-Flash looks only for it.
     """
     config: dict[str, Any] = {
         "quant_method": "fp8",
@@ -154,11 +154,11 @@ def convert_checkpoint(
     """Quantize the weights of an HF directory by the spec, into a directory that an engine loads.
 
     Weights of another float format are rounded first to the trainer's dtype. recorder: digests what is written.
-    adapter: a directory in PEFT's format, which is added to the weights before they are quantized. whole: write what is
-    only kept in the layers, too, as it is, for servers that compute with it.
+    adapter: a directory in PEFT's format. The adapter is added to the weights before they are quantized. whole: also
+    write, unchanged, the tensors in the layers that are only kept, for servers that compute with them.
 
     Raises:
-        UserError: the adapter is not one of this model; see :mod:`models.checkpoint.peft`.
+        UserError: the adapter does not fit this model; see :mod:`models.checkpoint.peft`.
     """
     model = read_model(source)
     add = _merging(source, model, adapter) if adapter is not None else None
@@ -206,11 +206,10 @@ def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
 
 
 def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
-    """Return the bytes that one rank of an engine holds of the weights under `spec`; with one rank, those that a sync
-    sends.
+    """Return the bytes of weights that one rank of an engine holds under `spec`. With one rank, a sync sends as many.
 
-    A quantized weight has one byte an element and a scale per block, any other two bytes, or four in FP32. Ranks share
-    dense products and experts; each of them has the rest whole.
+    A quantized weight has one byte per element and a scale per block. Another weight has two bytes per element, or four
+    in FP32. Ranks split dense products and experts; each rank has all other weights whole.
     """
     return sum(
         weight_bytes(shape, weight, spec) // (1 if weight.share == "replicated" else engine_ranks)

@@ -1,5 +1,5 @@
-"""The certificate of a dump, `fp8rl certify DUMP`: engine and trainer on the same tokens, against a forward pass of the
-model itself and our ops."""
+"""The certificate of a dump, `fp8rl certify DUMP`: it compares the log-probabilities of engine and trainer with a
+forward pass of the model itself and of our ops, on the same tokens."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from fp8rl.trainer.scorer import Scorer
 
 BUDGET = 50_000
-"""Tokens that are scored, prompts counted."""
+"""Number of tokens that are scored, including prompts."""
 UNRELATED = 0.5
-"""Rank correlation of a side with the model below which it hardly follows it, where it is also as far from the model as
-the log-probabilities spread: those of a model that is sure of its tokens have ranks that little noise mixes."""
+"""A side is unrelated to the model if their rank correlation is below this number, and if their difference also spreads
+as much as the log-probabilities. (If a model is sure of its tokens, little noise is enough to mix the ranks.)"""
 WORST = 12
 
 
@@ -53,10 +53,10 @@ def certify_dump(
     budget: int = BUDGET,
     say: Callable[[str], object] = lambda text: None,
 ) -> DumpReport:
-    """Score at most `budget` tokens of a dump, with the weights of `model` or those that the dump knows.
+    """Score at most `budget` tokens of a dump, with the weights of `model` or the weights that the dump names.
 
-    sampling: makes of what the dump says of all its rows what is taken for those that do not say it themselves.
-    preset: beside BF16, what our ops score a dump in that does not say its numerics.
+    sampling: returns the settings for rows without settings of their own, from the dump's common settings. preset: if
+    the dump does not say its numerics, our ops score it in BF16 and in this preset.
 
     Raises:
         UserError: the dump or the model cannot be used, or they do not fit each other.
@@ -133,7 +133,7 @@ def _side(name: str, side: Side, mine: dict[str, Tensor], tokens: Tokens, looks:
 
 
 def _is_unrelated(full: Tensor, said: Tensor) -> bool:
-    """Return whether finite log-probabilities hardly follow the model's, by Spearman's correlation."""
+    """Return whether a side's finite log-probabilities are unrelated to the model's (see UNRELATED)."""
     used = full.isfinite() & said.isfinite()
     full, said = full[used], said[used]
     ranks = torch.stack([_ranks(full), _ranks(said)])
@@ -143,7 +143,7 @@ def _is_unrelated(full: Tensor, said: Tensor) -> bool:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """The rank of each; equal ones share the mean of theirs."""
+    """Return the rank of each value. Equal values get the mean of their ranks."""
     _, which, counts = values.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts - 1) / 2).double()[which]
 
@@ -153,7 +153,7 @@ def _mean(each: Difference) -> float:
 
 
 def _difference(first: Tensor, second: Tensor) -> Difference:
-    """Compare on the tokens of which the second says something."""
+    """Compare on the tokens for which `second` is not NaN."""
     return difference(first[None], second[None], ~second.isnan()[None])
 
 
@@ -196,11 +196,11 @@ def _finite(value: float) -> float | None:
 
 _MICRO_BATCH = 4096
 _CHUNK = 64
-"""Rows of a batch: its log-probabilities are gathered, and a longer row pads the others."""
+"""Number of rows of a batch. It is small, because results are gathered and rows are padded to the longest."""
 
 
 def _numerics(dump: Dump, preset: str) -> dict[str, NumericsConfig]:
-    """Return the numerics of a run in exact mode, of each side that has its own; else BF16 and a preset."""
+    """Return the numerics to score in: an exact run's own, for each side if they differ; else BF16 and a preset."""
     run, spec = dump.numerics, QuantSpec.preset(preset)
     if run is None or run.mode != "exact":
         plain = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
@@ -214,9 +214,10 @@ def _numerics(dump: Dump, preset: str) -> dict[str, NumericsConfig]:
 def _by_our_ops(
     path: Path, numerics: Mapping[str, NumericsConfig], rows: Sequence[DumpRow], samplings: Sequence[Sampling]
 ) -> tuple[dict[str, dict[int, Tensor]], str]:
-    """float64 [T] by name of the numerics and by row, of exact mode; and why it is not all of them, in words.
+    """Score rows by our ops in exact mode: float64 [T] by name of the numerics and by row. Return also why some are
+    missing, in words.
 
-    Another architecture, sizes that do not fit a spec, and a machine on which a token depends on its batch are reasons.
+    Possible reasons: an unknown architecture, sizes that do not fit a spec, results that depend on the batch here.
     """
     found: dict[str, dict[int, Tensor]] = {}
     config, first = TrainerSection(micro_batch_tokens=_MICRO_BATCH), next(iter(numerics.values()))
@@ -237,7 +238,7 @@ def _by_our_ops(
 
 @contextmanager
 def _exported(model: Path, checkpoint: Path | None, numerics: NumericsConfig | None) -> Iterator[Path]:
-    """Write the weights of a checkpoint as a Hugging Face directory, for a block; without one, take the model's own."""
+    """Yield a Hugging Face directory with a checkpoint's weights, for the block; `model` if there is no checkpoint."""
     if checkpoint is None or numerics is None:
         yield model
         return
@@ -249,7 +250,7 @@ def _exported(model: Path, checkpoint: Path | None, numerics: NumericsConfig | N
 
 
 def _of_all(scorer: Scorer, rows: Sequence[DumpRow], samplings: Sequence[Sampling]) -> dict[int, Tensor]:
-    """Score the rows of one sampling together, right-padded; float64 [T] of each answer, by row."""
+    """Score the rows, those with equal sampling together, right-padded. Return float64 [T] for each answer, by row."""
     found = {}
     for sampling in dict.fromkeys(samplings):
         numbers = [number for number, each in enumerate(samplings) if each == sampling]

@@ -1,4 +1,4 @@
-"""Certifies the file that a user names, and writes its page."""
+"""Certifies the dump that a user names, and writes its page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def certify_file(
 ) -> tuple[str, RenderableType, bool]:
     """Certify a dump, write its page, and return its JSON, its text and whether all is well.
 
-    sampling: settings for rows without their own; None: as the dump has them.
+    sampling: settings for rows without settings of their own; None: the dump's settings.
     """
     check_path(dump, "DUMP")
     page = page or (dump / "certify.html" if dump.is_dir() else dump.with_suffix(".certify.html"))

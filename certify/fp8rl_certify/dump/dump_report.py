@@ -1,4 +1,4 @@
-"""The report on a dump: how far engine and trainer are from the model, which of them, where, and why; its page."""
+"""The report on a dump, and its page: how far engine and trainer are from the model, in which tokens, and why."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _GRADES: dict[Verdict, Grade] = dict(zip(VERDICTS, ("good", "good", "warning", "
 
 @dataclass(frozen=True)
 class SideReport:
-    """The engine, or the trainer."""
+    """The findings on the engine or on the trainer."""
 
     name: str
     verdict: Verdict
     reference: Difference
-    """From the model in FP32."""
+    """The difference from the model in FP32."""
     ours: dict[str, Difference]
-    """From our exact ops, by their numerics."""
+    """The differences from our exact ops, by the ops' numerics."""
     explanations: list[Explanation] = field(default_factory=list)
     """Mistakes that explain nearly all of the difference, the likeliest first."""
     unrelated: bool = False
-    """It hardly follows the model at all."""
+    """Whether the side's log-probabilities are unrelated to the model's."""
     tried: list[Explanation] = field(default_factory=list)
-    """All mistakes that were looked for, those that leave least first."""
+    """All mistakes that were tried, sorted by the difference that remains without the mistake, smallest first."""
     times: float | None = None
-    """How many times as far from the model it is as BF16, token by token."""
+    """The side's mean number of floors as a multiple of BF16's."""
     slope: float = 0.0
-    """By which part its logits seem to be too large; 0 where nothing says so."""
+    """The fraction by which the side's logits seem to be too large; 0 if there is no sign of it."""
 
 
 @dataclass(frozen=True)
 class WorstRow:
-    """An answer that differs most from the model."""
+    """One of the answers that differ most from the model."""
 
     place: str
-    """In the dump."""
+    """The answer's place in the dump."""
     tokens: int
     means: dict[str, float | None]
-    """Of abs(d), by side."""
+    """Mean of abs(d), by side."""
 
 
 @dataclass(frozen=True)
@@ -59,37 +59,37 @@ class DumpReport(Report):
 
     dump: str
     kind: str
-    """The program that wrote it, in words."""
+    """The program that wrote the dump, in words."""
     model: str
     """Directory of the weights."""
     rows: int
-    """Rows that were scored."""
+    """Number of rows that were scored."""
     of_rows: int
     tokens: int
-    """Sampled ones that were compared."""
+    """Number of sampled tokens that were compared."""
     temperatures: list[float]
     """The divisors of the logits."""
     floor: Difference
-    """The model in BF16 from the model in FP32, both by transformers."""
+    """The difference of the model in BF16 from the model in FP32, both computed by transformers."""
     ours: dict[str, Difference]
-    """Our exact ops from the model in FP32, by their numerics."""
+    """The differences of our exact ops from the model in FP32, by the ops' numerics."""
     why_not_ours: str
-    """Why our ops have not scored all of it, if so."""
+    """The reason why our ops have not scored the whole dump; empty if they have."""
     sides: list[SideReport]
     """The engine, and the trainer if the dump has one."""
     between: Difference | None
-    """Engine from trainer."""
+    """The difference of the engine from the trainer."""
     parts: list[Part]
-    """Of the tokens, by place in the answer, length and more."""
+    """Parts of the tokens, by place in the answer, length and more."""
     histogram: dict[str, dict[str, int]]
-    """Counts of abs(d) by power of ten, by side."""
+    """Number of tokens by side and by the power of ten of abs(d)."""
     worst: list[WorstRow]
     notes: list[str]
-    """Assumptions, and what looks odd."""
+    """Assumptions that were made, and oddities that were seen."""
     unread: list[str]
-    """Keys of the dump that were not looked at."""
+    """Keys of the dump that were not read."""
     seconds: float
-    """Of all."""
+    """Duration of the whole certificate."""
 
     @property
     def ok(self) -> bool:
@@ -97,7 +97,7 @@ class DumpReport(Report):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on the side that is worst."""
+        """The verdict on the worst side."""
         return max((side.verdict for side in self.sides), key=VERDICTS.index)
 
     def derived(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def differences(report: DumpReport) -> list[tuple[str, Difference]]:
 
 
 def sentence(side: SideReport, report: DumpReport) -> str:
-    """Say what was found of a side, the verdict first."""
+    """Say in a sentence what was found on a side, the verdict first."""
     mean, floor = side.reference.mean, report.floor.mean
     times = "" if side.times is None else f"; token by token {side.times:.2g} times as far"
     far = f"mean |d| {shown_number(mean)} from the model in FP32, and the model in BF16 {shown_number(floor)}{times}"
@@ -162,7 +162,7 @@ def rendered(report: DumpReport) -> RenderableType:
 
 
 Chart = dict[str, Any]
-"""`title`, `note`, `unit` of the values, `x` labels, and `series` of `name` and `y`."""
+"""A chart: `title`, `note`, `unit` of the values, `x` labels, and `series`, each with `name` and `y`."""
 _NOTES = {
     "place in the answer": "A difference that grows along the answer adds up: a cache, or a beginning that is another.",
     "length of the answer": "Tokens of all answers of such a length.",

@@ -1,7 +1,7 @@
 """Explanations of a side that is far from the model: the usual mistakes, each tried on the same tokens.
 
-A mistake is another reading of the log-probabilities (another temperature, the token beside, another beginning), or a
-part of the tokens without which nothing is left.
+A mistake is another reading of the log-probabilities (another temperature, the next token, another beginning), or a
+part of the tokens without which no difference remains.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from fp8rl_certify.dump.rows import DumpRow, Sampling
 from fp8rl_certify.dump.tokens import Tokens, flat
 
 KEPT = 1 << 23
-"""Logits that are kept to look for a temperature, at most."""
+"""Largest number of logits that are kept to look for a temperature."""
 KEPT_TOKENS = 1024
 BOS_ROWS = 8
 CANDIDATES = [Truncation(top_p=p) for p in (0.7, 0.8, 0.9, 0.95, 0.99)] + [
     Truncation(top_k=k) for k in (10, 20, 40, 50)
 ]
-"""Settings that people use, tried where a dump says none."""
+"""Common truncation settings, tried if a dump says none."""
 CLEARLY = 0.5
-"""A reading that was fitted goes before one that was not if it leaves less than this part of what that leaves."""
+"""A fitted reading is preferred to a reading without a fit if it leaves less than this fraction of its difference."""
 UNEXPLAINED = 0.1
-"""A mistake is the cause if no more than this part of the difference beyond rounding is left with it made good."""
+"""A mistake is the cause if without it at most this fraction of the difference beyond rounding remains."""
 FAR = 5.0
-"""Multiple of our own FP8's distance at which the rounding of a side is taken for that of FP8."""
+"""From this multiple of our own FP8's distance on, a side is judged by the rounding of FP8, not of BF16."""
 HARDLY = 1.05
 OUTSTANDING = 5.0
-"""A part of the tokens stands out if it is so many times as far away as BF16 is there, a row also as the others are."""
+"""A part of the tokens stands out if its distance is at least this multiple of BF16's distance on the same tokens. For
+a row it must also be at least this multiple of the other rows' distance."""
 LEFT_OUT = 0.01
-"""Part of the tokens that may be outside what truncation leaves: at its border, rounding decides."""
+"""The fraction of tokens that truncation may leave out although they were sampled: rounding decides at its border."""
 
 
 @dataclass(frozen=True)
@@ -46,47 +47,47 @@ class Explanation:
     """One mistake that would explain a difference."""
 
     name: str
-    """In a word."""
+    """The mistake in a word."""
     text: str
     """A clause that follows the side's name."""
     before: float
-    """Mean abs(d) on the `tokens` that it was tried on."""
+    """Mean abs(d) on the `tokens` on which the mistake was tried."""
     after: float
-    """Likewise, with the mistake made good."""
+    """Mean abs(d) on the same tokens after the mistake is corrected."""
     tokens: int
     floors_before: float
     """Mean number of floors on these tokens."""
     floors_after: float
-    """Likewise, with the mistake made good."""
+    """Mean number of floors on these tokens after the mistake is corrected."""
 
 
 @dataclass
 class Looks:
-    """Other readings of the logits of N rows, taken while they are there; see `Tokens`."""
+    """Other readings of the logits of rows, computed while the logits are in memory. Dictionaries are by row."""
 
     rows: Sequence[DumpRow]
     samplings: Sequence[Sampling]
     bos_id: int | None
     earlier: dict[int, Tensor] = field(default_factory=dict)
-    """Log-probabilities of the token before each in the answer, by row; NaN where there is none."""
+    """For each token of an answer, the log-probability of the token before; NaN for the first token."""
     later: dict[int, Tensor] = field(default_factory=dict)
-    """Of the token behind each, likewise."""
+    """For each token of an answer, the log-probability of the token after; NaN for the last token."""
     plain: dict[int, Tensor] = field(default_factory=dict)
-    """Among all tokens, where some are left out."""
+    """Log-probabilities without truncation."""
     raw: dict[int, Tensor] = field(default_factory=dict)
-    """That, at temperature 1."""
+    """Log-probabilities without truncation at temperature 1."""
     entropy: dict[int, Tensor] = field(default_factory=dict)
     """Entropy in nats of the distribution that each token was sampled from."""
     bos: dict[int, Tensor] = field(default_factory=dict)
-    """With the text's first token in front, or without it; of some rows."""
+    """For some rows, log-probabilities with the BOS added to the prompt, or removed if the prompt has it."""
     places: list[int] = field(default_factory=list)
-    """Of kept tokens, those of `Tokens`."""
+    """The index in `Tokens` of each token whose logits are kept."""
     logits: list[Tensor] = field(default_factory=list)
-    """Of kept tokens."""
+    """The kept logits of each token in `places`."""
     _seen: int = 0
 
     def __call__(self, model: Reference, number: int, logits: Tensor) -> None:
-        """Look at a row's logits [S - 1, V]."""
+        """Compute the readings of a row from its logits [S - 1, V]."""
         row, sampling = self.rows[number], self.samplings[number]
         tokens, start = answer(row), row.prompt_length - 1
         own = logits[start:]
@@ -125,13 +126,14 @@ class Looks:
 def explanations(
     tokens: Tokens, side: Side, looks: Looks, ours: Sequence[float]
 ) -> tuple[list[Explanation], list[Explanation]]:
-    """The mistakes that explain nearly all of what a side has said, the likeliest first; and all that were tried, those
-    that leave least first. Parts of the tokens are found in a side that is within the floor as a whole, too.
+    """Return the mistakes that explain nearly all of a side's difference, the likeliest first, and all mistakes that
+    were tried, sorted by the remaining difference. Differences are counted in floors.
 
-    Of the readings it is the one that leaves least; one that was fitted has to leave clearly less than those that have
-    nothing to fit. Parts of the tokens come last. What is left is counted in floors.
+    At most one reading is returned: the reading with the smallest remaining difference. A fitted reading must leave
+    clearly less than a reading without a fit. Parts of the tokens come last. They are also looked for in a side that is
+    within the floor as a whole.
 
-    ours: mean number of floors that our own ops are away from the model.
+    ours: mean numbers of floors between our own ops and the model.
     """
     plain, fitted = (
         sorted((each for each in found if each), key=lambda each: each.floors_after)
@@ -148,8 +150,7 @@ def explanations(
 
 
 def _explains(each: Explanation, rounding: Sequence[float]) -> bool:
-    """Return whether hardly more than rounding is left: that of BF16, or where the difference is far beyond it, of
-    FP8."""
+    """Return whether hardly more than rounding remains: of BF16 or, if the difference is far larger, of FP8."""
     bf16, *others = rounding
     least = max([bf16, *(other for other in others if each.floors_before >= FAR * other)])
     return each.floors_before > bf16 and each.floors_after - least <= UNEXPLAINED * (each.floors_before - least)
@@ -176,7 +177,7 @@ def _readings(tokens: Tokens, side: Side, looks: Looks) -> Iterator[Explanation 
 
 
 def _fitted(tokens: Tokens, side: Side, looks: Looks) -> Iterator[Explanation | None]:
-    """By the logits that were kept: temperatures, soft caps, and what leaves tokens out."""
+    """Yield readings computed from the kept logits: other temperatures, soft caps and truncations."""
     places, logits = torch.tensor(looks.places), torch.stack(looks.logits)
     sampled_by = [looks.samplings[number] for number in tokens.row[places].tolist()]
     for sampling in dict.fromkeys(sampled_by):
@@ -188,7 +189,7 @@ def _fitted(tokens: Tokens, side: Side, looks: Looks) -> Iterator[Explanation | 
 
 
 def _by_logits(logits: Tensor, ids: Tensor, sampling: Sampling, side: Side, at: Tensor) -> Iterator[Explanation | None]:
-    """Readings of logits [M, V] of tokens [M], which were sampled alike. at: their places."""
+    """Yield readings of logits [M, V] of tokens [M] with the same sampling. at: the tokens' places."""
     before, temperature, top = "its log-probabilities are those", sampling.divisor, logits.abs().max().item()
     known = (side.said[at], side.scale[at])
 
@@ -212,8 +213,8 @@ def _by_logits(logits: Tensor, ids: Tensor, sampling: Sampling, side: Side, at: 
 
 
 def _fit(reading: Callable[[float], Tensor], said: Tensor, scale: Tensor) -> float:
-    """Return the number with which a reading leaves least, as people write it: with one digit or two, if that leaves
-    hardly more."""
+    """Return the number for which a reading leaves the smallest difference. It is rounded to one or two decimals if
+    this leaves hardly more."""
 
     def left(x: float) -> float:
         return mean(floors(said, reading(x), scale))
@@ -224,7 +225,7 @@ def _fit(reading: Callable[[float], Tensor], said: Tensor, scale: Tensor) -> flo
 
 
 def _tried(name: str, text: str, side: Side, other: Tensor, some: Tensor | slice = slice(None)) -> Explanation | None:
-    """Measure what is left with another reading of some of the tokens; None where it says nothing of too many."""
+    """Measure the remaining difference for another reading of some tokens; None if it leaves out too many of them."""
     said, reference, scale = side.said[some], side.floor.full[some], side.scale[some]
     known = said.isfinite() & ~other.isnan()
     if not known.any() or (known & other.isinf()).sum() > LEFT_OUT * known.sum():
@@ -238,8 +239,8 @@ def _tried(name: str, text: str, side: Side, other: Tensor, some: Tensor | slice
 
 
 def _parts(tokens: Tokens, side: Side, count: int) -> Iterator[Explanation]:
-    """Parts of the tokens that stand out while all others are within the floor: special ones, first ones, versions,
-    rows."""
+    """Yield the parts of the tokens that stand out while all other tokens are within the floor: special tokens, first
+    tokens, versions, rows."""
     used, floor = side.away.isfinite(), side.floor
     candidates: list[tuple[str, str, Tensor]] = [
         ("special tokens", "special tokens differ, such as the end of an answer", tokens.special),
@@ -262,7 +263,7 @@ def _parts(tokens: Tokens, side: Side, count: int) -> Iterator[Explanation]:
 
 
 def _outstanding_rows(tokens: Tokens, side: Side, count: int) -> list[tuple[str, str, Tensor]]:
-    """The rows that differ far more than the others and than in BF16, if they are a quarter at most."""
+    """Return the rows, at most about a quarter, that differ far more than the other rows and than BF16 does."""
     means, *in_bf16 = (_but_worst(tokens, each, count) for each in (side.away, *side.floor.of_halves))
     rest = means.sort().values[: count - count // 4].mean()
     bad = means >= OUTSTANDING * torch.stack([rest.expand(count), *in_bf16]).amax(0).clamp(min=USUAL)
@@ -273,7 +274,8 @@ def _outstanding_rows(tokens: Tokens, side: Side, count: int) -> list[tuple[str,
 
 
 def _but_worst(tokens: Tokens, away: Tensor, count: int) -> Tensor:
-    """float64 [rows], mean number of floors of each row's tokens but the worst, whose expert may be another one."""
+    """Return float64 [rows]: mean number of floors of each row without its worst token, which rounding may have sent to
+    another expert."""
     used, zeros = away.isfinite(), torch.zeros(count, dtype=torch.float64)
     row, values = tokens.row[used], away[used].clamp(max=OUTLIER)
     sums, worst = zeros.index_add(0, row, values), zeros.scatter_reduce(0, row, values, "amax")
@@ -281,7 +283,7 @@ def _but_worst(tokens: Tokens, away: Tensor, count: int) -> Tensor:
 
 
 def row_means(tokens: Tokens, abs_d: Tensor, used: Tensor, count: int) -> Tensor:
-    """float64 [rows], mean abs(d) of each; NaN without a finite one."""
+    """Return float64 [rows]: mean abs(d) of each row over used tokens; NaN without any."""
     sums = torch.zeros(count, dtype=torch.float64).index_add_(0, tokens.row[used], abs_d[used])
     numbers = torch.zeros(count, dtype=torch.float64).index_add_(0, tokens.row[used], abs_d[used] * 0 + 1)
     return sums / numbers

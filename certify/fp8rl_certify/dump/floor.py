@@ -16,65 +16,66 @@ import torch
 from torch import Tensor
 
 LEAST = 1e-5
-"""nats; the rounding of a log-probability that is computed in FP32."""
+"""Smallest floor in nats: the rounding of a log-probability that is computed in FP32."""
 MOST = 100.0
-"""Floors that one token counts at most: an expert that rounding has chosen otherwise does not decide alone."""
+"""Largest number of floors that one token counts: one expert that rounding chose differently must not decide."""
 USUAL = 0.1
-"""Mean of floors that BF16 has at least, where all tokens are certain."""
+"""Smallest mean number of floors that is assumed for BF16, for the case that all tokens are certain."""
 WITHIN, MEAN_WITHIN = 1.75, 2.0
-"""Multiples that a side may have of BF16's mean number of floors, and of its mean abs(d). Two roundings to BF16 that
-know nothing of each other are 1.4 times as far apart as one is from the truth."""
+"""Largest multiples of BF16's mean number of floors, and of BF16's mean abs(d), that a side may have. Two independent
+roundings to BF16 are 1.4 times as far from each other as one of them is from the exact value."""
 OUTLIER, OUTLIERS = 10.0, 0.005
-"""A token that is so many floors away is an outlier. So large a part of the tokens, and one more, may be outliers."""
+"""A token more than OUTLIER floors away is an outlier. OUTLIERS of all tokens, plus one, may be outliers."""
 SLOPE, SIGMAS, CLEAR = 0.02, 5.0, 10.0
-"""The least error of the logits' scale that counts, its standard errors away from chance, and the floors that the
-derivative by the scale has where it is looked at."""
+"""An error of the logits' scale counts if it is larger than SLOPE and SIGMAS standard errors from chance. Only tokens
+count whose derivative by the scale is larger than CLEAR floors."""
 _MAD = 0.6745
 """Median of abs(x) of a normal distribution with standard deviation 1."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Rounding of N tokens. full: float64 [N], the model's log-probabilities in FP32. halves: the same in BF16, by
-    kernels that round differently."""
+    """The effect of rounding on N tokens. full: float64 [N], the model's log-probabilities in FP32. halves: its
+    log-probabilities in BF16, one tensor for each kernel that rounds differently."""
 
     full: Tensor
     halves: Sequence[Tensor]
 
     def of(self, said: Tensor) -> Tensor:
-        """Floor in nats [N] of log-probabilities that a side says. The noise of a logit is measured on the half of the
-        tokens that are least certain."""
+        """Return the floor in nats [N] of a side's log-probabilities. The noise of a logit is measured on the less
+        certain half of the tokens."""
         unsure = -torch.expm1(self.full)
         used = (unsure >= unsure.median()) & (unsure > 0)
         noise = (self.apart / unsure)[:, used].median(1).values.max() / _MAD if used.any() else 0.0
         return torch.maximum(noise * -torch.expm1(said.clamp(max=0.0)) + LEAST + written(said)[0], self.apart.amax(0))
 
     def times(self, away: Tensor, where: Tensor | slice = slice(None)) -> float:
-        """Return the mean number of floors [N] as a multiple of that of BF16, on some of the tokens."""
+        """Return the mean of `away` [N], in floors, on some tokens, as a multiple of BF16's mean on these tokens."""
         return mean(away[where]) / max(USUAL, *(mean(each[where]) for each in self.of_halves))
 
     def near(self, away: Tensor, where: Tensor | slice = slice(None)) -> bool:
-        """Return whether some of the tokens are within the floor by their mean number of floors and their outliers."""
+        """Return whether some tokens are within the floor, by their mean number of floors and number of outliers."""
         some = away[where]
         return self.times(away, where) <= WITHIN and int((some > OUTLIER).sum()) <= 1 + OUTLIERS * len(some)
 
     @cached_property
     def of_halves(self) -> list[Tensor]:
-        """How many floors each BF16 is away [N]."""
+        """The distance of each BF16 reading from the model in FP32, in floors [N]."""
         return [floors(half, self.full, self.of(half)) for half in self.halves]
 
     @cached_property
     def apart(self) -> Tensor:
-        """abs(d) of each BF16 in nats [halves, N]."""
+        """abs(d) of each BF16 reading from the model in FP32, in nats [halves, N]."""
         return torch.stack([(half - self.full).abs().nan_to_num(0.0, posinf=0.0) for half in self.halves])
 
 
 class Side:
-    """What one side says of N tokens: how many floors `scale` [N] each is `away` from the model, NaN where that is not
-    finite, and whether all are `within` the floor by their means and outliers.
+    """One side's log-probabilities of N tokens, measured in floors.
 
-    slope: by which part the logits are too large, where d follows what their scale does; 0 where it does not. The
-    derivative by the logarithm of the scale is the log-probability plus the entropy [N] in nats.
+    scale: [N], the floor of each token. away: [N], the distance of each token from the model in floors; NaN if not
+    finite. within: whether the side is within the floor. slope: the fraction by which the logits are too large, if d
+    varies as an error of the logits' scale would make it; else 0. The derivative of a log-probability by the logarithm
+    of the scale is the log-probability plus the entropy [N] in nats.
     """
 
     def __init__(self, said: Tensor, floor: Floor, entropy: Tensor) -> None:
@@ -93,19 +94,19 @@ class Side:
 
 
 def floors(said: Tensor, by: Tensor, scale: Tensor) -> Tensor:
-    """abs(d) in floors [N]; NaN where it is not finite."""
+    """Return abs(d) in floors [N]; NaN where it is not finite."""
     d = (said - by).abs()
     return torch.where(d.isfinite(), d / scale, math.nan)
 
 
 def mean(away: Tensor) -> float:
-    """Mean number of floors, in which a token counts at most MOST."""
+    """Return the mean number of floors. A token counts at most MOST."""
     return away.clamp(max=MOST).nanmean().nan_to_num(0.0).item()
 
 
 def written(said: Tensor) -> tuple[Tensor | float, str]:
-    """Return half the distance of two numbers that can be written [N], and the format, where a side's log-probabilities
-    are rounded to fewer digits than FP32 has."""
+    """Find out whether a side's log-probabilities are rounded more coarsely than FP32. Return half the rounding step
+    [N] and the format's name, or 0 and an empty name."""
     values = said[said.isfinite()]
     if bool((values == values.round()).all()):
         return 0.0, ""

@@ -1,4 +1,4 @@
-"""Reads a dump, by what it is: rows of our schema, a run of ours, slime's dump, or verl's batch."""
+"""Reads a dump of any kind: rows of our schema, a run of fp8rl, a dump of slime, or a batch of verl."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fp8rl_certify.dump.rows import Dump, Sampling, whole
 
 
 def read_dump(path: Path, model: Path | None = None) -> Dump:
-    """The rows of a file, or of a run's folder, whose weights `model` has where it is given.
+    """Read the rows of a file, or of a run's folder. model: the directory of the weights, if the user gives it.
 
     Raises:
-        UserError: it is none of the kinds, is damaged, or has a row that does not fit; the message names the row.
+        UserError: the dump is of no known kind, is damaged, or has a row that does not fit. The message names the row.
     """
     check_path(path, "DUMP")
     if not path.exists():
@@ -60,7 +60,7 @@ def read_dump(path: Path, model: Path | None = None) -> Dump:
 
 
 def _check_size(size: int, path: Path) -> None:
-    """Refuse a file that takes far more memory when it is unpacked."""
+    """Raise `UserError` for a file that takes too much memory when it is unpacked."""
     if size > max(LARGEST, path.stat().st_size):
         found = f"{path}, {size:,} bytes when it is unpacked"
         raise user_error("DUMP", found=found, expected=f"at most {LARGEST:,}", remedy="Write fewer rows to a file.")
@@ -107,7 +107,7 @@ def _no_object(path: Path, number: int, found: str) -> UserError:
 
 
 def _texts_alone(where: str, values: Mapping[str, Any]) -> UserError:
-    """verl's `trainer.rollout_data_dir`."""
+    """Return the error for a file of verl's `trainer.rollout_data_dir`, which has only texts."""
     return user_error(
         where,
         found=f"texts without token ids ({', '.join(list(values)[:6])}), as verl writes to trainer.rollout_data_dir",
@@ -117,7 +117,7 @@ def _texts_alone(where: str, values: Mapping[str, Any]) -> UserError:
 
 
 def _pickle(path: Path) -> UserError:
-    """`DataProto.save_to_disk` of verl, for one."""
+    """Return the error for a pickle, such as verl's `DataProto.save_to_disk` writes."""
     return user_error(
         "DUMP",
         found=f"{path}, a pickle, which may run any code when it is opened",
@@ -132,18 +132,18 @@ _KEY = b'"rollout_logprobs"'
 
 
 def is_rollouts(path: Path) -> bool:
-    """Return whether a file is one of `rollouts/` of a run."""
+    """Return whether a file is in the `rollouts/` of a run."""
     return path.is_file() and path.suffix == ".jsonl" and _KEY in read_bytes(path, "DUMP", "a dump").split(b"\n", 1)[0]
 
 
 def read_run(path: Path, model: Path | None = None) -> Dump:
-    """The answers of one step: of the file, or of the newest step of a run whose weights are still there.
+    """Read the answers of one step: the file's step, or the run's newest step whose weights still exist.
 
-    Tokens of other weights than most of the step's are left out. model: has these weights; the run's own are not looked
-    for.
+    Tokens of another weight version than most of the step's tokens are left out. model: the directory of the step's
+    weights; the run's own weights are then not searched.
 
     Raises:
-        UserError: there is no such run or step, or its weights are gone.
+        UserError: there is no such run or step, or its weights no longer exist.
     """
     folder = path.absolute() if path.is_dir() else path.absolute().parents[1]
     run, experiment = open_run(
@@ -188,7 +188,7 @@ def read_run(path: Path, model: Path | None = None) -> Dump:
 
 
 def _weights(run: RunDir, experiment: Experiment, version: int) -> tuple[Path, int | None]:
-    """Directory of the model, and the step of the checkpoint that is loaded over it."""
+    """Return the model's directory, and the step of the checkpoint whose weights replace the directory's, if any."""
     if version == 0:
         return experiment.model.directory, None
     # Steps with several updates, or without one, make versions that are no numbers of steps.

@@ -1,4 +1,4 @@
-"""The model's own log-probabilities of tokens: its code in transformers, one row at a time, in FP32 and in BF16."""
+"""The model's own log-probabilities of tokens, by its code in transformers, row by row, in FP32 and in BF16."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ from fp8rl_certify.dump.rows import DumpRow, Sampling
 
 _BLOCK_FP8 = "fp8"
 Attention = Literal["eager"] | None
-"""The attention of transformers: None leaves it its own choice, which is a fused kernel where it has one."""
+"""The attention of transformers. None: transformers chooses, and takes a fused kernel if it has one."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts from a model's directory, whatever its architecture."""
+    """Facts from a model's directory, for any architecture."""
 
     vocabulary: int
-    """Ids that it has an embedding for."""
+    """Number of ids for which the model has an embedding."""
     positions: int | None
-    """Tokens of a row; None: it does not say."""
+    """Largest number of tokens of a row; None: the directory does not say."""
     bos: int | None
-    """The id that its texts begin with, if any."""
+    """The id with which the model's texts begin, if any."""
     special: frozenset[int]
-    """Ids that are no text."""
+    """Ids of special tokens, which are no text."""
 
 
 class Reference:
-    """A model of transformers, in one dtype, which is asked for the logits of one row after the other."""
+    """A model of transformers in one dtype. It computes the logits of one row at a time."""
 
     def __init__(self, path: Path, dtype: torch.dtype, attention: Attention = None) -> None:
-        """Raises UserError: transformers cannot make a model of the directory."""
+        """Load the model. Raises UserError: transformers cannot load the directory."""
         self.model = _loaded(path, dtype, attention).to(device.claim(0)).eval()
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """FP32 [S - 1, V]: at t, of the token behind `tokens[t]`."""
+        """Return logits, FP32 [S - 1, V]. Row t belongs to the token after `tokens[t]`."""
         ids = torch.tensor([list(tokens)], device=device.current())
         logits: Tensor = self.model(ids, use_cache=False).logits[0, :-1].float()
         return logits
 
 
 def logprobs(logits: Tensor, tokens: Tensor, sampling: Sampling, truncation: Truncation | None = None) -> Tensor:
-    """float64 [T] on the CPU: log-probabilities of tokens [T] by logits [T, V], as they were sampled.
+    """Return log-probabilities of tokens [T] from logits [T, V] under their sampling: float64 [T] on the CPU.
 
-    truncation: in place of that of the sampling. A token that it leaves out is at -inf.
+    truncation: used in place of the sampling's truncation. A token that truncation leaves out has -inf.
     """
     every = _distributions(logits, sampling, truncation or sampling.truncation)
     return every.gather(-1, tokens.to(logits.device)[:, None]).squeeze(-1).cpu()
 
 
 def entropies(logits: Tensor, sampling: Sampling) -> Tensor:
-    """float64 [T] on the CPU: entropy in nats of the distributions of logits [T, V], as they were sampled."""
+    """Return the entropy in nats of the distributions from logits [T, V] under a sampling: float64 [T] on the CPU."""
     return torch.special.entr(_distributions(logits, sampling, sampling.truncation).exp()).sum(-1).cpu()
 
 
@@ -90,9 +90,9 @@ def scored(
     look: Callable[[Reference, int, Tensor], None] | None = None,
     attention: Attention = None,
 ) -> dict[int, Tensor]:
-    """float64 [T] by row: the log-probabilities of each answer's T tokens.
+    """Return by row float64 [T], the log-probabilities of each answer's T tokens.
 
-    look: given the model, the number of each row and its logits [S - 1, V], while they are there.
+    look: called for each row with the model, the row's number and its logits [S - 1, V].
     """
     model = Reference(path, dtype, attention)
     found = {}
@@ -107,12 +107,12 @@ def scored(
 
 
 def answer(row: DumpRow) -> Tensor:
-    """int64 [T], the tokens behind the prompt."""
+    """Return the answer's tokens, int64 [T]."""
     return torch.tensor(row.tokens[row.prompt_length :])
 
 
 def untruncated(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """`logprobs` among all tokens."""
+    """Return `logprobs` without truncation."""
     return logprobs(logits, tokens, Sampling(temperature), EVERY_TOKEN)
 
 
@@ -120,7 +120,7 @@ def facts(path: Path) -> ModelFacts:
     """Read `config.json` and the tokenizer's files.
 
     Raises:
-        UserError: there is no model that transformers knows.
+        UserError: the directory has no model that transformers knows.
     """
     from transformers import AutoConfig
 
@@ -152,7 +152,7 @@ def facts(path: Path) -> ModelFacts:
 
 
 def _added(path: Path) -> frozenset[int]:
-    """Ids that tokenizer.json calls special."""
+    """Return the ids of tokens that tokenizer.json calls special."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return frozenset()
@@ -161,7 +161,7 @@ def _added(path: Path) -> frozenset[int]:
 
 
 def _loaded(path: Path, dtype: torch.dtype, attention: Attention) -> Any:
-    """The model of a directory; weights in FP8 with a scale for each block are multiplied out first."""
+    """Load the model of a directory. FP8 weights with a scale for each block are dequantized first."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     files = weight_files(path, "--model")
@@ -202,7 +202,7 @@ def _unknown(path: Path, error: Exception) -> UserError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the bars and warnings of transformers, whose errors are kept."""
+    """Silence the progress bars and warnings of transformers, but not its errors."""
     from transformers.utils import logging as theirs
 
     before = theirs.get_verbosity()

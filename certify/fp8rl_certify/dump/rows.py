@@ -1,4 +1,4 @@
-"""One answer of a dump, whatever wrote it: its token ids, and what was said of them. docs/certify.md has the schema."""
+"""One answer of any dump: its token ids, log-probabilities and sampler settings. docs/certify.md has the schema."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 
 LARGEST = 1e-3
-"""A log-probability may be above 0 by rounding, not by more."""
+"""Largest log-probability that is accepted: rounding may give a number above 0."""
 MOST_TOKENS = 2**31 - 1
-"""Top-k at most; no vocabulary is larger."""
+"""Largest top-k. No vocabulary is larger."""
 MOST_UNREAD, LONGEST_KEY = 20, 60
 _REMEDY = "Correct the dump; docs/certify.md has its schema."
 
@@ -27,20 +27,20 @@ Version = int | str | None
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampler's settings for an answer. temperature: 0 is greedy, whose log-probabilities are those at 1."""
+    """The sampler's settings for an answer. temperature: 0 means greedy, with log-probabilities at temperature 1."""
 
     temperature: float = 1.0
     truncation: Truncation = EVERY_TOKEN
 
     @property
     def divisor(self) -> float:
-        """The divisor of the logits."""
+        """The number by which logits are divided: the temperature, or 1 for greedy."""
         return self.temperature or 1.0
 
     def replaced(
         self, temperature: float | None, top_p: float | None, top_k: int | None, min_p: float | None
     ) -> Sampling:
-        """Return it with those of these settings that are said; top_k 0 is none."""
+        """Return the settings with each given setting that is not None in place of the own one. top_k 0: no top-k."""
         given = (temperature, top_p, top_k, min_p)
         own = (self.temperature, self.truncation.top_p, self.truncation.top_k, self.truncation.min_p)
         heat, p, k, least = (mine if said is None else said for said, mine in zip(given, own, strict=True))
@@ -48,31 +48,31 @@ class Sampling:
 
 
 class DumpRow(BaseModel):
-    """One answer. Settings of the sampler that are null are not said."""
+    """One answer. A sampler setting that is null is unknown."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     tokens: list[TokenId]
-    """Of prompt and answer."""
+    """Token ids of the prompt, then of the answer."""
     prompt_length: Annotated[int, Field(ge=1, strict=True)]
-    """How many of the tokens are the prompt's."""
+    """Number of tokens of the prompt."""
     logprobs: list[float | None]
-    """The engine's, one for each token of the answer."""
+    """The engine's log-probabilities, one for each token of the answer."""
     trainer_logprobs: list[float | None] | None = None
-    """The trainer's, likewise."""
+    """The trainer's log-probabilities, one for each token of the answer."""
     mask: list[bool] | None = None
-    """Likewise, 0 where the model has not sampled the token; what is said of such a token does not count."""
+    """One for each token of the answer: 0 if the model has not sampled the token. Such a token is not compared."""
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     version: Version | list[Version] = None
-    """Of the weights, one for the answer or one for each of its tokens."""
+    """Version of the weights: one for the answer, or one for each of its tokens."""
 
     @field_validator("mask", mode="before")
     @classmethod
     def _numbers_are_a_mask(cls, value: Any) -> Any:
-        """0 and 1 of any number type."""
+        """Accept 0 and 1 of any number type in a mask."""
         return [each in (1, True) if each in (0, 1) else each for each in value] if isinstance(value, list) else value
 
     @model_validator(mode="after")
@@ -101,24 +101,24 @@ class DumpRow(BaseModel):
 
     @property
     def sampled(self) -> list[int]:
-        """Places in the answer of the tokens that the model has sampled."""
+        """Return the places in the answer of the tokens that the model has sampled."""
         places = range(self.answer_length)
         return list(places) if self.mask is None else [place for place in places if self.mask[place]]
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Return its settings, those that it does not say itself from `default`."""
+        """Return the row's settings. Unknown settings are taken from `default`."""
         return default.replaced(self.temperature, self.top_p, self.top_k, self.min_p)
 
     def version_of(self, place: int) -> Version:
-        """The version that sampled the token at a place of the answer."""
+        """Return the version of the weights that sampled the token at a place of the answer."""
         return self.version[place] if isinstance(self.version, list) else self.version
 
 
 def checked_row(values: Mapping[str, Any], where: str) -> DumpRow:
-    """The row of plain values; where: what a message says of it, e.g. `line 3 of x.jsonl`.
+    """Check plain values, and return them as a row. where: the row's place for messages, e.g. `line 3 of x.jsonl`.
 
     Raises:
-        UserError: a key is missing or wrong; the message names it.
+        UserError: a key is missing or wrong. The message names the key.
     """
     try:
         return DumpRow.model_validate(values)
@@ -163,28 +163,28 @@ SCHEMA_KEYS = frozenset(DumpRow.model_fields)
 
 @dataclass(frozen=True)
 class Dump:
-    """The rows of a file, and what it knows of their model."""
+    """The rows of a file, and what the file says about their model."""
 
     kind: str
-    """The program that wrote it, in words."""
+    """The program that wrote the file, in words."""
     rows: list[DumpRow]
-    """Those with at least one token that the model has sampled."""
+    """The rows with at least one token that the model has sampled."""
     places: list[str]
-    """Of each row in its file, in words."""
+    """The place of each row in its file, in words."""
     sampling: Sampling | None = None
-    """Of rows that do not say theirs, where the file or its run does."""
+    """Settings for rows without settings of their own, if the file or its run has them."""
     unread: list[str] = field(default_factory=list)
-    """Keys that were not looked at."""
+    """Keys that were not read."""
     model: Path | None = None
-    """Directory of the weights, where the dump knows it."""
+    """Directory of the weights, if the dump says it."""
     checkpoint: Path | None = None
-    """Its weights are loaded over those of the directory."""
+    """The checkpoint whose weights replace the directory's weights, if there is one."""
     numerics: NumericsConfig | None = None
-    """Of the run that it is from."""
+    """The numerics of the run that wrote the dump."""
 
 
 def whole(path: Path, kind: str, found: Iterator[tuple[str, dict[str, Any]]], sampling: Sampling | None = None) -> Dump:
-    """The dump of plain rows, each with its place in words."""
+    """Check plain rows, each given with its place in words, and return the dump."""
     every: list[tuple[str, DumpRow]] = []
     unread: dict[str, None] = {}
     for place, values in found:

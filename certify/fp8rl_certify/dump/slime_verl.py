@@ -1,8 +1,8 @@
-"""A batch of verl's: the tensors of its DataProto, saved as safetensors or npz.
+"""Reads a batch of verl, the tensors of its DataProto saved as safetensors or npz, and dumps of slime.
 
-verl itself writes texts (`trainer.rollout_data_dir`) and pickles (`DataProto.save_to_disk`), so a line in its trainer
-saves the batch; docs/certify.md has it. Names and layout are those of verl at 0660408 (`verl/protocol.py`) and d163ff3
-(`verl/trainer/ppo/ray_trainer.py`): prompts padded on the left, answers on the right.
+verl itself writes only texts (`trainer.rollout_data_dir`) and pickles (`DataProto.save_to_disk`), so a line in its
+trainer must save the batch; docs/certify.md has the line. Names and layout are as in verl at 0660408
+(`verl/protocol.py`) and d163ff3 (`verl/trainer/ppo/ray_trainer.py`): prompts padded on the left, answers on the right.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _BY_TOKEN = ("rollout_log_probs", "old_log_probs", "response_mask")
 
 
 def read_verl(path: Path) -> Dump:
-    """The rows of a file.
+    """Read the rows of a file with a batch of verl.
 
     Raises:
-        UserError: it is damaged, or lacks a tensor.
+        UserError: the file is damaged, or lacks a tensor.
     """
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as stored:
@@ -39,7 +39,7 @@ def read_verl(path: Path) -> Dump:
 
 
 def from_tensors(path: Path, tensors: Mapping[str, Any], said: Mapping[str, str]) -> Dump:
-    """The rows of a batch. said: temperature, top_p and top_k, where the file has them beside its tensors."""
+    """Return the rows of a batch. said: temperature, top_p and top_k, if the file has them in addition to tensors."""
     missing = sorted(REQUIRED - tensors.keys())
     if missing:
         remedy = "Save the whole batch, after old_log_probs are known; with rollout_log_probs if "
@@ -94,14 +94,14 @@ _ARRAYS: list[Any] = [
     np.dtype,
     *(type(np.dtype(kind)) for kind in ("int16", "int32", "int64", "uint8", "float32", "float64")),
 ]
-"""The parts of pickled arrays of numbers: routed experts stand in some of the dumps."""
+"""The functions and classes in pickled arrays of numbers. They are allowed, as some dumps have routed experts so."""
 
 
 def read_slime(path: Path) -> Dump:
-    """The rows of a dump of slime's, or of a dictionary of verl's tensors that torch has saved.
+    """Read the rows of a dump of slime, or of a dictionary of verl's tensors that torch has saved.
 
     Raises:
-        UserError: it is neither, or holds other than plain values.
+        UserError: the file is neither of them, or has other than plain values.
     """
     values = _opened(path)
     if REQUIRED <= values.keys():
@@ -154,7 +154,7 @@ def _samples(path: Path, samples: list[Any]) -> Iterator[tuple[str, dict[str, An
 
 
 def _slime_row(values: dict[str, Any]) -> dict[str, Any]:
-    """A sample in our schema; what is missing stays so, and is named when the row is checked."""
+    """Return a sample in our schema. A missing key stays missing; the check of the row names it."""
     tokens, length = values.get("tokens"), values.get("response_length", values.get("response_lengths"))
     row: dict[str, Any] = {ours: values[theirs] for theirs, ours in _OURS.items() if values.get(theirs) is not None}
     if tokens is not None:
@@ -169,7 +169,7 @@ def _slime_row(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transposed(path: Path, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The samples of columns, which are lists as long as `tokens`."""
+    """Return the samples from columns, which are lists as long as `tokens`."""
     tokens = columns.get("tokens")
     if not isinstance(tokens, list):
         raise _closed(path, "rollout_data without a list of tokens")

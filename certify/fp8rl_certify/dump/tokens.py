@@ -1,4 +1,4 @@
-"""The sampled tokens of a dump, flat: where each stands, and what each side says of it."""
+"""The sampled tokens of a dump as flat tensors: the place of each token, and each side's log-probability of it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Tokens:
     """N sampled tokens, row after row."""
 
     ids: Tensor
-    """int64 [N], like row, place and length."""
+    """Ids of the tokens, int64 [N]. `row`, `place` and `length` are int64 [N] too."""
     row: Tensor
     place: Tensor
-    """In the answer."""
+    """Place of the token in its answer."""
     length: Tensor
-    """Of the answer."""
+    """Length of the token's answer."""
     temperature: Tensor
-    """float64 [N], that logits are divided by."""
+    """float64 [N], the number by which logits are divided."""
     special: Tensor
-    """bool [N], such as the end of an answer."""
+    """bool [N], True for special tokens, such as the end of an answer."""
     version: list[Version]
     said: dict[Side, Tensor] = field(default_factory=dict)
-    """float64 [N] by side, the engine's and the trainer's; NaN where it says nothing."""
+    """float64 [N] by side: the log-probabilities of engine and trainer; NaN where a side gives none."""
 
     @classmethod
     def of(cls, rows: Sequence[DumpRow], samplings: Sequence[Sampling], special: frozenset[int]) -> Tokens:
@@ -56,7 +56,7 @@ class Tokens:
 
 
 def chosen(rows: Sequence[DumpRow], budget: int) -> list[int]:
-    """Rows whose tokens, prompts counted, are at most `budget`, evenly over the dump; at least one."""
+    """Choose rows evenly from the dump, with at most `budget` tokens including prompts, but at least one row."""
     total = sum(len(row.tokens) for row in rows)
     step = max(1.0, total / budget)
     found: list[int] = []
@@ -71,10 +71,10 @@ def chosen(rows: Sequence[DumpRow], budget: int) -> list[int]:
 def check_fits(
     rows: Sequence[DumpRow], places: Sequence[str], vocabulary: int, positions: int | None, model: object
 ) -> None:
-    """Refuse rows that a model cannot have made.
+    """Check that the model can have made the rows.
 
     Raises:
-        UserError: an id is beyond the model's vocabulary, or a row longer than its context; the message names the row.
+        UserError: an id is outside the model's vocabulary, or a row exceeds its context. The message names the row.
     """
     for row, place in zip(rows, places, strict=True):
         largest = max(row.tokens)
@@ -95,7 +95,7 @@ def check_fits(
 
 
 def flat(by_row: Mapping[int, Tensor], rows: Sequence[DumpRow]) -> Tensor:
-    """[N] of what is known of every answer's tokens [T], by row."""
+    """Join tensors [T] by row, one value for each token of an answer, to [N], one value for each sampled token."""
     return torch.cat([by_row[number][row.sampled] for number, row in enumerate(rows)])
 
 
@@ -108,9 +108,9 @@ def _numbers(values: Sequence[float | None]) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the tokens. by: what they were parted by. label: of this part.
+    """A part of the tokens. by: the property by which tokens are divided. label: the property's value in this part.
 
-    means: mean abs(d) from the model in FP32, by side, `floor` among them; None where no token has a finite one.
+    means: mean abs(d) from the model in FP32, by side and for `floor`; None if no token has a finite d.
     """
 
     by: str
@@ -120,13 +120,13 @@ class Part:
 
 
 FIRST = 8
-"""The first part of places and lengths; each further one is twice as long."""
+"""Places and lengths below this number are the first part. Each further part ends at twice the number."""
 _PROBABILITIES = [(0.9, 1.0), (0.5, 0.9), (0.1, 0.5), (0.01, 0.1), (0.0, 0.01)]
 SMALLEST, LARGEST = -8, 1
 
 
 def parts(tokens: Tokens, reference: Tensor, apart: Mapping[str, Tensor]) -> list[Part]:
-    """Mean abs(d) by part. reference: the model's log-probabilities [N]. apart: abs(d) [N] by side."""
+    """Divide the tokens into parts. reference: the model's log-probabilities [N]. apart: abs(d) [N] by side."""
     return [
         Part(by, label, int(where.sum()), {name: _mean(each[where]) for name, each in apart.items()})
         for by, label, where in _all(tokens, reference)
@@ -135,7 +135,7 @@ def parts(tokens: Tokens, reference: Tensor, apart: Mapping[str, Tensor]) -> lis
 
 
 def histogram(apart: Mapping[str, Tensor]) -> dict[str, dict[str, int]]:
-    """Count the tokens by abs(d) and side: exactly 0, and by power of ten; what is beyond is in the last."""
+    """Count the tokens by side and abs(d): exactly 0, then by power of ten. The end bins include all beyond them."""
     return {name: _counts(each[each.isfinite()]) for name, each in apart.items()}
 
 

@@ -23,11 +23,11 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.optimizer import Optimizer
 
 ADAPTER, BASE = "adapter", "base"
-"""The key of `About.extra` by which a checkpoint says what its adapters are, and in it that of their base's digest."""
+"""The key of `About.extra` that describes a checkpoint's adapters, and the key in it for the digest of their base."""
 JOINED = "joined_heads"
-"""The key of `About.extra` for `ModelSizes.joined`, by which rows of queries, keys and values lie; absent: 1."""
+"""The key of `About.extra` for `ModelSizes.joined`, which orders the rows of queries, keys and values; absent: 1."""
 _EXTRA = "_extra_state"
-"""Part of the names of what TransformerEngine's modules keep for recipes with a history; block scaling has none."""
+"""Part of the name of a state for recipes with a history in TransformerEngine's modules. Block scaling has none."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Trained:
     optimizer: Optimizer
     layout: Layout
     adapter: dict[str, Any] | None = None
-    """The adapters and the digest of the weights beside them, if the weights are not trained."""
+    """A description of the adapters, with the digest of their frozen base; None if the weights are trained."""
 
 
 Parts = Mapping[str, Trained]
-"""The models of a checkpoint, by name: `""` is the policy, others lie beside it."""
+"""The models of a checkpoint, by name. The policy has the name `""`."""
 
 
 def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> Staged:
-    """Copy what a checkpoint holds into memory of its own, from which each rank then writes its part.
+    """Copy what a checkpoint holds into separate memory, from which each rank then writes its part.
 
-    It holds weights or adapters, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further
-    files, by name); no masters and moments if `extra` says so by `CONTENT`. All ranks take part; the model may be
-    trained on meanwhile. The directory `path` appears complete under its name, or not at all; one that is there is
-    replaced.
+    A checkpoint holds weights or adapters, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts`
+    (more files, by name). It has no masters and moments if `extra` says so by `CONTENT`. All ranks take part. Training
+    may go on before the files are written. The directory `path` appears complete or not at all. An existing directory
+    is replaced.
     """
     if dist.get_rank() == 0:
         discard(path)
@@ -66,7 +66,7 @@ def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Map
 
 
 def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-    """Stage a checkpoint and write it at once, for `Trainer.save`; a run's actors write while training goes on."""
+    """Stage a checkpoint and write it at once, for `Trainer.save`. (A run's actors write while training goes on.)"""
     path = Path(path).absolute()
     try:
         staged = stage(path, parts, step, extra, texts)
@@ -80,14 +80,14 @@ def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapp
 
 
 def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
-    """Restore a checkpoint of :func:`stage` on this layout. All ranks take part.
+    """Restore a checkpoint that :func:`stage` made, on any layout, into this one. All ranks take part.
 
     Returns:
         The step, and the `extra` given to `stage`.
 
     Raises:
-        UserError: no checkpoint there, or one of another format, of other adapters or of another base.
-        DamagedCheckpointError: a file is not the one that was written; nothing was loaded.
+        UserError: `path` has no checkpoint, or its checkpoint has another format, other adapters or another base.
+        DamagedCheckpointError: a file is not as it was written. Nothing was loaded.
     """
     path = Path(path).absolute()
     for part in parts.values():
@@ -112,17 +112,17 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
 
 
 def _joined(parts: Parts) -> int:
-    """Return the key-value heads whose rows lie together in the fused parameters, of which all models have as many."""
+    """Return the number of key-value heads whose rows are together in fused parameters, equal in all models."""
     return max(getattr(module, "joined", 1) for part in parts.values() for module in part.model.modules())
 
 
 def _adapter_of(parts: Parts) -> dict[str, Any] | None:
-    """Return the adapters of all parts, which belong to one model directory."""
+    """Return the description of the adapters. It is the same for all parts: they have one model directory."""
     return next((part.adapter for part in parts.values()), None)
 
 
 def _check_adapter(path: Path, found: dict[str, Any] | None, expected: dict[str, Any] | None) -> None:
-    """Raise `UserError` if the adapters and the base of a checkpoint are not those of the run."""
+    """Raise `UserError` if a checkpoint has other adapters or another base than the run."""
     if found == expected:
         return
     if found is None or expected is None:
@@ -160,7 +160,7 @@ def _restore(part: Trained, state: dict[str, Any]) -> None:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a state with weights in memory of their own, on the CPU; masters and moments are there already."""
+    """Copy a state's weights to separate memory on the CPU. Its masters and moments are separate copies already."""
     for part in state.values():
         if isinstance(part, dict) and "model" in part:
             _copied(part)
@@ -170,7 +170,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> dict[str, Any]:
-    """Return the state of all models: the policy's at the top, the others' by their names."""
+    """Return the state of all models: the policy's at the top level, each other model's under its name."""
     state: dict[str, Any] = {"step": step}
     for name, part in parts.items():
         held = _state_of(part, loading, extra.get(CONTENT) != "weights")

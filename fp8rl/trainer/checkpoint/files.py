@@ -1,7 +1,7 @@
-"""The files of a checkpoint directory, and the check that they are those that were written. Without Megatron.
+"""The files of a checkpoint directory, and the check that they are as they were written. Needs no Megatron.
 
-`about.json` holds format, step and the caller's data, lists size and SHA-256 of every other file, and its own SHA-256
-over the rest of it.
+`about.json` holds format, step and the caller's data. It lists size and SHA-256 of every other file, and a SHA-256 of
+the rest of `about.json` itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FORMAT = 2
 STATE = "state"
 ABOUT = "about.json"
 CONTENT = "content"
-"""The key of `About.extra` by which a checkpoint says that it holds the `weights` without their optimizer."""
+"""The key of `About.extra` whose value `weights` says that a checkpoint has no optimizer state."""
 
 
 class DamagedCheckpointError(UserError):
-    """A file of a checkpoint is not the one that was written."""
+    """A file of a checkpoint is missing or is not as it was written."""
 
 
 def _below(name: str) -> str:
@@ -52,12 +52,12 @@ _FORM = TypeAdapter(About)
 
 
 def partial(path: Path) -> Path:
-    """Return the directory in which the checkpoint `path` is written, before it has its name."""
+    """Return the temporary directory in which the checkpoint `path` is written before it is renamed."""
     return path.with_name(f".{path.name}.partial")
 
 
 def discard(path: Path) -> None:
-    """Remove the files of a checkpoint that will not be finished: they may take all the room there is."""
+    """Remove the files of a checkpoint that will not be finished, which may fill the disk."""
     shutil.rmtree(partial(path), ignore_errors=True)
 
 
@@ -71,7 +71,7 @@ def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]
 
 
 def write_about(directory: Path, about: About) -> None:
-    """Write `about.json`. Raises `ValueError` for numbers in `extra` that are not finite."""
+    """Write `about.json`. Raises ValueError: `extra` has a number that is not finite."""
     values = {"format": FORMAT, **dataclasses.asdict(about)}
     text = json.dumps({**values, "sha256": _own_digest(values)}, indent=1, allow_nan=False)
     (directory / ABOUT).write_text(text + "\n")
@@ -81,7 +81,7 @@ def read_about(path: Path) -> About:
     """Read the description of the checkpoint at `path`, without its tensors.
 
     Raises:
-        UserError: it is no checkpoint, or one of another format.
+        UserError: `path` is no checkpoint, or a checkpoint of another format.
         DamagedCheckpointError: `about.json` is damaged.
     """
     file = Path(path) / ABOUT
@@ -97,7 +97,7 @@ def read_about(path: Path) -> About:
 
 
 def check_sizes(path: Path) -> None:
-    """Check that every file is there and as long as it was written. Raises `UserError` as `read_about` does."""
+    """Check that every file exists and has the size that was written. Raises errors as `read_about` does."""
     for name, (size, _) in read_about(path).files.items():
         file = path / name
         found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
@@ -106,7 +106,7 @@ def check_sizes(path: Path) -> None:
 
 
 def check_digests(path: Path, names: Iterable[str] | None = None) -> None:
-    """Check that these files (all, if None) hold what was written. Raises `UserError` as `read_about` does."""
+    """Check that the files (None: all) hold what was written. Raises errors as `read_about` does."""
     about = read_about(path)
     for name in about.files if names is None else names:
         if not (path / name).is_file():

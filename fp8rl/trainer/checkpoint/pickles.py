@@ -1,4 +1,4 @@
-"""What megatron-core and torch pickle into a checkpoint, read without running any code that a pickle names."""
+"""Safe reading of the pickles that megatron-core and torch put into a checkpoint: no code that they name is run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ _NAMES = {
     filesystem.__name__: {"_StorageInfo"},
     planner.__name__: {*"SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData".split()},
 }
-"""Classes that `.metadata` consists of, by module, beside dtypes."""
+"""The classes that a `.metadata` pickle may name, by module. It may name dtypes too."""
 
 
 @contextmanager
 def safe_pickles(path: Path) -> Iterator[None]:
-    """Refuse the checkpoint at `path`, by a `UserError`, if the block meets a pickle of classes that are not
-    allowed."""
+    """Raise `UserError` for the checkpoint at `path` if the block reads a pickle of classes that are not allowed."""
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
@@ -51,7 +50,7 @@ def safe_pickles(path: Path) -> Iterator[None]:
 
 
 def read_metadata(file: Path) -> metadata.Metadata:
-    """Return the `.metadata` of a checkpoint's state. Raises UnpicklingError if it has other classes."""
+    """Return the `.metadata` of a checkpoint's state. Raises UnpicklingError: the pickle has classes not allowed."""
     with file.open("rb") as opened:
         try:
             found = _Unpickler(opened).load()
@@ -76,7 +75,7 @@ def metadata_of_reader(reader: filesystem.FileSystemReader, *args: Any, **kwargs
 
 
 def load_bytes(loading: default_planner.DefaultLoadPlanner, read_item: planner.ReadItem, value: io.BytesIO) -> None:
-    """Replace torch's `DefaultLoadPlanner.load_bytes` by one that unpickles weights alone."""
+    """Replace torch's `DefaultLoadPlanner.load_bytes` by a function that unpickles weights only."""
     found, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
     if loading.flatten_state_dict:
         set_element(loading.original_state_dict, loading.mappings[name], found)
@@ -85,7 +84,7 @@ def load_bytes(loading: default_planner.DefaultLoadPlanner, read_item: planner.R
 
 
 def load_common(strategy: Any, checkpoint_dir: str | Path) -> Any:
-    """Replace Megatron's `TorchCommonLoadStrategy.load_common`, whatever TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD says."""
+    """Replace Megatron's `TorchCommonLoadStrategy.load_common`. It ignores TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD."""
     return torch.load(Path(checkpoint_dir) / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
 
 

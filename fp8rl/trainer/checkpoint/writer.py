@@ -1,8 +1,8 @@
 """A checkpoint's files, written and read back while training goes on.
 
-megatron-core 0.16.1 has writers of its own, which it forks off the trainer (filesystem_async.py:237) beside a manager
-that it spawns (:51). The manager outlives a killed trainer, and forking a process that runs gloo and Ray threads can
-deadlock. So only its plan is used, which takes all ranks; the rest needs no other rank and may run in a thread.
+megatron-core 0.16.1 forks writer processes off the trainer (filesystem_async.py:237) and spawns a manager process
+(:51). The manager outlives a killed trainer, and forking a process that runs gloo and Ray threads can deadlock. So only
+Megatron's plan is used here. Planning needs all ranks; writing needs no other rank and may run in a thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Item:
     index: MetadataIndex
     data: Tensor | io.BytesIO
     digest: str
-    """Of the staged bytes."""
+    """The digest of the staged bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,19 @@ class Written:
     """The files that a rank has written."""
 
     files: dict[str, tuple[int, str]]
-    """As in `About`."""
+    """Name below the directory -> (bytes, SHA-256)."""
     results: list[WriteResult]
     """The place of each item, for Megatron."""
 
 
 class Staged:
-    """One rank's part of a checkpoint, in memory of its own until it is written."""
+    """One rank's part of a checkpoint, in separate memory until it is written."""
 
     def __init__(self, path: Path, about: About, texts: dict[str, bytes], state: dict[str, Any]) -> None:
-        """Plan the writes and digest the items. All ranks take part, rank 0 with `texts`, further files by name.
+        """Plan the writes and digest the items. All ranks take part.
 
-        state: Megatron's, of tensors on the CPU that nothing else writes to.
+        state: Megatron's state dict of tensors on the CPU that nothing else writes to. texts: more files by name, which
+        rank 0 writes.
         """
         self.path, self._about = path, about
         sharded, common = save_preprocess(state)
@@ -69,7 +70,7 @@ class Staged:
 
     def write(self) -> Written:
         """Write this rank's items, read them back from the disk, and compare them with what was staged. Raises OSError:
-        the disk is full, or has other bytes."""
+        the disk is full, or the bytes read back are not those staged."""
         files, results = {}, []
         for name, items in self._plan.files.items():
             file = partial(self.path) / STATE / name
@@ -81,8 +82,8 @@ class Staged:
         return Written(files, results)
 
     def publish(self, parts: Sequence[Written]) -> None:
-        """Write the other files and give the directory its name; rank 0 does it after every rank has written its part.
-        Raises OSError: the disk is full."""
+        """Write the other files and rename the directory to its final name. Only rank 0 does it, after every rank has
+        written its part. Raises OSError: the disk is full."""
         folder = partial(self.path)
         with _explained(self.path):
             for name, content in self._texts.items():
@@ -97,7 +98,7 @@ class Staged:
 
 
 class WritePlan(TorchDistSaveShardedStrategy):
-    """Megatron's plan of the items that this rank writes into each file. metadata: of all ranks, on rank 0."""
+    """Megatron's plan of the items that this rank writes into each file. metadata: the plan of all ranks, on rank 0."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
@@ -128,7 +129,7 @@ def _write(file: Path, items: Sequence[Item]) -> list[WriteResult]:
 
 
 def _check(path: Path, file: Path, placed: Sequence[WriteResult], items: Sequence[Item]) -> tuple[int, str]:
-    """Return size and SHA-256 of the file, in which every item must be the one that was staged."""
+    """Check that every item in the file is as it was staged. Return the file's size and SHA-256."""
     whole = hashlib.sha256()
     with file.open("rb") as stream:
         for result, item in zip(placed, items, strict=True):
@@ -162,7 +163,7 @@ def _packed(value: Any) -> bytes:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Add to an error of the disk the consequence for the checkpoint."""
+    """Turn an error of the disk into an OSError that names the checkpoint and the free space."""
     try:
         yield
     except OSError as error:

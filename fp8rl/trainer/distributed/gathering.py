@@ -1,4 +1,4 @@
-"""Gathering of the masters and moments of all ranks for a checkpoint, in pieces; and the gradients of the norm."""
+"""Megatron's optimizer, changed to gather masters and moments for a checkpoint in pieces, and in its gradient norm."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from fp8rl.trainer import device
 from fp8rl.trainer.distributed.offload import HostCopy
 
 AT_ONCE = 16 << 20
-"""Elements of all ranks that a GPU holds at a time. Megatron has it hold a whole buffer, twice."""
+"""Number of gathered elements that a GPU holds at a time. Megatron's own code holds a whole buffer there, twice."""
 _KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     """Megatron's distributed optimizer, with two changes.
 
-    Its state for a checkpoint goes through a GPU piece by piece, and it takes the norm of each expert's gradient by
-    itself.
+    Its state for a checkpoint is gathered through the GPU piece by piece. Its gradient norm is computed from a separate
+    norm for each expert.
     """
 
     host_copy: HostCopy
-    """The offload of the state while others need the device."""
+    """The copy on the host of masters and moments, while engines need the device."""
     beside: Sequence[DistributedOptimizer]
     """All optimizers of the rank."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that belongs to no parameter.
 
-        With torch's Adam, Megatron takes the number of steps from a parameter's state, and the experts' optimizer of a
-        pipeline stage without experts has none.
+        With torch's Adam, Megatron takes the number of steps from a parameter's state. The experts' optimizer of a
+        pipeline stage without experts has no parameter, so the number comes from the rank's other optimizers.
         """
         if self.optimizer.state or HAVE_APEX_OR_TE:
             found: dict[str, Any] = super().state_dict()
@@ -50,8 +50,8 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """Return the gradients whose norms are squared and added.
 
-        A stack of experts gives one gradient for each expert, the last expert first. Megatron has this order where each
-        expert is a parameter of its own.
+        A stack of experts gives one gradient for each expert, the last expert first. Megatron uses this order when each
+        expert is a separate parameter.
         """
         whole: list[Tensor] = super().get_main_grads_for_grad_norm()
         pieces: dict[int, list[Tensor]] = {}
@@ -67,8 +67,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     def get_parameter_state_dp_zero(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
     ) -> dict[Any, Any]:
-        """Gather masters and moments of each buffer [elements] in FP32 on the host, on all ranks, whatever is asked
-        for.
+        """Gather masters and moments of each buffer [elements], in FP32 on the host, always on all ranks.
 
         empty_data: return zeros, into which a checkpoint is loaded.
         """
@@ -103,10 +102,10 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
 
 
 def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> Iterator[tuple[str, slice]]:
-    """Yield the name of each of a parameter's `matrices` that overlaps a rank's shard of it, and the slice of the
+    """Yield the matrices of a parameter that a rank's shard of it overlaps: each matrix's name, and its slice of the
     shard.
 
-    The shard is `size` of the parameter's elements, from `start` on.
+    start, size: the shard's first element in the parameter, and its number of elements.
     """
     if parameter.dim() < 3:
         yield name, slice(0, size)
@@ -117,10 +116,10 @@ def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> It
 
 
 def gathered_pieces(read: Callable[[int, int], Tensor], size: int, group: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yield every rank's shard, one rank after the other, in pieces on the host: the start of each, and the piece.
+    """Yield the pieces of all ranks' shards on the host, each with its offset in the concatenation of the shards.
 
-    read: returns a piece of this rank's shard, from one index to another, on the host. size: of a shard, the same on
-    all ranks. No rank ever holds a second copy of its shard.
+    read: returns the part of this rank's shard between two indices, on the host. size: the size of a shard, the same
+    on all ranks. No rank ever holds a second copy of its whole shard.
     """
     ranks, here = group.size(), device.current()
     step = max(1, AT_ONCE // (ranks + 1))

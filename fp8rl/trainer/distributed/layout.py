@@ -1,7 +1,7 @@
-"""The place of a rank among the others, for all that is split over ranks.
+"""The place of a rank in each of the trainer's parallel groups.
 
-The order is Megatron's: tensor-parallel ranks are neighbours, next to them are those that share rows, so are those that
-share the experts, and the stages of a pipeline are far apart.
+The order is Megatron's. Tensor-parallel ranks have consecutive numbers. Context-parallel ranks come next, then
+data-parallel replicas, and pipeline stages last. Expert-parallel ranks have consecutive numbers within a stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fp8rl.trainer.config import TrainerSection
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of one rank: the part `tp_rank` of dense weights and the part `ep_rank` of experts, of a stage."""
+    """The place of one rank. It holds part `tp_rank` of its stage's dense weights and part `ep_rank` of its experts."""
 
     rank: int
     world_size: int
@@ -23,20 +23,20 @@ class Layout:
     pp_rank: int
     pp_size: int
     dp_rank: int
-    """Its place among the ranks that hold the same dense weights."""
+    """The rank's place among the ranks that hold the same dense weights."""
     dp_size: int
     cp_rank: int
-    """Its place among those of them that share the tokens of the same rows, which are neighbours."""
+    """The rank's place among the context-parallel ranks, which split the tokens of the same rows."""
     cp_size: int
     ep_rank: int
     ep_size: int
     expert_dp_rank: int
-    """Its place among the ranks that hold the same experts."""
+    """The rank's place among the ranks that hold the same experts."""
     expert_dp_size: int
 
     @classmethod
     def of(cls, rank: int, config: TrainerSection) -> Layout:
-        """Calculate the place of rank 0 to `config.world_size` - 1."""
+        """Calculate the place of a rank, 0 to `config.world_size` - 1."""
         stage_size = config.stage_size
         stage, inside = divmod(rank, stage_size)
         return cls(
@@ -58,17 +58,17 @@ class Layout:
 
     @property
     def last_stage(self) -> bool:
-        """True if it has the head."""
+        """True if the rank is in the last pipeline stage, which has the head."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True for the one rank of its data-parallel replica that hands results back."""
+        """True if this is the rank that returns the results of its data-parallel replica."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def replica(self) -> int:
-        """Index of the data-parallel replica this rank belongs to."""
+        """Index of the data-parallel replica that this rank belongs to."""
         return self.dp_rank // self.cp_size
 
     @property
@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def tp_group(self) -> Any:
-        """The process group of the ranks that share its dense weights."""
+        """The process group of the tensor-parallel ranks, which hold the parts of the same dense weights."""
         from megatron.core import parallel_state
 
         return parallel_state.get_tensor_model_parallel_group()

@@ -13,14 +13,14 @@ from torch import Tensor, UntypedStorage
 # memory behind them goes and comes back, as it does in Megatron's own way with gradient buffers.
 
 _ALIGNED = 512
-"""Bytes at whose multiples each storage begins on the host."""
+"""Alignment of each storage in the host memory, in bytes."""
 
 
 class HostCopy:
     """Moves tensors from the device to the host and back, with the same bytes. `offloaded`: they are on the host.
 
-    The host memory is one block, kept between turns. On a GPU it is pinned: copies run at the full speed of the link,
-    on a stream of their own.
+    The host memory is one block, kept between turns. With a GPU the block is pinned, so that copies run at the full
+    speed of the link, on a separate stream.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class HostCopy:
         self._dropped: list[tuple[UntypedStorage, int]] = []
 
     def offload(self, keep: Iterable[Tensor], drop: Iterable[Tensor]) -> int:
-        """Copy `keep` to the host, and free its memory and that of `drop`; return the bytes that this frees."""
+        """Copy `keep` to the host, and free the memory of `keep` and `drop`. Return the number of bytes freed."""
         if not self.offloaded:
             self.offloaded = True
             self._copy_out([tensor.untyped_storage() for tensor in keep])
@@ -44,7 +44,7 @@ class HostCopy:
         return sum(host.nbytes for _, host in self._kept.values()) + sum(size for _, size in self._dropped)
 
     def onload(self) -> None:
-        """Allocate all of it again: the former bytes for what was kept, zeros for what was dropped."""
+        """Allocate all memory again. Kept tensors get their former bytes, dropped tensors get zeros."""
         for storage, host in self._kept.values():
             storage.resize_(host.nbytes)
         with _copying():
@@ -71,7 +71,7 @@ class HostCopy:
             storage.resize_(0)
 
     def held(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its bytes, on the device or the host."""
+        """Return the tensor or, while it is offloaded, its copy on the host."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._kept:
             return tensor
@@ -88,9 +88,9 @@ class HostCopy:
 
 
 def _host_memory(size: int, former: Tensor) -> Tensor:
-    """Allocate bytes on the host in the place of `former`, pinned where there is a GPU.
+    """Allocate bytes on the host to replace `former`. With a GPU they are pinned.
 
-    They are registered after they are there: torch's own pinned memory is of the next power of two.
+    Ordinary memory is allocated and then registered, because torch rounds pinned allocations up to a power of two.
     """
     new = torch.empty(size, dtype=torch.uint8)
     if torch.cuda.is_available():
@@ -103,7 +103,8 @@ def _host_memory(size: int, former: Tensor) -> Tensor:
 
 @contextmanager
 def _copying() -> Iterator[None]:
-    """Copy on a stream of its own on a GPU: behind what was asked for before, and done at the end of the block."""
+    """On a GPU, run the block's copies on a separate stream. They start after all earlier work is done, and have ended
+    when the block ends."""
     if not torch.cuda.is_available():
         yield
         return

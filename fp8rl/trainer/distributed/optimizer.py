@@ -37,8 +37,8 @@ class Optimizer:
     """AdamW on FP32 masters, sharded over the data-parallel ranks, for one wrapped model. Norms have no weight decay.
 
     Gradients are summed over micro-batches and data-parallel ranks in FP32 and are never averaged: the objective
-    carries its own denominators. `traffic` counts the bytes that this rank has sent to its data-parallel peers;
-    `host_copy` offloads masters and moments while others need the device.
+    carries its own denominators. `traffic` counts the bytes that this rank has sent to its data-parallel peers.
+    `host_copy` offloads masters and moments while engines need the device.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Optimizer:
         experts: Iterable[torch.nn.Parameter],
         in_fp8: wires.InFp8 = dict,
     ) -> None:
-        """experts: the experts' parameters. in_fp8: returns, at each gather, the parameters to gather as FP8 codes."""
+        """experts: the experts' parameters. in_fp8: called at each gather; returns the parameters to gather in FP8."""
         self.model = wrap(model, lowering, experts)
         self.traffic = wires.install(self.model, config.gradient_wire, in_fp8)
         self._config = config
@@ -98,7 +98,7 @@ class Optimizer:
 
     @torch.no_grad()
     def grad_norm(self) -> float:
-        """Return the norm of all gradients, which this prepares for `step`."""
+        """Prepare the gradients for `step`, and return the norm of all of them."""
         self.host_copy.check_onloaded()
         self.inner.prepare_grads()
         return float(self.inner.get_grad_norm())
@@ -121,9 +121,10 @@ class Optimizer:
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Make the model's weights from the FP32 masters, as a step does.
+        """Compute the model's weights from the FP32 masters, as a step does.
 
-        A checkpoint has weights that are FP8 in BF16, from which other codes and scales may come than from the masters.
+        A checkpoint stores FP8 weights in BF16. Quantized from BF16, codes and scales may differ from those quantized
+        from the masters.
         """
         for optimizer in self.inner.chained_optimizers:
             optimizer._copy_main_params_to_model_params()
@@ -131,7 +132,7 @@ class Optimizer:
 
     @torch.no_grad()
     def begin_anew(self) -> None:
-        """Make the FP32 masters from the model's weights, and forget the moments."""
+        """Set the FP32 masters to the model's weights, and reset the moments and the step count to zero."""
         self.host_copy.check_onloaded()
         self.inner.reload_model_params()
         for optimizer in self.inner.chained_optimizers:
@@ -151,8 +152,8 @@ class Optimizer:
 
 
 class DataParallel(DistributedDataParallel):  # type: ignore[misc]
-    """Megatron's wrapper, without hooks that keep it alive: they hang on autograd's nodes, where no collector sees
-    them."""
+    """Megatron's wrapper, with backward hooks that hold only weak references to it. Autograd's nodes hold the hooks,
+    where Python's garbage collector does not see them: Megatron's own hooks would keep the wrapper alive."""
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         this, own, make = weakref.ref(self), weakref.ref(param), DistributedDataParallel._make_backward_post_hook
@@ -185,8 +186,8 @@ def wrap(model: GPTModel, lowering: Lowering, experts: Iterable[torch.nn.Paramet
 def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: int) -> OptimizerParamScheduler:
     """Make a schedule of linear warm-up, then constant, linear or cosine over the last `decay_steps` of `total_steps`.
 
-    The decay would reach `min_lr` on the step after the last, so that no step of the run is lost to a rate of zero. A
-    run that is shorter than the warm-up ends within it.
+    The decay would reach `min_lr` one step after the last, so that no step of the run has a rate of zero. A run that
+    is shorter than the warm-up ends during the warm-up.
     """
     warmup = config.warmup_steps
     end = max(total_steps, warmup) + 1
@@ -213,8 +214,8 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: i
 
 
 def step_threads(offload: bool) -> int:
-    """Return the threads with which this rank steps its optimizer: on the host beside a GPU its share of the node's
-    cores. Else it keeps its one, as ops on a CPU give a row the same bits with one alone."""
+    """Return the number of threads for this rank's optimizer step. An optimizer offloaded from a GPU to the host gets
+    the rank's share of the node's cores. Otherwise the number is 1, since CPU ops keep a row's bits with one thread."""
     if not (offload and torch.cuda.is_available()):
         return 1
     ranks = all_gathered(platform.node()).count(platform.node())
@@ -232,8 +233,8 @@ def _threads(number: int) -> Iterator[None]:
 
 
 def _count_as_held(optimizer: DistributedOptimizer) -> None:
-    """Find each parameter's master where it is: Megatron puts FP32 parameters before all others of a group
-    (distrib_optimizer.py:441), but counts them as they stand in the model."""
+    """Correct Megatron's index of each parameter's master. Megatron puts the FP32 parameters of a group first
+    (distrib_optimizer.py:441), but its index has the order of the model."""
     places = optimizer.model_param_group_index_map
     for number in {group for group, _ in places.values()}:
         own = sorted((place, parameter) for parameter, (group, place) in places.items() if group == number)

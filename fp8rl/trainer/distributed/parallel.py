@@ -27,8 +27,8 @@ TURN = timedelta(minutes=5)
 
 
 def start(rank: int, numerics: NumericsConfig) -> None:
-    """Choose the device, the ops' implementation and TransformerEngine's environment, before a process imports
-    Megatron. Raises UserError: TransformerEngine is here and cannot run this spec."""
+    """Choose the device, the ops' implementation and TransformerEngine's environment. Call this before the process
+    imports Megatron. Raises UserError: TransformerEngine is installed and cannot run this spec."""
     te_runtime.prepare(lower(numerics, device.has_transformer_engine()))
     here = device.claim(rank)
     if here == device.CPU:
@@ -42,8 +42,8 @@ def initialize(config: TrainerSection, rank: int = 0, store: dist.Store | None =
     """Join the world and build Megatron's process groups.
 
     Args:
-        store: the rendezvous shared by all ranks; one rank needs none.
-        host: this node's address; gloo listens on loopback if it is a loopback address.
+        store: the rendezvous of all ranks; None for a single rank.
+        host: this node's address. If it is a loopback address, gloo listens on loopback.
     """
     patches.install()
     from megatron.core import parallel_state, tensor_parallel
@@ -87,12 +87,12 @@ def initialize(config: TrainerSection, rank: int = 0, store: dist.Store | None =
 
 @contextmanager
 def in_turn(what: str, patience: timedelta = TURN) -> Iterator[None]:
-    """Let one rank at a time into the block, in the order in which they come, which is the same for everybody.
+    """Let one rank at a time run the block, in the order of arrival.
 
     what: name of the queue.
 
     Raises:
-        TimeoutError: the rank before has not left within `patience`; it is named.
+        TimeoutError: the rank before this one has not left within `patience`. The message names it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -130,7 +130,7 @@ def shutdown() -> None:
 
 
 def open_store(host: str, world_size: int) -> dist.TCPStore:
-    """Serve the rendezvous on rank 0, bound to `host` alone on a free port (`.port`)."""
+    """Serve the rendezvous on rank 0. It listens only on `host`, on a free port (`.port`)."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen()

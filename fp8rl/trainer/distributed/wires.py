@@ -1,14 +1,14 @@
-"""The traffic of data-parallel ranks and its formats: gradients to be summed, weights that were updated.
+"""The formats in which data-parallel ranks send each other gradients to sum and updated weights.
 
 Megatron keeps all gradients of a rank in a few flat buffers and gives each rank a part of every buffer to sum and to
-update. Its reduce-scatter adds on the way, in FP32. In a narrower format nothing can be added on the way: there every
-rank sends every other rank its part (an all-to-all), and the receiver adds up in FP32, in rank order.
+update. Its reduce-scatter sums in transit, in FP32. A narrower format cannot be summed in transit. There every rank
+sends every other rank its part (an all-to-all), and the receiver sums in FP32, in rank order.
 
-Updated weights may travel as FP8 codes, in the format that the products take. A part of a buffer may end within a block
-of 128 x 128. So the ranks first agree on each block's largest value (an all-reduce of four bytes per block), then send
-their codes. Dequantized they are written in place of the BF16 values. With power-of-two scales they are exact in BF16,
-and quantizing them again gives the same values, so that a forward cannot tell them from weights that it has quantized
-itself.
+Updated weights may be sent as FP8 codes, in the format that the products take. A part of a buffer may end within a
+block of 128 x 128. So the ranks first agree on each block's largest value (an all-reduce of four bytes per block), then
+send their codes. The receiver writes the dequantized values in place of the BF16 weights. With power-of-two scales
+these values are exact in BF16, and quantizing them again gives the same values. So a forward pass has the same result
+as with weights that it quantizes itself.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from fp8rl.trainer.config import GradientWire
 from fp8rl.trainer.megatron.patches import become
 
 Narrow = Literal["bf16", "e4m3", "e5m2"]
-"""Wires in which nothing is added on the way."""
+"""Wire formats that cannot be summed in transit."""
 SPECS: dict[str, TensorSpec] = {wire: TensorSpec(format=wire, scale="fp32") for wire in ("e4m3", "e5m2")}
-"""The quantization of gradients for a wire: 1 x 128, along the buffer, whatever parameters lie there."""
+"""The quantization of gradients for a wire: groups of 1 x 128 along the buffer, across parameters."""
 Part = tuple[int, int]
-"""First element of a part of a buffer, and one past its last."""
+"""A part of a buffer: its first element, and one past its last."""
 InFp8 = Callable[[], Mapping[nn.Parameter, TensorSpec]]
-"""The parameters that travel as FP8 codes now, and how they are quantized."""
+"""Returns the parameters that are now to be sent as FP8 codes, with the spec of each."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent to its data-parallel peers since it was made, as a ring sends them."""
+    """Bytes that this rank has sent to its data-parallel peers since the start, counted as for a ring."""
 
     gradients: int = 0
-    """Of a sum, (ranks - 1) parts."""
+    """Bytes of gradients: (ranks - 1) parts of a buffer for each sum."""
     weights: int = 0
-    """Of all ranks' parts, (ranks - 1) parts."""
+    """Bytes of weights: (ranks - 1) parts of a buffer for each gather."""
 
 
 def install(model: DistributedDataParallel, wire: GradientWire, in_fp8: InFp8) -> Traffic:
@@ -93,8 +93,9 @@ class BucketGroup(_ParamAndGradBucketGroup):
 def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) -> tuple[Tensor, int]:
     """Return this rank's part of the sum over all ranks, FP32 [n], and the bytes that it has sent.
 
-    gradients: FP32 [ranks * n]. Each rank's contribution is rounded, its own to its own part as well, so that the sum
-    does not depend on whose part it is. A number that is not finite becomes NaN in FP8: it must not saturate unseen.
+    gradients: FP32 [ranks * n]. Each rank's contribution is rounded, also a rank's contribution to its own part. So the
+    sum does not depend on which rank computes it. A number that is not finite becomes NaN in FP8, since saturation
+    would hide it.
     """
     parts = gradients.view(ranks.size(), -1)
     if wire == "bf16":
@@ -112,28 +113,28 @@ def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) ->
 
 
 def _exchanged(payload: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-    """Send row r of payload to rank r; row r of the result [ranks, ...] came from it."""
+    """Send row r of payload to rank r. Row r of the result [ranks, ...] is what rank r sent."""
     received = torch.empty_like(payload)
     dist.all_to_all_single(received.view(torch.uint8), payload.view(torch.uint8), group=ranks)
     return received
 
 
 def _sent(nbytes: int, ranks: dist.ProcessGroup) -> int:
-    """Count the bytes that a rank sends of a buffer of this size: it keeps its own part."""
+    """Count the bytes that a rank sends of a buffer of `nbytes`: all but its own part."""
     return nbytes * (ranks.size() - 1) // ranks.size()
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter that is sent as codes."""
+    """A matrix that is sent as codes."""
 
     data: Tensor
     spec: TensorSpec
     start: int
-    """The offset of its first element in the buffer."""
+    """The offset of the matrix's first element in the buffer."""
 
     def within(self, part: Part) -> slice:
-        """Return its elements in this part of the buffer."""
+        """Return the elements of the matrix that are in this part of the buffer."""
         size = self.data.numel()
         return slice(*(min(max(end - self.start, 0), size) for end in part))
 
@@ -142,8 +143,7 @@ class _Weight:
 def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]], ranks: dist.ProcessGroup) -> int:
     """Fill `buffer` [ranks * n] with every rank's part of it, and return the bytes that this rank has sent.
 
-    in_fp8: parameters [N, K], or stacks of such, that are views of the buffer, and their specs. All else is sent as it
-    is.
+    in_fp8: parameters [N, K] or [experts, N, K], views of the buffer, and their specs. The rest is sent unchanged.
     """
     weights = _weights_in(buffer, in_fp8)
     size = buffer.numel() // ranks.size()
@@ -185,7 +185,7 @@ def _agree_on_amaxes(weights: Sequence[_Weight], own: Part, ranks: dist.ProcessG
 
 
 def _quantize_own(weights: Sequence[_Weight], amaxes: Sequence[Tensor], own: Part) -> list[Tensor]:
-    """Return the codes of each weight, of which only this rank's part is filled."""
+    """Return the codes of each weight. Only this rank's part of them is filled."""
     codes = [torch.empty(weight.data.shape, dtype=weight.spec.dtype, device=weight.data.device) for weight in weights]
     for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
         mine = weight.within(own)
@@ -198,8 +198,8 @@ def _quantize_own(weights: Sequence[_Weight], amaxes: Sequence[Tensor], own: Par
 def _exchange(
     buffer: Tensor, weights: Sequence[_Weight], codes: Sequence[Tensor], parts: Sequence[Part], ranks: dist.ProcessGroup
 ) -> int:
-    """Fill codes, and what of the buffer is sent as it is, with every rank's part; return the bytes that this one has
-    sent."""
+    """Fill the codes, and the elements of the buffer that are sent unchanged, with every rank's part. Return the number
+    of bytes that this rank has sent."""
     starts, stops = [weight.start for weight in weights], [weight.start + weight.data.numel() for weight in weights]
     gaps = [gap for gap in zip([0, *stops], [*starts, buffer.numel()], strict=True) if gap[0] < gap[1]]
 

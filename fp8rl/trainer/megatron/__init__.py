@@ -1,1 +1,1 @@
-"""Megatron's model and settings, and what lets Megatron and TransformerEngine run here."""
+"""Megatron's model and settings, and the changes with which Megatron and TransformerEngine run here."""

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA on a machine without it, so that stock megatron-core runs: `patches` has their places and reasons.
+"""Stand-ins for CUDA, so that stock megatron-core runs without it. `patches` says where and why each is used.
 
 Megatron asks `torch.cuda` for devices, streams and random states, creates tensors with ``device="cuda"``, and compares
 tensor type names with ``torch.cuda.*``.
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def no_op(replaced: object = None) -> Callable[..., None]:
-    """Return a new function that does nothing; torch.compile keeps rules by function, one for each name."""
+    """Return a function that does nothing. Each call returns a new one: torch.compile has one rule per function."""
     return lambda *args, **kwargs: None
 
 
@@ -76,7 +76,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `Tensor.type`, which then calls CPU tensors ``torch.cuda.*``."""
+    """Return a replacement for `Tensor.type` that names the types of CPU tensors ``torch.cuda.*``."""
 
     def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
@@ -87,7 +87,7 @@ def cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_sizes_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `maybe_move_tensor_to_cpu`, which then makes numbers also of CPU tensors."""
+    """Return a replacement for `maybe_move_tensor_to_cpu` that converts CPU tensors to NumPy arrays too."""
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         moved = original(tensor, as_numpy, record_stream)
@@ -97,7 +97,7 @@ def split_sizes_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def step_of_its_own(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `_set_main_param_and_optimizer_states` for torch's AdamW, which keeps a `step` for each parameter."""
+    """Return a replacement for `_set_main_param_and_optimizer_states` that keeps each parameter's `step` (AdamW)."""
 
     def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]

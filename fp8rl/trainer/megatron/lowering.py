@@ -1,9 +1,9 @@
-"""A run's numerics in the words of TransformerEngine and Megatron: the configuration of native mode on a GPU.
+"""The settings of TransformerEngine and Megatron that express a run's numerics, for native mode on a GPU.
 
 Pure data. TransformerEngine 2.20's recipe `Float8BlockScaling` is the spec of `fp8_block_*`: activations and gradients
-in 1x128 groups, weights in 128x128 blocks, split accumulators. Its scales are FP32 or powers of two by an environment
-variable that it reads when it is imported, and Megatron 0.16.1 hands it nothing but the format. `MXFP8BlockScaling`,
-for Blackwell, has 1x32 groups for all three, with the power of two at which nothing clips.
+in 1x128 groups, weights in 128x128 blocks, split accumulators. An environment variable, read at import, chooses FP32 or
+power-of-two scales. Megatron 0.16.1 passes only the format to the recipe. `MXFP8BlockScaling`, for Blackwell, has 1x32
+groups for all three. Its scale is the power of two at which nothing clips.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKWARD = "NVTE_BACKWARD_OVERRIDE"
 _BLOCK, _MX_GROUP = 128, 32
 _SCALES: tuple[Scale, ...] = ("pow2", "fp32")
 _ROWS = 16
-"""FP8 products want a multiple of it in every dimension, tokens included."""
+"""FP8 products need a multiple of this number in every dimension, also in the number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,26 @@ class Lowering:
     """The settings of native mode for the libraries; all empty if they compute no FP8 of their own."""
 
     transformer_engine: bool = False
-    """The layers are TransformerEngine's."""
+    """Whether the layers are TransformerEngine's."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of Megatron's TransformerConfig."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of its DistributedDataParallelConfig."""
+    """Keywords of Megatron's DistributedDataParallelConfig."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of its OptimizerConfig."""
+    """Keywords of Megatron's OptimizerConfig."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
-    """Variables that TransformerEngine reads when it is imported; None for one that must not be set."""
+    """Environment variables that TransformerEngine reads at import. None: the variable must not be set."""
     recipe: Mapping[str, Any] | None = None
-    """Fields of the recipe that Megatron then makes, by dotted name; None without FP8."""
+    """Fields of the recipe that Megatron makes from these settings, by dotted name; None without FP8."""
     recipe_kind: str = BLOCKS
     """The class of the recipe."""
     row_multiple: int = 1
-    """The number of tokens in a micro-batch must be a multiple of it, on each tensor-parallel rank."""
+    """The number of tokens in a micro-batch must be a multiple of this number, on each tensor-parallel rank."""
 
 
 def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
-    """Return the lowering of one run on a machine with or without TransformerEngine (and a GPU for it). Raises
-    UserError: TransformerEngine cannot run this spec."""
+    """Return the lowering of a run, for a machine with or without TransformerEngine and its GPU. Raises UserError:
+    TransformerEngine cannot run this spec."""
     if numerics.mode == "exact" or not transformer_engine:
         return Lowering()
     # Fused kernels of Megatron and TransformerEngine for SwiGLU and the rotary embedding.
@@ -104,12 +104,12 @@ def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
 
 
 def by_mx(spec: QuantSpec) -> bool:
-    """Return True if a spec asks for TransformerEngine's recipe for Blackwell, by the groups of its weights."""
+    """Return True if a spec's weight groups need `MXFP8BlockScaling`, TransformerEngine's recipe for Blackwell."""
     return spec.weight.granularity == "token_group" and spec.weight.group == _MX_GROUP
 
 
 def _check(spec: QuantSpec, mx: bool) -> None:
-    """Raise `UserError` for what Float8BlockScaling, or MXFP8BlockScaling, does not offer."""
+    """Raise `UserError` if a setting is not available in Float8BlockScaling or MXFP8BlockScaling."""
     group, recipe = (_MX_GROUP, MX) if mx else (_BLOCK, BLOCKS)
     offered: dict[str, dict[str, tuple[object, ...]]] = {
         "weight": {"format": ("e4m3",), "granularity": ("token_group" if mx else "block",)},
@@ -149,11 +149,11 @@ def lower_optimizer(
 ) -> dict[str, Any]:
     """Return keywords of OptimizerConfig; none if masters and moments are in FP32 on the device.
 
-    fp8_parameters: TransformerEngine holds weights in FP8. cuda: there is a GPU; without one the optimizer is on the
+    fp8_parameters: TransformerEngine holds weights in FP8. cuda: there is a GPU; without a GPU the optimizer is on the
     host already.
 
     Raises:
-        UserError: Megatron cannot do it with these.
+        UserError: Megatron does not support this combination.
     """
     if memory.offload and fp8_parameters:
         raise user_error(

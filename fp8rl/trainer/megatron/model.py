@@ -50,7 +50,7 @@ def build_model(
     dtype: torch.dtype = torch.bfloat16,
 ) -> GPTModel:
     """Build this rank's part of the model, with uninitialised weights. Raises UserError: TransformerEngine would not
-    quantize as `lowering` says, or a family of the model's ops has no modules for this mode."""
+    quantize as `lowering` says, or a family of ops in the model has no modules for this mode."""
     mode, sizes = precision.numerics.mode, definition.sizes
     library: Library = "transformer_engine" if lowering.transformer_engine else "megatron"
     library = "exact" if mode == "exact" else library
@@ -105,8 +105,8 @@ def transformer_config(
     mode: Mode = "exact",
     lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
 ) -> TransformerConfig:
-    """Megatron's config of a model of these families. Gradients are sums over all ranks; only the lowering turns fused
-    CUDA kernels on."""
+    """Return Megatron's config of a model with these families of ops. Gradients are summed over ranks, not averaged.
+    Only the lowering turns on fused CUDA kernels."""
     config_type = next((each.config_type for each in families if each.config_type is not None), TransformerConfig)
     own = {key: value for each in families for key, value in each.config(sizes).items()}
     general: dict[str, Any] = {
@@ -149,7 +149,7 @@ def transformer_config(
 def _block(
     config: TransformerConfig, definition: Model, precision: Precision, library: Library
 ) -> TransformerBlockSubmodules:
-    """The decoder block of this pipeline stage, with TransformerEngine's parameter names."""
+    """Return the decoder block of this pipeline stage, with TransformerEngine's parameter names."""
     first = get_transformer_layer_offset(config)
     own = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
     layers = [Layer(definition.sizes, _MODULES[library](each), each) for each in own]
@@ -173,7 +173,7 @@ class Embedding(VocabParallelEmbedding):
     torch's CPU kernel sums a token's BF16 gradients in BF16, which loses most of a frequent token's gradient.
 
     Attributes:
-        tied: the head has the same weight.
+        tied: whether the head has the same weight.
     """
 
     tied = False
@@ -188,7 +188,7 @@ class Embedding(VocabParallelEmbedding):
 class _EmbeddingGradient(torch.autograd.Function):
     """Passes the embeddings through and adds their gradient to Megatron's FP32 sum, if there is one.
 
-    A tied weight gets it by autograd, which adds the head's to it first.
+    A tied weight gets the gradient by autograd, which first adds the head's gradient to it.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Rules that a model keeps in a layout and a quantization, of the trainer and of an engine.
+"""Checks that a model fits the parallel layout and the quantization of the trainer and of the engines.
 
-The driver checks them before it starts a process; they do not need Megatron.
+The driver runs them before it starts a process. They do not need Megatron.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ BF16_SIDES = "both sides in BF16 (numerics.preset=bf16 numerics.trainer=bf16 num
 
 @refusing
 def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Iterator[UserError]:
-    """Check that the model divides over the trainer's ranks, its weights over the blocks of `spec`, and some are
-    quantized.
+    """Check that the trainer's ranks divide the model, that the blocks of `spec` divide its weights, and that some
+    layer is quantized.
 
-    A fused weight (q|k|v per head group, gate|up) is quantized as a whole here and as separate tensors in a Hugging
-    Face checkpoint and in the engine. All give the same blocks only if each piece is a whole number of blocks on every
-    rank. Experts are never split by tp.
+    A fused weight (q|k|v per head group, gate|up) is quantized as a whole here, and as separate tensors in a Hugging
+    Face checkpoint and in the engine. Both ways give the same blocks only if each piece is a whole number of blocks on
+    every rank. Experts are never split by tp.
 
     Raises:
         UserError: a size does not divide.
@@ -50,7 +50,7 @@ def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Itera
 
 @refusing
 def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> Iterator[UserError]:
-    """Check that the model divides over the ranks of an engine; messages speak of them as `key`. Raises UserError."""
+    """Check that an engine's ranks divide the model. Raises UserError. key: the spec's key of tp, for messages."""
     yield from _split_refusals(shape, tp, spec, key)
     if tp > 1 and (why := _unshared(shape, "engine")):
         yield user_error(key, tp, f"1 for a model {why}", f"Set {key}=1, and rollout.engines to use more GPUs.")
@@ -60,10 +60,10 @@ def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "roll
 
 @refusing
 def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Iterator[UserError]:
-    """Check that gradients and weights that are to travel in another format travel at all, and can, and that biases
-    which are to be moved exist.
+    """Check `trainer.gradient_wire`, `weight_gather` and `router_bias_rate`. With another wire format, ranks must send
+    something, and the format must fit `spec`. A bias rate needs a model with biases.
 
-    spec: what the trainer quantizes when it starts. Raises UserError.
+    spec: what the trainer quantizes at the start. Raises UserError.
     """
     # Experts are not split by tp.
     alone = config.copies == 1 and not (shape.sizes.moe and config.tp > config.ep)
@@ -93,9 +93,9 @@ def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Ite
 def check_rows(
     config: TrainerSection, mode: Mode, transformer_engine: bool, length: int | None = None
 ) -> Iterator[UserError]:
-    """Check that attention can take rows that lie end to end, and context-parallel ranks can share rows.
+    """Check that the mode's attention supports packing, prefix sharing and context parallelism as the config asks.
 
-    length: tokens of the longest row, where it is known. Raises UserError.
+    length: tokens of the longest row, if known. Raises UserError.
     """
     cp = config.cp
     if config.packing and mode == "native" and not transformer_engine:
@@ -128,7 +128,7 @@ def check_rows(
 
 
 def _split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str) -> Iterator[UserError]:
-    """What keeps a model from being split over the tensor-parallel ranks of a side; `key` is the spec's name of tp."""
+    """Yield the reasons why `tp` ranks of the trainer or an engine cannot split a model. key: the spec's key of tp."""
     sizes = shape.sizes
     for name, size in (
         ("num_attention_heads", sizes.heads),
@@ -167,13 +167,13 @@ def _undivided(key: str, ranks: int, name: str, size: int) -> UserError:
 
 
 def _block(spec: QuantSpec) -> int:
-    """The smallest number of elements that holds whole blocks of every role."""
+    """Return the smallest number of elements that is a multiple of every role's block."""
     roles = [role for role in (spec.weight, spec.activation, spec.gradient) if role.quantized]
     return math.lcm(*(role.group for role in roles if role.granularity in ("block", "token_group")))
 
 
 def _pieces(shape: Shape, tp: int, spec: QuantSpec, key: str) -> dict[str, int]:
-    """Sizes of the pieces of fused weights in quantized layers, as a rank has them, by their names."""
+    """Return the sizes that a rank's pieces of fused weights have in quantized layers, by name."""
     pieces = {"hidden_size": shape.sizes.hidden_size}
     split: dict[str, int] = {}
     quantized = range(spec.first_layers_bf16, shape.sizes.layers - spec.last_layers_bf16)
@@ -200,7 +200,7 @@ def _remedy_of_piece(shape: Shape, tp: int, key: str, piece: str) -> str:
 
 
 def _unshared(shape: Shape, ranks: Ranks) -> str | None:
-    """Say of a model why such ranks cannot share it; None: they can."""
+    """Return the reason why ranks of this kind cannot share the model; None if they can."""
     found = (family.unshared(shape.sizes).get(ranks) for family, _ in shape.layers_of())
     return next((why for why in found if why), None)
 

@@ -1,9 +1,9 @@
-"""Every place where this project reaches into megatron-core 0.16.1, or into torch and TransformerEngine as Megatron
-uses them, with the signature that it expects to find there.
+"""Every place where this project changes megatron-core 0.16.1, or torch and TransformerEngine as Megatron uses them,
+with the signature that it expects there.
 
-A target that is not there, or whose parameters are others, is refused by name before anything is changed. PATCHES are
-attributes that get another value. OVERRIDES are methods, not meant for it, that our classes override: as subclasses
-that we make ourselves, or that finished objects become, where Megatron names their class itself.
+If a target is missing or has other parameters, an error names it before anything is changed. PATCHES are attributes
+that get another value. OVERRIDES are library methods that our subclasses override although the library does not
+document them for this. Where Megatron itself creates the object, the finished object's class is changed to ours.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ABSENT = "absent"
 class Patch:
     """An attribute of a library.
 
-    target: its dotted name. parameters: of the function or class that stands there, in order, without `self`; None for
-    what is neither, or has no signature; "absent" for what need not be there. make: what stands there from then on, of
-    what stood there.
+    target: the attribute's dotted name. parameters: the parameter names expected of the function or class, in order,
+    without `self`. None: the attribute is no function or class, or has no signature. "absent": the attribute may be
+    missing. make: returns the new value from the old value.
     """
 
     target: str
@@ -50,7 +50,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Override:
-    """A method of a library's class, and the class of ours that has another. parameters: as of a patch."""
+    """A method of a library's class, and our class that overrides it. parameters: as in `Patch`."""
 
     target: str
     parameters: str
@@ -63,12 +63,12 @@ def _value(value: Any) -> Callable[[Any], Any]:
 
 
 def _ours(module: str, name: str) -> Callable[[Any], Any]:
-    """A function of the trainer's; its module imports Megatron, which must not be early."""
+    """Return a `make` that gives a function of the trainer, and only then imports its module and so Megatron."""
     return lambda replaced: getattr(importlib.import_module(f"fp8rl.trainer.{module}"), name)
 
 
 def _compiled_when_called(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile` that loads the compiler and decorates when the function is first called."""
+    """Return a `torch.compile` that loads the compiler and decorates the function at the function's first call."""
 
     def late(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
         if function is None:
@@ -322,7 +322,7 @@ _installed = False
 
 def install() -> None:
     """Prepare torch and Megatron for this machine. Idempotent; call it before the process groups exist. Raises
-    RuntimeError: naming every target that is not as expected; nothing is changed then."""
+    RuntimeError: some targets are not as expected. The message names them all, and nothing is changed."""
     global _installed
     if _installed:
         return
@@ -345,7 +345,7 @@ def install() -> None:
 
 
 def become(finished: Any, ours: type) -> Any:
-    """The object as one of `ours`, a subclass of its class that a row of OVERRIDES names."""
+    """Change the class of a finished object to `ours`, a subclass of it that a row of OVERRIDES names."""
     name = f"{ours.__module__}.{ours.__qualname__}"
     assert any(row.ours == name for row in OVERRIDES) and issubclass(ours, type(finished)), name
     finished.__class__ = ours
@@ -354,7 +354,7 @@ def become(finished: Any, ours: type) -> Any:
 
 @contextlib.contextmanager
 def applied(patch: Patch) -> Iterator[None]:
-    """Have a patch for the block alone, where it applies."""
+    """Apply a patch for the length of the block, if it applies on this machine."""
     if not _applies(patch.where):
         yield
         return
@@ -366,7 +366,7 @@ def applied(patch: Patch) -> Iterator[None]:
 
 
 def problem_of(row: Patch | Override) -> str | None:
-    """A line that says what is not as the row expects; None if all is."""
+    """Return a line that says what differs from the row; None if nothing does."""
     try:
         target = pkgutil.resolve_name(row.target)
     except (ImportError, AttributeError) as error:
@@ -394,7 +394,7 @@ def _applies(where: Where) -> bool:
 
 
 def _apply(patch: Patch) -> tuple[Any, str, Any]:
-    """The owner of the attribute, its name, and what stood there."""
+    """Apply a patch. Return the owner of the attribute, its name, and its old value."""
     path, _, name = patch.target.rpartition(".")
     owner = pkgutil.resolve_name(path)
     original = getattr(owner, name, None)

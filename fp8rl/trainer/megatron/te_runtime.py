@@ -1,8 +1,8 @@
-"""TransformerEngine's process environment, the check of the recipe that it made of it, and the parameters that it holds
-in FP8 (its Float8BlockwiseQTensor), with their codes and scales as they are.
+"""TransformerEngine's process environment, a check of the recipe that results from it, and access to the codes and
+scales of parameters that TransformerEngine holds in FP8 (Float8BlockwiseQTensor).
 
-Such a parameter looks like a BF16 tensor [N, K]. Inside are `_rowwise_data`, the codes as uint8 [N, K], and
-`_rowwise_scale_inv`, FP32 [N / 128, K / 128 padded to a multiple of 4], besides transposed copies.
+Such a parameter looks like a BF16 tensor [N, K]. It holds `_rowwise_data`, the codes as uint8 [N, K], and
+`_rowwise_scale_inv`, FP32 [N / 128, K / 128 padded to a multiple of 4], and transposed copies of both.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FORMATS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}
 
 
 def prepare(lowering: Lowering) -> None:
-    """Set the variables that TransformerEngine reads when it is imported. Importing Megatron imports it, so call this
-    before.
+    """Set the environment variables that TransformerEngine reads at import. Call this before importing Megatron, which
+    imports TransformerEngine.
 
-    In a process that has imported it this is too late and changes nothing; `check` then finds out.
+    If TransformerEngine is imported already, this has no effect, and `check` reports it.
     """
     if "transformer_engine" in sys.modules:
         return
@@ -43,8 +43,7 @@ def prepare(lowering: Lowering) -> None:
 
 
 def check(lowering: Lowering, config: TransformerConfig) -> None:
-    """Compare the recipe that Megatron makes of `config` with the lowering. Raises UserError: TransformerEngine would
-    compute something else."""
+    """Check that Megatron makes the lowering's recipe from `config`. Raises UserError: it makes another recipe."""
     if lowering.recipe is None:
         return
     from megatron.core.fp8_utils import get_fp8_recipe
@@ -53,12 +52,12 @@ def check(lowering: Lowering, config: TransformerConfig) -> None:
 
 
 def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None:
-    """Let a model that was built with `built` compute as `wanted` from the next forward on.
+    """Switch a model that was built with `built` to `wanted`, from the next forward pass on.
 
-    With TransformerEngine, one that was built in FP8 may compute in BF16 and in FP8 again. Its weights stay in FP8.
+    With TransformerEngine, a model that was built in FP8 can switch to BF16 and back. Its weights stay in FP8.
 
     Raises:
-        UserError: another change; nothing has changed then.
+        UserError: the change is another one. Then nothing has changed.
     """
     if not built.transformer_engine:
         return
@@ -94,7 +93,7 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def quantized(parameter: Any) -> QuantizedTensor:
-    """Return codes [N, K] and scales [N / 128, K / 128] of a parameter of whole blocks; they share its memory."""
+    """Return codes [N, K] and scales [N / 128, K / 128] of a parameter, views of its memory. N, K: whole blocks."""
     assert parameter._is_2D_scaled, "weights have one scale per block"
     spec = TensorSpec(
         format=_FORMATS[parameter._fp8_dtype.name],  # type: ignore[arg-type]
@@ -107,8 +106,8 @@ def quantized(parameter: Any) -> QuantizedTensor:
 
 
 def stored(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield the codes and scales of a parameter: by rows, and by columns where products have asked for them. Megatron
-    hangs gradients and masters on it as well."""
+    """Yield a parameter's codes and scales, row-wise and, if products have asked for them, column-wise. Its other
+    tensors, such as the gradient and the master that Megatron attaches, are left out."""
     for name, value in vars(parameter).items():
         if name.startswith(("_rowwise_", "_columnwise_")) and value is not None:
             yield value
@@ -116,7 +115,7 @@ def stored(parameter: Tensor) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def fill(parameter: Any, values: Tensor) -> None:
-    """Quantize BF16 `values` [N, K] into the parameter, and leave them for the optimizer to make its master from."""
+    """Quantize BF16 `values` [N, K] into the parameter, and keep them there until the optimizer makes its master."""
     parameter.quantize_(values)
     if hasattr(parameter, "get_high_precision_init_val"):
         # What it returns. TransformerEngine put there what it initialised the parameter with.

@@ -1,4 +1,4 @@
-"""Modules that all families have in exact mode: products, norms and SwiGLU as `numerics.ops` defines them."""
+"""Modules that all families of ops use in exact mode: products, norms and SwiGLU as `numerics.ops` defines them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8rl.trainer.modules.weights import norm_weight, sharded_adapter, tag_spli
 
 
 def layer_modules(precision: LayerPrecision) -> LayerModules:
-    """The modules of a layer; the model is built without position embeddings, as the core of an attention rotates."""
+    """Return the modules of a layer. The model has no position embeddings, because the attention core rotates."""
     return LayerModules(
         norm=RMSNorm,
         norm_column_linear=with_precision(precision, NormColumnLinear),
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(MegatronModule):
-    """`ops.swiglu` as a module, which Megatron's MLP asks for its part of a checkpoint."""
+    """`ops.swiglu` as a module, because Megatron's MLP asks its activation for a part of the checkpoint."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """[..., 2F] -> [..., F]"""
@@ -52,7 +52,7 @@ class SwiGLU(MegatronModule):
 
 
 class _WithAdapter:
-    """A product of Megatron's beside whose weight an adapter may stand."""
+    """A product of Megatron whose weight may have an adapter."""
 
     adapter: Adapter | None = None
     tp_group: dist.ProcessGroup
@@ -60,13 +60,13 @@ class _WithAdapter:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Megatron's, with an adapter split like the weight."""
+        """Return Megatron's state with the adapter added, which is split like the weight."""
         sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         return sharded | sharded_adapter(self.adapter, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 class ColumnLinear(_WithAdapter, ColumnParallelLinear):
-    """Output features split over the tensor-parallel ranks."""
+    """A product whose output features are split over the tensor-parallel ranks."""
 
     def __init__(self, *args: Any, precision: LayerPrecision, kind: str | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -95,21 +95,21 @@ class NormColumnLinear(ColumnLinear):
         return super().forward(self.normalized(input_), *args, **kwargs)
 
     def normalized(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H], what the product takes."""
+        """Return the norm's output, which the product takes: [..., H] -> [..., H]."""
         return ops.rms_norm(x, self._norm_weight, self.config.layernorm_epsilon)
 
     @property
     def _norm_weight(self) -> Tensor:
-        """The factor of the norm."""
+        """The factor by which the norm multiplies."""
         weight = self.layer_norm_weight
         return ops.one_plus(weight) if self.config.layernorm_zero_centered_gamma else weight
 
 
 class RowLinear(_WithAdapter, RowParallelLinear):
-    """Input features split over the tensor-parallel ranks.
+    """A product whose input features are split over the tensor-parallel ranks.
 
-    The FP32 partials of the ranks are added in rank order and rounded once. One rank does the same with
-    `precision.k_splits` slices of its K, so both layouts give the same bits.
+    The ranks' FP32 partial sums are added in rank order and rounded once. A single rank does the same with
+    `precision.k_splits` slices of K, so both layouts give the same bits.
     """
 
     def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
@@ -118,7 +118,7 @@ class RowLinear(_WithAdapter, RowParallelLinear):
         tag_split(self.weight, 1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """[S, B, K] -> ([S, B, N], no bias), the sequence split over the ranks if there are several."""
+        """[S, B, K] -> ([S, B, N], no bias). Several ranks split the sequence of the output."""
         p, weight, group, adapter = self.precision, self.weight, self.tp_group, self.precision.used(self.adapter)
         if group.size() == 1:
             return p.product(self.kind, input_, weight, adapter, p.k_splits), None
@@ -138,16 +138,16 @@ class RowLinear(_WithAdapter, RowParallelLinear):
 
 
 class PlainColumnLinear(ColumnParallelLinear):
-    """Output features split over the tensor-parallel ranks, never quantized: the output projection (lm_head), whose
-    logits are gathered from the ranks."""
+    """The output projection (lm_head), which is never quantized. Its output features are split over the tensor-parallel
+    ranks, and its logits are gathered from them."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
         return ops.linear(_whole_sequence(input, context), weight)
 
 
 class _MergeOverRanks(torch.autograd.Function):
-    """Exchange FP32 partials so that each rank adds up its part of the sequence, in rank order, and last `plus` of that
-    part."""
+    """Exchanges FP32 partial sums. Each rank adds the partial sums for its part of the sequence in rank order, and then
+    `plus`, the term of that part."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, plus: Tensor | None, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:

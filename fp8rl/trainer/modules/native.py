@@ -1,7 +1,7 @@
-"""Modules that all families have in native mode: Megatron's own, with TransformerEngine's products where it runs.
+"""Modules that all families of ops use in native mode: Megatron's own, with TransformerEngine's products on a GPU.
 
-TransformerEngine has no CPU kernels. There the FP8 product is that of `numerics.ops` with the spec's scales, and
-everything else is Megatron's. Nothing but the place of the router's probabilities is aligned with the engine.
+TransformerEngine has no CPU kernels. On a CPU the FP8 product is `numerics.ops`' with the spec's scales, and all other
+ops are Megatron's. Only the place where the router's probabilities are applied is aligned with the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8rl.trainer.modules.weights import norm_weight, tag_split
 
 
 def layer_modules(precision: LayerPrecision) -> LayerModules:
-    """The modules of a layer; the model is built with Megatron's rotary embedding."""
+    """Return the modules of a layer. The model has Megatron's rotary embedding."""
     return LayerModules(
         norm=RMSNorm,
         norm_column_linear=with_precision(precision, NormColumnLinear),
@@ -49,7 +49,7 @@ def transformer_engine_modules(precision: LayerPrecision) -> LayerModules:
 
 
 class RMSNorm(nn.Module):
-    """torch's RMSNorm over the last axis. Megatron's wrapper of it refuses sequence parallelism."""
+    """torch's RMSNorm over the last axis. It is here because Megatron's wrapper refuses sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """torch's norm over the last axis; zero_centered: by 1 + weight."""
+    """Apply torch's norm over the last axis. zero_centered: multiply by 1 + weight in place of weight."""
     return F.rms_norm(x, weight.shape, (1 + weight.float()).to(weight.dtype) if zero_centered else weight, eps)
 
 
@@ -70,7 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Output features split over the tensor-parallel ranks."""
+    """A product whose output features are split over the tensor-parallel ranks."""
 
     def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,13 +100,13 @@ class NormColumnLinear(ColumnLinear):
         return super().forward(self.normalized(input_), *args, **kwargs)
 
     def normalized(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H], what the product takes."""
+        """Return the norm's output, which the product takes: [..., H] -> [..., H]."""
         config = self.config
         return rms_norm(x, self.layer_norm_weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
 
 
 class RowLinear(RowParallelLinear):
-    """Input features split over the tensor-parallel ranks, whose products Megatron adds in the model's dtype."""
+    """A product whose input features are split over the tensor-parallel ranks. Megatron sums in the model's dtype."""
 
     def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The precision in which one model runs its GEMMs, and its attention has keys and values."""
+"""The precision of one model's GEMMs, and of the keys and values in its attention."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fp8rl.numerics.weight_cache import WeightCache
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter beside a weight [N, K], or stacked ones [experts, N, K].
+    """The adapter of a weight [N, K] or of stacked weights [experts, N, K].
 
     Attributes:
-        a: [parts * rank, K], the A of each adapted matrix that the weight fuses, stacked. For stacked experts with
-            adapters of their own, a and b have the experts as first dimension.
+        a: [parts * rank, K], the A of each adapted matrix in the fused weight, stacked. If each of the stacked experts
+            has its own adapter, a and b have the experts as first dimension.
         b: [M, rank], the B of the adapted rows, in the order of the weight's rows.
-        parts: number of adapted matrices.
+        parts: number of adapted matrices in the fused weight.
         fused: the rows of the weight that b's rows belong to; None for a single matrix.
-        halves: b is gate's rows, then up's.
+        halves: whether b has first the gate's rows, then the up projection's rows.
     """
 
     a: nn.Parameter
@@ -48,34 +48,34 @@ class Adapter:
 
     @property
     def merges(self) -> bool:
-        """Return whether products take the weight with the adapter in it."""
+        """Return whether the adapter is merged into the weight that products take."""
         return self.config.mode == "merged"
 
     @property
     def low_rank(self) -> LowRank:
-        """The adapter as products take it."""
+        """The adapter in the form that products take."""
         wide = self.b if self.fused is None else self.fused.wide(self.b)
         return LowRank(self.a, wide, self.config.scale, self.parts)
 
     def term(self, x: Tensor, k_splits: int = 1) -> Tensor | None:
-        """Return what a product of x adds before it is rounded; None where the weight has it in it."""
+        """Return the adapter's term, which a product of x adds before rounding; None for a merged adapter."""
         return None if self.merges else ops.low_rank_of(x, self.low_rank, k_splits)
 
     def with_adapter_gradient(self, product: Tensor, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Return `product` unchanged in the forward; in the backward its gradient also goes to the adapter's A and B.
+        """Return `product` unchanged. In the backward pass its gradient also goes to a merged adapter's A and B.
 
-        That is so where the weight has the adapter in it: elsewhere `term` carries the gradient.
+        An adapter that is not merged gets its gradient by `term`.
         """
         return ops.with_adapter_gradient(product, x, self.low_rank, counts) if self.merges else product
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return what is served in place of the weight."""
+        """Return the weight with the adapter merged into it."""
         return ops.merged(weight, self.low_rank)
 
 
 def initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The A of a matrix before the first update, FP32 [rank, K]: uniform, as `peft` begins it, and a function of its
-    name and the run's seed alone. B is zero."""
+    """Return the initial A of a matrix, FP32 [rank, K]. It is uniform, as in `peft`, and depends only on the matrix's
+    name and the run's seed. The initial B is zero."""
     generator = torch.Generator().manual_seed(_number(f"{seed}/{name}"))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
@@ -90,9 +90,9 @@ class Precision:
     """The trainer's side of a NumericsConfig. A live model changes its precision with `numerics`.
 
     Attributes:
-        cache: the operands of the current weight version's products.
-        layers: of the whole model.
-        bare: while the model computes without its adapters: the operands of the weights as they are.
+        cache: the operands of products at the current weight version.
+        layers: number of layers in the whole model.
+        bare: the operands of the weights without adapters, while the model computes without them; otherwise None.
     """
 
     numerics: NumericsConfig
@@ -102,12 +102,12 @@ class Precision:
 
     @property
     def weights(self) -> WeightCache:
-        """The operands of what is computed now."""
+        """The operands that products take now."""
         return self.cache if self.bare is None else self.bare
 
     @contextmanager
     def without_adapters(self, adapter: AdapterSection | None) -> Iterator[None]:
-        """Compute with the frozen weights alone, for a block. adapter: what the model has beside them, or in them."""
+        """Compute with the frozen weights alone inside the block. adapter: the settings of the model's adapters."""
         # Products of a merged adapter have operands of their own; those of the base are there for the block alone.
         self.bare = WeightCache() if adapter is not None and adapter.mode == "merged" else self.cache
         try:
@@ -116,25 +116,25 @@ class Precision:
             self.bare = None
 
     def of_layer(self, layer: int) -> LayerPrecision:
-        """Return what the modules of layer 0 to `layers` - 1 share."""
+        """Return the precision of a layer, 0 to `layers` - 1, for its modules."""
         return LayerPrecision(self, layer)
 
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    """A model's precision as one layer sees it. Modules ask it in each forward, and so follow a change."""
+    """The precision of one layer. Modules ask for it in each forward pass, and so follow a change."""
 
     model: Precision
     layer: int
 
     @property
     def spec(self) -> QuantSpec:
-        """Return what the layer's forward quantizes."""
+        """Return the spec of what the layer's forward pass quantizes."""
         return self.model.numerics.trainer_spec.of_layer(self.layer, self.model.layers)
 
     @property
     def backward(self) -> Backward:
-        """Precision of the gradient GEMMs of a quantized module."""
+        """The precision of the gradient GEMMs of a quantized module."""
         numerics = self.model.numerics
         return "fp8" if numerics.trainer == "fp8" and numerics.spec.gradient.quantized else "bf16"
 
@@ -145,29 +145,29 @@ class LayerPrecision:
 
     @property
     def k_splits(self) -> int:
-        """Slices of K in a row-parallel product on one rank."""
+        """Number of slices of K in a row-parallel product on one rank."""
         return self.model.numerics.k_splits
 
     def quantizes(self, kind: str | None) -> bool:
-        """Return whether the GEMMs of this module kind run in FP8 now; None: of a product that no spec quantizes."""
+        """Return whether the GEMMs of this module kind run in FP8 now. kind: None for a product never in FP8."""
         return kind is not None and self.spec.quantizes(kind)
 
     def operand(self, weight: Tensor) -> Any:
-        """Return what a quantized weight [N, K] multiplies as."""
+        """Return the operand of a quantized weight [N, K]."""
         return self.model.weights.operand(weight, self.spec.weight)
 
     def group_operand(self, weights: Sequence[Tensor] | Tensor) -> Any:
-        """Return what the quantized weights of a layer's experts multiply as: of each, or of their stack."""
+        """Return the operand of the quantized weights of a layer's experts, given one by one or stacked."""
         return self.model.weights.group_operand(weights, self.spec.weight)
 
     def fp8_linear(self, x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
-        """`ops.fp8_linear` of x [..., K] and weight [N, K]."""
+        """Compute `ops.fp8_linear` of x [..., K] and weight [N, K]."""
         return ops.fp8_linear(x, weight, self.operand(weight), self.spec, self.backward, k_splits, plus)
 
     def product(
         self, kind: str | None, x: Tensor, weight: Tensor, adapter: Adapter | None = None, k_splits: int = 1
     ) -> Tensor:
-        """The product of x [..., K] and weight [N, K], in FP8 where `kind` is, with the adapter that stands beside."""
+        """Compute the product of x [..., K] and weight [N, K] with the adapter, in FP8 if `kind` is quantized."""
         adapter = self.used(adapter)
         plus = adapter.term(x, k_splits) if adapter is not None else None
         if self.quantizes(kind):
@@ -177,11 +177,11 @@ class LayerPrecision:
         return out if adapter is None else adapter.with_adapter_gradient(out, x)
 
     def plain(self, weight: Tensor) -> Tensor:
-        """Return what an unquantized product takes of a parameter."""
+        """Return the operand of an unquantized weight."""
         return self.model.weights.plain(weight)
 
     def used(self, adapter: Adapter | None) -> Adapter | None:
-        """The adapter, unless the model computes without."""
+        """Return the adapter; None while the model computes without adapters."""
         return None if self.model.bare is not None else adapter
 
 
@@ -189,26 +189,26 @@ class LayerPrecision:
 
 
 class KVRounding:
-    """The run's `KVFormat` in one attention. In FP8 it counts the numbers that saturate, where `count` asks for it."""
+    """The run's `KVFormat` in one attention. In FP8 it also counts the numbers that saturate, while `count` is on."""
 
     def __init__(self, precision: LayerPrecision) -> None:
         self._precision = precision
         self.counts: Tensor | None = None
-        """int64 [2]: numbers beyond the range, and all. Kept on the device, so that no forward waits for it."""
+        """int64 [2]: saturated numbers, and all numbers. On the device, so that no forward pass waits for it."""
         self.real: Tensor | None = None
-        """bool [b, s], the tokens of this forward that are no padding; None: nothing is counted."""
+        """bool [b, s], True for the tokens of this forward pass that are no padding; None: do not count."""
 
     @property
     def format(self) -> KVFormat:
-        """The format now; a live model changes it with its numerics."""
+        """The present format. It changes when a live model's numerics change."""
         return self._precision.kv
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return `KVFormat.keys` of x [b, s, ...], or [s, ...] of rows end to end."""
+        """Return `KVFormat.keys` of x [b, s, ...], or of packed rows [s, ...]."""
         return self._counted(x, self.format.key_scale, self.format.keys(x))
 
     def values(self, x: Tensor) -> Tensor:
-        """Return `KVFormat.values` of such x."""
+        """Return `KVFormat.values` of x [b, s, ...], or of packed rows [s, ...]."""
         return self._counted(x, self.format.value_scale, self.format.values(x))
 
     def _counted(self, x: Tensor, scale: float, rounded: Tensor) -> Tensor:
@@ -221,15 +221,18 @@ class KVRounding:
 
 
 def count(model: nn.Module, real: Tensor | None) -> None:
-    """Count in the next forward, until this is called with None; a forward for a backward does not count."""
+    """Count saturated keys and values in forward passes from now on; None: stop counting.
+
+    real: bool [b, s], False in the padding. Stop before the backward pass, which may recompute the forward pass.
+    """
     for each in _rounding_of(model):
         each.real = real
 
 
 def kv_saturated(model: nn.Module) -> float:
-    """Return the part of all ranks' keys and values that saturated since the last call.
+    """Return the fraction of all ranks' keys and values that saturated since the last call.
 
-    All ranks call it, also those whose layers have no keys.
+    All ranks must call it, also ranks whose layers have no keys.
     """
     total = torch.zeros(2, dtype=torch.int64, device=next(model.parameters()).device)
     for each in _rounding_of(model):

@@ -1,8 +1,8 @@
-"""The choice of a token's experts, and tokens on their way to them and back.
+"""The choice of a token's experts, and the exchange of tokens and expert outputs between ranks.
 
 A token's rows are added in one defined order. On a GPU, Megatron's own two functions add them with atomics
-(moe_utils.py:375 in the backward pass, :441 in the forward pass), so that a run that is resumed would not end in the
-bits of one that was not.
+(moe_utils.py:375 in the backward pass, :441 in the forward pass). With them a resumed run would not end in the same
+bits as a run without a break.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Router(TopKRouter):
 
 
 class BiasedRouter(Router):
-    """Logits in FP32, not rounded, and top-k by `ops.route_sigmoid`, with a bias for each expert."""
+    """Logits in FP32, and top-k by `ops.route_sigmoid`, with a bias for each expert."""
 
     def __init__(self, *, chooses: SigmoidRouter, **settings: Any) -> None:
         super().__init__(**settings)
@@ -80,10 +80,10 @@ def _top(probs: Tensor, top_k: int, *groups: None) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Copy a token for each of its experts: x [T, H] -> rows [T * k, H].
+    """Copy each token once for each of its experts: x [T, H] -> rows [T * k, H].
 
-    order: int64 [T * k], the (token, choice) pairs in the order of the rows, choices in ascending expert id. The
-    gradient of a token is the sum of its rows' in that order, in FP32, rounded once.
+    order: int64 [T * k], the number of each row's (token, choice) pair. A token's choices are in ascending expert id.
+    A token's gradient is the FP32 sum of its rows' gradients in the order of its choices, rounded once.
     """
     return _Rows.apply(x, order, top_k)  # type: ignore[no-any-return]
 
@@ -91,10 +91,10 @@ def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
 def on_their_ranks(
     experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """Return what the experts of all ranks make of this rank's rows [T * k, H], in the order of the rows.
+    """Send rows [T * k, H] to their experts on all ranks, and return the experts' outputs in the order of the rows.
 
-    rows are sorted by expert, and counts, int64 [experts], says how many each has. experts: computes the rows [R, H] of
-    this rank's experts, sorted by expert and then by the rank that they come from, of the number of each.
+    rows: sorted by expert. counts: int64 [experts], the number of rows of each expert. experts: computes this rank's
+    experts on the rows [R, H] that arrived, sorted by expert and then by sender, and the number of rows of each expert.
     """
     ranks = group.size()
     arriving = torch.empty_like(counts)
@@ -111,9 +111,9 @@ def on_their_ranks(
 
 
 def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
-    """Wait for the numbers of rows that go to each rank, and come from it: int64 [2, ranks].
+    """Wait for int64 [2, ranks]: the numbers of rows that this rank sends to each rank, and receives from it.
 
-    rows: the sum of the first ones, which the host knows.
+    rows: the number of rows sent, which the host knows already.
     """
     return sizes.tolist()  # type: ignore[no-any-return]
 
@@ -133,7 +133,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Reordered(torch.autograd.Function):
-    """Rows in another order, a permutation whose inverse is given too."""
+    """Puts rows in another order, given by a permutation and its inverse."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -149,25 +149,25 @@ class _Reordered(torch.autograd.Function):
 
 
 class OneExpertRouter(TopKRouter):
-    """The router of one expert per token, renormalised: its probability is 1, whatever its logit, as in the engine;
-    times the factor of a sigmoid router.
+    """A router that renormalises over one expert per token. As in the engine, the expert's probability is 1, whatever
+    its logit, times the factor of a sigmoid router.
 
-    Megatron insists on a softmax over all experts there (`moe_router_pre_softmax`), and leaves the probability so; and
-    it leaves the sigmoid of one expert as it is.
+    With one expert, Megatron requires a softmax over all experts (`moe_router_pre_softmax`) and does not renormalise
+    the probability. Nor does it renormalise the sigmoid of one expert.
     """
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [S, B, E] -> probabilities [S * B, E], 0 but for the chosen expert, and their bool map."""
+        """Logits [S, B, E] -> probabilities [S * B, E], 0 except for the chosen expert, and the bool map of choices."""
         probs, routing_map = super().routing(logits, padding_mask)
         factor = self.config.moe_router_topk_scaling_factor or 1.0
         return probs * 0 + routing_map.to(probs.dtype) * factor, routing_map  # its weight keeps a gradient, of zeros
 
 
 class UnnormalizedRouter(TopKRouter):
-    """The router of sigmoids that are not divided by their sum. Megatron always divides those of several experts."""
+    """A sigmoid router whose probabilities are not divided by their sum. Megatron always divides if k > 1."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [S, B, E] -> probabilities [S * B, E], 0 but for the chosen experts, and their bool map."""
+        """Logits [S, B, E] -> probabilities [S * B, E], 0 except for chosen experts, and the bool map of choices."""
         _, routing_map = super().routing(logits, padding_mask)
         probs = logits.view(routing_map.shape).float().sigmoid() * self.config.moe_router_topk_scaling_factor
         return probs.to(logits.dtype) * routing_map, routing_map
@@ -176,7 +176,7 @@ class UnnormalizedRouter(TopKRouter):
 def best_of_groups(
     scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
 ) -> tuple[Tensor, Tensor]:
-    """`group_limited_topk`: scores [T, E] -> those of the experts chosen, and the experts, [T, k] each."""
+    """Replace Megatron's `group_limited_topk`: scores [T, E] -> chosen experts' scores and ids, each [T, k]."""
     return kept_scores(scores, num_groups, group_topk).topk(topk, dim=-1)
 
 
@@ -188,10 +188,10 @@ def permute(
     fused: bool = False,
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A copy of each token for each of its k experts: Megatron's `permute`, for tokens that all have k experts.
+    """Copy each token once for each of its experts. Replaces Megatron's `permute` where each token has k experts.
 
     tokens [T, H], routing_map bool [T, experts] -> rows [T * k, H] sorted by expert and then token, their
-    probabilities, and the token of each row. The gradient of a token is the sum of its rows' in :func:`sum_by_token`.
+    probabilities, and the token of each row. :func:`sum_by_token` sums the rows' gradients to a token's gradient.
     """
     if fused or drop_and_pad:  # TransformerEngine's kernel gathers; nothing here drops tokens
         return moe_utils.permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)  # type: ignore[no-any-return]
@@ -208,20 +208,20 @@ def unpermute(
     fused: bool = False,
     drop_and_pad: bool = False,
 ) -> Tensor:
-    """The sum of each token's rows [T * k, H] -> [T, H], as :func:`sum_by_token`: Megatron's `unpermute`."""
+    """Sum each token's rows by :func:`sum_by_token`: [T * k, H] -> [T, H]. Replaces Megatron's `unpermute`."""
     if fused or drop_and_pad or probs is not None:
         return moe_utils.unpermute(rows, token_of_row, restore_shape, probs, routing_map, fused, drop_and_pad)  # type: ignore[no-any-return]
     return _Unpermute.apply(rows, token_of_row, restore_shape[0])
 
 
 def sum_by_token(rows: Tensor, token_of_row: Tensor, tokens: int) -> Tensor:
-    """The sum of the k rows of each token, in ascending expert id, in FP32, rounded once: [T * k, H] -> [T, H]."""
+    """Sum the k rows of each token in FP32, in ascending expert id, and round once: [T * k, H] -> [T, H]."""
     choices = rows[by_token(token_of_row)].float().view(tokens, -1, rows.shape[1])
     return sum_in_order(choices).to(rows.dtype)
 
 
 def by_token(token_of_row: Tensor) -> Tensor:
-    """The rows [T * k] sorted by token and then expert: rows ascend by expert, and the sort is stable."""
+    """Return the order [T * k] of rows by token and then expert. (Rows ascend by expert, and the sort is stable.)"""
     return token_of_row.argsort(stable=True)
 
 

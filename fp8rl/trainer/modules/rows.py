@@ -1,11 +1,10 @@
-"""The rows of a micro-batch as attention finds them: end to end, or shared by context-parallel ranks, each of which
-attends to the keys of all of them.
+"""The layout of a micro-batch's rows for attention: packed end to end, or split over context-parallel ranks.
 
-A row is cut into twice as many chunks as there are ranks, and rank r has chunk r from the front and chunk r from the
-back, so that all have as many keys to attend to (Llama 3, arXiv 2407.21783). Keys and values are gathered in the
-order of positions, and each rank runs the attention op on its own queries: no result depends on the number of ranks.
-In the backward, queries are gathered instead, for a rank's own keys: each sum over queries or keys is one rank's,
-whole and in the order that one rank alone has.
+With context parallelism, a row is cut into 2 * ranks chunks. Rank r has chunk r from the front and chunk r from the
+back, so that all ranks attend to equally many keys (Llama 3, arXiv 2407.21783). Keys and values of all ranks are
+gathered in the order of positions, and each rank runs the attention op on its own queries. So no result depends on the
+number of ranks. In the backward pass, queries are gathered instead, for a rank's own keys. So one rank computes each
+sum over queries or keys whole, in the same order as a single rank.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from fp8rl.trainer.config import CHUNKS
 
 @dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):
-    """The layout of rows end to end for attention: Megatron's parameters, and ours."""
+    """The layout of packed rows for attention: Megatron's parameters, and ours."""
 
     lengths: Tensor
-    """int64 [B], of each row."""
+    """int64 [B], the length of each row."""
     positions: Tensor
-    """int64 [T], of each token in its row."""
+    """int64 [T], the position of each token in its row."""
     tree: TokenTree | None = None
-    """The prefix tree that the rows are, if what they have in common is laid once."""
+    """The prefix tree of the rows, if shared prefixes occur only once; otherwise None."""
 
     @classmethod
     def of(cls, lengths: Tensor) -> PackedRows:
@@ -54,7 +53,7 @@ class PackedRows(PackedSeqParams):
 
 
 def own_positions(width: int, rank: int, ranks: int) -> Tensor:
-    """Return int64 [width / ranks], the positions of a rank's tokens in a row; `width` is a multiple of the chunks."""
+    """Return int64 [width / ranks], the positions of a rank's tokens in a row. width: a multiple of 2 * ranks."""
     chunks = torch.arange(width).view(CHUNKS * ranks, -1)
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
@@ -62,7 +61,7 @@ def own_positions(width: int, rank: int, ranks: int) -> Tensor:
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the tokens of all ranks in the order of their positions, [B, S / ranks, ...] -> [B, S, ...].
 
-    Of a gradient for the whole, which must be the same on all ranks, each takes its part.
+    In the backward pass each rank takes its part of the gradient, which must be the same on all ranks.
     """
     found: Tensor = _Gathered.apply(part, group)
     return found
@@ -71,10 +70,10 @@ def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 def shared_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute `ops.attention` of a rank's tokens over those of all ranks.
+    """Compute `ops.attention` of a rank's queries over the keys of all ranks.
 
     q [B, S / ranks, heads, D]; k, v [B, S / ranks, kv heads, D]; positions int64 [B, S / ranks], `own_positions`.
-    Returns the result of q's shape, and gives q, k and v of this rank their gradients.
+    The result has q's shape. The backward pass gives this rank's q, k and v their gradients.
     """
     out: Tensor = _SharedAttention.apply(q, k, v, positions, scale, group)
     return out
@@ -123,7 +122,7 @@ class _SharedAttention(torch.autograd.Function):
 
 
 def _in_order(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, S / ranks, ...] of each rank -> [B, S, ...]"""
+    """Gather the ranks' parts in the order of positions: [B, S / ranks, ...] -> [B, S, ...]."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
     fronts, backs = zip(*(each.chunk(CHUNKS, 1) for each in parts), strict=True)

@@ -1,4 +1,4 @@
-"""Parameters with the tags by which Megatron tells how a tensor is split over the ranks."""
+"""Parameters with the tags that tell Megatron how a tensor is split over the ranks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fp8rl.trainer.modules.precision import Adapter
 def tag_split(weight: Tensor, axis: int) -> None:
     """Tag a weight as split over the tensor-parallel ranks along `axis`.
 
-    Megatron does it while it initialises a weight, which the trainer skips; the gradient norm and the weights' exchange
-    go by it.
+    Megatron sets the tag when it initialises a weight, which the trainer skips. The gradient norm and the exchange of
+    weights read it.
     """
     set_tensor_model_parallel_attributes(weight, True, axis, 1)
 
 
 def norm_weight(config: TransformerConfig, size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A weight of ones with Megatron's `sequence_parallel` tag.
+    """Return a norm's weight, all ones, with Megatron's `sequence_parallel` tag.
 
-    Each tensor-parallel rank sees its part of the sequence, so the gradients of a norm have to be added.
+    Each tensor-parallel rank sees a part of the sequence, so by this tag Megatron adds the ranks' gradients of a norm.
     """
     weight = nn.Parameter(torch.ones(size, dtype=dtype or config.params_dtype, device=torch.cuda.current_device()))
     setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
@@ -63,7 +63,7 @@ class StackedWeights(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """All experts of a layer under one key, as `GroupedWeights` has them: either reads what the other wrote."""
+        """Return all experts of a layer under one key. `GroupedWeights` can read what this wrote, and the reverse."""
         groups = self._groups
         sharded: ShardedStateDict = {}
         for name, held in self._parameters.items():
@@ -88,7 +88,7 @@ def sharded_adapter(
     sharded_offsets: tuple,
     metadata: dict[str, Any] | None,
 ) -> ShardedStateDict:
-    """A module's adapter as Megatron's checkpoints have the tensors that tensor-parallel ranks share."""
+    """Return a module's adapter as sharded tensors for Megatron's checkpoints."""
     if adapter is None:
         return {}
     held = {"lora_a": adapter.a, "lora_b": adapter.b}
@@ -104,13 +104,13 @@ def sharded_adapter(
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A model's parameters by TransformerEngine's names: of stacked experts `weight0`, `weight1`, …, each a view."""
+    """Yield a model's parameters by TransformerEngine's names. Stacked experts give views `weight0`, `weight1`, …"""
     for name, parameter in model.named_parameters():
         yield from matrices(name, parameter)
 
 
 def matrices(name: str, of_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter, or something of its shape, by itself, or if it stacks experts, [experts, N, K], one by one."""
+    """Yield a parameter, or a tensor of its shape, with its name. Of stacked experts [experts, N, K], yield each."""
     if of_parameter.dim() < 3:
         yield name, of_parameter
     else:
@@ -118,12 +118,12 @@ def matrices(name: str, of_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name is an adapter's."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2].startswith("lora_")
 
 
 def beside(weight: str, letter: str) -> str:
-    """The name of the parameter `a` or `b` of the adapter beside a weight: both may end in an expert's number."""
+    """Return the name of parameter `a` or `b` of a weight's adapter. Both names may end in an expert's number."""
     before, _, number = weight.rpartition("weight")
     return f"{before}lora_{letter}{number}"
 
@@ -156,7 +156,7 @@ class GroupedWeights(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """All experts of a layer under one key, this rank's at their global indices."""
+        """Return all experts of a layer under one key. This rank's experts have their global indices."""
         metadata = metadata or {}
         groups = self._groups
         total, first = groups.ep.size() * self.num_gemms, groups.ep.rank() * self.num_gemms

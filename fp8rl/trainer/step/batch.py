@@ -16,21 +16,22 @@ from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 # The tokens that those of a batch were drawn from, where top-p, top-k or min-p left some out.
 
 NOT_CARRIED = 0
-"""Place of a token whose support is found in the trainer's own logits."""
+"""The place in the pool of a token without an entry. Its kept tokens are computed from the trainer's own logits."""
 
 
 @dataclass(frozen=True)
 class KeptTokenPool:
-    """The tokens that truncation kept for each draw, at weights which the trainer may have no more."""
+    """The tokens that truncation kept for each draw. The trainer may no longer have the weights of the draw."""
 
     at: Tensor
-    """int64 [B, S] or of any other shape, each token's place in `pool`; `NOT_CARRIED` if it has none."""
+    """int64 [B, S] or another shape, the place of each token's entry in `pool`; `NOT_CARRIED` if it has no entry."""
     pool: Tensor
-    """int32 [N]: at a token's place the number of ids, and then the ids. It begins with 0, that of no token."""
+    """int32 [N]. An entry is the number of kept ids, then the ids. First comes an empty entry, 0, for `NOT_CARRIED`."""
 
     @classmethod
     def of(cls, carried: Tensor, counts: Tensor, ids: Tensor) -> KeptTokenPool:
-        """Build the pool. carried: bool [B, S]. counts: [M], of these in row-major order. ids: [counts.sum()]."""
+        """Build the pool. carried: bool [B, S], True for tokens with an entry. counts: [M], the number of kept ids of
+        each of these tokens, in row-major order. ids: [counts.sum()], the kept ids, in the same order."""
         counts, ids = counts.int(), ids.int()
         starts = 1 + torch.arange(len(counts)) + counts.cumsum(0) - counts
         pool = torch.zeros(1 + len(counts) + len(ids), dtype=torch.int32)
@@ -42,12 +43,12 @@ class KeptTokenPool:
         return cls(at, pool)
 
     def followed_by(self, other: KeptTokenPool) -> KeptTokenPool:
-        """Append those of further rows."""
+        """Append the pool of more rows."""
         moved = torch.where(other.at == NOT_CARRIED, NOT_CARRIED, other.at + len(self.pool))
         return KeptTokenPool(torch.cat([self.at, moved]), torch.cat([self.pool, other.pool]))
 
     def kept(self, vocabulary: int) -> Tensor:
-        """Return bool [n, V], the kept tokens, where `at` is [n]."""
+        """Return bool [n, V], True for each token's kept ids. `at` must be [n]."""
         counts = self.pool[self.at].long()
         row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         place = torch.arange(len(row), device=counts.device) - (counts.cumsum(0) - counts)[row]
@@ -59,10 +60,10 @@ class KeptTokenPool:
 def left_out(
     logits: Tensor, temperature: float, truncation: Truncation, drawn: Tensor, supports: KeptTokenPool | None
 ) -> Tensor:
-    """Return bool [n, V], the tokens that truncation left out for the token behind each of logits [n, V].
+    """Return bool [n, V], True for the ids that truncation left out at each position of logits [n, V].
 
-    drawn: bool [n], True where that token was drawn. supports: of these tokens, [n]; where it has none, or is None,
-    truncation is applied to the logits.
+    drawn: bool [n], True where the next token was drawn. supports: [n], the kept ids of each next token. Without an
+    entry, or if supports is None, truncation is applied to the logits.
     """
     rows, device = len(logits), logits.device
     settings = (
@@ -80,7 +81,7 @@ def left_out(
 
 
 UNKNOWN = -1
-"""Stands in place of an expert where no route is known."""
+"""The value in place of an expert or a draw that is not known."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +108,15 @@ class TokenBatch:
     """int16 [B, S, L, K], the K experts to which the engine sent the token at t in each of the L MoE layers; -1 where
     it reported none, as for a row's last token and the padding. None if there are no such reports."""
     replay: bool = False
-    """The trainer takes the experts of `routes` instead of choosing itself (R3, arXiv 2510.11370)."""
+    """Whether the trainer uses the experts of `routes` instead of its own choice (R3, arXiv 2510.11370)."""
     seeds: Tensor | None = None
-    """int64 [B], the seeds by which the trainer repeats the draws of tokens with a loss; `GREEDY`: not in
-    this row. None: in none."""
+    """int64 [B], the seeds with which the trainer repeats the draws of tokens with a loss; `GREEDY`: no draws are
+    repeated in this row. None: in no row."""
     truncation: Truncation = EVERY_TOKEN
-    """The limits under which the tokens with a loss were drawn; they are scored among the tokens that these leave."""
+    """The limits under which tokens with a loss were drawn. They are scored among the tokens that the limits keep."""
     supports: KeptTokenPool | None = None
-    """The tokens that truncation kept, [B, S], for draws at weights that the trainer may have no more. None: its own
-    logits give them."""
+    """The tokens that truncation kept, `at` [B, S], for draws with weights that the trainer may no longer have. None:
+    the kept tokens are computed from the trainer's logits."""
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or 0 in self.tokens.shape:
@@ -185,7 +186,7 @@ class TokenBatch:
         return self._changed(pad, self.lengths, self.seeds) if extra else self
 
     def followed_by(self, other: TokenBatch) -> TokenBatch:
-        """Append the rows of another batch of the same width, temperature and fields, both without routes."""
+        """Append the rows of another batch of the same width, temperature and fields. Neither may have routes."""
         if self.routes is not None or other.routes is not None or self.temperature != other.temperature:
             raise ValueError("found batches with routes or of two temperatures, expected none and one")
         if self.truncation != other.truncation or (self.supports is None) != (other.supports is None):

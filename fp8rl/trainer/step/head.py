@@ -24,15 +24,15 @@ class Head:
     """The output projection of a model's last pipeline stage, as Megatron calls it."""
 
     layer: nn.Module
-    """Megatron's, or another that is called like it."""
+    """Megatron's layer, or another layer with the same signature."""
     weight: Tensor
-    """[N, H], of this tensor-parallel rank's part of N. It is the embedding's if the model ties them."""
+    """[N, H], where N is this tensor-parallel rank's part. It is the embedding's weight if the model ties both."""
 
     def __call__(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return [S, B, N], logits or whatever the head gives, of hidden states [S, B, H] or this tensor-parallel
-        rank's part of S.
+        """Return [S, B, N], logits or another head's output, for hidden states [S, B, H] (or this tensor-parallel
+        rank's part of S).
 
-        weight: in place of its own, for example without a gradient.
+        weight: used in place of `self.weight`, for example without a gradient.
         """
         out: Tensor = self.layer(hidden, weight=self.weight if weight is None else weight, runtime_gather_output=None)[
             0
@@ -40,10 +40,10 @@ class Head:
         return out
 
     def local_product(self, hidden: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factor and the product of this rank's weight, of the input and the output of a call.
+        """Return the input and the output of the product with this rank's weight, from input and output of a call.
 
-        They are all ranks' rows [S * B, H], and this rank's columns [S * B, N / ranks] of the output or of its
-        gradient.
+        The product's input is all ranks' rows [S * B, H]. Its output, or the output's gradient, is this rank's columns
+        [S * B, N / ranks].
         """
         ranks = out.shape[-1] // self.weight.shape[0]
         if ranks > 1:
@@ -60,31 +60,31 @@ def head_of(model: GPTModel) -> Head:
 
 
 DRAWN_TOGETHER = 1024
-"""Rows of logits that are copied to be drawn from."""
+"""Number of rows of logits that are copied at a time to draw from."""
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """The output of the head for a micro-batch, by its rows; arbitrary in the padding."""
+    """The head's output for the rows of a micro-batch; arbitrary in the padding."""
 
     values: Tensor
-    """FP32 [B, S - 1] with gradient, log-probabilities of tokens 1 to S - 1, or a critic's values before them."""
+    """FP32 [B, S - 1] with gradient, log-probabilities of tokens 1 to S - 1, or a critic's values before each token."""
     entropy: Tensor
-    """As `values`, of the distributions that these tokens are scored under; zero of a critic."""
+    """FP32 [B, S - 1] with gradient, the entropy of the distribution that each token is scored under; a critic: 0."""
     draws: Tensor | None = None
-    """int64 [B, S] as in `PassResult.draws`; None for a batch without seeds."""
+    """int64 [B, S], as `PassResult.draws`; None for a batch without seeds."""
 
 
 ReadHead = Callable[[Tensor, Head, MicroBatch], HeadOutput]
-"""Reads what a model's head gives for the final hidden states of a micro-batch."""
+"""Computes the head's output from the final hidden states of a micro-batch."""
 
 
 def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | None = None) -> HeadOutput:
-    """Read log-probabilities, as the `ReadHead` of a policy. Logits at t belong to the token at t + 1.
+    """Read log-probabilities: the `ReadHead` of a policy. Logits at t belong to the token at t + 1.
 
-    chunk: tokens whose logits are there at a time; None: all. A chunk's logits are made in the forward and once more in
-    the backward, by the same ops, so that no log-probability changes, and no gradient of a hidden state. The gradient
-    of the head's weight is added up over chunks in FP32, and rounded once.
+    chunk: number of tokens whose logits exist at a time; None: all. A chunk's logits are computed in the forward pass
+    and again in the backward pass, by the same ops. So log-probabilities and gradients of hidden states do not change.
+    The gradient of the head's weight is summed over chunks in FP32, and rounded once.
     """
     rows = micro.predictors(hidden)
     targets = _Targets.of(micro, len(rows))
@@ -101,10 +101,10 @@ def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | No
 
 
 def hidden_states(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """Run Megatron's model, or its wrapper, up to its head.
+    """Run Megatron's model, or its wrapper, up to the head.
 
-    Tokens in the model's order [b, s] -> [s, b, H], or this tensor-parallel rank's part of s: the final hidden states
-    on the last pipeline stage, on others the next stage's input.
+    Tokens in the model's order [b, s] -> [s, b, H], or this tensor-parallel rank's part of s. On the last pipeline
+    stage these are the final hidden states, on other stages the input of the next stage.
     """
     gpt = gpt_of(model)
     last, gpt.post_process = gpt.post_process, False  # asked where GPTModel would go on with its output layer
@@ -123,25 +123,25 @@ def gpt_of(model: nn.Module) -> GPTModel:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The targets in the order of the head's rows: [ranks, n], n of each tensor-parallel rank."""
+    """The targets in the order of the head's rows. Tensors are [ranks, n]: n targets on each tensor-parallel rank."""
 
     tokens: Tensor
-    """int64."""
+    """int64, the targets' ids."""
     temperature: float
     seeds: Tensor | None
-    """int64, `GREEDY` where none is drawn; None: nowhere."""
+    """int64, the seed of each draw; `GREEDY`: no draw for this target. None: no draws."""
     positions: Tensor
-    """int64, of the token before the target in its row."""
+    """int64, the position in its row of the token before the target."""
     drawn: Tensor
     """bool, True where the target was drawn."""
     truncation: Truncation
-    """The limits under which it was drawn."""
+    """The limits under which drawn targets were drawn."""
     supports: KeptTokenPool | None
-    """Of the targets."""
+    """The tokens that truncation kept for each target, or None."""
 
     @classmethod
     def of(cls, micro: MicroBatch, count: int) -> _Targets:
-        """count: the targets of one rank."""
+        """Collect the targets of a micro-batch. count: number of targets of one rank."""
 
         def by_rank(values: Tensor) -> Tensor:
             return micro.targets_of(values).view(-1, count)
@@ -181,12 +181,12 @@ class _Targets:
         )
 
     def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probabilities and entropy FP32 [ranks, n], and the tokens that are drawn, int64 [ranks, n]."""
+        """Return log-probabilities and entropy, FP32 [ranks, n], and the tokens drawn again, int64 [ranks, n]."""
         logits = logits.view(*self.tokens.shape, -1)
         return *self.logprobs(logits), self._draws(logits)
 
     def logprobs(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities among the tokens that may be drawn; the one that was drawn is always among them."""
+        """Return log-probabilities and entropy over the tokens that truncation keeps and the target itself."""
         logits = logits.view(*self.tokens.shape, -1)
         if self.truncation.cuts:
             out = self._left_out(logits.detach()).scatter_(-1, self.tokens.unsqueeze(-1), False)
@@ -194,7 +194,7 @@ class _Targets:
         return ops.token_logprobs(logits, self.tokens, self.temperature)
 
     def _left_out(self, logits: Tensor) -> Tensor:
-        """bool [ranks, n, V]"""
+        """Return bool [ranks, n, V], True for ids that truncation left out."""
         flat = self._changed(Tensor.flatten)
         rows = logits.flatten(0, -2)
         return left_out(rows, self.temperature, self.truncation, flat.drawn, flat.supports).view(logits.shape)
@@ -215,7 +215,7 @@ class _Targets:
 
 
 class _InChunks(torch.autograd.Function):
-    """Computes `_Targets.read` of rows [n, 1, H]; a chunk at a time meets the head."""
+    """Computes `_Targets.read` of rows [n, 1, H]. The head gets one chunk at a time."""
 
     @staticmethod
     def forward(

@@ -16,19 +16,19 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a batch that go through the model together. Here each is padded, and is a row of the model's input."""
+    """Rows of a batch that go through the model together. In this class each row is padded to a row of the input."""
 
     rows: list[int]
-    """Their numbers in the whole batch. None, on a rank without rows for its turn: it takes part in the collectives, on
-    one row that counts for nothing."""
+    """The rows' numbers in the whole batch. The list is empty on a rank that has no rows left: it takes part in the
+    collectives with one row that does not count."""
     batch: TokenBatch
-    """These rows, on the device."""
+    """The rows, on the device."""
     packed_rows: PackedRows | None = None
     """The layout of packed rows, for attention."""
 
     @classmethod
     def of(cls, batch: TokenBatch, rows: list[int], multiple: int) -> MicroBatch:
-        """Build the micro-batch of these rows of `batch`, for a model that takes a multiple of tokens."""
+        """Build the micro-batch of these rows of `batch`, padded to a multiple of tokens."""
         return cls(rows, pad_to_multiple(rows_of(batch, rows), multiple).to(device.current()))
 
     @classmethod
@@ -41,22 +41,22 @@ class MicroBatch:
         return values
 
     def from_model(self, values: Tensor, padding: int = 0) -> Tensor:
-        """Undo `to_model`. padding: the value for padded places, where it matters."""
+        """Undo `to_model`. padding: the value for padded places, in layouts that fill them."""
         return values
 
     def real_in_model(self) -> Tensor:
-        """Return bool [b, s], False in the padding of the model's input, and everywhere without rows."""
+        """Return bool [b, s], False in the padding of the model's input. Without rows it is False everywhere."""
         return self.to_model(self.batch.real_tokens()) & bool(self.rows)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return the metrics of the layout, which are added up over the micro-batches of a pass."""
+        """Return the metrics of the layout, which are summed over the micro-batches of a pass."""
         return {}
 
     # A target is a token that the head predicts, from the hidden state of the token before it. Here every token has a
     # target, the one behind it in its row; behind a row's last one nobody asks for it.
 
     def predictors(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states that predict the targets, [n, 1, H], of hidden states [s, b, H]; of both this
+        """Return the hidden states [n, 1, H] that predict the targets, from all hidden states [s, b, H]. Both are this
         tensor-parallel rank's part."""
         return hidden.flatten(0, 1).unsqueeze(1)
 
@@ -70,14 +70,14 @@ class MicroBatch:
     def from_targets(self, values: Tensor, padding: int = 0) -> Tensor:
         """Put values of the targets [N] back into rows, [B, S - 1], for tokens 1 to S - 1.
 
-        padding: the value for padded places, where it matters.
+        padding: the value for padded places, in layouts that fill them.
         """
         in_model = self.to_model(self.batch.tokens).t()
         return self.from_model(values.view(in_model.shape).t(), padding)[:, :-1]
 
 
 def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
-    """Assign rows to ranks and micro-batches, the same on every rank and with equally many micro-batches on each.
+    """Assign rows to ranks and micro-batches. Every rank computes the same plan and gets equally many micro-batches.
 
     Rows of similar length share a micro-batch. A micro-batch holds at most `budget` padded tokens, or one longer row.
     A rank that has too few rows for its share gets empty micro-batches.
@@ -97,7 +97,7 @@ def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> li
 
 
 def rows_of(batch: TokenBatch, rows: list[int]) -> TokenBatch:
-    """Return these rows; if there are none the shortest, so that the model has something to compute."""
+    """Return these rows of the batch. For no rows return the shortest row, so that the model has an input."""
     return batch.select(rows or [int(batch.lengths.argmin())])
 
 
@@ -120,7 +120,7 @@ def _fill(rows: list[int], lengths: list[int], budget: int, multiple: int) -> li
 
 
 def _split_to(micro: list[list[int]], count: int) -> list[list[int]]:
-    """Split the same rows into `count` micro-batches: halve the one with most rows, then add empty ones."""
+    """Split the rows into `count` micro-batches: halve the micro-batch with most rows, then add empty micro-batches."""
     micro = list(micro)
     while len(micro) < count:
         largest = max(range(len(micro)), key=lambda i: len(micro[i]), default=None)
@@ -139,13 +139,13 @@ def _split_to(micro: list[list[int]], count: int) -> list[list[int]]:
 class PackedMicroBatch(MicroBatch):
     """Rows end to end in one row of the model's input [1, T].
 
-    It is padded at its end alone: a last row of its own, in which the last token is repeated.
+    The padding is an additional last row, which repeats the last token.
     """
 
     index: Tensor
     """int64 [T], the number of each token among the B * S tokens of `batch`."""
     real: int
-    """Tokens that are no padding."""
+    """Number of tokens that are no padding."""
 
     @classmethod
     def plan(cls, batch: TokenBatch, dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
@@ -175,11 +175,11 @@ class PackedMicroBatch(MicroBatch):
 
 
 def plan_packed(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
-    """Assign packed rows to ranks and micro-batches, as `plan` does padded ones.
+    """Assign packed rows to ranks and micro-batches, as `plan` does for padded rows.
 
-    A micro-batch holds at most `budget` tokens, padded at its end to a multiple, or one longer row. All micro-batches
-    of all ranks have about the same number of tokens: the longest row that is left joins the emptiest of them, and
-    there are as few as that takes.
+    A micro-batch holds at most `budget` tokens, padded at its end to a multiple, or one longer row. There are as few
+    micro-batches as possible, with about equal numbers of tokens: rows are assigned longest first, each to the emptiest
+    micro-batch.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     room = max(budget // multiple, 1) * multiple
@@ -191,7 +191,8 @@ def plan_packed(lengths: list[int], dp_size: int, budget: int, multiple: int = 1
 
 
 def _spread(rows: list[int], lengths: list[int], count: int, room: int) -> list[list[int]] | None:
-    """Spread rows, longest first, over `count` micro-batches, those with most tokens first; None if it has no room."""
+    """Spread rows, longest first, over `count` micro-batches. Return them sorted by tokens, most first; None if they do
+    not fit."""
     emptiest = [(0, place) for place in range(count)]
     micro: list[list[int]] = [[] for _ in range(count)]
     for row in rows:
@@ -208,10 +209,10 @@ def _spread(rows: list[int], lengths: list[int], count: int, room: int) -> list[
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMicroBatch(MicroBatch):
-    """Padded rows, of which the model of this rank takes the tokens at `positions`.
+    """Padded rows that context-parallel ranks split: this rank's model takes the tokens at `positions`.
 
-    Its outputs are gathered: all ranks of a group make the same loss of whole rows, and each takes the gradient of its
-    own tokens.
+    The model's outputs are gathered. All ranks of a group compute the same loss of whole rows, and each rank takes the
+    gradient of its own tokens.
     """
 
     positions: Tensor

@@ -1,4 +1,4 @@
-"""The interface of a loss to the trainer, which knows no reinforcement learning, and the results of a pass with it."""
+"""The interface between a loss and the trainer, which knows no reinforcement learning, and the results of a pass."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ class ObjectiveOutput:
     """One micro-batch's share of the loss and of the metrics."""
 
     loss: Tensor
-    """Scalar with gradient."""
+    """The micro-batch's share of the loss, a scalar with gradient."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars by name, e.g. `train/entropy`; their gradients are dropped."""
+    """The micro-batch's share of each metric, a scalar by name, e.g. `train/entropy`. Gradients are dropped."""
 
 
 class Objective(Protocol):
-    """A loss that adds up: the sum over micro-batches and data-parallel ranks is the loss of the whole batch.
+    """A loss that is a sum: the sum over micro-batches and data-parallel ranks is the loss of the whole batch.
 
-    An objective is built once per step from the whole batch and carries the denominators it divides by, so neither
-    how rows fall into micro-batches nor how many ranks there are changes the result. The same holds for its metrics.
+    An objective is built once per step from the whole batch and holds its denominators. So the result depends neither
+    on the division into micro-batches nor on the number of ranks. The same is true of its metrics.
     """
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch, /) -> ObjectiveOutput:
-        """Return the share of the rows in `batch`.
+        """Return the share of the loss of the rows in `batch`.
 
         Args:
             logprobs: fp32 [B, S] with gradient, aligned as in :class:`TokenBatch`; index 0 and padding are ignored. For
-                a critic's objective its values.
-            entropy: fp32 [B, S] with gradient, of the distribution each token was scored under, at the temperature of
-                the batch, over the tokens that its truncation leaves.
-            batch: the same rows; its tensors are on the device of `logprobs`.
+                a critic's objective: the critic's values.
+            entropy: fp32 [B, S] with gradient, the entropy of the distribution that each token was scored under. This
+                is at the batch's temperature, over the tokens that the batch's truncation keeps.
+            batch: the rows; its tensors are on the device of `logprobs`.
         """
         ...
 
@@ -46,26 +46,26 @@ class PassResult:
     """One forward and backward pass, before its gradients are applied or dropped."""
 
     logprobs: Tensor
-    """fp32 [B, S] on the CPU, at the weights that the pass ran with; zero at index 0 and in the padding."""
+    """fp32 [B, S] on the CPU, with the weights before the step; zero at index 0 and in the padding."""
     metrics: dict[str, float]
-    """The objective's metrics, summed."""
+    """The objective's metrics, summed over the whole batch."""
     loss: float
-    """Over the whole batch, finite."""
+    """The loss of the whole batch, finite."""
     grad_norm: float
-    """Before clipping, finite."""
+    """The global gradient norm before clipping, finite."""
     seconds: float
-    """From the batch's arrival on the ranks to the gradient norm."""
+    """Seconds from the batch's arrival on the ranks to the gradient norm."""
     routes: Tensor | None = None
-    """int16 [B, S, L, K] on the CPU, the experts that the trainer's own router would choose for each token, ascending
-    and -1 in the padding; given for a batch with routes, whether or not they are replayed."""
+    """int16 [B, S, L, K] on the CPU, the experts that the trainer's own router would choose for each token, ascending,
+    and -1 in the padding. None for a batch without routes. It does not matter whether the routes are replayed."""
     draws: Tensor | None = None
-    """int64 [B, S] on the CPU, the token that `numerics.ops.draw` takes from the trainer's logits in place of each one;
-    -1 where the token has no loss or its row no seed. None for a batch without seeds."""
+    """int64 [B, S] on the CPU, the token that `numerics.ops.draw` draws from the trainer's logits at each token's
+    position; -1 where the token has no loss or its row no seed. None for a batch without seeds."""
 
 
 @dataclass(frozen=True)
 class RankPassResult:
-    """A PassResult whose tensors hold only the batch's `rows`, in that order."""
+    """A PassResult whose tensors hold only the rows `rows` of the batch, in this order."""
 
     rows: list[int]
     result: PassResult
@@ -73,7 +73,7 @@ class RankPassResult:
 
 @dataclass(frozen=True)
 class Scored:
-    """A forward pass alone: its tensors as in a PassResult."""
+    """The results of a forward pass without a backward pass. The tensors are as in PassResult."""
 
     logprobs: Tensor
     routes: Tensor | None
@@ -82,7 +82,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """Bytes that a rank has offloaded from its device, and bytes that it keeps there."""
+    """Bytes that a rank has offloaded from its device, and bytes that remain on the device."""
 
     moved: int
     stays: int
@@ -92,9 +92,9 @@ class OffloadReport:
 
 
 class NonFiniteLossError(FloatingPointError):
-    """A loss or a gradient norm was NaN or infinite; the weights were not changed.
+    """A loss or a gradient norm was NaN or infinite. The weights were not changed.
 
-    rows: of the batch, that the value came from; all of a micro-batch, or of the batch for a norm.
+    rows: for a loss, all rows of the micro-batches that it came from; for a norm, all rows of the batch.
     """
 
     def __init__(self, message: str, rows: Sequence[int]) -> None:

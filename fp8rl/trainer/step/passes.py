@@ -32,19 +32,19 @@ from fp8rl.trainer.step.trees import with_tree_ratio
 @dataclass(frozen=True)
 class RankPass:
     rows: list[int]
-    """Rows of the batch that this rank's data-parallel replica holds."""
+    """Numbers of the batch's rows that this rank's data-parallel replica holds."""
     logprobs: Tensor
-    """fp32 [len(rows), S], zero at index 0 and in the padding; of a critic its values."""
+    """fp32 [len(rows), S], log-probabilities or a critic's values; zero at index 0 and in the padding."""
     loss: float
-    """Of the whole batch, the same on every rank."""
+    """The loss of the whole batch, the same on every rank."""
     metrics: dict[str, float]
-    """Of the whole batch, the same on every rank."""
+    """The metrics of the whole batch, the same on every rank."""
     routes: Tensor | None
     """int16 [len(rows), S, L, K], the router's own choice for a batch with routes; -1 in the padding."""
     draws: Tensor | None
-    """int64 [len(rows), S], the tokens drawn again for a batch with seeds; a critic draws none."""
+    """int64 [len(rows), S], the tokens drawn again for a batch with seeds. A critic draws no tokens."""
     loads: Tensor | None = None
-    """int64 [layers of this stage, E], the tokens of the whole batch that chose each expert; None: not counted."""
+    """int64 [layers of this stage, E], the number of the batch's tokens that chose each expert; None: not counted."""
 
 
 def run_pass(
@@ -64,16 +64,16 @@ def run_pass(
     All ranks call it with the same batch.
 
     Args:
-        budget: tokens of a micro-batch, padding included.
-        multiple: the model's rows, or the one that they are packed into, are padded to a multiple of this.
+        budget: largest number of tokens of a micro-batch, padding included.
+        multiple: the length of each row of the model's input is padded to a multiple of this.
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
-        read_head: turns final hidden states into the results of the head.
+        read_head: computes the head's output from the final hidden states.
         form: the layout of the rows of a micro-batch.
-        counting: count the tokens of each expert.
-        codes: keys and values are in FP8; count those that saturate.
+        counting: whether to count the tokens of each expert.
+        codes: whether keys and values are in FP8, so that saturated numbers are to be counted.
 
     Raises:
-        NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
+        NonFiniteLossError: the loss of some micro-batches is not finite. All ranks raise it, with these rows.
         UserError, ValueError: the batch has routes that this model cannot take; see
             :func:`trainer.step.routing.routing_of`.
     """
@@ -157,7 +157,7 @@ def _loss(
     read_head: ReadHead,
     routes: Tensor | None,
 ) -> tuple[Tensor, Tensor, _MicroOutput]:
-    """Compute Megatron's loss function: (loss to differentiate, a token count that is not used, results to keep)."""
+    """Be Megatron's loss function: return the loss to differentiate, an unused token count, and results to keep."""
     batch = micro.batch
     found = read_head(hidden, head_of(model), micro)
     real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
@@ -194,7 +194,7 @@ def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[st
 
 
 def _collect(values: list[Any], outputs: list[_MicroOutput], whole: Tensor) -> Tensor:
-    """Fill `whole` [B, S, ...] on the CPU with the [b, s, ...] of each micro-batch, one after the other."""
+    """Fill `whole` [B, S, ...] on the CPU with the tensor [b, s, ...] of each micro-batch, one after the other."""
     at = 0
     for value, output in zip(values, outputs):
         count, width = len(output.rows), min(value.shape[1], whole.shape[1])

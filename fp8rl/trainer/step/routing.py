@@ -1,10 +1,10 @@
-"""Routing replay (R3, arXiv 2510.11370): the engine's choice of experts in the trainer, and its own beside it.
+"""Routing replay (R3, arXiv 2510.11370): the trainer uses the engine's experts, and records its own choice too.
 
-Megatron's `moe_enable_routing_replay` gives each router a `RouterReplay`, which chooses the experts of its tokens.
-During a pass over a batch with routes, those of this model remember the router's own choice, and answer with the
-batch's routes if they are to be replayed. Probabilities are always the trainer's, at whatever experts are taken, so
-gradients reach the router; the forward's choice is in its graph, so the backward needs no replay of its own. A forward
-that is recomputed in the backward still finds the routes of its micro-batch, for the next one comes later.
+Megatron's `moe_enable_routing_replay` gives each router a `RouterReplay`, which chooses the experts of its tokens. In a
+pass over a batch with routes, this model's replays record the router's own choice. If routes are to be replayed, they
+return the batch's routes, otherwise the own choice. Probabilities of the experts are always the trainer's, so gradients
+reach the router. The autograd graph holds the forward pass's choice, so the backward pass needs no replay. A forward
+pass that is recomputed in the backward pass still finds its micro-batch's routes: the next micro-batch comes later.
 
 The same record counts the tokens of each expert, by which a router's bias is moved (`move_biases`).
 """
@@ -31,13 +31,13 @@ from fp8rl.trainer.step.microbatches import MicroBatch
 
 @contextmanager
 def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bool = False) -> Iterator[Routing]:
-    """Prepare the model's routers for a pass over `batch`; without routes in the batch or counting they are left alone.
+    """Prepare the model's routers for a pass over `batch`. Without routes and counting the routers are not touched.
 
-    counting: count the tokens of each expert.
+    counting: whether to count the tokens of each expert.
 
     Raises:
         UserError: the batch has routes, and the model is split over pipeline stages.
-        ValueError: the routes are not those of such a model.
+        ValueError: the routes have the layers or the experts of another model.
     """
     routers: list[TopKRouter] = []
     if counting or batch.routes is not None:
@@ -66,8 +66,8 @@ def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bo
 class Routing:
     """The routers of one model during a pass.
 
-    loads: int64 [layers of this stage, E], the tokens of this rank's rows that chose each expert. Padding does not
-    count, nor does a rank that shares its rows with the one that does. None: not counted.
+    loads: int64 [layers of this stage, E], the number of tokens in this rank's rows that chose each expert, without
+    padding. Of ranks with the same rows only one counts. None: not counted.
     """
 
     def __init__(self, layers: list[LayerRouting], layout: Layout, loads: Tensor | None = None) -> None:
@@ -89,7 +89,7 @@ class Routing:
             layer.target_topk_idx = experts
 
     def own_choice(self, micro: MicroBatch) -> Tensor | None:
-        """Return the routers' own choice for a micro-batch, after its forward, and count it.
+        """Return the routers' own choice for a micro-batch, after its forward pass, and count the experts.
 
         int16 [B, S, L, K], experts ascending and -1 in the padding. None for a batch without routes.
         """
@@ -104,7 +104,7 @@ class Routing:
         return torch.where(micro.batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
 
     def _chosen(self, micro: MicroBatch) -> Tensor:
-        """Return int32 [B, S, L, K], with anything in the padding."""
+        """Return the routers' own choice, int32 [B, S, L, K], arbitrary in the padding."""
         # Not int16, which gloo does not carry.
         chosen = torch.stack([layer.recorded_topk_idx for layer in self._layers], dim=1).int()
         if self._layout.tp_size > 1:
@@ -116,8 +116,8 @@ class Routing:
 
 
 class LayerRouting(RouterReplay):
-    """Megatron's replay for one router. It also records while it replays; the router chooses where no route is
-    known."""
+    """Megatron's replay for one router, changed to record the router's choice also while it replays. Where no route is
+    known, the router chooses."""
 
     def get_replay_topk(
         self,
@@ -127,7 +127,7 @@ class LayerRouting(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return scores [T, k] of the experts taken, and the experts int64 [T, k], best first, of scores [T, E]."""
+        """Return the experts that are used, int64 [T, k], best first, and their scores [T, k]. scores: [T, E]."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.router_replay_action is None:
@@ -154,7 +154,7 @@ def _check_routes(batch: TokenBatch, routers: list[TopKRouter]) -> None:
 
 
 def _check_experts(routes: Tensor, experts: int) -> None:
-    """Check that every token has k different experts of the model in a layer, or none."""
+    """Check that in each layer every token has k different experts of the model, or no expert."""
     ascending = routes.sort(-1).values
     unknown = (ascending == UNKNOWN).all(-1)
     known = (ascending[..., 0] >= 0) & (ascending[..., -1] < experts) & (ascending.diff(dim=-1) > 0).all(-1)
@@ -171,12 +171,12 @@ def _check_experts(routes: Tensor, experts: int) -> None:
 def move_biases(model: nn.Module, loads: Tensor, rate: float) -> None:
     """Move the bias of each expert by `rate` towards the mean load of its layer, the same on every rank.
 
-    This balances experts without a loss. After an optimizer step the bias of an expert that was chosen more often than
-    the mean of its layer falls, and that of one which was chosen less often rises, all by the same amount (DeepSeek-V3,
-    arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). A bias only counts when experts are chosen: probabilities are
-    made without it, so that nothing else changes.
+    This balances experts without a loss. After an optimizer step the bias falls for each expert that was chosen more
+    often than the mean of its layer, and rises for each expert that was chosen less often, always by the same amount
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). A bias only affects the choice of experts:
+    probabilities are computed without it.
 
-    loads: int64 [layers, E] of the model's layers with experts, in their order, over the whole batch.
+    loads: int64 [layers with experts, E], the number of tokens of the whole batch that chose each expert.
     """
     routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
     for router, load in zip(routers, loads, strict=True):

@@ -1,10 +1,9 @@
-"""Micro-batches whose rows share prefixes: what rows have in common is laid, and computed, once.
+"""Micro-batches whose rows share prefixes: a shared prefix is in the model's input, and is computed, only once.
 
-Answers to one prompt, and branches of a conversation, begin alike. In exact mode the bits of a token depend on nothing
-but the tokens before it, so that rows in lexicographic order may be laid as a prefix tree (`numerics.ops.trees`): of
-each row only what follows its common prefix with the row before. A log-probability is read of the hidden state of the
-token before it, which several tokens may follow. Gradients of a shared token are summed over its rows before they are
-rounded.
+Answers to one prompt, and branches of a conversation, have a common prefix. In exact mode the bits of a token depend
+only on the tokens before it. So rows in lexicographic order can form a prefix tree (`numerics.ops.trees`): each row
+adds only the tokens after its common prefix with the row before. A log-probability is computed from the hidden state of
+the token before, which several tokens may follow. Gradients of a shared token are summed over its rows before rounding.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ SAVED_SAMPLED, SAVED_OTHER = "train/saved_sampled_tokens", "train/saved_other_to
 class TreeMicroBatch(PackedMicroBatch):
     """Rows as a prefix tree in one row of the model's input [1, T], padded at its end as packed rows are.
 
-    `index` has of each of the T tokens its number in one of the rows that share it.
+    `index` gives the number of each of the T tokens in one of the rows that share the token.
     """
 
     numbers: Tensor
-    """int64 [R], the numbers of the rows' tokens, which are no padding, among the B * S."""
+    """int64 [R], the numbers of all tokens that are no padding, among the B * S tokens of `batch`."""
     places: Tensor
-    """int64 [R], the tree's token for each of them."""
+    """int64 [R], the tree's token for each number in `numbers`."""
     targets: Tensor
-    """int64 [N], the number of each target among the B * S tokens of `batch`: a token of the tree, once for each way
-    in which it is scored or drawn. The last is repeated, up to a multiple."""
+    """int64 [N], the number of each target among the B * S tokens of `batch`. A token of the tree is a target once for
+    each way in which it is scored or drawn. The last target is repeated to fill N up to a multiple."""
     parents: Tensor
     """int64 [N], the tree's token before each target."""
     asked: Tensor
-    """int64 [M], the numbers of the tokens that have a log-probability: all of the rows but their first ones."""
+    """int64 [M], the numbers of the tokens that have a log-probability: all tokens of a row except the first."""
     target_of: Tensor
-    """int64 [M], the place of each of them in `targets`."""
+    """int64 [M], the place in `targets` of each token in `asked`."""
 
     @classmethod
     def plan(cls, batch: TokenBatch, dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
@@ -102,14 +101,14 @@ class TreeMicroBatch(PackedMicroBatch):
         return {SAVED_SAMPLED: sampled, SAVED_OTHER: batch.lengths.sum() - self.real - sampled}
 
     def _placed(self, numbers: Tensor, values: Tensor, padding: int) -> Tensor:
-        """Return [B, S, ...] with the values of the tokens of these numbers."""
+        """Return [B, S, ...] with values[i] at the token numbers[i], and padding elsewhere."""
         shape = self.batch.tokens.shape
         whole = values.new_full((shape.numel(), *values.shape[1:]), padding)
         return whole.index_put((numbers,), values).unflatten(0, shape)
 
 
 def form_of(config: TrainerSection) -> type[MicroBatch]:
-    """Return the layout of micro-batches that a trainer's keys ask for."""
+    """Return the class of micro-batches that a trainer's `cp`, `prefix_sharing` and `packing` ask for."""
     if config.cp > 1:
         return SharedMicroBatch
     if config.prefix_sharing:
@@ -118,7 +117,7 @@ def form_of(config: TrainerSection) -> type[MicroBatch]:
 
 
 def with_tree_ratio(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
-    """Add the part of the batch's tokens that was laid to the metrics of a pass over trees; others stay as they are."""
+    """Add to a pass's metrics, if it used trees, the fraction of the batch's tokens that was in the model's input."""
     if SAVED_OTHER not in metrics:
         return metrics
     saved = metrics[SAVED_SAMPLED] + metrics[SAVED_OTHER]
@@ -126,8 +125,8 @@ def with_tree_ratio(metrics: dict[str, float], batch: TokenBatch) -> dict[str, f
 
 
 def token_keys(batch: TokenBatch) -> np.ndarray:
-    """Return int16 [B, S, C], equal of two tokens that are one behind equal prefixes: their ids and, where routes are
-    replayed, their experts, which engines of two versions choose otherwise."""
+    """Return int16 [B, S, C], the key by which tokens with equal prefixes are the same token of a tree. It is the id
+    and, if routes are replayed, the experts, as engines with different weights choose different experts."""
     keys = batch.tokens.cpu().contiguous().numpy().view(np.int16).reshape(*batch.tokens.shape, -1)
     if not batch.replay:
         return keys
@@ -136,10 +135,10 @@ def token_keys(batch: TokenBatch) -> np.ndarray:
 
 
 def build_tree(keys: np.ndarray, lengths: list[int]) -> tuple[TokenTree, Tensor, Tensor]:
-    """Lay rows out as a tree, all on the CPU.
+    """Build the prefix tree of rows, on the CPU.
 
-    keys [B, S, C] as of `token_keys`. Returns the tree; int64 [T], of each of its tokens the number among the B * S
-    tokens of the rows that it is laid for; and int64 [B, S], its token for each of theirs, 0 in the padding.
+    keys: [B, S, C] from `token_keys`. Returns the tree; int64 [T], the number among the B * S tokens of the row token
+    that each tree token was made for; and int64 [B, S], the tree token of each row token, 0 in the padding.
     """
     rows, width = keys.shape[:2]
     place = np.zeros((rows, width), np.int64)
@@ -170,15 +169,15 @@ def build_tree(keys: np.ndarray, lengths: list[int]) -> tuple[TokenTree, Tensor,
 
 
 def plan_trees(keys: np.ndarray, lengths: list[int], dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
-    """Assign rows to ranks and micro-batches by their tokens in a tree, as `plan_packed` does packed ones.
+    """Assign rows to ranks and micro-batches by their tokens in a tree, as `plan_packed` does for packed rows.
 
-    Rows in lexicographic order are cut into as few runs as the budget takes, of about the same number of tokens; a
-    prefix that a cut goes through is laid in both.
+    Rows in lexicographic order are cut into as few runs as the budget allows, with about equal numbers of tokens. A
+    prefix that is shared across a cut is in both runs.
     """
     order, shared = _in_order(keys, lengths)
 
     def cut(room: int) -> list[tuple[int, list[int]]]:
-        """Return runs, each with its tokens, of at most `room` or of one row."""
+        """Return runs of at most `room` tokens, or of one longer row, each with its number of tokens."""
         runs: list[tuple[int, list[int]]] = []
         for row, common in zip(order, shared, strict=True):
             tokens = runs[-1][0] + lengths[row] - common if runs else room + 1
@@ -200,7 +199,7 @@ def plan_trees(keys: np.ndarray, lengths: list[int], dp_size: int, budget: int, 
 
 
 def _in_order(keys: np.ndarray, lengths: list[int]) -> tuple[list[int], list[int]]:
-    """Return the rows in lexicographic order, and of each the tokens that it has in common with the one before."""
+    """Return the rows in lexicographic order, and the length of each row's common prefix with the row before."""
     order = sorted(range(len(lengths)), key=lambda row: keys[row, : lengths[row]].tobytes())
     shared = [0]
     for before, row in pairwise(order):
@@ -211,8 +210,8 @@ def _in_order(keys: np.ndarray, lengths: list[int]) -> tuple[list[int], list[int
 
 
 def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `targets`, `parents`, `asked` and `target_of` of a micro-batch. Rows may draw a token that they share with
-    different seeds, from different supports, or not at all."""
+    """Return `targets`, `parents`, `asked` and `target_of` of a micro-batch. A shared token is several targets if rows
+    draw it with different seeds or supports, or if some rows do not draw it."""
     asks = batch.real_tokens()
     asks[:, 0] = False
     if not asks.any():
@@ -230,7 +229,7 @@ def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, T
 
 
 def _padded(tree: TokenTree, tokens: int, padding: int) -> TokenTree:
-    """Append a row of its own, of `padding` tokens, to a tree of `tokens`."""
+    """Append a separate row of `padding` tokens to a tree of `tokens` tokens."""
     own = torch.arange(tokens, tokens + padding)
     table = tree.table.new_zeros(len(tree.table) + 1, max(tree.table.shape[1], padding))
     table[:-1, : tree.table.shape[1]] = tree.table
@@ -247,7 +246,7 @@ def _padded(tree: TokenTree, tokens: int, padding: int) -> TokenTree:
 
 
 def _layout(tree: TokenTree, positions: Tensor) -> PackedRows:
-    """Return the layout for attention: of one row, for whoever does not know of trees."""
+    """Return the layout for attention. Code that does not know trees sees one row."""
     layout = PackedRows.of(torch.tensor([len(positions)]))
     layout.positions, layout.tree = positions.to(device.current()), tree.to(device.current())
     return layout

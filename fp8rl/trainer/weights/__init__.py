@@ -1,1 +1,1 @@
-"""The conversion of a model's weights from and to Hugging Face's tensors."""
+"""The conversion between a model's weights and the tensors of a Hugging Face checkpoint."""

@@ -1,8 +1,8 @@
 """The export of a model's weights as tensors of its Hugging Face checkpoint, each from exactly one rank.
 
-So no rank sees them all. An expert comes from a rank that holds it. A weight that tensor parallelism has split is
-gathered at one of the ranks that hold its parts. Of ranks that hold the same, one with the least to export so far is
-taken.
+No rank needs all tensors. An expert is exported by a rank that holds it. A weight that tensor parallelism splits is
+gathered at one of the ranks that hold its parts. If several ranks hold the same weight, the rank with the fewest bytes
+to export so far exports it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp8rl.trainer.megatron import te_runtime
 
 
 class Dealer:
-    """Assigns parameters to ranks that hold the same, so that each exports about as many bytes."""
+    """Assigns parameters to the ranks that hold them, so that each rank exports about equally many bytes."""
 
     def __init__(self, ranks: int) -> None:
         self._dealt = [0] * ranks
@@ -38,7 +38,7 @@ class Dealer:
 class Exporter:
     """Exports this rank's shard of a model.
 
-    scales: of the weights that are held in FP8, quantized as `quantized_as`.
+    scales: `MegatronWeights` for the scales of weights that are held in FP8, quantized as `quantized_as`.
     """
 
     def __init__(
@@ -50,12 +50,11 @@ class Exporter:
     def share(
         self, weights: Iterable[tuple[str, Tensor, Tensor]], base: SharedBase | None = None
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end: parts are
-        gathered.
+        """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end: it gathers parts.
 
-        weights: (Megatron's name in the whole model, this rank's part of it, tagged as by Megatron, and the tensor that
-        is served in place of it), in the same order on all ranks of a pipeline stage. base: its tensors are taken from
-        there, whole, on all ranks.
+        weights: (Megatron's name in the whole model, this rank's part with Megatron's tags, and the tensor that is
+        served in place of the part), in the same order on all ranks of a pipeline stage. base: all ranks take a tensor
+        that the base has from the base, whole.
         """
         at = self._layout
         dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
@@ -88,7 +87,7 @@ class Exporter:
         return ((row.name, base.tensor(row.name)) for row in self._weights.rows(name))
 
     def _pieces(self, held: Tensor, served: Tensor) -> list[Tensor]:
-        """Return a weight, or the codes and the scales of one that TransformerEngine holds in FP8."""
+        """Return the weight or, if TransformerEngine holds it in FP8, its codes and scales."""
         if not te_runtime.is_quantized(held):
             return [served]
         weight = te_runtime.quantized(held)
@@ -98,7 +97,7 @@ class Exporter:
     def _tensors(
         self, name: str, held: Tensor, parts: list[list[Tensor]]
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield the tensors in a parameter. parts: the pieces of each rank that shares it."""
+        """Yield the tensors in a parameter. parts: the pieces from each rank that holds a part of it."""
         names, axis = [row.name for row in self._weights.rows(name)], self._weights.axis(name, held)
         cut = [
             side.cut(name, side.merge(name, piece, axis))
@@ -110,7 +109,7 @@ class Exporter:
 
 
 def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """Gather the pieces of every rank of `group` on rank `owner`; nothing elsewhere. All of them take part."""
+    """Gather the pieces of all ranks of `group` on rank `owner`; other ranks get nothing. All ranks take part."""
     here = group.rank() == owner
     parts: list[list[Tensor]] = []
     for piece in pieces:
@@ -133,7 +132,7 @@ def adopt(
 ) -> bool:
     """Let a frozen parameter read its values from the base; return True if it can.
 
-    names: in the whole model; of stacked experts, of each.
+    names: the parameter's name in the whole model or, for stacked experts, each expert's name.
     """
     in_table = all(name in base.model.tensors.in_megatron for name in names)
     rows = [scales.rows(name) for name in names] if in_table else []
@@ -178,10 +177,10 @@ def _frozen(
 
 
 class MegatronWeights:
-    """The tensors of the checkpoint in each of Megatron's parameters, whole or shared by tensor-parallel ranks.
+    """The mapping between Megatron's parameters, whole or split over tensor-parallel ranks, and checkpoint tensors.
 
-    Parameters go by their names in the whole model. block: rows and columns of a weight for each element of what is cut
-    and put together here; 1 for the weights themselves.
+    Parameters have their names in the whole model. block: rows and columns of a weight per element: 1 for weights, the
+    block size for scales.
     """
 
     def __init__(self, table: TensorTable, block: int = 1) -> None:
@@ -192,9 +191,9 @@ class MegatronWeights:
         return self._table.in_megatron[parameter]
 
     def axis(self, parameter: str, held: Tensor) -> int | None:
-        """Return the axis on which ranks share a parameter; None: each has it whole.
+        """Return the axis on which ranks split a parameter; None: each rank has it whole.
 
-        Experts have Megatron's tags for the gradient norm alone: no rank has split them.
+        Experts are never split. They have Megatron's tag only for the gradient norm.
         """
         split = getattr(held, "tensor_model_parallel", False) and self.rows(parameter)[0].expert is None
         return held.partition_dim if split else None  # type: ignore[attr-defined]
@@ -208,7 +207,7 @@ class MegatronWeights:
         return self._table.fuse(tensors, self.rows(parameter), self._block)
 
     def share(self, parameter: str, whole: Tensor, axis: int | None, ranks: int) -> Sequence[Tensor]:
-        """Return what each of `ranks` has of a parameter that they share on `axis`."""
+        """Split a whole parameter on `axis` into the part of each of `ranks`."""
         rows = self.rows(parameter)
         if axis is None or ranks == 1:
             return [whole] * ranks
@@ -218,7 +217,7 @@ class MegatronWeights:
         return [self._table.fuse(share, rows, self._block, ranks) for share in shares]
 
     def merge(self, parameter: str, parts: Sequence[Tensor], axis: int | None) -> Tensor:
-        """Undo `share`: put one rank's part after the other together to one tensor after the other."""
+        """Undo `share`: join the ranks' parts to the whole parameter, tensor by tensor."""
         rows, ranks = self.rows(parameter), len(parts)
         if axis is None or ranks == 1:
             return parts[0]

@@ -1,4 +1,4 @@
-"""The conversion of a model's weights from and to its Hugging Face checkpoint, on any parallel layout."""
+"""The conversion between a model's weights and its Hugging Face checkpoint, on any parallel layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HFWeights:
     Every method needs all ranks. A weight that TransformerEngine holds in FP8 is converted as two matrices: its codes
     [N, K] and its scales [N / block, K / block].
 
-    quantized_as: the spec of weights in FP8. cache: gives the weight that is served.
+    quantized_as: the spec of weights in FP8. cache: gives the tensor that is served for a weight.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HFWeights:
 
     @torch.no_grad()
     def load(self, model: GPTModel, names: Collection[str] | None = None) -> None:
-        """Fill the model, or the parameters named, from the directory's safetensors files."""
+        """Fill the model, or only the named parameters, from the directory's safetensors files."""
         if not any(self.path.glob("*.safetensors")):
             remedy = "Download the weights, or convert them to safetensors."
             raise user_error("model.path", str(self.path), "a model directory with *.safetensors weights", remedy)
@@ -76,18 +76,17 @@ class HFWeights:
                 held.copy_(part)
 
     def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield the (HF name, tensor) pairs of this rank's shard; the shards of all ranks are the checkpoint.
+        """Yield the (HF name, tensor) pairs of this rank's shard. The shards of all ranks together are the checkpoint.
 
-        A weight that TransformerEngine holds in FP8 is yielded as it holds it. The tensors may share memory with the
-        parameters: use or copy them before the next training step. All ranks must take all of it.
+        A weight that TransformerEngine holds in FP8 is yielded in FP8. The tensors may share memory with the
+        parameters: use or copy them before the next training step. All ranks must iterate to the end.
         """
         return self._exporter.share(self._served(model), self._base)
 
     def adopt(self, model: GPTModel, base: SharedBase, waits: bool = False) -> int:
-        """Let the model's frozen parameters read their values from a base; return the bytes of those that could not.
+        """Let the model's frozen parameters read their values from a base. Return the bytes of parameters that cannot.
 
-        See :func:`trainer.weights.export.adopt`. waits: nothing of the model was loaded, so that the rest is loaded
-        here.
+        See :func:`trainer.weights.export.adopt`. waits: the model was not loaded yet, so that this loads the rest.
         """
         self._base = base
         whole = self.whole_names(model)
@@ -105,19 +104,19 @@ class HFWeights:
         return sum(parameter.nbytes for _, parameter in kept)
 
     def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield the shard of the weights alone, without adapters in or beside them."""
+        """Yield this rank's shard of the weights without adapters, merged or separate."""
         whole, held = self.whole_names(model), self._weights(model)
         parts = (part for name, each in held for part in matrices(name, each))
         return self._exporter.share(((whole[name], each, each.detach()) for name, each in parts), self._base)
 
     def adapters(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield the shard of the adapters alone."""
+        """Yield this rank's shard of the adapters."""
         whole = self.whole_names(model)
         parts = ((name, each) for name, each in named_weights(model) if is_adapter(name))
         return self._exporter.share((whole[name], each, each.detach()) for name, each in parts)
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
-        """Return the tensors of the checkpoint that each of this rank's `named_weights` holds, or holds a part of."""
+        """Return for each of this rank's `named_weights` the checkpoint's tensors that it holds, whole or in part."""
         whole = self.whole_names(model)
         return {name: self.rows_of(whole[name]) for name, _ in self._held(model)}
 
@@ -126,9 +125,9 @@ class HFWeights:
         return self._megatron.rows(name)
 
     def part(self, name: str, values: Callable[[TensorRow], Tensor], axis: int | None) -> Tensor:
-        """Return this rank's part of a matrix, by its name in the whole model, of values for each of its tensors.
+        """Return this rank's part of a matrix that is filled with `values` of each of the matrix's tensors.
 
-        axis: on which ranks share the matrix; None: each has it whole.
+        name: the matrix's name in the whole model. axis: the axis on which ranks split it; None: each has it whole.
         """
         whole = self._megatron.fuse(name, [values(row) for row in self.rows_of(name)])
         return self._megatron.share(name, whole, axis, self._layout.tp_size)[self._layout.tp_rank]
@@ -139,7 +138,7 @@ class HFWeights:
         yield from self._buffers(model)
 
     def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the same by their names in the whole model, each with the tensor that is served in its place."""
+        """Yield this rank's tensors by their names in the whole model, each with the tensor that is served for it."""
         whole = self.whole_names(model)
         for name, held in self._weights(model):
             read_from_base = te_runtime.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
@@ -175,7 +174,7 @@ class HFWeights:
         return names
 
     def write(self, model: GPTModel, path: Path) -> None:
-        """Write a Hugging Face directory: the weights, dequantized, and the source's other files and kept tensors."""
+        """Write a Hugging Face directory: dequantized weights, and the source's other files and kept tensors."""
         kept = kept_tensors(self.path, self._definition) if rank() == 0 else ()
         source = stored_files(self.path)
         tensors = chain(self._as_stored(self._plain(self.share(model)), source), kept)
@@ -192,7 +191,7 @@ class HFWeights:
         together(lambda: write_adapter(path, tensors, self._definition, base or self.path) if rank() == 0 else None)
 
     def _copy_description(self, partial: Path) -> None:
-        """Copy the files beside the weights; config.json then does not say any more that they are in FP8."""
+        """Copy the source's files other than weights. config.json no longer says that the weights are in FP8."""
         copy_beside_weights(self.path, partial)
         config = json.loads((partial / "config.json").read_text())
         places = [config, *(value for value in config.values() if isinstance(value, dict))]
@@ -201,7 +200,7 @@ class HFWeights:
             (partial / "config.json").write_text(json.dumps(config, indent=1))
 
     def _as_stored(self, weights: Iterator[tuple[str, Tensor]], source: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is trained in FP32 in BF16 where the source has it so and no value changes by that."""
+        """Yield the tensors. An FP32 tensor that the source has in BF16 becomes BF16 if this changes no value."""
         try:
             for name, weight in weights:
                 if self._table[name].trained == torch.float32 and source.described(name)[1] == "BF16":

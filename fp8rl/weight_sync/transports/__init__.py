@@ -1,7 +1,7 @@
-"""Transports of tensors from the trainer's ranks into the engines, with one interface.
+"""Transports of tensors from the trainer's ranks to the engines, with one interface.
 
-The engines have a rank's tensors loaded when its `send` returns. Their caches are not flushed yet, and nothing is
-committed: `bridge` does both, and verifies.
+When a rank's `send` returns, the engines have loaded its tensors. They have not flushed their caches or committed the
+tensors yet: `bridge` asks for both, and verifies.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 
 class Transport(Protocol):
-    """A transport runs in the processes of all trainer ranks, and is sent there for each sync: it pickles and keeps
-    nothing.
+    """Sends tensors, in the processes of all trainer ranks. It is sent there for each sync, so it must be picklable
+    and keeps no state.
 
-    It fails with an EngineError, an httpx.HTTPError or an OSError; the bridge makes a SyncError of it.
+    It fails with an EngineError, an httpx.HTTPError or an OSError, which the bridge turns into a SyncError.
     """
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory from which `send` takes a tensor without another copy."""
 
     async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
-        """Load this rank's `tensors` (HF names) into every engine, under a weight version. All ranks call it."""
+        """Load this rank's `tensors` (HF names) into every engine, with a weight version. All ranks must call it."""
 
 
 def make_transport(config: SyncSection, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:

@@ -1,6 +1,6 @@
-"""Broadcasts of buckets to engines with GPUs of their own, in a process group that lives for one sync.
+"""Broadcasts of buckets to engines with GPUs of their own, in process groups that exist for one sync.
 
-Every trainer rank has a group of its own with all engines, since SGLang takes a broadcast only from a group's rank 0.
+Every trainer rank makes a group of itself and all engines, since SGLang takes a broadcast only from a group's rank 0.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from fp8rl.weight_sync.buckets import Bucket, Named, Packer
 
 TIMEOUT = timedelta(minutes=2)
 _QUEUE = "weights"
-"""Engines block within each step of theirs until everybody takes part, so that all must meet the ranks in one order."""
+"""Name of the queue in which ranks send. An engine blocks in each broadcast until all engines take part in it, so all
+engines must serve the ranks in the same order."""
 GAP = "gap.bias"
-"""SGLang lays the tensors of a message end to end, so that a gap must be one. It skips a bias that the model lacks."""
+"""Name of a gap between tensors. SGLang expects the tensors of a message end to end, so a gap is sent as a tensor, a
+bias: SGLang skips a bias that the model lacks."""
 
 
 class DistributedTransport:
@@ -73,7 +75,7 @@ def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
 
 @asynccontextmanager
 async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple[str, Any]]:
-    """Open a group of this process, rank 0, and the engines, for the block; give its name and the group."""
+    """Open a group of this process, as rank 0, and the engines for the block. Yield the group's name and the group."""
     name = f"weights-{secrets.token_hex(4)}"
     backend = device.collectives(device.current())
     first = list(itertools.accumulate((engine.ranks for engine in engines), initial=1))  # rank of each engine

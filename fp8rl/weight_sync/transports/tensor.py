@@ -1,4 +1,4 @@
-"""Handover of flat buckets in memory that the engines of the same host map (shared memory, or CUDA IPC)."""
+"""Transport of flat buckets in memory that engines on the same host map (shared memory, or CUDA IPC)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEVICE = 6
 
 
 class TensorTransport:
-    """Sends through memory that the engines map: they load one half of it while the other is filled."""
+    """Sends through memory that the engines map. They load one half of it while the other half is filled."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._packer = Packer(bucket_bytes // 2, _shared_memory, loading=1)
@@ -87,10 +87,10 @@ def _serialize(bucket: Bucket) -> str:
 
 
 class _Mapped:
-    """Unpickled, the tensor itself. A GPU goes by its UUID, as processes may number the same GPUs differently.
+    """Wraps a tensor; unpickling gives the tensor. It names a GPU by UUID, as processes may number GPUs differently.
 
-    SGLang reads UUIDs (`monkey_patch_torch_reductions`). Its sending half patches torch for the whole process, which
-    then fails to send tensors on the CPU.
+    SGLang reads UUIDs (`monkey_patch_torch_reductions`). SGLang's code for sending is not used: it patches torch for
+    the whole process, which then fails to send tensors on the CPU.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""The trainer's side of the families of ops (`models.families`), a file for each of the same name.
+"""The trainer's side of the families of ops: a file for each family, with the same name as in `models.families`.
 
-A file says what Megatron's config is to say of it, which modules a layer has of it, what a call of them shows of its
-ops, and which formats are its own. An architecture brings its families; one that is not ours brings its side along
-(`Family.megatron`).
+A file says which keywords a family adds to Megatron's config, which modules it gives a layer, how to read the results
+of its ops from calls of these modules, and which formats differ from the precision map. A user's own family brings its
+trainer side along (`Family.megatron`).
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer.modules.precision import LayerPrecision
 
 Library = Literal["exact", "megatron", "transformer_engine"]
-"""The library of a layer's modules: ours, of the shared ops; Megatron's; TransformerEngine's."""
+"""The library of a layer's modules: ours, which call the shared ops (`exact`), Megatron, or TransformerEngine."""
 Fields = Mapping[str, Any]
 """Some fields of Megatron's TransformerLayerSubmodules."""
 Call = tuple[Any, tuple[Any, ...], Any]
-"""A module, what it was given, and what it returned, in Megatron's shapes, for one sequence."""
+"""A call of a module for one sequence, in Megatron's shapes: the module, its arguments, and what it returned."""
 
 
 @dataclass(frozen=True)
 class LayerModules:
-    """The modules that all families have of a library."""
+    """The modules of a library that all families use."""
 
     norm: type[nn.Module]
     norm_column_linear: Callable[[str], ModuleSpec]
-    """Of a module kind, as both below: a norm, and a product whose rows the ranks split."""
+    """Returns, for a module kind, a norm and the column-parallel product behind it."""
     column_linear: Callable[[str | None], ModuleSpec]
     row_linear: Callable[[str], ModuleSpec]
     activation: type[nn.Module] | None = None
-    """Of an MLP; None for the SwiGLU inside Megatron's."""
+    """The activation of an MLP; None: the SwiGLU inside Megatron's MLP."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that is to be built."""
+    """What a family needs to know of the layer to build its modules."""
 
     sizes: ModelSizes
     modules: LayerModules
@@ -57,31 +57,31 @@ class Layer:
 
 @dataclass(frozen=True)
 class MegatronSide:
-    """One form of op in Megatron."""
+    """How to read one form of op from the modules of Megatron's layer."""
 
     writes: Callable[[Call], tuple[Tensor, ...]]
-    """Returns the op's outputs, [S, ...] each, of a call of its module."""
+    """Returns the op's outputs, each [S, ...], from a call of its module."""
     each: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor] | None = None
-    """Returns the addends of each of a token's experts [S, k, H], of the module, probabilities, chosen experts, and the
-    rows [S * k, H] that its `experts` put out in the order of experts, then tokens; None for other forms."""
+    """Returns each expert's term of each token's sum, [S, k, H]. Arguments: the module, probabilities, chosen experts,
+    and the output rows [S * k, H] of the module's `experts`, sorted by expert, then token. None for other forms."""
     constants: Callable[[GPTModel, nn.Module], tuple[float, ...]] | None = None
-    """Returns the values of the form's constants, of the model and the module."""
+    """Returns the values of the form's constants from the model and the module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronFamily:
-    """One family of ops in Megatron."""
+    """The trainer's side of one family of ops."""
 
     sides: Mapping[OpForm, MegatronSide]
-    """Of each of its forms."""
+    """The side of each of the family's forms of op."""
     layer: Mapping[Library, Callable[[Layer], Fields]] = field(default_factory=dict)
-    """Its fields of a layer that has it, a norm before it among them, of each library that can compute it."""
+    """For each library that can compute the family: returns its fields of a layer, with the norm before it."""
     config: Callable[[ModelSizes], Mapping[str, Any]] = lambda sizes: {}
-    """Keywords of Megatron's config in a model that has it."""
+    """Returns the keywords that the family adds to Megatron's config."""
     config_type: type[TransformerConfig] | None = None
-    """The class of that config, if it is another."""
+    """The class of Megatron's config, if the family needs another one than TransformerConfig."""
     own_formats: Callable[[ModelSizes, Mode], Mapping[str, str]] = lambda sizes, mode: MappingProxyType({})
-    """Formats that its ops have, by key of the precision map, where they are not those of the map."""
+    """Returns the formats of the family's ops that differ from the precision map, by key of the map."""
 
 
 def megatron_family(family: Family) -> MegatronFamily:
@@ -92,7 +92,7 @@ def megatron_family(family: Family) -> MegatronFamily:
 
 
 def megatron_families(model: Model) -> list[MegatronFamily]:
-    """Return the trainer's side of the families that some layer of a model has."""
+    """Return the trainer's side of each family that occurs in a model's layers."""
     sizes, found = model.sizes, model.architecture.families
     return [megatron_family(each) for each in found if any(each.within(sizes, n) for n in range(sizes.layers))]
 
@@ -103,7 +103,7 @@ def sides(model: Model) -> dict[OpForm, MegatronSide]:
 
 
 def fields_of_layer(families: Iterable[Family], layer: Layer, library: Library) -> dict[str, Any]:
-    """Return the fields of a layer, family by family. Raises UserError: a family has no modules of this library."""
+    """Return the fields that a layer's families give it. Raises UserError: a family has no modules of this library."""
     found: dict[str, Any] = {}
     for family in families_of_layer(families, layer.sizes, layer.precision.layer):
         builds = megatron_family(family).layer
@@ -117,7 +117,7 @@ def fields_of_layer(families: Iterable[Family], layer: Layer, library: Library) 
 
 
 def with_precision(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str | None], ModuleSpec]:
-    """Return a function that gives the spec of `module` for a module kind. It computes as `precision` says."""
+    """Return a function that returns the spec of a `module` with this precision for a module kind."""
     return lambda kind: ModuleSpec(module=module, params={"precision": precision, "kind": kind})
 
 
@@ -128,24 +128,24 @@ def output(call: Call) -> tuple[Tensor, ...]:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """Return a sequence's tokens [S, ...] of Megatron's tensors: [S, 1, ...], logits [1, S, V]."""
+    """Return the tokens [S, ...] of a sequence from Megatron's tensor [S, 1, ...] or its logits [1, S, V]."""
     return tensor.squeeze(0) if tensor.shape[0] == 1 else tensor.squeeze(1)
 
 
 def epsilon(model: GPTModel, _: nn.Module) -> tuple[float, ...]:
-    """Return the constant of norms."""
+    """Return the epsilon of the model's norms."""
     return (model.config.layernorm_epsilon,)
 
 
 def normed(call: Call) -> tuple[Tensor, ...]:
-    """Return what a norm puts out."""
+    """Return the output of a norm, also of a norm inside a product's module."""
     module, given, _ = call
     # Inside a linear module it is taken again, as the module need not let it out of one kernel.
     return (rows_of(module.normalized(given[0])),) if hasattr(module, "normalized") else output(call)
 
 
 def product(call: Call) -> tuple[Tensor, ...]:
-    """Return what a product puts out, that of a router, too."""
+    """Return the output of a product. A router's product is its `gating`."""
     module, given, _ = call
     return (rows_of(module.gating(given[0])),) if hasattr(module, "gating") else output(call)
 
@@ -157,4 +157,4 @@ ENDS = {
     LINEAR: MegatronSide(product),
     LOGPROBS: MegatronSide(output),  # no module: the loss computes them behind the model
 }
-"""Sides of the forms that all models have: embedding, norms, products, and log-probabilities behind the head."""
+"""The sides of the forms that all models have: embedding, norms, products, and log-probabilities after the head."""

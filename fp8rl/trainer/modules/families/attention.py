@@ -29,9 +29,9 @@ from fp8rl.trainer.modules.rows import PackedRows, own_positions, shared_attenti
 class CoreAttention(nn.Module):
     """`ops.rope` on queries and keys, then causal `ops.attention` over keys and values in the format of the cache.
 
-    The model is built without position embeddings: rows start at position 0 and are right-padded, so a token's
-    position is its index, and padding is never a key of a real query. Rows that lie end to end bring their positions;
-    of rows that context-parallel ranks share, S is this rank's part.
+    The model has no position embeddings. Padded rows start at position 0 and are right-padded, so a token's position is
+    its index, and padding is never a key of a real query. Packed rows bring their positions. With context parallelism,
+    S is this rank's part of the row.
     """
 
     def __init__(
@@ -58,8 +58,10 @@ class CoreAttention(nn.Module):
         packed_seq_params: PackedRows | None = None,
         **unused: Any,
     ) -> Tensor:
-        """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]; of rows end to end [T, H, D] and
-        [T, Hkv, D] -> [T, 1, H * D]"""
+        """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D].
+
+        Packed rows: [T, H, D] and [T, Hkv, D] -> [T, 1, H * D].
+        """
         scale = self.plain_scale * self.kv.format.key_scale
         if (rows := packed_seq_params) is not None:
             query, key = (self._turned(x[None], rows.positions[None])[0] for x in (query, key))
@@ -83,7 +85,7 @@ class CoreAttention(nn.Module):
         return self.kv.format.result(out).transpose(0, 1).flatten(2)
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Queries or keys [B, S, heads, D], as the attention takes them."""
+        """Return the queries or keys [B, S, heads, D] rotated, as the attention takes them."""
         return self._turned(x, _positions(x))
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -91,14 +93,14 @@ class CoreAttention(nn.Module):
 
 
 def _positions(x: Tensor) -> Tensor:
-    """[B, S] of [B, S, ...]"""
+    """Return each token's index in its row: [B, S, ...] -> [B, S]."""
     return torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
 
 
 class JoinedHeads(SelfAttention):
-    """Megatron's attention of heads of which `joined` lie together in linear_qkv: the queries of so many key-value
-    heads, then their keys, then their values, where Megatron has those of one. So a quantization block holds rows of q,
-    of k or of v alone, as in the engine."""
+    """Megatron's attention with another order of rows in linear_qkv: queries of `joined` key-value heads, then their
+    keys, then their values. Megatron has the rows of one key-value head after the other. With `joined` heads together,
+    a quantization block holds only rows of q, only rows of k or only rows of v, as in the engine."""
 
     def __init__(self, *args: Any, joined: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,7 +116,7 @@ class JoinedHeads(SelfAttention):
 
 
 def split_heads(fused: Tensor, config: TransformerConfig, joined: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values [..., heads, D] of what linear_qkv puts out, of all ranks or one."""
+    """Cut linear_qkv's output, of all ranks or of one, into queries, keys and values [..., heads, D]."""
     size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
     grouped = fused.unflatten(-1, (-1, joined * (queries + 2) * size))
     parts = grouped.split((joined * queries * size, joined * size, joined * size), -1)
@@ -125,10 +127,10 @@ def split_heads(fused: Tensor, config: TransformerConfig, joined: int = 1) -> tu
 class HeadsNorm(nn.Module):
     """Norms queries or keys over the width of all heads (OLMoE), where Megatron would norm each head.
 
-    The ranks of tensor parallelism gather their heads for it, so that the bits do not depend on the layout. Each has
-    the whole weight and the gradient of its own heads' part, which Megatron adds up over them.
+    The tensor-parallel ranks gather their heads for the norm, so that the bits do not depend on the layout. Each rank
+    has the whole weight and computes its gradient from its own heads. Megatron sums the gradients over the ranks.
 
-    norm: the class of a norm over the last axis. heads: of the whole model. hidden_size: of one head.
+    norm: the class of a norm over the last axis. heads: number in the whole model. hidden_size: width of a head.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ def attention_spec(
     """Return the spec of an attention with grouped queries.
 
     Queries and keys are normed as the model's sizes say. The norm before the attention is inside linear_qkv, as in
-    TransformerEngine. module, submodules: replace the usual ones.
+    TransformerEngine. module, submodules: used in place of the defaults.
     """
     modules, sizes = layer.modules, layer.sizes
 
@@ -182,7 +184,7 @@ def attention_spec(
 
 
 def exact_core(layer: Layer) -> ModuleSpec:
-    """The shared op, which rotates queries and keys as the model does."""
+    """Return the core for exact mode: the shared op, with the model's rotation of queries and keys."""
     sizes = layer.sizes
     own = {
         "rope_theta": sizes.rope_theta,
@@ -208,7 +210,7 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
 
 
 def _qkv(call: Call) -> tuple[Tensor, ...]:
-    """Return q, k and v, which Megatron interleaves by group of heads."""
+    """Return q, k and v. Megatron interleaves them by group of heads."""
     (fused,), module = output(call), call[0]
     return split_heads(fused, module.config, getattr(module, "joined", 1))
 
@@ -221,7 +223,7 @@ def _rope(call: Call) -> tuple[Tensor, ...]:
 
 
 def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
-    """Return theta, and the factor of a lengthened context, 1 for any other."""
+    """Return theta, and the factor by which the rotation lengthens the context (1: not lengthened)."""
     if isinstance(module, CoreAttention):  # rotates inside
         theta, scaling = module.rope_theta, module.rope_scaling
     else:

@@ -1,4 +1,4 @@
-"""Routed experts in Megatron: their grouped products, and the combination of a token's experts."""
+"""Routed experts in Megatron: their grouped products, and the sum of a token's expert outputs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Experts(TEGroupedMLP):
         return adapter is not None and adapter.merges
 
     def _product(self, x: Tensor, counts: Tensor, linear: StackedWeights, w: ExpertWeights) -> Tensor:
-        """One of the two products of `ops.experts`, whose gradient reaches an adapter that is merged."""
+        """Compute one of the two products of `ops.experts`, and let its gradient reach a merged adapter."""
         out = adapted_grouped_linear(x, counts, w, self.precision.spec, self.precision.backward)
         adapter = self.precision.used(linear.adapter)
         return out if adapter is None else adapter.with_adapter_gradient(out, x, counts)
@@ -86,8 +86,8 @@ class Experts(TEGroupedMLP):
 class MoE(MoELayer):
     """A layer's experts as an engine runs them: pairs sorted by expert, `ops.experts`, `ops.combine`.
 
-    Expert outputs travel back unweighted in the model's dtype. The rank that owns the tokens multiplies by the router's
-    probabilities and adds in FP32, in ascending expert order, and rounds once.
+    Expert outputs are sent back unweighted, in the model's dtype. The rank that owns a token multiplies them by the
+    router's probabilities, sums in FP32 in ascending expert order, and rounds once.
     """
 
     def forward(
@@ -116,7 +116,7 @@ class GatedSharedExpert(SharedExpertMLP):
     """Megatron's shared expert, its output gated by `ops.token_gate`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[S, B, H] -> the same, of a tensor-parallel rank its part of S"""
+        """[S, B, H] -> the same shape. S: this tensor-parallel rank's part of the sequence."""
         output, _ = MLP.forward(self, hidden_states)
         return ops.token_gate(output, hidden_states, self.gate_weight)
 
@@ -124,7 +124,7 @@ class GatedSharedExpert(SharedExpertMLP):
 class WeightedExperts(TEGroupedMLP):
     """Megatron's grouped experts, with the router's probabilities applied to their output.
 
-    Megatron multiplies before fc2, so that they would be part of what is quantized there; engines multiply after it.
+    Megatron multiplies before fc2, so that fc2's quantized input would contain the probabilities. Engines do it after.
     """
 
     def forward(
@@ -137,7 +137,7 @@ class WeightedExperts(TEGroupedMLP):
 
 
 class GroupedLinear(GroupedWeights):
-    """One product per expert of this rank, in FP8 where the spec wants it: TransformerEngine's GroupedLinear."""
+    """One product per expert of this rank, in FP8 if the spec says so: replaces TransformerEngine's GroupedLinear."""
 
     def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,8 +160,8 @@ def _fields(
     moe: type[MoELayer] = MoELayer,
     gated: type[SharedExpertMLP] = SharedExpertMLP,
 ) -> Fields:
-    """Routed experts behind a norm, with shared ones beside them where the model has some; gated: the class of those
-    that a gate multiplies."""
+    """Return the fields of a layer with a norm, routed experts and, if the model has them, shared experts. gated: the
+    class of shared experts whose output a gate multiplies."""
     modules, shared = layer.modules, None
     if layer.sizes.shared_size:
         of_shared = MLPSubmodules(
@@ -189,7 +189,7 @@ def _exact(layer: Layer) -> Fields:
 
 
 def _native(layer: Layer, products: MLPSubmodules) -> Fields:
-    """Megatron's own router, or ours where it would give the chosen experts other probabilities than the model."""
+    """Return the fields with Megatron's router, or with ours if Megatron's probabilities are not the model's."""
     sizes, kind = layer.sizes, TopKRouter
     if sizes.renormalize and sizes.top_k == 1:
         kind = OneExpertRouter
@@ -245,7 +245,7 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
 
 
 def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
-    """A sigmoid router computes all in FP32, of which exact mode multiplies in BF16 what is BF16."""
+    """Return a sigmoid router's formats. It computes in FP32, but exact mode multiplies BF16 operands as BF16."""
     if sizes.sigmoid_router is None:
         return {}
     in_fp32 = dict.fromkeys(("router.logits", "router.probabilities", "router.gradient"), "fp32")
@@ -253,7 +253,7 @@ def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
 
 
 def _topk(call: Call) -> tuple[Tensor, ...]:
-    """Read weights and experts from a router's output: ours has each token's experts, Megatron's a map of them."""
+    """Read probabilities and experts from the output of our router (experts of tokens) or Megatron's (bool map)."""
     probs, routing_map = call[2]
     if routing_map.dtype != torch.bool:
         dense = probs.new_zeros(len(probs), call[0].config.num_moe_experts)

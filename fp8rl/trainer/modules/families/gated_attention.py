@@ -1,4 +1,4 @@
-"""Gated attention in Megatron: its own output gate, with each head's gate beside its query, as checkpoints have it."""
+"""Gated attention in Megatron: its own output gate, with each head's gate next to its query, as in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, 
 
 
 def heads_of(mixed: Tensor, groups: int, size: int) -> tuple[Tensor, ...]:
-    """Cut [..., N] of some groups of heads, of width `size`: q [..., heads, D], its gates, k and v [..., groups, D]."""
+    """Cut [..., N] into q and its gates [..., heads, D], and k and v [..., groups, D]. size: D, the width of a head."""
     grouped = mixed.unflatten(-1, (groups, -1, size))
     pairs, key, value = grouped.split((grouped.shape[-2] - 2, 1, 1), -2)
     query, gate = pairs.unflatten(-2, (-1, 2)).flatten(-4, -3).unbind(-2)
@@ -25,7 +25,7 @@ def heads_of(mixed: Tensor, groups: int, size: int) -> tuple[Tensor, ...]:
 
 
 class GatedAttention(SelfAttention):
-    """Megatron's attention; it would have the gates of a group of heads behind all of its queries."""
+    """Megatron's attention with each gate next to its query. Megatron has a group's gates after all its queries."""
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """[S, B, H] -> q [S, B, heads, D], k and v [S, B, kv heads, D], and the gates of q"""
@@ -35,7 +35,7 @@ class GatedAttention(SelfAttention):
         return self.q_layernorm(query), self.k_layernorm(key), value, gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Megatron's formula, which it would have torch compile."""
+        """Apply Megatron's formula of the gate, which Megatron would compile with torch."""
         return (x * torch.sigmoid(gate.float().reshape(x.shape))).to(x.dtype)
 
 

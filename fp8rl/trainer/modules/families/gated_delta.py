@@ -1,8 +1,8 @@
-"""Linear attention in Megatron: in exact mode by the shared ops, in native mode by Megatron's own rule in torch, and
-between TransformerEngine's products by the shared ops again.
+"""Linear attention in Megatron. Exact mode uses the shared ops, native mode Megatron's own rule in torch. With
+TransformerEngine's products, native mode uses the shared ops between them.
 
-Parameters have the names of Megatron's GatedDeltaNet. Products and convolution have their rows head of keys by head of
-keys, so that a tensor-parallel rank has whole heads in a row. Megatron's own module is not used: it needs
+Parameters have the names of Megatron's GatedDeltaNet. The rows of products and convolution are ordered by key head, so
+that a tensor-parallel rank has whole consecutive heads. Megatron's own module is not used: it needs
 flash-linear-attention, has the gates in one product with queries, keys and values, and takes no packed rows.
 """
 
@@ -33,7 +33,7 @@ from fp8rl.trainer.modules.rows import PackedRows
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
 
 SIZES = "sizes"
-"""The attribute of products by which those who see a call of one know its heads."""
+"""The attribute of a product with the sizes of its heads, for the functions that read calls of the product."""
 
 
 class ShortConv(nn.Module):
@@ -44,12 +44,12 @@ class ShortConv(nn.Module):
         self.sizes, self.weight = sizes, _split(config, sizes.channels // ranks, sizes.taps)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """[T, C] of rows end to end -> the same"""
+        """[T, C] of packed rows -> [T, C]"""
         return ops.causal_conv(x, self.weight, lengths)[0]
 
 
 class DeltaRule(nn.Module):
-    """`ops.delta_gates`, then `ops.gated_delta_rule`, each row from an empty state on."""
+    """`ops.delta_gates`, then `ops.gated_delta_rule`. Each row starts from an empty state."""
 
     def __init__(self, sizes: GatedDelta) -> None:
         super().__init__()
@@ -63,40 +63,40 @@ class DeltaRule(nn.Module):
 
 
 def channels_and_gates(qkvz: Tensor, sizes: GatedDelta) -> tuple[Tensor, Tensor]:
-    """Cut what the product puts out, [..., N] by head of keys, into the convolution's channels and z, likewise."""
+    """Cut the product's output [..., N] into the convolution's channels and z. All three are ordered by key head."""
     values = sizes.shares * sizes.value_dim
     mixed, z = qkvz.unflatten(-1, (-1, 2 * (sizes.key_dim + values))).split((2 * sizes.key_dim + values, values), -1)
     return mixed.flatten(-2), z.flatten(-2)
 
 
 def b_and_a(ba: Tensor, sizes: GatedDelta) -> tuple[Tensor, Tensor]:
-    """Cut what the product of the gates puts out, by head of keys too."""
+    """Cut the output of the gates' product into b and a. All three are ordered by key head."""
     b, a = ba.unflatten(-1, (-1, 2, sizes.shares)).unbind(-2)
     return b.flatten(-2), a.flatten(-2)
 
 
 def heads_of(mixed: Tensor, sizes: GatedDelta) -> tuple[Tensor, ...]:
-    """Cut channels by head of keys [T, C] into queries, keys [T, key heads, K] and values [T, heads, V]."""
+    """Cut channels [T, C], ordered by key head, into queries and keys [T, key heads, K] and values [T, heads, V]."""
     of_keys = sizes.key_dim, sizes.key_dim, sizes.shares * sizes.value_dim
     q, k, v = mixed.unflatten(1, (-1, sum(of_keys))).split(of_keys, -1)
     return q, k, v.unflatten(-1, (sizes.shares, -1)).flatten(1, 2)
 
 
 class GatedNorm(nn.Module):
-    """`ops.gated_rms_norm` of each head."""
+    """`ops.gated_rms_norm` over each head."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
         self.eps, self.weight = config.layernorm_epsilon, norm_weight(config, size, torch.float32)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """[T, heads * value] -> the same"""
+        """[T, heads * value] -> the same shape"""
         heads, gates = (y.unflatten(1, (-1, len(self.weight))) for y in (x, gate))
         return ops.gated_rms_norm(heads, gates, self.weight, self.eps).flatten(1)
 
 
 class NativeConv(ShortConv):
-    """torch's convolution of rows of one length, and SiLU."""
+    """torch's convolution, then SiLU, for rows of equal length."""
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         rows, (channels, taps) = x.unflatten(0, (len(lengths), -1)).transpose(1, 2), self.weight.shape
@@ -105,7 +105,8 @@ class NativeConv(ShortConv):
 
 
 class NativeRule(DeltaRule):
-    """Megatron's rule in chunks of 64, of rows of one length; its lines around it, but for the norm's library."""
+    """Megatron's rule in chunks of 64, for rows of equal length. The code around the rule is Megatron's too, except for
+    the norm's library."""
 
     def forward(self, mixed: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, lengths: Tensor) -> Tensor:
         rows = len(lengths)
@@ -120,7 +121,7 @@ class NativeRule(DeltaRule):
 
 
 class NativeNorm(GatedNorm):
-    """torch's norm, and the gate as Megatron has it."""
+    """torch's norm, then Megatron's formula of the gate."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         heads = x.unflatten(1, (-1, len(self.weight))).float()
@@ -129,7 +130,7 @@ class NativeNorm(GatedNorm):
 
 
 class GatedDeltaNet(MegatronModule):
-    """The layer over whole rows, which are right-padded, or lie end to end."""
+    """The layer over whole rows, right-padded or packed."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedRows | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H], of a tensor-parallel rank its part of S -> ([S, B, H] likewise, no bias)"""
+        """[S, B, H] -> ([S, B, H], no bias). S: this tensor-parallel rank's part of the sequence."""
         mixed, z = channels_and_gates(self.in_proj(hidden_states)[0], self.sizes)
         b, a = b_and_a(self.gate_proj(hidden_states)[0], self.sizes)
         length, batch = mixed.shape[:2]
@@ -206,12 +207,12 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(out.unflatten(0, (batch, length)).transpose(0, 1).contiguous())
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Nothing: the norm before the layer is a module of its own."""
+        """Do nothing, because the norm before the layer is a separate module."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Every tensor with the axis that tensor-parallel ranks share."""
+        """Return every tensor with the axis that tensor-parallel ranks split."""
         groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
 
         def split(tensors: dict[str, Tensor], prefix: str) -> ShardedStateDict:
@@ -227,7 +228,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def _split(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A parameter of this rank's heads."""
+    """Return a new parameter for this rank's heads."""
     device = torch.cuda.current_device()
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype or config.params_dtype, device=device))
     tag_split(parameter, 0)
@@ -249,18 +250,18 @@ def _layer(**classes: type[nn.Module]) -> Callable[[Layer], Fields]:
 
 
 def _config(sizes: ModelSizes) -> Mapping[str, Any]:
-    """Checkpoints have a key for each layer where layers are not alike."""
+    """Return the list of linear layers. With such a list, Megatron's checkpoints have a key for each layer."""
     linear = sizes.of(GatedDelta).layers
     return {"linear_attention_freq": [int(layer in linear) for layer in range(sizes.layers)]}
 
 
 def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
-    """`A_log`, `dt_bias` and the norm with the gates are FP32, and so their gradients and what ranks gather."""
+    """Return formats that allow FP32: `A_log`, `dt_bias` and the gated norm are FP32, when computed and when sent."""
     return dict.fromkeys(("gain.weight", "gradient.weight"), "bf16|fp32") | {"wire.weights": "bf16|fp32|{gather}"}
 
 
 def _in_proj(call: Call) -> tuple[Tensor, ...]:
-    """Return channels in the order of checkpoints, all queries first, and z."""
+    """Return the channels and z. The channels are in the order of checkpoints, all queries first."""
     sizes = call[0].sizes
     mixed, z = channels_and_gates(output(call)[0], sizes)
     return _channels(mixed, sizes), z

@@ -1,8 +1,8 @@
-"""Latent attention in Megatron: in exact mode absorbed (`numerics.ops.latent`), as the engine computes it over its
-cache; in native mode expanded, by Megatron itself.
+"""Latent attention in Megatron. Exact mode computes the absorbed form (`numerics.ops.latent`), as the engine does over
+its cache. Native mode computes the expanded form, by Megatron itself.
 
 Megatron splits the rows of the narrow products over tensor-parallel ranks. The parts would not be whole quantization
-blocks, and the products are small: every rank computes them whole, of its own part of the sequence, as with
+blocks, and the products are small. So every rank computes whole products for its part of the sequence, as with
 TransformerEngine.
 """
 
@@ -38,7 +38,7 @@ NARROW = {"linear_q_down_proj": "q_a_proj", "linear_kv_down_proj": "kv_a_proj"}
 
 
 class NarrowLinear(nn.Module):
-    """A product that is not split over the tensor-parallel ranks, each of which sees its part of the sequence."""
+    """A product that every tensor-parallel rank computes whole, for its part of the sequence."""
 
     def __init__(
         self, config: TransformerConfig, input_size: int, output_size: int, precision: LayerPrecision, kind: str
@@ -69,7 +69,7 @@ class WholeNarrow(MLASelfAttention):
 
 
 class SharedNarrowLinear(NarrowLinear):
-    """A narrow product by the shared definition, with its adapter, which each rank has whole as well."""
+    """A narrow product by the shared ops. Each rank has the whole adapter too."""
 
     adapter: Adapter | None = None
 
@@ -79,9 +79,9 @@ class SharedNarrowLinear(NarrowLinear):
 
 @dataclass(frozen=True)
 class OfHeads:
-    """The products of heads with their parts of kv_b, weight [heads * (plain + value), kv rank]: `ops.head_linear`.
+    """Products of each head with its part of kv_b: `ops.head_linear`. weight: [heads * (plain + value), kv rank].
 
-    operand: of the weight, if it is quantized. adapter: what stands beside it, or is in what is served of it.
+    operand: the weight's operand, if the weight is quantized. adapter: the weight's adapter, merged or separate.
     """
 
     weight: Tensor
@@ -100,10 +100,10 @@ class OfHeads:
 
 
 class LatentAttention(WholeNarrow):
-    """Queries and latent rows of a sequence, and attention of the first over the second.
+    """Computes queries and latent rows of a sequence, and attention of the queries over the latent rows.
 
-    The norm of the rows is `linear_kv_up_proj`'s, whose weight is multiplied head by head (`ops.head_linear`); of the
-    module itself nothing runs.
+    `linear_kv_up_proj` gives only its norm, which is applied to the latent rows, and its weight, with which each head
+    is multiplied (`ops.head_linear`). Its forward is not called.
     """
 
     def __init__(self, *args: Any, precision: LayerPrecision, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ class LatentAttention(WholeNarrow):
         packed_seq_params: PackedRows | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H], of a tensor-parallel rank its part of S -> ([S, B, H] likewise, no bias)"""
+        """[S, B, H] -> ([S, B, H], no bias). S: this tensor-parallel rank's part of the sequence."""
         narrow = None if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_states)[0]
         queries = self.linear_q_proj(hidden_states)[0] if narrow is None else self.linear_q_up_proj(narrow)[0]
         rows = self._rows(hidden_states)
@@ -135,7 +135,7 @@ class LatentAttention(WholeNarrow):
         return self.linear_proj(out)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """[S, B, kv rank + rope] of the whole sequence: the normed latent, and the key that is not rotated yet."""
+        """Return [S, B, kv rank + rope] of the whole sequence: the normed latent, and the key before rotation."""
         latent, key = self.linear_kv_down_proj(x)[0].split(
             (self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1
         )
@@ -146,9 +146,9 @@ class LatentAttention(WholeNarrow):
 
 
 class LatentCore(nn.Module):
-    """Rotation, the products of heads, and the attention between them.
+    """Rotation, attention, and the products of heads before and after it.
 
-    Rows start at position 0 and are right-padded, or lie end to end and bring their positions.
+    Padded rows start at position 0 and are right-padded. Packed rows bring their positions.
     """
 
     def __init__(self, *, sizes: ModelSizes, precision: LayerPrecision, **unused: Any) -> None:
@@ -178,13 +178,13 @@ class LatentCore(nn.Module):
         return out.flatten(1).unflatten(0, (length, batch))
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [S, B, heads, rope]"""
+        """Rotate x [S, B, heads, rope]."""
         return ops.rope_pairs(x, positions, self.rope_theta, self.rope_scaling)
 
 
 class ExpandedCore(nn.Module):
-    """torch's attention, causal, where Megatron has none for keys and values of different widths: on a CPU. Rows are
-    right-padded."""
+    """torch's causal attention over right-padded rows, for the CPU: there Megatron has no attention for keys and values
+    of different widths."""
 
     def __init__(self, *, softmax_scale: float, **unused: Any) -> None:
         super().__init__()
@@ -198,9 +198,9 @@ class ExpandedCore(nn.Module):
 
 
 def _fields(layer: Layer, attention: ModuleSpec, narrow: type[nn.Module], core: ModuleSpec | type[nn.Module]) -> Fields:
-    """Latent attention with the norms of both narrow rows inside the products out of them.
+    """Return the fields of a layer. The norm of each narrow product's output is inside the product that follows.
 
-    narrow: of the products that Megatron makes and `WholeNarrow` replaces, or of TransformerEngine.
+    narrow: the class of the narrow products, TransformerEngine's or one that `WholeNarrow` replaces.
     """
     modules = layer.modules
     spec = ModuleSpec(
@@ -264,18 +264,18 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
 
 
 def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
-    """The core that native mode has where Megatron has none computes in FP32."""
+    """Return native mode's formats: `ExpandedCore` computes in FP32."""
     return dict.fromkeys(("scores.output", "softmax.output"), "fp32") if mode == "native" else {}
 
 
 def _latent_down(call: Call) -> tuple[Tensor, ...]:
-    """Return the narrow rows of an attention, whose products are taken again."""
+    """Compute the narrow products of an attention again, and return their output."""
     module, (x, *_), _ = call
     return tuple(rows_of(linear(x)[0]) for linear in (module.linear_q_down_proj, module.linear_kv_down_proj))
 
 
 def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
-    """Return theta and the factor of YaRN, 1 for a model without it."""
+    """Return theta and the factor of YaRN (1 for a model without YaRN)."""
     if isinstance(module, LatentCore):
         return module.rope_theta, module.rope_scaling.factor if module.rope_scaling is not None else 1.0
     return model.config.rotary_base, model.config.rotary_scaling_factor
