@@ -68,7 +68,8 @@ class RolloutSection(Section):
     max_running_requests: int | None = Field(default=None, ge=1)
     """Answers that one engine works on at a time; on a GPU at most the largest of `graph_batches`, since a larger batch
     would run kernel by kernel. Null, on a GPU: the largest of `graph_batches`. Null, on a CPU: SGLang's default, which
-    follows from the cache, or 64 for a model with linear attention. Such a model needs three states for each answer."""
+    follows from the cache, or 64 for a model with linear attention. An answer of such a model takes a state, and
+    its prefixes take two more."""
     # Strictness would refuse the list that YAML gives.
     graph_batches: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1, strict=False)
     """Batch sizes (numbers of answers) for which a decode step is captured as a CUDA graph, on a GPU. The graphs take

@@ -250,7 +250,7 @@ def _sample(x: Tensor, *, block: bool) -> Tensor:
 
 
 def stored(x: Tensor) -> str:
-    """Return the format of a tensor that is kept from step to step: BF16 if all its FP32 numbers, not too few, are."""
+    """Return the format of a tensor that is kept from step to step: BF16 if it has enough FP32 numbers, all BF16."""
     judged = x.dtype is torch.float32 and int(x.count_nonzero()) >= FEWEST
     return "bf16" if judged and torch.equal(x.bfloat16().float(), x) else format_of(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Judges where a spec would run on a given machine, and what stands in its way. Nothing is probed here.
+"""Judges where a spec would run on a given machine, and what prevents that. Nothing is probed here.
 
 The rules are those that a run goes by: `numerics.backend.dispatch` for kernels, `trainer.megatron.lowering` for
 TransformerEngine, `rollout.engine.server.arguments` for the engine.

@@ -138,7 +138,7 @@ class Engine:
     async def cpu_seconds(self) -> float:
         """Return the processor seconds of the engine's schedulers so far, once its HTTP server has answered.
 
-        The HTTP server must answer, since on a GPU even an idle scheduler uses a processor. No scheduler has to.
+        The HTTP server must answer, since on a GPU even an idle scheduler uses a processor. Schedulers need not answer.
         """
         await self._call(lambda c: c.weight_version())
         return await asyncio.to_thread(self._running()[0].cpu_seconds)

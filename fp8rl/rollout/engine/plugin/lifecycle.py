@@ -86,7 +86,7 @@ def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def before_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Before `ModelRunner.forward`, check that the weights were committed: a CUDA graph would run on any."""
+    """Before `ModelRunner.forward`, check that the weights are committed (a CUDA graph does not); mark adapted rows."""
     state().weights.check()
     if (rows := state().weights.adapted_rows) is not None:
         rows.take(forward_batch)
@@ -296,4 +296,4 @@ CALLS: dict[str, Callable[..., Any]] = {
     "memory": memory,
     "ping": lambda runner: state().weights.version,
 }
-"""The calls of the plugin by an engine's owner: functions of SGLang's ModelRunner and of the call's arguments."""
+"""What an engine's owner can have its plugin do: functions of SGLang's ModelRunner and of the call's arguments."""

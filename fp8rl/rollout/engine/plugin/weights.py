@@ -69,7 +69,8 @@ class HeldParameter:
     arrived: set[str] = dataclasses.field(default_factory=set)
     """The part of `names` that was sent since the operand and the digests were last made."""
     operand: Any = None
-    """The operand of an FP8 parameter (`ops.weight_operand`). While it is STALE, its memory is kept for the next."""
+    """The operand of an FP8 parameter (`ops.weight_operand`). While the parameter is STALE, the operand is not used,
+    and its memory is kept for the next operand."""
     version: str | None = None
     """The version of the weights that the operand has; None: the operand is not of the served version."""
     digests: dict[str, str] | None = None
@@ -144,7 +145,7 @@ class ServedWeights:
         may be computed with them until `commit`.
 
         Raises:
-            RuntimeError: the engine has several ranks, which hold parts; or the base has other parameters than it.
+            RuntimeError: this is one of several ranks, which hold parts; or the base has other parameters.
         """
         if self.rank.ranks > 1:
             raise RuntimeError(
@@ -177,7 +178,7 @@ class ServedWeights:
         self._forget_version()
 
     def release(self) -> None:
-        """Note that the weights lose their memory: until `occupy` nothing may use it, and then all must be written."""
+        """Note that the weights lose their memory. Nothing may use them until `occupy`; then all must be written."""
         self._forget_version()
         for held in self._held.values():
             held.state = State.STALE if held.state is State.KEPT else held.state

@@ -42,7 +42,7 @@ def route_shape(sizes: ModelSizes) -> RouteShape:
 
 
 def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, supports: bool = False) -> Completion:
-    """Parse one answer of /generate. It was asked with `return_logprob`, and with `return_routed_experts` for `routes`.
+    """Parse an answer of /generate to a request with `return_logprob`, and with `return_routed_experts` for `routes`.
 
     supports: the request had `return_sampling_mask`. Log-probabilities are then relative to the tokens that truncation
     kept.

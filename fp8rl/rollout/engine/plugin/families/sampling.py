@@ -264,7 +264,7 @@ _PROMPTS = Hook(
 
 
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
-    """Exact mode hooks the draws, and log-probabilities; in native mode log-probabilities are SGLang's own."""
+    """Hook the draws and, in exact mode, log-probabilities; in native mode log-probabilities are SGLang's own."""
     return (_SEEDS, _SAMPLES, _PROMPTS) if numerics.mode == "exact" else (_SEEDS, _DRAW)
 
 
