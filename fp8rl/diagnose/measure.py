@@ -1,5 +1,5 @@
-"""Measurements that several diagnoses share: the batch on which both sides are compared, our ops on one rank in this
-process, and the distance of two log-probabilities."""
+"""Measurements that several diagnoses share: the batch on which both sides are compared, a trainer of one rank in this
+process, and the difference of two log-probabilities."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROBLEMS = 16
 ANSWERS = 2
 LONG_PROMPTS = 4
 LONG_TOKENS = 320
-"""Beyond two key splits of the attention, where an order of summation shows that short prompts never reach."""
+"""Tokens of a long prompt: more than two key splits of attention, whose summation order short prompts never reach."""
 
 
 def check_has_engine(experiment: Experiment) -> None:
@@ -54,7 +54,7 @@ def check_has_engine(experiment: Experiment) -> None:
 
 
 def sync_weights(stack: Stack) -> None:
-    """Send the trainer's weights to the engines. Raises `UserError`: an engine does not hold them."""
+    """Send the trainer's weights to the engines. Raises `UserError`: an engine does not hold those weights."""
     try:
         stack.syncing.sync()
     except SyncError as error:
@@ -67,7 +67,7 @@ def sync_weights(stack: Stack) -> None:
 
 
 def calibration_prompts(stack: Stack) -> list[Prompt]:
-    """The problems of the run's first step, at most PROBLEMS, and LONG_PROMPTS made of several of them in a row."""
+    """Return at most PROBLEMS of the run's first step, and LONG_PROMPTS that each join several problems."""
     experiment = stack.experiment
     prompts = to_prompts(stack.tokenizer, training_problems(experiment).of_step(1, PROBLEMS))
     room = experiment.rollout.context_length - experiment.rollout.max_new_tokens - 1
@@ -81,7 +81,7 @@ def calibration_prompts(stack: Stack) -> list[Prompt]:
 
 
 def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
-    """`group_size` answers to each prompt, as a step would batch them, without advantages."""
+    """Sample `group_size` answers to each prompt; batch them as a step would, without advantages."""
     groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
     answers = stack.sampling.sample(groups, temperature)
     truncation = stack.experiment.rollout.truncation if temperature else EVERY_TOKEN
@@ -93,8 +93,11 @@ def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperat
 
 @contextmanager
 def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layout]:
-    """Hold the place of a trainer that is alone, on `numerics`; they may carry the reduction order of a larger layout.
-    Raises UserError: exact mode, on a machine where a token's result depends on its batch."""
+    """Open the process groups of a one-rank trainer with `numerics`, which may have a larger layout's reduction order.
+
+    Raises:
+        UserError: exact mode, on a machine where a token's result depends on its batch.
+    """
     from fp8rl.trainer.distributed import parallel
 
     parallel.start(0, numerics)
@@ -118,7 +121,7 @@ def one_trainer(
     longest: int,
     adapter: AdapterSection | None = None,
 ) -> Iterator[Trainer]:
-    """Hold a trainer of one rank with these weights, which scores and exports; see `one_rank`. longest: of a row."""
+    """Make a trainer of one rank with these weights, to score and export; see `one_rank`. longest: tokens of a row."""
     config = TrainerSection(micro_batch_tokens=micro_batch_tokens)
     with one_rank(config, numerics) as layout:
         from fp8rl.trainer.trainer import Trainer
@@ -142,7 +145,7 @@ _ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff_"
 
 
 def difference(first: Tensor, second: Tensor, mask: Tensor) -> Difference:
-    """Compare on the tokens of a bool mask; all of one shape [B, S]."""
+    """Compare two tensors on the tokens of a bool mask; all three have the shape [B, S]."""
     values = logprob_metrics(first, second, mask)
     return Difference(
         tokens=int(values["mismatch/tokens"]),

@@ -17,13 +17,13 @@ from rich.text import Text
 from fp8rl.numerics.core.errors import UserError
 
 SCHEMA = 1
-"""The version of the JSON; it grows when a key changes its meaning or goes."""
+"""The version of the JSON. It grows when a key changes its meaning or is removed."""
 Grade = Literal["good", "warning", "bad"]
 _STYLES: dict[Grade, str] = {"good": "bold green", "warning": "bold yellow", "bad": "bold red"}
 
 
 class Report(ABC):
-    """Base of the dataclasses of findings. Their JSON has the fields, `schema`, `ok` and what is `derived`."""
+    """Base of the reports' dataclasses. A report's JSON has the fields, `schema`, `ok` and the `derived` keys."""
 
     @property
     @abstractmethod
@@ -44,7 +44,7 @@ class Report(ABC):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises ValueError for another schema."""
+        """Read a report. Raises ValueError if its schema is not `SCHEMA`."""
         values = json.loads(text)
         if values.get("schema") != SCHEMA:
             raise ValueError(f"schema: found {values.get('schema')}, expected {SCHEMA}")
@@ -56,14 +56,14 @@ class Difference:
     """abs(d) of two log-probabilities of the same tokens, in nats; a number is None if no token is left."""
 
     tokens: int
-    """With finite d, the denominator."""
+    """The number of tokens with finite d; means and fractions are over these."""
     nonfinite: int
-    """The others."""
+    """The number of tokens whose d is not finite."""
     mean: float | None
     p99: float | None
     max: float | None
     exact_frac: float | None
-    """Of the tokens, those with d == 0."""
+    """The fraction of the tokens with d == 0."""
     p50: float | None = None
     k3_kl: float | None = None
     """KL(second || first) by the estimate k3, per token (`rl.mismatch`)."""
@@ -74,7 +74,7 @@ class Difference:
         return self.nonfinite == 0 and self.max == 0.0
 
     def __str__(self) -> str:
-        """`|d| mean 0, p99 0, max 0, exact 1 on 640 tokens`"""
+        """Write it as `|d| mean 0, p99 0, max 0, exact 1 on 640 tokens`."""
         if self.mean is None or self.exact_frac is None:
             return f"no finite d, {self.nonfinite} that are not"
         rest = f", {self.nonfinite} not finite" if self.nonfinite else ""
@@ -85,7 +85,7 @@ class Difference:
 
 
 def shown_number(value: float | None) -> str:
-    """`1.23e-04`, 0 for zero, `none` where there is nothing."""
+    """Write a number as `1.23e-04`; zero is `0` and None is `none`."""
     return "none" if value is None else "0" if value == 0 else f"{value:.2e}"
 
 
@@ -94,7 +94,7 @@ class Remark:
     """One thing about a machine or spec that its user should know."""
 
     blocks: bool
-    """The spec cannot run before it is mended; the others cost speed, or are not known to work."""
+    """The spec cannot run before this is mended. Any other remark is on lost speed, or on what is not known to work."""
     key: str
     found: str
     expected: str
@@ -102,11 +102,11 @@ class Remark:
 
     @classmethod
     def refusal(cls, error: UserError) -> Self:
-        """An error that was given its message whole keeps it as `remedy`, without a key."""
+        """Make a remark of an error. An error that has only a message gets it as `remedy`, without a key."""
         return cls(True, error.key, error.found, error.expected, error.remedy if error.key else str(error))
 
     def shown(self, blocking: str, other: str) -> Text:
-        """Render it behind the label of its kind."""
+        """Render the remark after the label of its kind."""
         text = graded(f"{blocking if self.blocks else other:<10}", "bad" if self.blocks else "warning")
         what = f"{self.key}: found {self.found}, expected {self.expected}. " if self.key else ""
         text.append(f"{what}{self.remedy}", style="not bold")
@@ -120,7 +120,7 @@ def graded(text: str, grade: Grade) -> Text:
 def grid(
     columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], *, numbers: int | None = None, title: str = ""
 ) -> Table:
-    """Make a table, which has a frame if it has a title; the columns from `numbers` on are numbers."""
+    """Make a table. It has a frame if it has a title; the columns from index `numbers` on are numbers."""
     table = Table(title=title) if title else Table(box=None, pad_edge=False)
     for index, heading in enumerate(columns):
         right = numbers is not None and index >= numbers

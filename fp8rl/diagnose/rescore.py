@@ -22,7 +22,7 @@ from fp8rl.weight_sync.frozen import would_hold
 from fp8rl.weight_sync.manifest import Manifest
 
 NATIVE_TOLERANCE = 0.01
-"""Mean difference in nats up to which native log-probabilities count as the same: the libraries' own ops round
+"""Mean difference in nats up to which native log-probabilities count as the same, since the libraries' own ops round
 differently in another batch. BF16 against BF16 was measured at 0.01 between trainer and engine."""
 
 WORST_TOKENS = 12
@@ -30,9 +30,9 @@ WORST_TOKENS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Rescored:
-    """A capsule and its sequences scored again.
+    """A capsule, and its sequences scored again.
 
-    rescored: the capsule's sequences as the rescoring saw them. metrics: the `mismatch/...` metrics over them.
+    rescored: the capsule's sequences with the new scores. metrics: the `mismatch/...` metrics of the new scores.
     """
 
     capsule: Capsule
@@ -56,7 +56,7 @@ class Rescored:
         return self.changes.mean().item() <= NATIVE_TOLERANCE
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values; a number that is not finite is None."""
+        """Return the result as JSON values; a number that is not finite becomes None."""
         capsule, changes = self.capsule, self.changes
         return {
             "capsule": str(capsule.path),
@@ -78,8 +78,11 @@ class Rescored:
 
 
 def rescore(path: Path, model: Path | None = None) -> Rescored:
-    """Score a capsule's sequences with its numerics and its weights, or those of the directory `model`. Raises
-    UserError: the capsule is damaged or incomplete, or the weights are not those that the manifest speaks of."""
+    """Score a capsule's sequences with the capsule's numerics, and its weights or the weights in `model`.
+
+    Raises:
+        UserError: the capsule is damaged or incomplete, or the weights are not the weights in the manifest.
+    """
     capsule = read_capsule(path)
     load_architecture_of(capsule.experiment)
     if model is not None:
@@ -105,7 +108,7 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
 
 
 def print_rescored(result: Rescored, console: Console) -> None:
-    """The worst tokens, the metrics that differ, and the verdict."""
+    """Print the worst tokens, the metrics that differ, and the verdict."""
     capsule, scored, rescored = result.capsule, result.capsule.scored, result.rescored
     console.print(f"capsule of step {capsule.step}, weight version {scored.version}, {capsule.numerics.mode} mode")
     for line in capsule.why:
@@ -131,7 +134,7 @@ def print_rescored(result: Rescored, console: Console) -> None:
 
 
 def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:
-    """The weights, quantized as they were for the engine, must have the digests of the manifest."""
+    """Check that the weights, quantized as they were for the engine, have the manifest's digests."""
     manifest = capsule.manifest
     spec = capsule.numerics.rollout_spec
     sent = would_hold(trainer, spec, capsule.experiment.rollout.tp)

@@ -34,15 +34,15 @@ class Subject:
     name: str
     path: Path
     experiment: Experiment
-    """Its model and its adapter are the weights to start from."""
+    """The spec, whose model and adapter are the weights to start from."""
     numerics: NumericsConfig
     """The numerics that were in force."""
     checkpoint: Path | None = None
-    """Its weights are loaded over those of the directory."""
+    """A checkpoint whose weights are loaded over the weights of the model's directory."""
     batch: TokenBatch | None = None
-    """None if it is still to be sampled. That of a capsule has the field `train_logprobs`."""
+    """The tokens; None: they are still to be sampled. A capsule's batch has the field `train_logprobs`."""
     version: int = 0
-    """The version of the weights, where no checkpoint says it."""
+    """The version of the weights, unless a checkpoint gives it."""
     wrong: Sequence[str] | None = None
     """See `Capsule.wrong`."""
     tool_parser: str | None = None
@@ -50,11 +50,11 @@ class Subject:
 
     @property
     def base_name(self) -> str | None:
-        """The name of a served model without its adapter, for clients."""
+        """The name by which clients ask for a served model without its adapter."""
         return None if self.experiment.adapter is None else f"{self.name}-base"
 
     def with_tools(self, tool_parser: str) -> Subject:
-        """Let the model call tools in this format. Raises UserError: SGLang has none of that name."""
+        """Let the model call tools in this format. Raises UserError: SGLang has no such format."""
         if tool_parser not in (known := parsers()):
             expected = f"one of {', '.join(known)}"
             raise user_error("--tool-parser", found=tool_parser, expected=expected, remedy="Correct it.")
@@ -62,8 +62,11 @@ class Subject:
 
 
 def read_subject(path: Path, key: str) -> Subject:
-    """Read a run's folder, at its newest weights, or a capsule. key: what messages call the argument. Raises UserError:
-    it is neither, it has no weights, or it is damaged."""
+    """Read a run's folder, at its newest weights, or a capsule. key: what messages call the argument.
+
+    Raises:
+        UserError: `path` is neither a run nor a capsule, has no weights, or is damaged.
+    """
     check_path(path, key)
     path = Path(path).absolute()
     if (path / "capsule.json").is_file():
@@ -105,9 +108,9 @@ def read_subject(path: Path, key: str) -> Subject:
 
 
 def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) -> tuple[RunDir, Experiment]:
-    """Open a run's folder to compute with it: read its resolved spec, and import the architecture that this names.
+    """Open a run's folder to compute with it: read its resolved spec, and import the architecture that the spec names.
 
-    Raises UserError, of these words, where there is none.
+    Raises UserError, with the given words, if there is no run.
     """
     run = RunDir(path.absolute())
     if not run.experiment.is_file():
@@ -118,8 +121,11 @@ def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) ->
 
 
 def load_architecture_of(experiment: Experiment) -> None:
-    """Import the file of `model.architecture`, if a run's spec names one, as whatever computes with its model needs it.
-    Raises UserError: it cannot be imported, or the scope names no module kind that it or another architecture has."""
+    """Import the file of `model.architecture`, if a run's spec names a file: whatever computes with the model needs it.
+
+    Raises:
+        UserError: the file cannot be imported, or the scope names a module kind that no architecture has.
+    """
     if experiment.model.architecture is not None:
         load_architecture(experiment.model.architecture)
     check_scope(experiment.numerics_config().spec)
@@ -133,14 +139,17 @@ def last_numerics(run: RunDir, experiment: Experiment) -> NumericsConfig:
 
 
 LONGEST = 32768
-"""Sequence that an engine of a model directory has room for, if the model does."""
+"""Tokens of the longest sequence that an engine of a model directory takes, if the model has as many positions."""
 _KEY = "RUN|MODEL"
 
 
 def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = None) -> Subject:
-    """Read a model that is to be served: the trained model of a run, as the run computed; or a model directory in this
-    mode and preset, whose architecture may be in a user's file. Raises UserError: it is neither, or the run has no
-    trained model yet."""
+    """Read a model that is to be served: a run's trained model, with the run's numerics; or a model directory, with
+    this mode and preset. The architecture of a model directory may be in a user's file.
+
+    Raises:
+        UserError: `path` is neither a run nor a model directory, or the run has no trained model yet.
+    """
     check_path(path, _KEY)
     run = RunDir(path.absolute())
     if not run.experiment.is_file():
@@ -175,7 +184,7 @@ def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = 
 
 
 def _trained(run: RunDir, experiment: Experiment) -> Experiment | None:
-    """Return the experiment as it would begin with what a run has written at its end; None: it has written nothing."""
+    """Return the experiment that begins with the model that a run has written at its end; None: no model yet."""
     if engine_adapter(experiment) is None and run.model.is_dir():
         return experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
     if experiment.adapter is None or not run.adapter.is_dir():
@@ -185,7 +194,7 @@ def _trained(run: RunDir, experiment: Experiment) -> Experiment | None:
 
 
 def model_given(model: Path, architecture: str | Path | None, key: str) -> Path:
-    """Return the directory of a model or of a hub's name, once a user's file that has its architecture is loaded."""
+    """Load the user's file with a model's architecture, if any; return the model's directory, also for a hub's name."""
     check_path(model, key)
     if architecture is not None:
         load_architecture(str(architecture), "--architecture")
@@ -193,7 +202,7 @@ def model_given(model: Path, architecture: str | Path | None, key: str) -> Path:
 
 
 def check_model(path: Path) -> Model:
-    """Check the files of a model directory; returns what was read of it. Raises UserError: one is missing or wrong."""
+    """Check the files of a model directory, and return the model. Raises UserError: a file is missing or wrong."""
     definition = read_model(path, _KEY)
     tokenizer = load_tokenizer(path, _KEY)
     if tokenizer.chat_template:
@@ -203,7 +212,7 @@ def check_model(path: Path) -> Model:
 
 
 def _refuse_converted(model: Path) -> None:
-    """Refuse what `fp8rl convert` has written, which is for other servers."""
+    """Refuse a model that `fp8rl convert` has written: it is for other servers."""
     try:
         quantized = "quantization_config" in read_json(model / "config.json", _KEY, "a Hugging Face config.json")
     except UserError:

@@ -38,7 +38,7 @@ class Problem:
     """A question and its reference answer, in GSM8K a solution that ends in `#### ` and the result."""
 
     question: str
-    """The text; of a conversation, its last user turn."""
+    """The question's text; in a conversation, its last user turn."""
     answer: str
     """The reference answer."""
     messages: Sequence[Message] = ()
@@ -64,9 +64,9 @@ class KeptTokens:
     """The tokens that truncation kept for each of M draws, where top-p, top-k or min-p left some out."""
 
     counts: Tensor
-    """int32 [M], the number of them."""
+    """int32 [M], the number of tokens kept for each draw."""
     ids: Tensor
-    """int32 [counts.sum()], one draw's after the other's."""
+    """int32 [counts.sum()], the ids of the kept tokens, draw after draw."""
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> KeptTokens:
@@ -77,12 +77,12 @@ class KeptTokens:
         return KeptTokens(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]))
 
     def first(self, count: int) -> KeptTokens:
-        """Return those of the first `count` tokens."""
+        """Return the kept tokens of the first `count` draws."""
         counts = self.counts[:count]
         return KeptTokens(counts, self.ids[: int(counts.sum())])
 
     def lists(self) -> list[list[int]]:
-        """Return the ids by token."""
+        """Return the ids of each draw."""
         return [each.tolist() for each in self.ids.split(self.counts.tolist())]
 
 
@@ -104,7 +104,7 @@ class Group:
 
 
 def some_or_all(top_k: int) -> int:
-    """Return a top-k of a spec. Raises ValueError: it leaves none, or one, which is what a temperature of 0 is for."""
+    """Return a spec's top-k. Raises ValueError if it keeps no token, or one: a temperature of 0 is for that."""
     if -1 < top_k < 2:
         raise ValueError(f"found {top_k}, expected 2 or more, or -1 for all. Greedy answers have a temperature of 0")
     return top_k
@@ -123,7 +123,7 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     supports: bool = False
-    """Have the engine return the tokens that each one was drawn from."""
+    """Whether the engine is to return, for each token, the set of tokens that it was drawn from."""
 
     def to_request(self, seed: int | None = None, spent: int = 0) -> dict[str, Any]:
         """Return SGLang's `sampling_params` of an answer that has `spent` tokens already.
@@ -157,14 +157,14 @@ class Completion:
     weight_versions: list[int]
     """[T], the versions that produced the tokens."""
     finished: bool
-    """A stop token ended it, not the length."""
+    """A stop token ended the answer, not the length."""
     routed_experts: Tensor | None = field(default=None, repr=False)
     """int16 [P + T - 1, L, K], the experts of every token but the last, prompt included, in the MoE layers in order;
     None if they were not requested."""
     aborted: bool = False
-    """A pause for an update ended it."""
+    """A pause for an update ended the answer."""
     supports: KeptTokens | None = field(default=None, repr=False)
-    """Of the T tokens; None if they were not requested."""
+    """The tokens that each of the T tokens was drawn from; None if they were not requested."""
 
     def then(self, rest: Completion) -> Completion:
         """Join this answer, which was aborted, with the engine's continuation from its last token on."""
@@ -192,7 +192,7 @@ class Trajectory:
     weight_versions: list[int]
     """[M]."""
     group: int
-    """Its group's place in the call that sampled it."""
+    """The index of the answer's group in the call that sampled it."""
     seed: int
     """The seed of its draws."""
     routed_experts: Tensor | None = field(default=None, repr=False)
@@ -200,15 +200,15 @@ class Trajectory:
     environment_spans: tuple[tuple[int, int], ...] = ()
     """Spans of `token_ids`, (begin, end) in order, that an environment wrote; the model has sampled the others."""
     stopped: bool = True
-    """Of a finished one: its last token is a stop token."""
+    """For a finished answer: its last token is a stop token."""
     outcome: dict[str, float] = field(default_factory=dict)
     """The result of its environment."""
     failed: bool = False
     """Its environment failed, so that nothing can be learnt from it."""
     branch: int = 0
-    """Its number among the rows of one conversation; row 0 ended it."""
+    """The number of this row among the rows of one conversation; row 0 is the row that ended the conversation."""
     supports: KeptTokens | None = field(default=None, repr=False)
-    """Of the M tokens, if they were requested."""
+    """The tokens that each of the M tokens was drawn from; None if they were not requested."""
 
 
 @dataclass(frozen=True)
@@ -222,11 +222,11 @@ class Load:
 
 _FINITE = (1 << 30) - 1
 NO_WEIGHTS = -1
-"""The version of an engine that has been sent no weights yet: its directory describes the model, and the first sync,
-which is whole as no trainer ever has this version, brings every parameter."""
+"""The version of an engine that has been sent no weights yet: its directory only describes the model. No trainer ever
+has this version, so the first sync is a full one and brings every parameter."""
 IDLE_S = 5.0
-"""Seconds that a client keeps an idle connection. A server must keep it longer: by itself SGLang closes it after 5 s,
-and a request that is sent at that moment is lost."""
+"""Seconds that a client keeps an idle connection. A server must keep it longer. SGLang's default is to close it
+after 5 s, and a request that is sent at that moment is lost."""
 
 
 @dataclass(frozen=True)

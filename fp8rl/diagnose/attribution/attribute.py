@@ -1,4 +1,4 @@
-"""Attributes the mismatch of a live trainer and engine, which are asked about tokens that were sampled."""
+"""Attributes the mismatch of a live trainer and a live engine, by what they compute for sampled tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 TRACED_TOKENS = 2048
-"""Tokens whose ops are compared: as many whole sequences as fit, those that disagree most first."""
+"""The most tokens whose ops are compared: whole sequences, and first the sequences that disagree most."""
 
 Pair = tuple[TrainerGroup, Endpoint]
 """A trainer and an engine with the same weights."""
@@ -64,11 +64,11 @@ def attribute(
     """Compare a trainer of one rank and an engine op by op, and take away one cause of mismatch after another.
 
     Args:
-        batch: sampled sequences with `rollout_logprobs`, and `train_logprobs` where these are recorded.
-        numerics, model: of both sides.
-        wrong: tensors that the engine which sampled the batch held otherwise; None: not known.
-        other_pair: opens trainer and engine with these weights in other numerics; without it, quantization and op
-            definitions are not switched.
+        batch: sampled sequences with `rollout_logprobs`, and with `train_logprobs` if they were recorded.
+        numerics, model: the same on both sides.
+        wrong: tensors that the engine which sampled the batch held with other values; None: not known.
+        other_pair: opens a trainer and an engine with the same weights in other numerics; without it, quantization and
+            op definitions are not switched.
         traced_tokens: see TRACED_TOKENS; at least one sequence is traced.
 
     Raises:
@@ -136,18 +136,18 @@ def attribute(
 
 @dataclass(frozen=True)
 class _Views:
-    """The traced sequences end to end, [T]: index t speaks of the token behind the token at t."""
+    """The traced sequences end to end, [T]. Index t is about the token that follows the token at t."""
 
     trainer: Tensor
     """Log-probabilities of the trainer."""
     engine: Tensor
-    """Those of the engine's own forward."""
+    """Log-probabilities of the engine's own forward pass."""
     recorded: Tensor
-    """Those of the batch."""
+    """Log-probabilities that the batch has recorded."""
     sampled: Tensor
     """There is a next token in the sequence, and the engine sampled it."""
     logits: Tensor
-    """The engine's [T, V]."""
+    """Logits [T, V] of the engine."""
     targets: Tensor
     """The next tokens."""
     chosen: Tensor | None
@@ -167,7 +167,7 @@ class _Views:
 
     @property
     def live(self) -> Tensor:
-        """Trainer minus engine, as they are now."""
+        """Trainer minus engine, as both are now."""
         return self.trainer - self.engine
 
     @property
@@ -177,7 +177,7 @@ class _Views:
 
     @property
     def reproduced(self) -> float:
-        """Mean |d| of the engine, as it is now, and the record."""
+        """Mean |d| between the engine as it is now and the record."""
         return _mean_abs((self.engine - self.recorded)[self.sampled])
 
 
@@ -194,7 +194,7 @@ async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[
 
 
 def _over_all_tokens(trainer: TrainerGroup, batch: TokenBatch) -> TokenBatch:
-    """Turn records under truncation into ones over all tokens, as ops have them, by what the trainer says of both."""
+    """Turn records under truncation into records over all tokens, which ops compute; the trainer scores both ways."""
     whole = replace(batch, truncation=EVERY_TOKEN, supports=None)
     added = trainer.score(whole) - trainer.score(batch)
     fields = {name: values + added for name, values in batch.fields.items()}
@@ -202,7 +202,7 @@ def _over_all_tokens(trainer: TrainerGroup, batch: TokenBatch) -> TokenBatch:
 
 
 def _without_sampler(trainer: TrainerGroup, batch: TokenBatch, d: Tensor, temperature: float) -> Cause:
-    """Score the batch at the temperature that the engine seems to have sampled with. d: as it is."""
+    """Score the batch at the temperature that the engine seems to have sampled with. d: without the change."""
     fitted = trainer.score(replace(batch, temperature=temperature)) - batch.fields["rollout_logprobs"]
     before, after = (_mean_abs(x[batch.loss_mask]) for x in (d, fitted))
     return Cause("sampler", before, after, f"temperature {temperature:.4g} in place of {batch.temperature:.4g}")
@@ -220,9 +220,10 @@ def _without_routing(trainer: TrainerGroup, traced: TokenBatch, views: _Views, c
 def _other_scales(
     trainer: TrainerGroup, batch: TokenBatch, numerics: NumericsConfig, before: Mapping[str, float]
 ) -> Iterator[Cause]:
-    """Score in other scales where a side does not give its record again; in exact mode the trainer stands for both.
+    """Score with other scales for each side that does not reproduce its record; in exact mode the trainer scores for
+    both sides.
 
-    before: mean |d| between a side and its record.
+    before: mean |d| between each side and its record.
     """
     sides = {"engine": (numerics.rollout, "rollout_logprobs"), "trainer": (numerics.trainer, "train_logprobs")}
     for side, (precision, record) in sides.items():
@@ -246,7 +247,7 @@ def _other_numerics(
 ) -> Iterator[Cause]:
     """Switch quantization and op definitions, each with another trainer and engine, where the sides may differ in it.
 
-    before: mean |d| as it is.
+    before: mean |d| without the change.
     """
     native = numerics.mode == "native"
     switches: list[tuple[CauseName, NumericsConfig, str]] = []
@@ -263,7 +264,7 @@ def _other_numerics(
 
 
 def _most_different(d: Tensor, batch: TokenBatch, budget: int) -> list[int]:
-    """Order the rows by their mean |d| over sampled tokens, the largest first; as many as fit the budget."""
+    """Return rows by their mean |d| over sampled tokens, the largest first, as many as fit the budget."""
     used = batch.loss_mask & d.isfinite()
     means = torch.where(used, d.abs(), 0.0).sum(1) / used.sum(1).clamp(min=1)
     chosen: list[int] = []
@@ -275,12 +276,12 @@ def _most_different(d: Tensor, batch: TokenBatch, budget: int) -> list[int]:
 
 
 def _behind(values: Tensor, batch: TokenBatch) -> Tensor:
-    """Shift [B, S] by token to [T], rows end to end, each token with the value of the next one (0 at a row's end)."""
+    """Shift [B, S] by token to [T], rows end to end, each token with the value of the next token (0 at a row's end)."""
     return torch.cat([torch.cat((row[1:n], row.new_zeros(1))) for row, n in zip(values, batch.lengths.tolist())])
 
 
 def _mean_abs(values: Tensor) -> float:
-    """Average over the finite ones; 0 if there are none."""
+    """Average the absolute finite values; 0 if there are none."""
     finite = values[values.isfinite()].double()
     return finite.abs().mean().item() if finite.numel() else 0.0
 
@@ -296,8 +297,11 @@ class EngineAnswer:
 
 
 async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> EngineAnswer:
-    """Run the engine's own ops on the trainer's inputs, and its own forward of the same tokens; a disk is shared.
-    Raises EngineError: the engine failed, or its answer is damaged."""
+    """Run the engine's own ops on the trainer's inputs, and its own forward pass on the tokens, over a shared disk.
+
+    Raises:
+        EngineError: the engine failed, or its answer is damaged.
+    """
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
         recording = Path(folder) / "trainer.safetensors"
         save_file(trace.tensors, recording, {"temperature": repr(temperature)})

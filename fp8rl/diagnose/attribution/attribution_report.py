@@ -26,38 +26,38 @@ SHOWN_EXPERTS = 8
 LEAST = 1e-6
 """Relative RMS at which the colours of the page begin; exact zeros are blank."""
 Chart = dict[str, Any]
-"""`title`, `note`, `kind` (heat or bars), `x`, `y`, and for heat maps `z` (log10 or null) and `text` (on hovering)."""
+"""The keys `title`, `note`, `kind` (heat or bars), `x`, `y`, and for heat maps `z` (log10 or null), `text` (hover)."""
 
 
 @dataclass(frozen=True)
 class OpDifference:
-    """The engine's op against the trainer's, on the trainer's inputs."""
+    """How the engine's op differs from the trainer's, on the trainer's inputs."""
 
     layer: int | None
-    """None outside the layers."""
+    """The layer's number; None for an op outside the layers."""
     op: str
     differing: float
     """Fraction of output elements that are not equal."""
     relative_rms: float
     """||trainer - engine|| / ||trainer||, infinite if one side alone is not finite."""
     largest: float
-    """Of the absolute differences."""
+    """The largest absolute difference."""
 
 
 @dataclass(frozen=True)
 class ExpertDifference:
-    """One expert of a layer."""
+    """How one expert of a layer differs between trainer and engine."""
 
     layer: int
     expert: int
     tokens: int
-    """That the trainer sent to it."""
+    """Tokens that the trainer sent to the expert."""
     relative_rms: float
-    """Of its own outputs on the trainer's inputs."""
+    """Relative RMS of the expert's outputs on the trainer's inputs."""
     abs_diff_mean: float
-    """Mean |d| of its tokens, trainer against the engine's own forward; NaN without such tokens."""
+    """Mean |d| of the expert's tokens, trainer against the engine's own forward pass; NaN if it has no tokens."""
     abs_diff_rest: float
-    """Likewise of all other tokens."""
+    """The same mean over all other tokens."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Cause:
     before: float
     after: float
     note: str
-    """The change that takes it away."""
+    """The change that takes the cause away."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class Attribution:
     """The sources of a mismatch."""
 
     findings: tuple[Finding, ...]
-    """Ranked, the first is the answer; none if both sides agree."""
+    """The findings by rank: the first is the answer; none if both sides agree."""
     abs_diff_mean: float
     """Mean |d| of the `tokens` sampled tokens as they were recorded."""
     tokens: int
     live_abs_diff_mean: float = 0.0
-    """Between trainer and engine as they are now, over the `traced_tokens` of them that were traced."""
+    """Mean |d| between trainer and engine as they are now, over the `traced_tokens` that were traced."""
     traced_tokens: int = 0
     ops: tuple[OpDifference, ...] = ()
     stream: tuple[float, ...] = ()
@@ -174,7 +174,7 @@ def headline(attribution: Attribution) -> str:
 
 
 def write_page(attribution: Attribution, name: str, path: Path, compared: str = "") -> None:
-    """Write the page of the run or capsule `name` to `path`, and the attribution as JSON beside it.
+    """Write the page of the run or capsule `name` to `path`, and the attribution as JSON next to it.
 
     compared: a sentence on the batch, if it is not the run's own.
     """
@@ -209,7 +209,7 @@ def write_page(attribution: Attribution, name: str, path: Path, compared: str = 
 
 
 def _op_map(attribution: Attribution) -> Chart | None:
-    """Draw layers by ops, those outside the layers in a row of their own, with the drift of the stream beside them."""
+    """Draw layers by ops. Ops outside the layers have a row of their own; the drift of the stream has a column."""
     if not any(op.relative_rms for op in attribution.ops) and not any(attribution.stream):
         return None  # both sides agree, and a map of zeros shows nothing
     found = {(op.layer, op.op): op for op in attribution.ops}

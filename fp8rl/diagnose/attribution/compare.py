@@ -1,4 +1,4 @@
-"""Two recordings of the same ops against each other: by op, by expert, by position. Pure functions on tensors."""
+"""Compares two recordings of the same ops: by op, by expert, by position. Pure functions on tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def op_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[OpDifference]:
-    """Every op of the trainer's recording against the engine's answer to it, in the order of the forward pass."""
+    """Compare every op of the trainer's recording with the engine's answer, in the order of the forward pass."""
     found = []
     for site in forward.sites():
         ours, theirs = (output(side, site) for side in (trainer, engine))
@@ -52,9 +52,9 @@ def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> l
 def expert_differences(
     forward: Forward, trainer: Tensors, engine: Tensors, abs_d: Tensor, used: Tensor
 ) -> list[ExpertDifference]:
-    """Every expert of every layer, by the trainer's routing.
+    """Compare every expert of every layer, by the trainer's routing.
 
-    abs_d: float64 [T], |d| of each token's next one. used: bool [T], whether it counts.
+    abs_d: float64 [T], |d| of the token after each token. used: bool [T], whether that |d| counts.
     """
     found = []
     for site in forward.sites():
@@ -79,7 +79,7 @@ def expert_differences(
 
 
 def position_differences(d: Tensor, mask: Tensor) -> list[PositionDifference]:
-    """Mean |d| by position in the sequence, in buckets that double in length; d float [B, S], mask bool [B, S].
+    """Return mean |d| by position, in buckets that double in length; d float [B, S], mask bool [B, S].
 
     Tokens whose d is not finite are left out, and so are buckets without tokens.
     """
@@ -100,7 +100,7 @@ def _mean(values: Tensor) -> float:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The difference in float64; 0 where both are the same, not finite included."""
+    """Return the difference in float64. It is 0 where both are equal, also if they are not finite."""
     ours, theirs = ours.double(), theirs.double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return torch.where(same, 0.0, ours - theirs)
@@ -109,15 +109,15 @@ def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
 # Finds the temperature at which tokens were sampled.
 
 LOWEST, HIGHEST, GRID, ROUNDS = 0.05, 10.0, 24, 8
-"""The search looks at GRID temperatures from LOWEST to HIGHEST, in equal ratios. Each further round narrows the range
-11.5 times, in all to less than FP32's resolution."""
+"""The search tries GRID temperatures from LOWEST to HIGHEST, in equal ratios. Each further round narrows the range by
+a factor of 11.5; after ROUNDS it is below FP32's resolution."""
 
 
 @dataclass(frozen=True)
 class TemperatureFit:
     """The temperature that explains recorded log-probabilities best.
 
-    temperature: of the best fit. abs_diff_mean: mean |d| that remains at it.
+    temperature: the best fit. abs_diff_mean: mean |d| that remains at that temperature.
     """
 
     temperature: float
@@ -125,10 +125,10 @@ class TemperatureFit:
 
 
 def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> TemperatureFit:
-    """The temperature at which log_softmax(logits / temperature) is nearest to the recorded log-probabilities.
+    """Return the temperature at which log_softmax(logits / temperature) is nearest to the recorded log-probabilities.
 
-    Nearest in mean absolute difference, over tokens whose recorded value is finite. People write temperatures with few
-    digits: a value with fewer that fits as well is preferred.
+    The distance is the mean absolute difference over tokens whose recorded value is finite. A value with fewer digits
+    that fits as well is preferred: people write temperatures with few digits.
 
     Args:
         logits: float [N, V], before any temperature.
@@ -152,7 +152,7 @@ def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> Tempera
 
 
 def minimize(function: Callable[[float], float]) -> float:
-    """The best of a grid, then of finer and finer grids between the neighbours of the best."""
+    """Return the best value of a grid, then of finer and finer grids between the neighbours of the best."""
     low, high = math.log(LOWEST), math.log(HIGHEST)
     for _ in range(ROUNDS):
         grid = torch.linspace(low, high, GRID, dtype=torch.float64).tolist()

@@ -1,8 +1,8 @@
 """Ranks the findings that the clues support.
 
-Proof comes first: scales that give a record again, then a weight whose digest differs, then a temperature that explains
-the record, then a record that its side does not reproduce, then ops that differ on equal inputs, the largest difference
-first, and last the causes that were switched off one at a time.
+Proof comes first. The order is: scales that reproduce a record; a weight whose digest differs; a temperature that
+explains the record; a record that its side does not reproduce; ops that differ on equal inputs, the largest difference
+first; causes that were switched off one at a time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ NATIVE_FLOOR = 2.0**-7
 """Relative RMS that two correct definitions of an op stay below: twice the spacing of BF16 numbers."""
 
 NAMED_OWNERS = 8
-"""Weights of more ops or experts than this are one finding."""
+"""If weights of more ops or experts than this differ, they are one finding."""
 
 CLOSER = 0.5
 """A cause is a finding if without it mean |d| is at most this fraction of what it was."""
 
 SELF_FLOOR: dict[Mode, float] = {"exact": 1e-5, "native": 0.05}
-"""Mean |d| up to which an engine gives its own record again: in exact mode an ulp, in native mode what another
-composition of the batch makes of FP8. A temperature that leaves more explains nothing: some temperature always flattens
-the differences of a broken engine."""
+"""Mean |d| up to which an engine counts as reproducing its own record: in exact mode an ulp, in native mode the change
+of FP8 results in another batch. A temperature that leaves a larger mean explains nothing: some temperature always
+flattens the differences of a broken engine."""
 
 TEMPERATURE_STEP = 0.005
-"""Relative change of temperature below which two are the same."""
+"""Relative difference below which two temperatures count as the same."""
 
 Owner = tuple[int | None, str, int | None]
 """Layer, op and expert that a tensor is a weight of."""
@@ -48,12 +48,13 @@ class Evidence:
     expected: Manifest
     """The weights that the engine must hold."""
     held: dict[str, str]
-    """Those that it holds, by digest."""
+    """Digests of the weights that the engine holds."""
     temperature: float
+    """Temperature of the batch."""
     fit: TemperatureFit | None = None
-    """Of the engine's own logits to the record; None without a record."""
+    """The fit of the engine's own logits to the record; None without a record."""
     wrong: Sequence[str] | None = None
-    """Tensors that the engine which sampled the batch held otherwise than the trainer; None: not known."""
+    """Tensors that differed from the trainer's in the engine that sampled the batch; None: not known."""
     reproduced: float = 0.0
     """Mean |d| between engine and record."""
     rescored: float = 0.0
@@ -65,7 +66,7 @@ class Evidence:
     ops: Sequence[OpDifference] = ()
     experts: Sequence[ExpertDifference] = ()
     settings: dict[str, tuple[str, float, float]] = dataclasses.field(default_factory=dict)
-    """(name, trainer's, engine's) of each constant that differs, by the op that it belongs to."""
+    """For each op with a constant that differs: the constant's name, the trainer's value, the engine's value."""
     causes: Sequence[Cause] = ()
 
 
@@ -99,14 +100,14 @@ def one_side_quantizes(numerics: NumericsConfig) -> bool:
 
 
 def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: float, mode: Mode) -> bool:
-    """Return whether a fit differs from the temperature that was given, with mean |d| there, and leaves only noise."""
+    """Return whether a fit leaves only noise, and differs from `temperature`, which leaves `abs_diff_mean`."""
     if fit is None or abs(fit.temperature / temperature - 1) < TEMPERATURE_STEP:
         return False
     return fit.abs_diff_mean <= min(CLOSER * abs_diff_mean, SELF_FLOOR[mode])
 
 
 def _scales(clues: Evidence) -> Iterator[Finding]:
-    """Scales other than the spec's in which a side computed, as its record is that of these."""
+    """Yield a finding for each choice of scales, other than the spec's, that reproduces a side's record."""
     for cause in clues.causes:
         if cause.name == "scales" and cause.after <= SELF_FLOOR["exact"]:
             text = f"scales: {cause.note}, where the numerics say {clues.numerics.spec.weight.scale}, give its record"
@@ -114,7 +115,7 @@ def _scales(clues: Evidence) -> Iterator[Finding]:
 
 
 def _weights(clues: Evidence, by_owner: dict[Owner, list[str]]) -> list[Finding]:
-    """One finding for each op or expert with weights that differ; one for all of them where they are many."""
+    """Return a finding for each op or expert with weights that differ, or one finding for all if they are many."""
     version, total, are = clues.expected.version, len(clues.expected.entries), "were" if clues.wrong else "are"
     names = tuple(name for group in by_owner.values() for name in group)
     if len(by_owner) > NAMED_OWNERS:
@@ -123,7 +124,7 @@ def _weights(clues: Evidence, by_owner: dict[Owner, list[str]]) -> list[Finding]
         return [Finding("weights", text, layers=layers, tensors=names)]
 
     def size(owner: Owner) -> float:
-        """Relative RMS of the output of an op or expert."""
+        """Return the relative RMS of the output of an op or expert."""
         layer, op, expert = owner
         if expert is not None:
             found = [e.relative_rms for e in clues.experts if (e.layer, e.expert) == (layer, expert)]
@@ -152,8 +153,8 @@ def _weights(clues: Evidence, by_owner: dict[Owner, list[str]]) -> list[Finding]
 
 
 def _record(clues: Evidence) -> list[Finding]:
-    """A record of another temperature, or one that its side does not give again. The engine's counts if the engine of
-    now agrees better with the trainer than the record does."""
+    """Return findings on a record of another temperature, or on a record that its side does not reproduce. The engine's
+    record counts only if the engine as it is now agrees better with the trainer than with that record."""
     fit, given = clues.fit, clues.temperature
     if fit is not None and explains(fit, given, clues.reproduced, clues.numerics.mode):
         text = (
@@ -185,10 +186,10 @@ def _record(clues: Evidence) -> list[Finding]:
 
 
 def _ops(clues: Evidence, explained: Iterable[Owner]) -> list[Finding]:
-    """One finding for each op that differs where no weight explains it, with all layers in which it does.
+    """Return a finding for each op that differs in layers where no weight explains it, with all these layers.
 
-    Products of which one side alone quantizes are one finding together. In native mode an op that stays below the floor
-    is a finding only if all do, and it is the largest of them.
+    Products that only one side quantizes are one finding together. In native mode an op below the floor is a finding
+    only if all ops are below the floor, and its difference is the largest.
     """
     known = {(layer, op) for layer, op, _ in explained}
     unexplained = [d for d in clues.ops if d.relative_rms > 0 and (d.layer, d.op) not in known]
@@ -260,6 +261,6 @@ def _precision(configured: str) -> str:
 
 
 def _short(name: str) -> str:
-    """`q_proj` or `q_proj scales` of an HF name."""
+    """Shorten an HF name to `q_proj` or `q_proj scales`."""
     plain = name.removesuffix(SCALE_SUFFIX)
     return plain.removesuffix(".weight").rpartition(".")[2] + (" scales" if plain != name else "")

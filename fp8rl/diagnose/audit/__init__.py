@@ -1,5 +1,5 @@
-"""The audit of a run's precision: start both sides, watch one training step op by op, ask the engine, and hold what was
-seen against the precision map."""
+"""Audits a run's precision: starts both sides, watches one training step op by op, asks the engine, and compares what
+was seen with the precision map."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from fp8rl.weight_sync.manifest import some_of
 
 
 def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> AuditReport:
-    """Hold what a spec's trainer and engine compute, hold and send against the precision map of its numerics.
+    """Compare what a spec's trainer and engine compute, hold and send with the precision map of its numerics.
 
     Args:
-        say: told what is going on.
+        say: called with what is going on.
 
     Raises:
-        UserError: no run of the spec could start, or its sync fails.
+        UserError: no run of the spec could start, or the sync fails.
     """
     began, numerics = time.monotonic(), experiment.numerics_config()
     model = read_model(experiment.model.directory).adapted(engine_adapter(experiment))
@@ -64,8 +64,8 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
 def examine(
     stack: Stack, model: Model, numerics: NumericsConfig, say: Callable[[str], None]
 ) -> tuple[int, list[Observation]]:
-    """Return the tokens of the step, and all that was seen. The trainer has learnt from it; its engine holds the
-    weights from before."""
+    """Return the number of tokens of the step, and all that was seen. Afterwards the trainer has learnt from the step,
+    and the engine holds the weights from before."""
     say("syncing the weights")
     sync_weights(stack)
     say("sampling answers and learning from them, uncompiled")
@@ -79,7 +79,7 @@ def examine(
 
 
 def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig) -> list[Observation]:
-    """Sightings of all ranks in one step.
+    """Return the sightings of all ranks in one step.
 
     The loss is the likelihood of the answers: it needs no rewards, and no precision depends on it.
     """
@@ -90,7 +90,7 @@ def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig)
 
 
 def refused_engine(error: HandshakeError) -> Deviation:
-    """An engine that said at its start that it runs something else."""
+    """Return the deviation of an engine that reported at its start that it runs something else."""
     return Deviation(
         key="engine",
         names=["handshake"],
@@ -106,23 +106,23 @@ _NOT_IN_EVERY_RUN = {
     "product.cached",
     *(each.key for each in CLASSES if each.key.startswith("experts.")),
 }
-"""A head may be tied to the embedding, a run in BF16 has no codes, and a dense model no experts."""
+"""Classes that a run may lack: a head may be tied to the embedding, BF16 has no codes, a dense model no experts."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One class of tensors; `key`, `row`, `tensors`, `document` are those of `precision_map.TensorClass`."""
+    """One class of tensors; `key`, `row`, `tensors` and `document` are as in `precision_map.TensorClass`."""
 
     key: str
     row: str
     tensors: str
     document: str
     planned: list[str]
-    """Formats that will do."""
+    """Formats that are allowed."""
     found: dict[str, int]
-    """Counts by format; none where no such tensor was seen: the run has none, or a kernel fuses what is around it."""
+    """Counts by format; empty if no such tensor was seen: the run has none, or it is inside a fused kernel."""
     bytes: int
-    """Of what is held or sent."""
+    """Bytes of the tensors that are held or sent."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,9 @@ class AuditReport(Report):
     """The precision map."""
     differences: list[Deviation]
     tokens: int
-    """Of the step that was watched."""
+    """Tokens of the step that was watched."""
     seconds: float
+    """Seconds of the whole audit."""
 
     @property
     def ok(self) -> bool:
@@ -159,7 +160,7 @@ class AuditReport(Report):
 
     @property
     def unseen(self) -> list[str]:
-        """Classes in the rows of the published map of which nothing was seen, though every model has them."""
+        """Classes that every model has, that the published map lists, and of which nothing was seen."""
         return [r.key for r in self.rows if r.row in DOCUMENTED and not r.found and r.key not in _NOT_IN_EVERY_RUN]
 
     def derived(self) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def rows_of(sightings: Iterable[Observation]) -> list[Row]:
 
 
 def differences_of(sightings: Sequence[Observation]) -> list[Deviation]:
-    """Name what is not as planned, in the order of the map, tensors of one class and format together."""
+    """Return what is not as planned, in the order of the map; tensors of one class and format are one deviation."""
     wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
     for sighting in sightings:
         if sighting.found not in sighting.planned:

@@ -32,15 +32,15 @@ class Observation:
     """Tensors of one class at one place, in one format."""
 
     key: str
-    """Of their class in the precision map."""
+    """The key of the tensors' class in the precision map."""
     name: str
-    """Of the module, the parameter, the tensor or the collective."""
+    """The name of the module, the parameter, the tensor or the collective."""
     found: str
-    """Their format."""
+    """The tensors' format."""
     planned: tuple[str, ...]
-    """Formats that will do there."""
+    """Formats that are allowed for the tensors."""
     calls: int = 1
-    """How often they were seen."""
+    """How often the tensors were seen."""
     bytes: int = 0
     """Bytes of tensors that are held or sent; 0 for tensors that only pass through a module."""
 
@@ -49,7 +49,7 @@ class Observation:
 
 
 def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Observation]:
-    """held: one rank's inventory (`rollout.engine.plugin.state.inventory`). numerics: as planned."""
+    """Return sightings in one rank's inventory (`rollout.engine.plugin.state.inventory`). numerics: as planned."""
     plan = precision_map(numerics)
     kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache", STATES: "engine.state"}
     found = []
@@ -67,28 +67,28 @@ def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsCo
 # The modules of the trainer's model that compute each op of the forward, and the spec's plan for them.
 
 Part = Literal["embedding", "head", "router", "attention", "product", "experts", "gate", "norm"]
-"""The kind of a module. A product may have a norm inside; a layer of experts, and shared ones behind a gate, have their
-products inside."""
+"""The kind of a module. A product may contain a norm. A layer of experts contains its products, and so do gated shared
+experts."""
 
 
 _BEFORE_PRODUCTS: tuple[Part, ...] = ("embedding", "router", "attention", "experts", "gate")
-"""Kinds that a module has whatever else is in it."""
+"""Kinds that a module has even if it contains products."""
 
 
 @dataclass(frozen=True)
 class ModuleRole:
     path: str
-    """Megatron's, of this rank."""
+    """Megatron's path of the module on this rank."""
     part: Part
     quantized: frozenset[bool] = frozenset({False})
-    """The spec's answers for the products in it: both where it says no to one and yes to another."""
+    """Whether the spec quantizes the module's products; both values if it quantizes some of them."""
 
 
 class Sites:
-    """The modules of one rank, found by path, its parameters by what they are, and those of them that adapt others."""
+    """Finds one rank's modules by path, and its parameters by class, with the parameters of adapters."""
 
     def __init__(self, trainer: Trainer, numerics: NumericsConfig) -> None:
-        """numerics: as planned."""
+        """numerics: the planned numerics."""
         self._by_path: dict[str, ModuleRole] = {}
         self.parameters: dict[str, Part] = {}
         definition, spec = trainer.definition, numerics.trainer_spec
@@ -104,7 +104,7 @@ class Sites:
             self.parameters[name] = self._part_of(name, row)
 
     def at(self, path: str) -> ModuleRole | None:
-        """The innermost module that is known, of those around a path."""
+        """Return the innermost known module that contains a path."""
         while path:
             if path in self._by_path:
                 return self._by_path[path]
@@ -125,7 +125,7 @@ class Sites:
 
 
 def _forms(trainer: Trainer) -> Mapping[str, set[OpForm]]:
-    """The forms of the ops that each module computes, by its path on this rank."""
+    """Return the forms of the ops that each module computes, by the module's path on this rank."""
     local = {layer.layer_number - 1: index for index, layer in enumerate(trainer.model.decoder.layers)}
     forms: dict[str, set[OpForm]] = {}
     for site in trainer.definition.forward.sites():
@@ -137,7 +137,7 @@ def _forms(trainer: Trainer) -> Mapping[str, set[OpForm]]:
 
 
 def _heads(trainer: Trainer) -> set[str]:
-    """The products outside the layers."""
+    """Return the products outside the layers."""
     sites = trainer.definition.forward.sites()
     return {site.op.megatron for site in sites if site.layer is None and site.op.form is LINEAR}
 
@@ -167,7 +167,7 @@ _WEIGHTS: dict[Part, str] = {
 
 
 def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Observation]:
-    """Yield what is held after a backward: weights, what products have made of them, and gradients."""
+    """Yield what is held after a backward: weights, the operands made of them, and gradients."""
     from fp8rl.trainer.inventory import inventory
 
     for each in inventory(trainer):
@@ -179,9 +179,10 @@ def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) ->
 
 
 def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Observation]:
-    """Yield what the optimizer holds after an update, judged by value: before it, masters are what a checkpoint holds.
+    """Yield what the optimizer holds after an update, with formats judged by value.
 
-    A master whose moments are zero was never updated, and is taken for what its dtype says.
+    Before an update masters have the checkpoint's values. A master whose moments are zero was never updated, so its
+    format is its dtype.
     """
     from fp8rl.trainer.inventory import optimizer_state
 
@@ -196,15 +197,15 @@ def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned
 
 
 ROWS = 256
-"""Rows of a larger matrix that are looked at."""
+"""The most rows of a matrix that are looked at."""
 FEWEST = 64
-"""Numbers, below which values say nothing: any few of them may be on a grid by chance."""
+"""The least numbers from which a format is judged: fewer may be on a grid by chance."""
 SAME_CODE = 2.0**-18
-"""Relative difference of two FP32 numbers that stand for the same code: scales that are not powers of two round."""
+"""Relative difference up to which two FP32 numbers count as the same code: products with FP32 scales are rounded."""
 
 
 class Grids:
-    """The FP8 grids on which the operands of one run may lie, coarse ones first."""
+    """The FP8 grids that the operands of one run may be on, the coarsest first."""
 
     def __init__(self, numerics: NumericsConfig) -> None:
         default = QuantSpec.preset("fp8_block_pow2")
@@ -218,9 +219,9 @@ class Grids:
             ]
 
     def format(self, x: Tensor, role: Role) -> str | None:
-        """The narrowest format that holds a matrix [.., R, C] as it is, in groups along either axis.
+        """Return the narrowest format that represents a matrix [.., R, C] exactly, in groups along either axis.
 
-        None where too few numbers are there to say.
+        None: the matrix has too few numbers to say.
         """
         if x.dtype not in (torch.bfloat16, torch.float32):
             return format_of(x.dtype)
@@ -233,21 +234,21 @@ class Grids:
 
 
 def _evidence(x: Tensor, spec: TensorSpec) -> int:
-    """Count the numbers that say something: those that are not zero, without one of each group, whose scale fits it."""
+    """Count the nonzero numbers, less one for each group: a group's scale always fits one of its numbers."""
     width = spec.block_shape(*x.shape)[1]
     full = F.pad(x, (0, -x.shape[1] % width)).reshape(-1, width).count_nonzero(1)
     return int((full - 1).clamp(min=0).sum())
 
 
 def _sample(x: Tensor, *, block: bool) -> Tensor:
-    """Rows of a matrix: the fullest, as what is not learnt from has gradients of zero, or whole blocks of them."""
+    """Return ROWS rows of a matrix: for blocks the first, else those with most nonzero numbers (gradients may be 0)."""
     if block or len(x) <= ROWS:
         return x[:ROWS].contiguous()
     return x[(x != 0).sum(1).topk(ROWS).indices]
 
 
 def stored(x: Tensor) -> str:
-    """The format of what is kept from step to step: BF16 if FP32 numbers are all of them BF16 ones, and not too few."""
+    """Return the format of a tensor that is kept from step to step: BF16 if it has enough FP32 numbers, all BF16."""
     judged = x.dtype is torch.float32 and int(x.count_nonzero()) >= FEWEST
     return "bf16" if judged and torch.equal(x.bfloat16().float(), x) else format_of(x.dtype)
 

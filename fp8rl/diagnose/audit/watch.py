@@ -1,8 +1,8 @@
-"""One training step of the live trainer, every op of it watched. Runs on the trainer's ranks.
+"""Watches every op in one training step of the live trainer. Runs on the trainer's ranks.
 
-A dispatch mode sees each op with its tensors, in the backward as well; hooks of modules say where in the model it is.
-An op of the backward belongs where its node of autograd was made: nodes are numbered in the order of the forward.
-What one kernel fuses is not seen inside, and is missing in what is returned.
+A dispatch mode sees each op with its tensors, also in the backward. Hooks of modules say where in the model an op is.
+An op of the backward belongs to the module that made its autograd node: nodes are numbered in the order of the forward.
+Tensors inside a fused kernel are not seen, and are missing in what is returned.
 """
 
 from __future__ import annotations
@@ -45,19 +45,18 @@ if TYPE_CHECKING:
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
 SUMS = {"mean", "sum", "norm", "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "_fused_rms_norm"}
 SOFTMAX = {"exp", "amax", "max"}
-"""The ops of a softmax that is put together by hand."""
+"""The ops of a softmax that is composed of simple ops."""
 SPREAD = {"_AddBiasBackward", "AddBackward0", "ExpandBackward0"}
-"""Nodes of what is one for many rows or heads, such as a bias: its gradient is a sum over them."""
+"""Nodes that spread one value over rows or heads, such as a bias; the value's gradient is a sum over them."""
 BACKWARD = {"_softmax_backward_data", "_log_softmax_backward_data", "_fused_rms_norm_backward"}
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 FORMATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
 CAST = "_to_copy"
 COPIES = {CAST, "clone", "index_copy"}
-"""Copies of an operand, which may be an adapter in another dtype or order, or with its rows where the product has
-them."""
+"""Ops that copy an operand: an adapter in another dtype or order, or with its rows in the product's places."""
 CLIPPING, UPDATE = "clipping", "update"
 WIRES = {"start_grad_sync": "gradient.wire", "start_param_sync": "wire.weights"}
-"""Methods of Megatron's groups of buffers, and what they send."""
+"""Methods of Megatron's groups of buffers, with the class of what they send."""
 _SUMMED: dict[Part, str] = {
     "router": "router.softmax",
     "norm": "norm.reduction",
@@ -79,12 +78,12 @@ _LEAVES: dict[Part, str] = {
 def watch_step(
     trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig, config: TrainerSection
 ) -> list[Observation]:
-    """Train on `batch`, uncompiled, and report all that the precision map speaks of. All ranks take part.
+    """Train on `batch`, uncompiled, and report all tensors of the precision map. All ranks take part.
 
     Shared ops run on their torch definitions, whose insides can be seen. Where this device's kernels round otherwise
     than the definition (attention weights), nothing is reported, because the definition's format is not the run's.
 
-    numerics, config: what is planned, which the trainer may no longer run.
+    numerics, config: the planned ones, which the trainer may no longer run.
     """
     from fp8rl.trainer.modules.families import megatron_families
 
@@ -167,7 +166,7 @@ class _Watcher(TorchDispatchMode):
 
     @contextmanager
     def _within(self, owner: Any, method: str, phase: str) -> Iterator[None]:
-        """Name what goes on while a method runs."""
+        """Set the phase while a method runs."""
         inner = getattr(owner, method)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -215,13 +214,13 @@ class _Watcher(TorchDispatchMode):
         return leave
 
     def _place(self) -> str:
-        """The module that runs, or the one whose backward runs."""
+        """Return the path of the module whose forward or backward runs."""
         if (node := self._node()) is None:
             return self._modules[-1] if self._modules else ""
         return self._places[bisect_right(self._places, node._sequence_nr(), key=lambda place: place[0]) - 1][1]
 
     def _node(self) -> Any:
-        """The node whose backward runs; None in a forward, also in one that the backward computes once more."""
+        """Return the node whose backward runs; None in a forward, even one that a backward repeats."""
         return None if self._modules else torch._C._current_autograd_node()
 
     # What
@@ -248,7 +247,7 @@ class _Watcher(TorchDispatchMode):
             self._reduced(site, path, op, node is not None, format_of(tensors[0].dtype))
 
     def _multiplied(self, site: ModuleRole, backward: bool, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """One matrix product. Both operands are grouped along what is summed over, if they are quantized."""
+        """Note one matrix product. Quantized operands are grouped along the axis that is summed over."""
         if not left.numel() or not right.numel():  # an expert without tokens
             return
         if (key := self._adapts(left, right)) is not None:
@@ -281,7 +280,7 @@ class _Watcher(TorchDispatchMode):
             self._note("router.logits", site.path, format_of(out.dtype))
 
     def _adapts(self, left: Tensor, right: Tensor) -> str | None:
-        """The class of a product of an adapter's; None for all other products."""
+        """Return the class of an adapter's product; None for all other products."""
         if left.dtype is torch.float64:
             return "adapter.merged"
         seen: Iterable[Any] = (left, right)
@@ -293,7 +292,7 @@ class _Watcher(TorchDispatchMode):
         return any(isinstance(value, Tensor) and _storage(value) in self._adapters for value in values)
 
     def _reduced(self, site: ModuleRole | None, path: str, op: str, backward: bool, found: str) -> None:
-        """The operand of a reduction. The maxima that quantizers take are none of the map's business."""
+        """Note the operand of a reduction, except the maxima that quantizers take: the map does not list them."""
         if self._phase == CLIPPING:
             self._note("clipping.norm", "gradients", found)
         elif site is None:

@@ -1,4 +1,4 @@
-"""Judge where a spec would run on a given machine, and its obstacles. A function of data: nothing is probed here.
+"""Judges where a spec would run on a given machine, and what prevents that. Nothing is probed here.
 
 The rules are those that a run goes by: `numerics.backend.dispatch` for kernels, `trainer.megatron.lowering` for
 TransformerEngine, `rollout.engine.server.arguments` for the engine.
@@ -30,14 +30,14 @@ from fp8rl.rollout.engine.server.arguments import server_arguments
 from fp8rl.trainer.megatron.lowering import by_mx, lower
 
 BLOCK_CUDA = (12, 9)
-"""cuBLASLt multiplies with 128-blocks from this CUDA release on, and TransformerEngine asks for it."""
+"""The first CUDA release whose cuBLASLt multiplies 128-blocks. TransformerEngine asks for that release."""
 
 _ALWAYS = ("torch", "megatron-core", "transformers", "sglang", "ray", "wandb")
 _WITH_GPU = ("triton", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
 _DEEPGEMM = "sgl-deep-gemm"
 _TE = ("transformer_engine", "transformer_engine_torch")
 _PATCHED = {"torch", "megatron-core", "sglang"}
-"""Their inner workings are hooked or patched, so another version is refused; others may do."""
+"""Libraries whose inner workings are hooked or patched: another version of these is refused."""
 _INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or use the image: requirements/Dockerfile."}
 
 
@@ -76,7 +76,7 @@ def _device(machine: Machine) -> str:
 
 
 def _weakest(machine: Machine) -> InstalledGpu | None:
-    """Return the GPU that decides, as a run may use any of them."""
+    """Return the weakest GPU. It decides, since a run may use any of them."""
     return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
 
 
@@ -85,7 +85,7 @@ _ON_DEEPGEMM = {
     None: ", FP8 products on DeepGEMM where its bits are theirs",
     False: "",
 }
-"""By `numerics.deepgemm`."""
+"""What a side's description says of DeepGEMM, by `numerics.deepgemm`."""
 
 
 def _shared_ops(machine: Machine, spec: QuantSpec, deepgemm: bool | None) -> str:
@@ -139,7 +139,7 @@ def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Rema
 
 
 def _of_transformer_engine(machine: Machine) -> Iterator[Remark]:
-    """Without it native mode's trainer runs on Megatron-core's own ops and emulates FP8."""
+    """Judge TransformerEngine: without it native mode's trainer runs on Megatron-core's own ops and emulates FP8."""
     (name, extension), wanted = _TE, machine.wanted.get(_TE[0], "")
     version = machine.libraries.get(name)
     if version is None:
@@ -197,13 +197,12 @@ def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[R
 
 
 def _has_te(machine: Machine) -> bool:
-    """Return whether TransformerEngine is installed: native mode's trainer is then made of it (`trainer.device`)."""
+    """Return whether TransformerEngine is installed: native mode's trainer then uses it (`trainer.device`)."""
     return machine.torch_sees and machine.libraries.get(_TE[0]) is not None
 
 
 def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
-    """Judge native mode on a GPU: whether the libraries, which multiply by themselves there, can do what the spec
-    asks."""
+    """Judge whether the libraries, whose own products native mode uses on a GPU, can do what the spec asks."""
     gpu = _weakest(machine)
     if gpu is None or numerics.mode != "native":
         return

@@ -1,4 +1,4 @@
-"""The checks that a run begins with, and the data of a spec: the first prompt of each source, and rewards for it."""
+"""The checks that a run begins with, and a spec's data: each source's first prompt, and rewards for its answer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fp8rl.rollout.tasks.tokens import behind_ids, text_of
 from fp8rl.rollout.types import Problem, prompt_ids
 
 OF_ENVIRONMENT = "environment"
-"""The reward of ours that repeats what the environment returns."""
+"""Our reward function that returns what the environment has returned."""
 LONGEST_ANSWER = 100_000
-"""Characters of an answer that are tokenized: a longer one takes minutes."""
+"""The most characters of an answer that are tokenized: a longer answer would take minutes."""
 
 
 def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
-    """Return `diagnosis` with obstacles, the notes of a start and the data of the spec.
+    """Return `diagnosis` with the obstacles and notes of a start, and the data of the spec.
 
-    A start ends with its first obstacle. What follows here needs no more of the model than its tokenizer.
+    A start ends at its first obstacle. The data are read all the same: they need only the model's tokenizer.
     """
     notes: list[str] = []
     refused: dict[str, UserError] = {}
@@ -58,7 +58,7 @@ def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
 
 
 def data_found(experiment: Experiment) -> Iterator[DataFound]:
-    """Read each source: those that are trained on, then those that are evaluated.
+    """Read each source: first the sources of training, then the sources of evaluation.
 
     Plain reward functions are called in a process of their own, with their time limit, as in a run.
     """
@@ -84,7 +84,7 @@ def data_found(experiment: Experiment) -> Iterator[DataFound]:
 
 
 def _rewards(config: RewardsSection, problem: Problem, tokens: int) -> dict[str, str]:
-    """Call each function on the reference answer; its reward as text."""
+    """Call each function on the reference answer. Return its reward as text."""
     answer = problem.answer
     offered: dict[str, Any] = {
         "question": problem.question,

@@ -15,7 +15,7 @@ from fp8rl.diagnose.report import Remark, Report, graded, grid
 
 Blocks = Literal["native", "by MX", "no"]
 ENDS = 1000
-"""Characters of a longer text that are shown at its beginning and at its end."""
+"""Characters that are shown of the beginning, and of the end, of a longer text."""
 _OPENED = re.compile(r"(?:<\|?/?[\w:]*think\w*\|?>|\[/?think\])\s*$", re.IGNORECASE)
 """A tag of thoughts at the end of a prompt."""
 
@@ -26,18 +26,18 @@ class Side:
 
     name: str
     precision: str
-    """Of its products."""
+    """Precision of the side's products."""
     device: str
     """cpu or cuda."""
     ops: str
-    """The implementation that computes them."""
+    """The implementation that computes the side's ops."""
     attention: str = ""
     """The engine's attention backend."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """Formats that a GPU multiplies by itself."""
+    """The formats that a GPU multiplies natively."""
 
     fp8: bool
     blocks: Blocks
@@ -50,15 +50,16 @@ class DataFound:
     """A source of problems, and its first problem."""
 
     key: str
+    """The source's key in the spec."""
     path: str
     problems: int
     prompt: str
-    """As the model is given it."""
+    """The text that the model is given."""
     prompt_tokens: int
     reference: str
     """The answer of the data."""
     rewards: Mapping[str, str]
-    """By each function's name, its reward for the reference as an answer, or why that is not known."""
+    """By each function's name, its reward for the reference as an answer, or why the reward is not known."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _gpus(diagnosis: Diagnosis) -> RenderableType:
 
 
 def _data(data: DataFound) -> Text:
-    """Render a source's first prompt, and what rewards give to its reference."""
+    """Render a source's first prompt, and the rewards of its reference."""
     problems, tokens = (
         f"{number:,} {what}{'s' * (number != 1)}"
         for number, what in ((data.problems, "problem"), (data.prompt_tokens, "token"))

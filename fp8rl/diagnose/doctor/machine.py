@@ -1,4 +1,4 @@
-"""The equipment of a machine: libraries, GPUs, compilers. Data, so that a machine can be judged that is not at hand."""
+"""The equipment of a machine: libraries, GPUs, compilers. It is plain data, so any machine can be judged anywhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InstalledGpu:
 
     name: str
     memory: int
-    """Bytes; 0 where it shares the machine's."""
+    """Bytes of the GPU's own memory; 0 if it shares the machine's."""
     capability: tuple[int, int]
     """Compute capability, (9, 0) for an H200."""
 
@@ -67,42 +67,42 @@ class Machine:
     wanted: Mapping[str, str]
     """The versions that this release and its SGLang are written for, as specifiers (`==0.5.19`)."""
     gpus: tuple[InstalledGpu, ...] = ()
-    """All that the driver shows."""
+    """All GPUs that the driver shows."""
     torch_sees: bool = False
     """Torch can use the GPUs."""
     torch_cuda: str | None = None
     """CUDA version that torch is built for; None: a CPU build."""
     driver: str | None = None
     driver_cuda: str | None = None
-    """The newest CUDA version that NVIDIA's driver serves."""
+    """The newest CUDA version that NVIDIA's driver supports."""
     cublaslt: str | None = None
     cudnn: str | None = None
     nccl: str | None = None
     nvcc: str | None = None
     """The CUDA compiler of `torch_cuda`, which SGLang's kernels are made with at run time."""
     other_nvcc: str | None = None
-    """Compilers that are there, of any release; shown if none fits `torch_cuda`."""
+    """CUDA compilers of any release; shown if none fits `torch_cuda`."""
     expandable_segments: str | None = None
-    """The setting of torch's allocator that asks for them."""
+    """The setting of torch's allocator that asks for expandable segments."""
     cc: str | None = None
     """The C compiler, which Triton's launchers are made with."""
     cxx: str | None = None
-    """That of C++, which torch.compile uses on a CPU."""
+    """The C++ compiler, which torch.compile uses on a CPU."""
     compiles: bool | None = None
-    """torch.compile works with it."""
+    """torch.compile works with the C++ compiler."""
     row_variant: tuple[str, ...] | None = ()
-    """Ops that give a row other bits in another batch; None: the probe died, and `probe_error` is its end."""
+    """Ops that give a row other bits in another batch; None: the probe died, with `probe_error`."""
     probe_error: str = ""
     without_deepgemm: str | None = None
     """Why products cannot run on DeepGEMM, which the spec asks for."""
     probed: bool = True
-    """A process has tried the ops; without it what it finds out is taken to be well."""
+    """A process has tried the ops. If not, all that it would find out counts as right."""
 
 
 def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: bool = False) -> Machine:
-    """Describe this machine. Takes some ten seconds: a process starts as a trainer's would, and tries the ops.
+    """Describe this machine. This takes some ten seconds: a process starts like a trainer's, and tries the ops.
 
-    say: told what is going on. quick: leave that process out.
+    say: called with what is going on. quick: do not start that process.
     """
     if not quick:
         say("testing the ops as a trainer would run them")
@@ -162,7 +162,7 @@ def _specifiers(distribution: str) -> dict[str, str]:
 
 
 def _nvidia_smi() -> tuple[str | None, tuple[InstalledGpu, ...]]:
-    """The driver's version and its GPUs, also where torch cannot use them."""
+    """Return the driver's version and its GPUs, even if torch cannot use them."""
     query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
@@ -172,7 +172,7 @@ def _nvidia_smi() -> tuple[str | None, tuple[InstalledGpu, ...]]:
 
 
 def parse_nvidia_smi(lines: list[str]) -> tuple[str | None, tuple[InstalledGpu, ...]]:
-    """Lines such as `580.95.05, NVIDIA H200, 143771, 9.0` (memory in MiB)."""
+    """Parse lines such as `580.95.05, NVIDIA H200, 143771, 9.0` (memory in MiB)."""
     rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.count(",") == 3]
     gpus = []
     for _, name, mib, capability in rows:
@@ -193,7 +193,7 @@ def _driver_cuda() -> str | None:
 
 
 def _cublaslt() -> str | None:
-    """The version of the cuBLASLt that torch has loaded."""
+    """Return the version of the cuBLASLt that torch has loaded."""
     try:
         get_version = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}").cublasLtGetVersion
     except OSError:
@@ -203,14 +203,14 @@ def _cublaslt() -> str | None:
 
 
 def _dotted(number: int | None) -> str | None:
-    """NVIDIA's 130101 as 13.1.1, and cuDNN's 92000 as 9.20.0."""
+    """Write NVIDIA's 130101 as 13.1.1, and cuDNN's 92000 as 9.20.0."""
     if not number:
         return None
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _start_probe(numerics: NumericsConfig) -> subprocess.Popen[str]:
-    """Under the conditions of a run's processes, one thread each, which must hold before torch is loaded."""
+    """Start the probe with one thread, like a run's processes; that must be set before torch is loaded."""
     command = [sys.executable, "-P", "-c", PROBE, json.dumps(numerics.to_dict())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -220,8 +220,8 @@ _Answer = tuple[bool | None, tuple[str, ...] | None, str | None, str]
 
 
 def _answer(probe: subprocess.Popen[str]) -> _Answer:
-    """Read from the probe whether torch.compile works, the ops that are not row-invariant, what is in DeepGEMM's way,
-    and the end of a probe that died."""
+    """Read the probe's answer: whether torch.compile works, the ops that are not row-invariant, and why DeepGEMM cannot
+    run; and, if the probe died, how it ended."""
     try:
         answered, complained = probe.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:

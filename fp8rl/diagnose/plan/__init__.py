@@ -1,4 +1,4 @@
-"""A plan: what a model or a spec takes of GPUs of one kind, from its configuration alone."""
+"""A plan: what a model or a spec needs on GPUs of one kind, calculated from its configuration alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fp8rl.trainer.megatron.model_checks import check_layout
 from fp8rl.weight_sync.served import served_bytes
 
 DECODED = (1, 32, 256)
-"""Answers at a time for which decoding is calculated."""
+"""Batch sizes (answers at a time) for which decoding is calculated."""
 
 
 @dataclass(frozen=True)
@@ -35,56 +35,56 @@ class Plan(Report):
     subject: str
     gpu: Gpu
     gpus: int
-    """Of the trainer; `job.engines` * `job.engine_tp` more where engines have their own."""
+    """GPUs of the trainer. Engines with GPUs of their own have `job.engines` * `job.engine_tp` more."""
     job: Job
     parameters: int
     active_parameters: int
-    """Those that a token takes."""
+    """Parameters that one token uses."""
     kv_bytes: int
-    """Of a token in the engine's cache."""
+    """Bytes of one token in the engine's KV cache."""
     state_bytes: int
-    """Of a sequence there, beside its tokens."""
+    """Bytes of one sequence's state in the engine, besides its tokens."""
     training_flops: float
-    """Of a token, forward and backward."""
+    """FLOPs of one token, forward and backward."""
     memory: Mapping[str, Memory]
-    """Of the fullest GPU: `colocated`, `trainer`, `engine`."""
+    """Memory of the fullest GPU, by what it holds: `colocated`, `trainer`, `engine`."""
     decides: Literal["colocated", "trainer"]
-    """The memory by which the plan is judged."""
+    """The entry of `memory` by which the plan is judged."""
     slack: float
-    """Bytes of that GPU that the calculation leaves free."""
+    """Bytes that the calculation leaves free on the GPU that decides."""
     needed_slack: float
     """Bytes that a real run needs free."""
     fewest: TrainerSection | None
-    """A layout on as few GPUs as leave that much; None: no number of them does."""
+    """A layout on the fewest GPUs that leave `needed_slack` free; None: no number of GPUs does."""
     fewest_apart: bool
-    """True if the layout in `fewest` does not share its GPUs with engines: they have their own, or there are none."""
+    """True if the layout in `fewest` shares no GPU with engines: they have their own GPUs, or there are no engines."""
     tower: str
     """The architecture of a checkpoint that has a tower for pictures beside the text, which takes no GPU memory."""
     assumed: str
     """Assumptions about a model without a spec."""
     keys: tuple[str, ...] | None
-    """With which a plan that was looked for fits; None: it was not looked for, or not found (`searched`)."""
+    """The keys that a search for a plan that fits has set; None: no search was made, or none fits (`searched`)."""
     searched: bool
     fits_with: tuple[str, ...] | None
-    """Keys with which as many GPUs do, where as it stands they do not; None: none, or they do."""
+    """Keys with which a plan that does not fit would fit on as many GPUs; None: it fits, or there are no such keys."""
     stages: tuple[Memory, ...]
-    """Of each pipeline stage's first rank, the trainer's alone."""
+    """Memory of the first rank of each pipeline stage, the trainer's alone."""
     on_a_cpu: tuple[float, float]
-    """Peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process."""
+    """Peak bytes of a trainer rank on a machine without GPUs: of its tensors, and of its whole process."""
     largest_micro_batch: Mapping[str, int]
-    """Tokens that fit, colocated, and with the trainer alone."""
+    """Tokens of the largest micro-batch that fits: `colocated`, and with the `trainer` alone."""
     largest_with_slack: int
-    """Tokens that leave the slack that a real run needs, where the plan is judged."""
+    """Tokens of the largest micro-batch that leaves `needed_slack` free on the GPU that decides."""
     largest_engine_tp: int
     """The largest `rollout.tp` that divides the model."""
     sync_bytes: tuple[int, ...]
     """Bytes that a sync sends to each engine: in the spec's precision, and in BF16."""
     decode: tuple[tuple[Decode, Decode], ...]
-    """What decode steps read, by answers at a time, half of a row each: in the spec's precision and in BF16."""
+    """A decode step for each batch size, in the spec's precision and in BF16. Each answer has half of a row."""
     rates: Rates | None
-    """What `--bench` has; None: without it, no time is calculated."""
+    """The rates in the file of `--bench`; None: no file was given, so no time is calculated."""
     steps: tuple[StepTime, ...]
-    """The training step as planned, and in BF16, at the rates that were measured; empty without them."""
+    """The training step as planned, and in BF16, at the measured rates; empty without rates."""
     remarks: tuple[Remark, ...]
 
     @property
@@ -92,7 +92,7 @@ class Plan(Report):
         return not any(remark.blocks for remark in self.remarks)
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields; of the job, its layout, batch and numerics."""
+        """Return the fields. Of the job, only layout, batch and numerics are returned."""
 
         def sizes(layout: TrainerSection) -> dict[str, int]:
             return {name: getattr(layout, name) for name in ("tp", "pp", "ep", "dp")}
@@ -130,9 +130,9 @@ def _plain(value: Any) -> Any:
 def make_plan(
     subject: PlanSubject, gpu: Gpu, gpus: int | None = None, length: int | None = None, bench: Path | None = None
 ) -> Plan:
-    """Plan a subject. bench: a file of measured rates, without which no time is calculated.
+    """Plan a subject. bench: a file of measured rates; without it no time is calculated.
 
-    Raises UserError: the GPUs cannot be divided over the layout, or the model over any; or the bench cannot be read.
+    Raises UserError: the layout does not divide the GPUs, no layout divides the model, or the bench cannot be read.
     """
     check_has_fp8(subject.experiment, gpu)
     shape, job = subject.shape, job_on(subject, gpu, length)
@@ -179,7 +179,7 @@ def fitted_plan(
 
 
 def check_has_fp8(experiment: Experiment, gpu: Gpu) -> None:
-    """Raises UserError: a side is to compute in FP8, which the GPU does not have."""
+    """Raise UserError if a side is to compute in FP8, which the GPU does not have."""
     if experiment.numerics.quantizes and not gpu.fp8:
         capability = ".".join(map(str, gpu.capability))
         raise user_error(
@@ -238,13 +238,13 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -
 
 
 def _batches(job: Job) -> list[int]:
-    """Return the batches of DECODED whose answers, half grown, fit the cache; and the largest batch that does."""
+    """Return the batches of DECODED whose answers fit the cache when half grown, and the largest batch that fits."""
     room = max(1, job.kv_tokens // (job.length // 2 or 1))
     return sorted({min(batch, room) for batch in DECODED})
 
 
 def _decoded(job: Job, batch: int) -> tuple[Decode, Decode]:
-    """What a decode step reads in the spec's precision and in BF16."""
+    """Return a decode step in the spec's precision and in BF16."""
     first, second = (
         decode_step(
             *(job.shape, each.numerics.rollout_spec, batch, job.length / 2, job.engine_tp, each.numerics.mode),

@@ -18,22 +18,22 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.served import weight_bytes
 
 LARGE = 4096
-"""Tokens from which a product's row counts: smaller products are bound by memory."""
+"""The least tokens of a row of the bench that counts: smaller products are bound by memory."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What a GPU or its host does in a second: FLOPs, bytes, launches or kernels."""
+    """How much a GPU or its host does in a second: FLOPs, bytes, launches or kernels."""
 
     low: float
     high: float
     rests_on: str
-    """The rows of the bench, for a reader."""
+    """The rows of the bench that gave the rate, as text for a reader."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The measured rates that a plan can take; None: the file has none."""
+    """The measured rates that a plan can use; None: the file does not have that rate."""
 
     source: str
     """The file and its GPU."""
@@ -48,12 +48,12 @@ class Rates:
     copy: Rate | None
     """Bytes/s of memory, read and written."""
     launches: Rate | None
-    """Kernels that the host launches, outside CUDA graphs."""
+    """Kernels that the host launches in a second, outside CUDA graphs."""
     nodes: Rate | None
-    """Kernels of a CUDA graph that neither move nor compute anything."""
+    """Kernels of a CUDA graph in a second, if they neither move nor compute anything."""
 
     def product(self, experts: bool, fp8: bool, gradient: bool = False) -> Rate | None:
-        """The rate of one product; gradient: it is that of a weight's gradient."""
+        """Return the rate of one product. gradient: it computes a weight's gradient."""
         if experts and fp8 and gradient and self.fp8_gradient:
             return self.fp8_gradient
         if fp8:
@@ -62,8 +62,11 @@ class Rates:
 
 
 def read_bench(path: Path, mode: Mode) -> Rates:
-    """Read the rates from a `gpu.json` for specs of this mode. Raises UserError: it cannot be read as one, or it has no
-    rate."""
+    """Read the rates from a `gpu.json` for specs of this mode.
+
+    Raises:
+        UserError: the file cannot be read as such a report, or has no rate.
+    """
     remedy = "Make one with `python -m lab.bench.gpu gemms grouped quantizers launch` on such a GPU."
     return parsed(path, "--bench", lambda report: _rates(report, path, mode, remedy), remedy)
 
@@ -116,27 +119,28 @@ OF_LAYER: dict[tuple[Mode, bool], tuple[int, int]] = {
     ("native", True): (15, 19),
     ("native", False): (11, 15),
 }
-"""Kernels of a dense layer and of one with experts, by mode and whether products are FP8: ours as they are counted for
-64 answers of Qwen3-8B and Qwen3-30B-A3B by the test of the plugin's launches, with one of SGLang's that writes the
-cache of a dense layer; SGLang's own by reading 0.5.19. Layers of another architecture are taken to have as many."""
+"""Kernels of a dense layer and of a layer with experts, by mode and by whether products are FP8. In exact mode the test
+of the plugin's launches counts them, for 64 answers of Qwen3-8B and Qwen3-30B-A3B; a dense layer's count includes a
+kernel of SGLang's that writes the cache. In native mode they are read from SGLang 0.5.19. Other architectures are taken
+to have as many."""
 BESIDE_LAYERS = 14
-"""Embedding, last norm, head, truncation, draw and log-probabilities."""
+"""Kernels outside the layers: embedding, last norm, head, truncation, draw and log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Decode:
     batch: int
-    """Answers, a token each."""
+    """Answers; the step computes one token of each."""
     kernels: int
-    """Kernels of its CUDA graph."""
+    """Kernels of the step's CUDA graph."""
     weights: float
-    """Bytes of the weights that it reads."""
+    """Bytes of the weights that the step reads."""
     cache: float
-    """Bytes of keys, values and states."""
+    """Bytes of keys, values and states that the step reads."""
     ranks: int = 1
 
     def seconds(self, copy: Rate, nodes: Rate) -> tuple[float, float]:
-        """The least time of reading and of the kernels' begins and ends, at the fastest and slowest measured rates."""
+        """Return the least seconds for the reads and the kernels' starts and ends, at the fastest and slowest rates."""
         size = (self.weights + self.cache) / self.ranks
         return size / copy.high + self.kernels / nodes.high, size / copy.low + self.kernels / nodes.low
 
@@ -145,9 +149,9 @@ def decode_step(
     shape: Shape, spec: QuantSpec, batch: int, context: float, ranks: int = 1, mode: Mode = "exact",
     each: int = BF16_BYTES,
 ) -> Decode:  # fmt: skip
-    """What one decode step reads on an engine of `ranks` GPUs.
+    """Return one decode step on an engine of `ranks` GPUs.
 
-    batch: answers at a time. context: tokens that each has so far. each: bytes of a number in the cache.
+    batch: answers at a time. context: tokens that each answer has so far. each: bytes of a number in the cache.
     """
     sizes = shape.sizes
     read = experts_read(sizes.experts, sizes.top_k, batch) / sizes.experts if sizes.experts else 0.0
@@ -161,10 +165,11 @@ def decode_step(
 
 
 def decode_kernels(shape: Shape, spec: QuantSpec, mode: Mode) -> int:
+    """Return the number of kernels of a decode step."""
     of_layer = OF_LAYER[mode, spec.quantized]
     return BESIDE_LAYERS + sum(of_layer[shape.sizes.has_experts(layer)] for layer in range(shape.sizes.layers))
 
 
 def experts_read(experts: int, top_k: int, batch: int) -> float:
-    """Expected number of a layer's experts that a batch takes, if each takes any as likely: E (1 - (1 - k/E)^B)."""
+    """Return the expected number of a layer's experts that B answers use, all as likely: E (1 - (1 - k/E)^B)."""
     return experts * (1 - (1 - top_k / experts) ** batch) if experts else 0.0

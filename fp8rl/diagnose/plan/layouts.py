@@ -1,4 +1,4 @@
-"""The layouts of a trainer that a number of GPUs allows, the choice among them, and the verdict of a plan."""
+"""Lists the layouts of a trainer on a number of GPUs, chooses one, and judges a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_GPUS = 4096
 
 
 def on_gpus(layout: TrainerSection, gpus: int) -> TrainerSection:
-    """The layout with as many replicas as the GPUs allow. Raises UserError: they do not divide."""
+    """Return the layout with as many replicas as the GPUs allow. Raises UserError if it does not divide the GPUs."""
     each = layout.tp * layout.pp * layout.cp
     if gpus % each:
         raise user_error(
@@ -36,7 +36,7 @@ def on_gpus(layout: TrainerSection, gpus: int) -> TrainerSection:
 
 
 def engine_ranks(job: Job, gpu: Gpu) -> int:
-    """The fewest ranks of an engine that take less than half of a GPU; in exact mode, whose engines have one, one."""
+    """Return the fewest ranks of an engine that take less than half of a GPU, or else the most; in exact mode 1."""
     if job.numerics.mode == "exact":
         return 1
     able = [ranks for ranks in engine_widths(job) if ranks <= GPUS_PER_NODE]
@@ -45,14 +45,14 @@ def engine_ranks(job: Job, gpu: Gpu) -> int:
 
 
 def engine_widths(job: Job) -> list[int]:
-    """The numbers of ranks over which the model divides in an engine, of the divisors of its heads."""
+    """Return the numbers of ranks over which an engine can divide the model, among the divisors of its heads."""
     heads, spec = job.shape.sizes.heads, job.numerics.blocks_spec
     return [ranks for ranks in _divisors(heads, heads) if _accepted(check_engine_layout, job.shape, ranks, spec)]
 
 
 def choose(job: Job, gpu: Gpu, gpus: int) -> Job:
-    """The job in the layout that divides the model least of those that leave `SLACK` beside an engine; if none does, in
-    the one that takes least.
+    """Return the job in the layout that divides the model least and leaves `SLACK` next to an engine; if none does, in
+    the layout that takes the least memory.
 
     Raises UserError: the model cannot be quantized as its spec says, however it is laid out.
     """
@@ -71,7 +71,7 @@ def leaves_slack(peak: float, gpu: Gpu) -> bool:
 
 
 def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerSection | None:
-    """A layout of the job on as few GPUs as leave `SLACK`, of 1, 2, 4, ... `MOST_GPUS`; None: on none of these."""
+    """Return a layout on the fewest GPUs, of 1, 2, 4, ... `MOST_GPUS`, that leave `SLACK`; None: none of these does."""
     if beside_engine and not leaves_slack(engine_memory(job).peak, gpu):
         return None
     gpus, needed = 1, colocated_memory if beside_engine else trainer_memory
@@ -84,7 +84,7 @@ def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerSection | None:
 
 
 def layouts(shape: Shape, base: TrainerSection, gpus: int, spec: QuantSpec) -> Iterator[TrainerSection]:
-    """All that divide the model over the GPUs, those that divide it less first; tensor parallelism within a node."""
+    """Yield all layouts of the model on the GPUs, the least divided first; tensor parallelism stays within a node."""
     sizes = shape.sizes
     for tp in _divisors(gpus, GPUS_PER_NODE):
         for pp in _divisors(gpus // tp, min(MOST_STAGES, sizes.layers)):
@@ -110,7 +110,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:
-    """Yield what `train` would refuse, by its own rules. memory: of the fullest GPU."""
+    """Yield what `train` would refuse, by the rules of `train`. memory: the fullest GPU's."""
     rollout = subject.experiment.rollout.model_copy(update={"tp": job.engine_tp})
     experiment = subject.experiment.model_copy(update={"trainer": job.layout, "rollout": rollout})
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
@@ -126,7 +126,7 @@ def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterat
 
 
 def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:
-    """Yield what speaks against a plan that `train` would accept. memory: of its fullest GPU."""
+    """Yield objections to a plan that `train` would accept. memory: the fullest GPU's."""
     if subject.stands_in:
         yield Remark(
             False,

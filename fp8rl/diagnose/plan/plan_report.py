@@ -1,4 +1,4 @@
-"""A plan on a terminal: the verdict in words, then the model, its bytes, and its times where rates were measured."""
+"""Renders a plan: the verdict in words, then the model, its bytes, and its times if rates were measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8rl.diagnose.report import Grade, graded, grid
 from fp8rl.rl.experiment.budget.memory import PHASES, Phase
 
 _MEMORY_OF_A_WORKSTATION = 64e9
-"""Bytes. Who needs more does not train on a CPU, so the plan does not say what that would take."""
+"""Bytes. Nobody trains on a CPU with more, so above it the plan leaves out what a CPU would need."""
 
 
 def rendered(plan: Plan) -> RenderableType:
@@ -58,7 +58,7 @@ def rendered(plan: Plan) -> RenderableType:
 
 
 def _keys(plan: Plan) -> list[Text]:
-    """Say what was found where keys were looked for."""
+    """Say what a search for keys has found."""
     if plan.keys is None:
         said = f"--fit found no keys with which it fits on {_gpus(plan.job.layout.world_size)}"
         return [Text(said)] if plan.searched else []

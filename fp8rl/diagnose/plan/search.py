@@ -1,6 +1,6 @@
-"""Looks for the keys with which a spec fits: those that cost nothing first, then time, then another layout, then GPUs.
+"""Looks for keys with which a spec fits. Keys that cost nothing come first, then time, another layout, more GPUs.
 
-Exact mode is left last of all, and only where no layout on any number of GPUs holds its engine of one rank.
+The last resort is native mode, if no layout on any number of GPUs holds the one-rank engine of exact mode.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ ORDER = (
     "trainer.optimizer.offload",
     "trainer.optimizer.moments",
 )
-"""The order in which keys are tried: each only once all sets of the keys before it have failed. A smaller chunk costs
-hardly anything; turns cost the engine's wait; recomputing costs a part of each forward once more; with a cache of one
-row answers wait; an update on the host waits for the bus; moments in BF16 lose digits. The order was set by hand."""
+"""The order in which keys are tried: a key only once all sets of the keys before it have failed. A smaller chunk costs
+hardly anything. Turns (`sleep`) make engines wait. Recomputing repeats a part of each forward pass. With a cache of one
+row answers wait. An update on the host waits for the bus. Moments in BF16 lose digits. The order was set by hand."""
 
 
 def keys_that_fit(
     subject: PlanSubject, gpu: Gpu, gpus: int | None = None, length: int | None = None
 ) -> dict[str, Any] | None:
-    """The keys to set, by dotted name, none where it fits as it stands; None: no keys make it fit.
+    """Return the keys to set, by dotted name; an empty mapping if the spec fits already; None: no keys make it fit.
 
-    gpus: that there are for the trainer and for engines that share GPUs with it; without one, those of the spec's
-    layout (8 for a model alone), or the fewest of twice as many, and so on, that do. Adapters are looked at in the
-    spec's own layout alone.
+    gpus: the number of GPUs for the trainer and for engines that share them. None: the number in the spec's layout (8
+    for a model alone), doubled until the spec fits. With adapters only the spec's own layout is tried.
     """
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
     base = subject.experiment
@@ -71,9 +70,9 @@ def keys_that_fit(
 def _first(
     subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None, no_more: bool
 ) -> Keys | None:
-    """The first keys of `ORDER`, and the first layout, that leave the slack; None if none do.
+    """Return the first keys in `ORDER`, with the first layout, that leave the slack; None if none do.
 
-    no_more: engines that share GPUs with the trainer get none of their own.
+    no_more: engines that share GPUs with the trainer get no GPUs of their own.
     """
     base = with_keys(subject.experiment, first)
     fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
@@ -101,19 +100,19 @@ def _first(
 
 
 def _place(names: Iterable[str], keys: Keys) -> list[int]:
-    """Places in `ORDER`, the last first: the order of lists is the order in which sets are tried."""
+    """Return the keys' places in `ORDER`, the last place first. Sets of keys are tried in the order of these lists."""
     return sorted((ORDER.index(name if name in ORDER else f"{name}={keys[name]}") for name in names), reverse=True)
 
 
 def _of_optimizer(keys: Keys) -> frozenset[str]:
-    """Pick the keys of the optimizer from a set, which some modes refuse."""
+    """Pick the optimizer's keys, which some modes refuse, from a set."""
     return frozenset(key for key in keys if key.startswith("trainer.optimizer"))
 
 
 def _in_layout(
     subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gpu, target: Target, length: int | None
 ) -> Keys | None:
-    """The keys with those of the layout, if they leave the slack and no rule stands against them."""
+    """Return the keys with the layout's keys, if they leave the slack and break no rule; else None."""
     keys = {**keys, **{f"trainer.{name}": getattr(layout, name) for name in _SIZES}}
     experiment = with_keys(subject.experiment, keys)
     job = job_on(replace(subject, experiment=experiment), gpu, length)
@@ -136,7 +135,7 @@ def _loads(experiment: Experiment) -> bool:
 
 
 def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iterator[dict[str, Any]]:
-    """Sets of keys that save memory; the empty one among them."""
+    """Yield sets of keys that save memory, the empty set among them."""
     trainer, rollout, row = base.trainer, base.rollout, length or base.rollout.context_length
     colocated = base.needs_engines and not (rollout.staleness or base.sync.delta or base.sync.engines_own_gpus)
     caches = base.needs_engines and (rollout.max_total_tokens or 0) > rollout.context_length
@@ -161,13 +160,13 @@ def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iter
 
 
 def dense_layers_in_bf16(subject: PlanSubject, gpu: Gpu) -> Keys:
-    """The key that a spec's mixture cannot be planned without, whatever fits; nothing for most."""
+    """Return the key without which a spec's mixture of experts cannot be planned at all; mostly an empty mapping."""
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
     return _dense_layers_in_bf16(subject.experiment, subject, target)
 
 
 def _dense_layers_in_bf16(base: Experiment, subject: PlanSubject, target: Target) -> dict[str, Any]:
-    """The key that leaves a mixture's dense first layers in BF16, where their width is not one of whole blocks."""
+    """Return the key that leaves a mixture's dense first layers in BF16, if their width is no multiple of a block."""
     sizes = subject.shape.sizes
     dense = sizes.layers - sizes.moe_layers
     if not sizes.moe or not dense or base.numerics.first_layers_bf16 >= dense:
@@ -189,7 +188,7 @@ def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu, no_more: boo
 
 
 def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:
-    """The keys, with engines of so many ranks; those of several have GPUs of their own, where they need not sleep."""
+    """Return the keys with engines of `ranks` ranks. Engines of several have their own GPUs, and need not sleep."""
     if ranks == 1:
         return {**keys, "rollout.tp": 1}
     own = {} if base.sync.engines_own_gpus else {"sync.transport": "distributed"}
@@ -197,7 +196,7 @@ def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:
 
 
 def _differing(subject: PlanSubject, keys: Keys) -> dict[str, Any]:
-    """The keys that differ from the spec's; of a model without a layout, the whole layout."""
+    """Return the keys that differ from the spec's; for a model without a layout, also the whole layout."""
 
     def differs(key: str, value: Any) -> bool:
         found = reduce(getattr, key.split("."), subject.experiment)
@@ -207,7 +206,7 @@ def _differing(subject: PlanSubject, keys: Keys) -> dict[str, Any]:
 
 
 def with_keys(section: Any, keys: Keys) -> Any:
-    """A section of the spec, or all of it, with other values at dotted names."""
+    """Return a section of the spec, or all of it, with other values at dotted names."""
     inner: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
     for key, value in keys.items():
@@ -221,6 +220,6 @@ def with_keys(section: Any, keys: Keys) -> Any:
 
 
 def written(keys: Keys) -> list[str]:
-    """Keys as the command line takes them."""
+    """Return keys as the command line takes them."""
     plain = {"True": "true", "False": "false", "None": "null"}
     return [f"{key}={plain.get(str(value), value)}" for key, value in keys.items()]

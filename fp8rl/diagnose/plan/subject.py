@@ -18,9 +18,9 @@ from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
 from fp8rl.trainer.state_bytes import storage_on
 
 CONFIGS = Path(__file__).parent / "configs"
-"""Directories with nothing but a config.json, of models that anyone can download; part of the package."""
+"""Packaged directories that hold only a config.json, of models that anyone can download."""
 LONGEST = 8192
-"""Tokens of a row that a model without a spec is planned for, unless its positions end before."""
+"""Tokens of a row for which a model without a spec is planned, unless the model has fewer positions."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +28,27 @@ class PlanSubject:
     """A model, and the experiment that it is planned in."""
 
     name: str
-    """As it was given."""
+    """The name that the command was given."""
     shape: Shape
     experiment: Experiment
     chosen: bool
-    """Somebody said how the trainer is laid out; else the plan chooses."""
+    """The user gave the trainer's layout; else the plan chooses it."""
     engines_chosen: bool = True
-    """Likewise, how many ranks an engine has."""
+    """The user gave an engine's number of ranks; else the plan chooses it."""
     stands_in: str = ""
-    """The packaged config that is planned with, because the spec's model is not there yet."""
+    """The packaged config with which the plan is made, because the spec's model is not there yet."""
     assumed: str = ""
     """Assumptions about a model without a spec, in words."""
     teacher: Shape | None = None
-    """Of the spec's teacher; the policy's where nobody has made it yet."""
+    """The shape of the spec's teacher; the policy's shape if the teacher does not exist yet."""
 
 
 def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> PlanSubject:
-    """Read the spec or model that is to be planned. Raises UserError: there is no such thing, or a key or value of it
-    is wrong."""
+    """Read the spec or model that is to be planned.
+
+    Raises:
+        UserError: there is no such spec or model, or a key or value of the spec is wrong.
+    """
     path = Path(subject := subject or "")
     check_path(path, "SPEC|MODEL")
     if path.is_file():
@@ -93,7 +96,7 @@ def _assumed(experiment: Experiment) -> str:
 
 
 def job_on(subject: PlanSubject, gpu: Gpu, length: int | None = None) -> Job:
-    """The subject's job on such GPUs, with the teacher that its engines' GPUs hold. length: of a row."""
+    """The subject's job on such GPUs, with the teacher that its engines' GPUs hold. length: tokens of a row."""
     experiment = subject.experiment
     storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)
     job = job_of(experiment, subject.shape, storage, gpu.memory, length)
@@ -103,7 +106,7 @@ def job_on(subject: PlanSubject, gpu: Gpu, length: int | None = None) -> Job:
 
 
 def is_apart(experiment: Experiment, job: Job) -> bool:
-    """Return whether engines, if any, have GPUs of their own: with such a transport, and where one has several
+    """Return whether engines, if any, have GPUs of their own: the transport needs that, or an engine has several
     ranks."""
     return experiment.sync.engines_own_gpus or not job.engines or job.engine_tp > 1
 
@@ -119,7 +122,7 @@ def _teacher(experiment: Experiment, policy: Shape) -> Shape | None:
 
 
 def _packaged(name: str) -> str:
-    """The packaged config of a model's name, also as its publisher writes it (`Qwen3-30B-A3B`); "" if there is none."""
+    """Return the packaged config of a model's name, also in its publisher's spelling (`Qwen3-30B-A3B`); "" if none."""
     plain = _plain(name)
     return plain if plain in _names() else ""
 

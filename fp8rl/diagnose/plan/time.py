@@ -1,9 +1,9 @@
 """The least time of a training step that measured rates allow, and what each part of that time rests on.
 
-A product takes its FLOPs at the measured rate. FP8 adds a pass over each operand that it quantizes. What is kept for
-the backward is written, read, and its gradient written. The host launches one kernel after the other, and a forward and
-backward are never faster than all launches. Attention, transfers between GPUs and the wait of pipeline stages have no
-measured rate, and are not in the sum.
+A product takes its FLOPs at the measured rate. FP8 adds a pass over each operand that it quantizes. Activations that
+are kept for the backward are written and read, and their gradients written. The host launches one kernel after the
+other, and a forward and backward are never faster than all launches. Attention, transfers between GPUs and the wait of
+pipeline stages have no measured rate, and are not in the sum.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
 
 OPTIMIZER_BYTES = 30
-"""Read and written of one FP32 parameter: gradient, master and two moments read, three written, the weight written."""
+"""Bytes that an update moves per parameter: it reads gradient, master, moments; writes master, moments, weight."""
 PASSES = 3
-"""Over the activations that are kept, beside the products: written, read, their gradient written."""
+"""Passes over kept activations, besides the products: they are written and read, and their gradients written."""
 OF_LAYER = {(True, True): (49, 20), (True, False): (41, 14), (False, True): (34, 19), (False, False): (21, 12)}
-"""Launches of our kernels in a layer that is FP8's or not, with experts or dense: of its forward and backward, and of a
-second forward. Counted on the meta device (`tests/trainer/test_launches.py`); other families' are taken as many."""
+"""Launches of our kernels in a layer, by (in FP8, with experts): of its forward and backward, and of a second forward.
+Counted on the meta device (`tests/trainer/test_launches.py`). Other families are taken to have as many."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Part:
 
     name: str
     seconds: tuple[float, float] | None
-    """At the fastest and the slowest measured rate; None: the bench has no rate for it."""
+    """Seconds at the fastest and at the slowest measured rate; None: the bench has no rate for this part."""
     rests_on: str
     """The rows of the bench, or what the bench lacks."""
 
@@ -46,7 +46,7 @@ class StepTime:
 
     @property
     def total(self) -> tuple[float, float]:
-        """Seconds that the step takes at least: work of the GPU, or all launches where these take longer."""
+        """The least seconds of the step: the GPU's work, or all launches if they take longer."""
         ends = ({part.name: part.seconds[end] for part in self.parts if part.seconds} for end in (0, 1))
         fast, slow = (
             max(sum(one.values()) - one.get("launches", 0.0) - one.get("update", 0.0), one.get("launches", 0.0))
@@ -92,7 +92,7 @@ def _of_stage(job: Job, rates: Rates, stage: int) -> StepTime:
 
 
 def _part(name: str, work: Sequence[tuple[float, Rate | None]], what: str) -> Part:
-    """work: amounts, each with the rate at which it is done."""
+    """work: amounts of work, each with its rate."""
     known = [(amount, rate) for amount, rate in work if rate is not None]
     if not work or len(known) < len(work):
         return Part(name, None, f"not in the bench: {what}")
@@ -101,7 +101,7 @@ def _part(name: str, work: Sequence[tuple[float, Rate | None]], what: str) -> Pa
 
 
 def kernels(job: Job, stage: int = 0) -> float:
-    """Launches of our kernels in a micro-batch's forward and backward on a stage."""
+    """Return the launches of our kernels in a micro-batch's forward and backward on a stage."""
     sizes, again = job.shape.sizes, job.layout.recompute == "layer"
     spec = job.numerics.trainer_spec
     kinds = ((spec.of_layer(at, sizes.layers).quantized, sizes.has_experts(at)) for at in _layers(job, stage))
@@ -120,7 +120,7 @@ class Product:
     experts: bool
     fp8: bool
     again: float
-    """4/3 where the backward takes the forward once more, else 1; the backward is as long as two forwards."""
+    """4/3 if the backward repeats the forward, else 1: a backward takes as long as two forwards."""
 
     @property
     def flops(self) -> float:
@@ -128,10 +128,10 @@ class Product:
         return 2.0 * self.rows * self.n * self.k * self.layers
 
     def passes(self, job: Job) -> tuple[tuple[bool, bool], ...]:
-        """For the forward, the input's gradient and the weight's: whether it is FP8's, whether it is the weight's.
+        """Return (is in FP8, is the weight's gradient) for the forward, the input's gradient and the weight's gradient.
 
-        With `fp8_forward` the last two are BF16's. A weight that has an adapter beside it has no gradient; the
-        adapter's own products, of few rows, are left out.
+        With `fp8_forward` the gradients are in BF16. A weight with an adapter has no gradient. The adapter's own
+        products, of few rows, are left out.
         """
         backward = self.fp8 and job.numerics.trainer == "fp8"
         return ((self.fp8, False), (backward, False), (backward, True))[: 2 if job.shape.adapters else 3]
@@ -167,21 +167,21 @@ def _twice(job: Job, weight: WeightGroup) -> bool:
 
 
 def operand_bytes(job: Job, each: Product) -> float:
-    """Bytes read in BF16 and written in FP8: the input along its features (forward) and along the tokens (for the
-    weight's gradient), the output's gradient both ways at once."""
+    """Return the bytes that quantizing reads in BF16 and writes in FP8: the input along its features (forward) and
+    along the tokens (for the weight's gradient), and the output's gradient both ways at once."""
     backward = 3 * each.rows * each.k + 4 * each.rows * each.n if job.numerics.trainer == "fp8" else 0.0
     return each.layers * (3 * each.rows * each.k + backward)
 
 
 def kept_bytes(job: Job, stage: int) -> float:
-    """Bytes that a micro-batch's forward keeps, its logits among them."""
+    """Return the bytes that a micro-batch's forward keeps, its logits among them."""
     kept = sum(job.shape.activations(layer).bf16 for layer in _layers(job, stage)) * job.rank_tokens / job.layout.tp
     last = stage == job.layout.pp - 1
     return kept + (LOGIT_BYTES * job.shape.sizes.vocab_size * job.rank_tokens if last else 0.0)
 
 
 def update_bytes(job: Job, stage: int) -> float:
-    """Bytes that the optimizer moves, and that quantizing each weight from BF16 into codes both ways moves."""
+    """Return the bytes that the optimizer moves, and that quantizing each BF16 weight both ways moves."""
     rank = stage * job.layout.stage_size
     on_gpu = job.layout.model_copy(update={"optimizer": OptimizerSection()})
     states = state_bytes(job.shape, on_gpu, job.numerics, job.storage, rank).values()

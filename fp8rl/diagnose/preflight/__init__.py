@@ -1,6 +1,6 @@
 """The preflight starts both sides once and says whether they agree: same spec, same bytes, same log-probabilities.
 
-From top to bottom: what needs no process, then the three agreements."""
+The checks that need no process come first, then the three agreements."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ class PreflightReport(Report):
     trainer: str
     rollout: str
     checks: list[Check]
-    """In the order in which they were made; those behind one that stops everything are missing."""
+    """The checks in the order in which they were made. Checks after a check that stops the preflight are missing."""
     quantized: dict[str, list[str]]
-    """HF names of the weights that run in FP8, of the `trainer` and the `engine`."""
+    """HF names of the weights that run in FP8, by side: `trainer` and `engine`."""
     differences: dict[str, Difference]
-    """By name, `trainer against engine` and the floors; of those that were measured."""
+    """The differences that were measured, by name: `trainer against engine` and the floors."""
     seconds: float
+    """Seconds of the whole preflight."""
 
     @property
     def ok(self) -> bool:
@@ -54,7 +55,7 @@ class PreflightReport(Report):
 
     @property
     def verdicts(self) -> dict[Agreement, bool | None]:
-        """By agreement, whether it holds; None where nothing of it was checked."""
+        """For each agreement, whether it holds; None if nothing of it was checked."""
         made = {agreement: [check.ok for check in self.checks if check.agreement == agreement] for agreement in _TITLES}
         return {agreement: all(checks) if checks else None for agreement, checks in made.items()}
 
@@ -67,10 +68,10 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
 
     Args:
         quick: leave out BF16/BF16, which needs another engine.
-        say: told what is going on.
+        say: called with what is going on.
 
     Raises:
-        UserError: the spec's model, data or sizes are such that no run could start.
+        UserError: no run could start with the spec's model, data or sizes.
     """
     began = time.monotonic()
     if quick and experiment.numerics.mode == "native":
@@ -158,7 +159,7 @@ def _checks_of_spec(stack: Stack, batch: TokenBatch, found: PreflightReport) -> 
 
 
 def rendered(report: PreflightReport) -> RenderableType:
-    """Render the checks by agreement, for those that failed the expectation and the remedy, and the verdict."""
+    """Render the checks by agreement, the expectation and the remedy of each failed check, and the verdict."""
     parts: list[RenderableType] = []
     for agreement, title in _TITLES.items():
         table = Table(box=None, pad_edge=False, show_header=False)

@@ -1,4 +1,4 @@
-"""The agreement on log-probabilities: the measured difference of both sides, beside the noise floor."""
+"""The agreement on log-probabilities: the measured difference of both sides, and the noise floor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.step.batch import TokenBatch
 
 NATIVE_LIMIT = 6.0
-"""Mean abs(d) that native mode may have, in means of BF16/BF16. Measured with FP8 on both sides: 4.2 on
-the example, 3.6 on a 4-layer model, on which FP8 rollout with a BF16 trainer was at 7.3, and unequal scale formats at
+"""The largest mean abs(d) in native mode, in multiples of the mean of BF16/BF16. Measured with FP8 on both sides: 4.2
+on the example, 3.6 on a 4-layer model. On that model FP8 rollout with a BF16 trainer had 7.3, and unequal scale formats
 9.7."""
 OTHER_TEMPERATURES = (0.8, 1.25)
-"""Factors of temperatures that must explain the sampled tokens' log-probabilities worse than the spec's."""
+"""Factors of the spec's temperature: these temperatures must explain the log-probabilities worse than the spec's."""
 
 
 def trainer_against_engine(numerics: NumericsConfig, measured: Difference, bf16: Difference | None) -> Check:
@@ -52,7 +52,7 @@ def trainer_against_engine(numerics: NumericsConfig, measured: Difference, bf16:
 
 
 def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> list[Check]:
-    """Each floor as a check: 0 in exact mode, as measured in native mode."""
+    """Return each floor as a check. A floor must be 0 in exact mode; in native mode it is only reported."""
     expected = "d == 0 on every token" if mode == "exact" else "finite log-probabilities"
     remedy = (
         "A token's result depends on its batch on this machine, or it is not finite: run one thread "
@@ -94,12 +94,12 @@ ALONE = 8
 
 
 def against_trainer(stack: Stack, batch: TokenBatch) -> Difference:
-    """Trainer against engine on the tokens that the engine sampled."""
+    """Compare trainer and engine on the tokens that the engine sampled."""
     return difference(stack.trainer.score(batch), batch.fields["rollout_logprobs"], batch.loss_mask)
 
 
 def prefill_against_decode(stack: Stack, batch: TokenBatch) -> Difference:
-    """The engine's log-probabilities of its own tokens, prefilled with their prompts, against those it sampled by.
+    """Compare the engine's log-probabilities of its own tokens: prefilled with their prompts, and as it sampled them.
 
     batch: sampled at temperature 1, the only one at which SGLang scores given tokens.
     """
@@ -110,7 +110,7 @@ def prefill_against_decode(stack: Stack, batch: TokenBatch) -> Difference:
 
 
 def alone_against_together(stack: Stack, batch: TokenBatch) -> Difference:
-    """Every token of the longest rows, prefilled one row after the other against all rows at once."""
+    """Compare the tokens of the longest rows, prefilled row by row, with the same tokens prefilled all at once."""
     rows = batch.lengths.argsort(descending=True, stable=True)[:ALONE].tolist()
     longest = batch.select(rows)
     together, known = _scored(stack, longest)
@@ -122,15 +122,15 @@ def alone_against_together(stack: Stack, batch: TokenBatch) -> Difference:
 
 
 def bf16_on_both_sides(stack: Stack, prompts: list[Prompt], answers: int) -> Difference:
-    """Trainer against engine, both switched to BF16, on a sample of that engine. `stack` stays so."""
+    """Compare trainer and engine, both switched to BF16, on a sample of that engine. `stack` stays in BF16."""
     stack.switch(stack.numerics.in_bf16())
     stack.syncing.sync()
     return against_trainer(stack, sampled_batch(stack, prompts, answers, stack.experiment.rollout.temperature))
 
 
 def _scored(stack: Stack, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Prefilled log-probabilities [B, S] and which of them there are: none at index 0, nor behind the longest prompt
-    that the engine takes."""
+    """Return prefilled log-probabilities [B, S], and a mask of those that exist: none at index 0, nor beyond the
+    longest prompt that the engine takes."""
     longest = stack.experiment.rollout.context_length - SCORED_SHORT_OF
     sequences = [row[: min(int(n), longest)].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
     rows = stack.engines.ask(lambda client: client.score(sequences))

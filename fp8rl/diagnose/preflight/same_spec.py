@@ -45,7 +45,7 @@ class Check:
     found: str
     expected: str
     remedy: str = ""
-    """Empty where nothing is wrong."""
+    """What to do; empty if nothing is wrong."""
 
 
 def judged(agreement: Agreement, name: str, ok: bool, found: str, expected: str, remedy: str) -> Check:
@@ -59,9 +59,9 @@ SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics
 
 
 def block_alignment(shape: Shape, experiment: Experiment) -> Check:
-    """Check that every piece of a fused weight is whole quantization blocks on every rank.
+    """Check that every part of a fused weight consists of whole quantization blocks on every rank.
 
-    Otherwise trainer and engine quantize the same weights into different blocks, hence bytes.
+    Otherwise trainer and engine quantize the same weights in different blocks, and so into different bytes.
     """
     name = "block alignment"
     try:
@@ -99,9 +99,9 @@ _RESTART = "Start the engine from this spec, in this environment."
 def handshake(
     numerics: NumericsConfig, adapter: AdapterSection | None, report: EngineReport, architecture: str | None = None
 ) -> Check:
-    """Check the engine's report on itself against what the trainer runs.
+    """Compare the engine's report on itself with what the trainer runs.
 
-    adapter: beside the engine's weights. architecture: the user's file that has it.
+    adapter: the engine's adapters. architecture: the user's file that defines the model's architecture.
     """
     expected = expected_report(numerics, adapter, architecture)
     problems = differences(expected, report)
@@ -111,7 +111,7 @@ def handshake(
 
 
 def refused_handshake(error: HandshakeError) -> Check:
-    """Make the check of an engine that did not pass when it started."""
+    """Make the check of an engine that failed its handshake at the start."""
     return Check("spec", "handshake", False, str(error), _SAME_REPORT, _RESTART)
 
 
@@ -126,9 +126,9 @@ def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Check:
 
 
 def scale_formats(scales: Iterable[tuple[str, Tensor]], served: Iterable[str], scale: Scale) -> Check:
-    """Check that scales are FP32, finite and above 0, and powers of two where the spec says so.
+    """Check that scales are FP32, finite and above 0, and powers of two if the spec says so.
 
-    served: the names of all scales that the engine holds; one that is missing in `scales` fails.
+    served: the names of all scales that the engine holds. The check fails if one of them is missing in `scales`.
     """
     tensors = numbers = 0
     unseen = set(served)
@@ -162,9 +162,9 @@ def served_scales(checkpoint: Path, manifest: Mapping[str, str]) -> Iterator[tup
 def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: Iterable[str]) -> Check:
     """Check the dtypes of the trainer's router logits and probabilities, and whose router the engine runs.
 
-    trainer: as `Observed.routers`. provides: of the engine's report; where it has a router of ours, that is
-    `numerics.ops.route`, which takes the softmax of BF16 logits in FP32 and keeps it. Megatron's own rounds the
-    probabilities to BF16.
+    trainer: as `Observed.routers`. provides: as in the engine's report. If it names our router, the engine runs
+    `numerics.ops.route`, which computes the softmax of BF16 logits in FP32, and keeps FP32. Megatron's own router
+    rounds the probabilities to BF16.
     """
     seen, shared, exact = sorted(set(trainer)), TOPK.name in provides, mode == "exact"
     sides = [f"trainer: {logits} logits, {probs} probabilities" for logits, probs in seen]
@@ -178,7 +178,7 @@ def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: It
 
 
 def kv_cache_dtype(numerics: NumericsConfig, report: EngineReport) -> Check:
-    """Check that keys and values stand in the cache as the trainer attends to them."""
+    """Check that the cache has keys and values in the format in which the trainer attends to them."""
     kept = numerics.kv_format.dtype_name
     ok = (report.dtype, report.kv_cache_dtype) == ("bfloat16", kept)
     found = f"kv_cache_dtype {report.kv_cache_dtype}, dtype {report.dtype}"
@@ -188,7 +188,7 @@ def kv_cache_dtype(numerics: NumericsConfig, report: EngineReport) -> Check:
 
 @dataclass(frozen=True)
 class Observed:
-    """One rank of the live trainer in one forward pass."""
+    """What was observed on one rank of the live trainer in one forward pass."""
 
     quantized: list[str]
     """HF names of the weights whose products ran in FP8, in order."""
@@ -231,13 +231,13 @@ _EQUAL = "every tensor's digest equal in trainer and engine"
 
 
 def manifest_of(report: SyncReport) -> Check:
-    """Check the outcome of a sync that went through."""
+    """Make the check of a sync that succeeded."""
     verified, other = report.verified_tensors, report.mismatched_tensors
     found = f"{verified} of {verified + other} tensors equal, {report.bytes} bytes in {report.seconds:.2f} s"
     return judged("bytes", "manifest", other == 0 and verified > 0, found, _EQUAL, "See the tensors named.")
 
 
 def refused_sync(error: SyncError) -> Check:
-    """Make the check of a sync that found differences, or broke."""
+    """Make the check of a sync that found differences, or failed."""
     remedy = "Compare the versions of sglang and of this distribution in the engine's and the trainer's environment."
     return Check("bytes", "manifest", False, str(error), _EQUAL, remedy)

@@ -37,9 +37,9 @@ from fp8rl.rollout.types import (
 
 Result = TypeVar("Result")
 _MOST_ABORTS = 1000
-"""The most aborts of one answer: an engine that aborts more often than it is updated would keep its caller forever."""
+"""The most aborts of one answer. Without a limit, a faulty engine that keeps aborting would keep its caller forever."""
 _NOTHING = Completion([], [], [], finished=False, aborted=True)
-"""An answer before it is first asked for."""
+"""An answer that has not been requested yet."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,12 @@ class Health:
 
 @dataclass(frozen=True)
 class Slept:
-    """The bytes that the fullest rank of an engine has given up, and those that stay
-    (`rollout.engine.protocol.Memory.in_use`).
-
-    CUDA graphs count in the second alone.
-    """
+    """The bytes that an engine has given up for its sleep, and still has; each is the largest number of any rank."""
 
     released: int
+    """Bytes of weights and KV cache that were given up. CUDA graphs, which are given up too, are not counted."""
     behind: int
+    """Bytes that are still in use (`rollout.engine.protocol.Memory.in_use`)."""
 
 
 class Engine:
@@ -74,8 +72,8 @@ class Engine:
         expected: EngineReport | None = None,
         host: str = LOOPBACK,
     ) -> None:
-        """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: what the plugin must report
-        after each start; its weight version is replaced by that of the start. host: address to listen at."""
+        """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: the report that the plugin
+        must give after each start, but for the weight version, which `start` gets. host: address to listen at."""
         self._config = config
         self._log_path = Path(log_path)
         self._plugin = plugin
@@ -91,7 +89,8 @@ class Engine:
         """Start the server from a model directory and check the handshake.
 
         Raises:
-            UserError, EngineError: see SGLangServer.start. HandshakeError: it runs something else; it is stopped then.
+            UserError, EngineError: see SGLangServer.start.
+            HandshakeError: the server runs something else than expected. It has been stopped.
         """
         if self._server is not None:
             raise EngineError("the engine is running already. Stop it first.")
@@ -131,7 +130,7 @@ class Engine:
         return await self._call(lambda c: sample_groups(c, groups, sampling))
 
     async def pulse(self) -> Load:
-        """Return the engine's load, from a server and a scheduler that both answer."""
+        """Return the engine's load, after its scheduler (if there is a plugin) and its HTTP server have answered."""
         if self._plugin is not None:
             await self._call(lambda c: c.ping())
         return await self._call(lambda c: c.load())
@@ -139,7 +138,7 @@ class Engine:
     async def cpu_seconds(self) -> float:
         """Return the processor seconds of the engine's schedulers so far, once its HTTP server has answered.
 
-        The answer needs no scheduler: on a GPU an idle scheduler takes a processor, too.
+        The HTTP server must answer, since on a GPU even an idle scheduler uses a processor. Schedulers need not answer.
         """
         await self._call(lambda c: c.weight_version())
         return await asyncio.to_thread(self._running()[0].cpu_seconds)
@@ -270,7 +269,7 @@ def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int)
 
 
 def _see_own_gpus_first() -> None:
-    """Number the GPUs that this process and its server see: first those that Ray has given to this actor."""
+    """Reorder the GPUs that this process and its server see: those that Ray has given to this actor come first."""
     given = [str(gpu) for gpu in ray.get_gpu_ids()] if ray.is_initialized() else []
     if given:
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -279,7 +278,7 @@ def _see_own_gpus_first() -> None:
 
 
 _CALLS = 100_000
-"""Calls of an engine at a time, far more than there can be. Each turn of a conversation is one; beyond a limit that is
-reached, pulses would wait behind answers, and a healthy engine would count as hung."""
+"""The number of calls that an engine's actor runs at a time, far more than there can be. Each turn of a conversation is
+a call. If the limit were reached, pulses would wait behind answers, and a healthy engine would count as hung."""
 EngineActor = ray.remote(num_cpus=0, max_concurrency=_CALLS, max_restarts=0)(Engine)
 """Engine as a Ray actor. If the actor dies in whatever way, its server dies with it."""

@@ -1,8 +1,8 @@
 """The protocol of calls to an engine's plugin over HTTP: one definition for both ends.
 
-SGLang passes the `action` of /weights_checker to the scheduler's process as text, and its answer, a mapping of text to
-text, back. A call (`plugin.lifecycle.CALLS`) travels as the action: its name and arguments, in JSON behind a prefix.
-Its answer travels in JSON as the one value of the mapping.
+SGLang passes the `action` of /weights_checker, a text, to the scheduler's process, and passes the scheduler's answer
+back, a mapping of text to text. A call (`plugin.lifecycle.CALLS`) is sent as the action: a prefix, then its name and
+arguments in JSON. Its answer is sent in JSON as the one value of the mapping.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Message(BaseModel):
 
 
 class Held(Message):
-    """The weights that an engine holds: digests by HF name, for quantized ones `digest@version`."""
+    """The weights that an engine holds: digests by HF name, or `digest@version` for a quantized weight."""
 
     entries: dict[str, str]
 
@@ -42,48 +42,50 @@ class EngineReport(Message):
     hooks: tuple[str, ...]
     """Targets of the installed hooks, sorted."""
     provides: tuple[str, ...]
-    """The forms of ops (`models.trace`) that the hooks compute by their definition, sorted."""
+    """Names of the forms of ops (`models.trace`) that the hooks compute by their definition, sorted."""
     versions: dict[str, str]
     """Versions of libraries, by name."""
     code: str
     """Digest of the packages that the engine imports (`numerics.core.files.code_digest`)."""
     weight_version: str | None
-    """Of the loaded weights; None within an update."""
+    """Version of the loaded weights; None within an update."""
     row_variant_ops: tuple[str, ...] | None
     """Ops whose result depends on the batch; None in native mode, which does not look for them."""
     implementation: Implementation
+    """How the engine computes its ops."""
     threads: int
-    """Of the scheduler."""
+    """Number of torch's threads in the scheduler's process."""
     role: Role = "policy"
     """The purpose of the engine's model."""
     dtype: str = "bfloat16"
-    """Of the model, as torch names it."""
+    """Dtype of the model, as torch names it."""
     kv_cache_dtype: str = "bfloat16"
+    """Dtype of the KV cache, as torch names it."""
     without_deepgemm: str | None = None
     """The reason why products do not run on DeepGEMM, which the spec insists on; None if they do, or need not."""
     adapter: dict[str, Any] | None = None
-    """The run's section on adapters that stand beside the weights; None: the engine has none."""
+    """The run's section on adapters; None: the engine has no adapters."""
 
 
 class Memory(Message):
-    """Bytes of one rank of an engine."""
+    """Memory of one rank of an engine, in bytes."""
 
     weights: int
-    """Of weights, with the operands that are made of them."""
+    """Bytes of weights, and of the operands that are made of them."""
     kv_cache: int
-    """Of keys and values."""
+    """Bytes of keys and values, and of the states of linear attention."""
     in_use: int
-    """On its whole GPU, in all processes; on a CPU those of its process."""
+    """Bytes in use on the rank's GPU, by all processes; on a CPU, bytes of the rank's process."""
 
 
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 RELEASED = (WEIGHTS, CACHE, GRAPHS)
 """The memory that an engine gives up while it sleeps, as SGLang names it."""
 ADAPTER_SCALE = "adapter.scale"
-"""The name, among those of tensors, under which an engine with adapters says what it multiplies them with."""
+"""The entry, beside the names of tensors, of the scale by which an engine multiplies its adapters."""
 DELTA = "delta:"
-"""Before the label of what a rank of an engine holds: a tensor that is sent under this name is a change of it
-(`numerics.delta`)."""
+"""The prefix in the name of a tensor that is sent as a change (`numerics.delta`). The rest of the name is the label of
+the tensor that changes, as a rank of an engine holds it."""
 LIBRARIES = ("sglang", "torch", "fp8rl")
 """The libraries whose versions are reported."""
 ENGINE_PACKAGES = ("fp8rl.numerics", "fp8rl.models", "fp8rl.rollout")
@@ -96,7 +98,7 @@ def to_action(call: str, **arguments: str) -> str:
 
 
 def from_action(action: str) -> tuple[str, dict[str, str]] | None:
-    """Decode the call in an action, its name and arguments; None if it is one of SGLang's own."""
+    """Decode the call in an action, its name and arguments; None if the action is one of SGLang's own."""
     if not action.startswith(_PREFIX):
         return None
     call, arguments = json.loads(action.removeprefix(_PREFIX))

@@ -1,8 +1,7 @@
 """Renders conversations as tokens, by the tokenizer's chat template. Nothing else in the product applies a template.
 
-A row of tokens only grows: what was sampled is never tokenized again. So a message after the model's turn is rendered
-as the text that the template writes between that turn's content and the model's next turn, and tokenized as it stands
-there.
+A row of tokens only grows: what was sampled is never tokenized again. So for a message after the model's turn, only the
+text that the template writes between that turn's content and the model's next turn is tokenized, as part of the whole.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ Message = Mapping[str, Any]
 """One turn of a chat: `role`, `content`, and whatever else the chat template reads."""
 
 TODAY = date(2025, 1, 1)
-"""The date of templates that write today's. A prompt is a function of the data, not of the day of the run."""
+"""The date that templates get in place of today's. A prompt is a function of the data, not of the day of the run."""
 MOST_CHARACTERS = 8 << 20
-"""Characters of a rendered text: no model reads more, and the tokenizer would take minutes."""
+"""The most characters of a rendered text: no model reads more, and the tokenizer would take minutes."""
 SAID = "\ue000said\ue001"
-"""Stands for a turn's content, of private characters that no message has."""
+"""A placeholder for a turn's content, with private characters that no message has."""
 THOUGHT = "\ue000thought\ue001"
-"""Stands for a turn's thoughts, as `SAID`."""
+"""A placeholder for a turn's thoughts, like `SAID`."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles of OpenAI's API. `developer` is its later name for `system`, which few templates know."""
 KEYS_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")
-"""The keys of a turn's thoughts: each client, and each template that writes thoughts, has one of the first three."""
+"""The keys under which clients send a turn's thoughts. Templates that write thoughts read one of the first three."""
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 class RewritingTemplateError(UserError):
-    """A chat template that changes what stands before a message, so that no tokens continue a conversation."""
+    """A chat template changes the text before a message, so that no tokens can continue the conversation."""
 
 
 def render(
@@ -48,11 +47,11 @@ def render(
 ) -> str:
     """Return the text that the template writes for messages.
 
-    options: further arguments of the template, `tools` among them. answer: up to where the model's turn begins.
+    options: further arguments of the template, `tools` among them. answer: end with the opening of the model's turn.
 
     Raises:
         UserError: the template leaves a message or its thoughts out.
-        jinja2.TemplateError, TypeError, ValueError: it cannot write them.
+        jinja2.TemplateError, TypeError, ValueError: the template cannot write the messages.
     """
 
     def write(found: Sequence[Message], answer: bool = False) -> str:
@@ -80,7 +79,7 @@ def template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 def read_arguments(found: Any) -> Any:
     """Parse the arguments of a call into an object, as templates read its parts.
 
-    Missing arguments, however they are written, are an empty object. A text that is no JSON stays one.
+    Missing arguments, however they are written, are an empty object. A text that is no JSON stays a text.
     """
     if isinstance(found, str):
         try:
@@ -108,12 +107,12 @@ def continuation_ids(
 ) -> list[int]:
     """Tokenize what follows the model's turn: its end, unless the turn has it, messages, and the next turn's opening.
 
-    history: messages before the turn. turn: its tokens. calls: of tools, in it; a template may read their names and
-    ids. truncated: its length has ended it, so that none of its tokens ends it. options: see `render`.
+    history: messages before the turn. turn: the turn's tokens. calls: the turn's tool calls; a template may read their
+    names and ids. truncated: the turn was ended by its length, not by its last token. options: see `render`.
 
     Raises:
-        RewritingTemplateError: the template changes what stands before the messages, so that no tokens continue it.
-        jinja2.TemplateError, TypeError, ValueError: it cannot write them.
+        RewritingTemplateError: the template changes the text before the messages, so that no tokens continue it.
+        jinja2.TemplateError, TypeError, ValueError: the template cannot write the messages.
     """
     following = behind_ids(tokenizer, _following(tokenizer, history, messages, options, calls))
     return following[0 if truncated else _shared(tokenizer, turn, following) :]
@@ -124,7 +123,7 @@ def answer_ids(
 ) -> list[int]:
     """Tokenize an answer as the template writes it after its prompt, up to the token that ends the turn.
 
-    A template may leave the thoughts of an answer out that it has begun in the prompt: then the answer goes on there.
+    If a template opens the thoughts in the prompt, but leaves answers' thoughts out, the answer continues the prompt.
     """
     opened = render(tokenizer, history, options, answer=True)
     whole = render(tokenizer, [*history, {"role": "assistant", "content": answer}], options, answer=False)
@@ -138,7 +137,7 @@ def answer_ids(
 
 
 def _begun(turn: str, answer: str) -> str:
-    """Return the beginning of an answer, such as <think>, with which the turn's opening ends; empty: there is none."""
+    """Return the beginning of an answer, such as <think>, that the turn's opening already has; empty: it has none."""
     longest = next((n for n in range(min(len(turn), len(answer)), 0, -1) if turn.endswith(answer[:n])), 0)
     return answer[:longest] if answer[:longest].strip() else ""
 
@@ -146,7 +145,7 @@ def _begun(turn: str, answer: str) -> str:
 def end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens at which the model's turn ends, the usual one first.
 
-    The first ones are what the template writes behind the turn, if that is a special token: the end of turn or, in
+    The first ones are what the template writes after the turn, if that is a special token: the end of turn or, in
     templates without one, the role that speaks next. The last one is the tokenizer's `eos_token`.
     """
     found = []
@@ -196,9 +195,9 @@ def _following(
 
 
 def thoughts(message: Message) -> str:
-    """Return the thoughts of a turn, whatever key they stand under; empty: it has none.
+    """Return the thoughts of a turn, whichever key they have; empty: it has no thoughts.
 
-    Raises UserError: they are not the model's, they are no text, or two keys have other ones.
+    Raises UserError: the turn is not the model's, the thoughts are no text, or two keys have different thoughts.
     """
     found = {key: message[key] for key in KEYS_OF_THOUGHTS if message.get(key)}
     texts = {value for value in found.values() if isinstance(value, str)}
@@ -215,11 +214,11 @@ _Attempt = Callable[[Sequence[Message]], str | None]
 def _in_known_roles(
     attempt: _Attempt, messages: Sequence[Message], given: Sequence[Message] | None = None
 ) -> Sequence[Message]:
-    """Return messages whose roles the template knows: `developer` is `system` where it has no such role.
+    """Return the messages with roles that the template knows: `developer` becomes `system` if it does not know that.
 
-    given: the messages before that, for an error.
+    given: the original messages, for an error.
 
-    Raises UserError: it leaves the content of a message out, or writes it as it does under any other role.
+    Raises UserError: the template leaves a message's content out, or writes it as it would under any other role.
     """
     marked = [{**message, "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
     asked = [number for number, each in enumerate(marked) if each["role"] not in ("user", "assistant")]
@@ -243,7 +242,7 @@ def _in_known_roles(
 def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
     """Copy a message with its thoughts under the key that the template reads, and the arguments of calls as objects.
 
-    Raises UserError: the template writes no thoughts.
+    Raises UserError: the message has thoughts, and the template writes none.
     """
     copied = dict(message)
     if said := thoughts(message):

@@ -1,4 +1,4 @@
-"""Users' functions and classes, found by the names in a spec, and imported."""
+"""Imports users' functions and classes by the names that a spec gives."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     """Return the function or class that `name` stands for: one of ours, `package.module:name`, or
     `path/to/file.py:name`.
 
-    built_in: ours, `package.module:name` by name.
+    built_in: our functions by short name, each as `package.module:name`.
 
     Raises:
-        UserError: naming `key`: there is no such function, or its module cannot be imported.
+        UserError: there is no such function, or its module cannot be imported. The message names `key`.
     """
     where, colon, function = name.rpartition(":")
     if not colon:
@@ -80,7 +80,7 @@ class ReturnError(Exception):
 
 
 def named_numbers(value: Any) -> Numbers:
-    """Return the numbers that a function returned. Raises ReturnError: it returned none, or one that is not finite."""
+    """Return the numbers that a function returned. Raises ReturnError if a value is no finite number."""
     if isinstance(value, Mapping) and value:
         return {str(name): _number(part) for name, part in value.items()}
     return {"": _number(value)}

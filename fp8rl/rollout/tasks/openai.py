@@ -1,6 +1,6 @@
 """OpenAI's protocol of chat and text completions: its requests and its answers.
 
-A request of a program that is trained with is parsed here, and refused where its answer would differ from OpenAI's.
+A request of a program in training is parsed here, and refused if its answer would differ from OpenAI's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8rl.rollout.tasks.chat import ROLES, read_arguments, thoughts
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"
-"""The name of the model for programs, whatever it is."""
+"""The model's name for programs, whatever model is trained."""
 SETTINGS = {
     "model", "n", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p", "top_k",
     "min_p", "seed", "frequency_penalty", "presence_penalty", "user", "metadata", "store", "service_tier",
@@ -37,11 +37,11 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "stream": (True, False),
 }
-"""Settings, and all the values that they may have."""
+"""Settings with few allowed values, and those values."""
 
 
 class Refusal(Exception):
-    """A request that is not answered; the message names the cause."""
+    """A request is not answered; the message names the cause."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -53,22 +53,22 @@ class CompletionRequest:
     """A request for one turn of the model."""
 
     max_tokens: int | None
-    """Of the turn; None: as many as there is room for."""
+    """The most tokens of the turn; None: as many as there is room for."""
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
     """A stream ends with the usage."""
     messages: tuple[dict[str, Any], ...] = ()
-    """Of a chat, as a chat template reads them."""
+    """A chat's messages, as a chat template reads them."""
     tools: tuple[dict[str, Any], ...] = ()
-    """Of a chat, as a chat template reads them."""
+    """A chat's tools, as a chat template reads them."""
     chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
     may_call: bool = False
     """Tools may be called."""
     prompt: str | tuple[int, ...] = ""
     """Text or tokens of a text completion."""
     size: int = 0
-    """Bytes of its body."""
+    """Bytes of the request's body."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Answer:
     """The model's turn."""
 
     text: str
-    """Without the token that ended it, and without its tool calls."""
+    """The turn's text, without its tool calls and without the token that ended it."""
     tool_calls: tuple[dict[str, Any], ...]
     finish_reason: str
     """stop, length or tool_calls."""
     prompt_tokens: int
-    """Tokens before it."""
+    """Tokens before the turn."""
     completion_tokens: int
-    """Its own tokens."""
+    """Tokens of the turn."""
     number: int
 
     def completion(self, chat: bool) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def read_request(
 ) -> CompletionRequest:
     """Parse a request body.
 
-    sampling: of the run. override: settings of sampling that a request may name and that the run's replace.
+    sampling: the run's. override: settings that a request may name, but for which the run's values are used.
 
     Raises Refusal.
     """
@@ -234,7 +234,7 @@ def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
 
 
 def read_message(found: Any, place: str) -> dict[str, Any]:
-    """Return a message as `rollout.chat` reads it: content and thoughts are text, arguments of a call are an object.
+    """Return a message as `rollout.tasks.chat` reads it: content and thoughts are text, a call's arguments an object.
 
     Raises Refusal.
     """

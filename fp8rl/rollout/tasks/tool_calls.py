@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Any
 
 _EDGE = "\ue000"
-"""Put around a value, so that it is neither JSON nor null, and no blank at its ends is left out."""
+"""A character put around a value, so that the value is neither JSON nor null, and keeps the blanks at its ends."""
 _TAGS = ("arg_value", "parameter", "param", "steptml:parameter")
 """The tags around values whose type is not written."""
 
@@ -33,7 +33,7 @@ def parse_calls(
     """Return the text of a turn without its calls, and the calls as OpenAI writes them; all of the text if none can be
     read.
 
-    before: calls of this conversation so far; ids go on from there, so that they are the same in each run.
+    before: number of calls in this conversation so far. The ids count on from it, and so are the same in each run.
     """
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser

@@ -3,7 +3,7 @@
 SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Without the environment
 variable FP8RL_PLUGIN, which `engine.server` sets, it does nothing: an SGLang that merely shares the environment
 stays stock. SGLang logs and swallows whatever a plugin raises and serves on stock ops, which is why the engine's owner
-asks for the report (`rollout.protocol`) before it uses the engine.
+asks for the report (`engine.protocol`) before it uses the engine.
 """
 
 from __future__ import annotations

@@ -86,23 +86,23 @@ _EVERY_MODE: tuple[Hook, ...] = (
 def _patch_importers(
     patch: Callable[[object, object, object], int], original: object, wrapped: object, source_module: object
 ) -> int:
-    """Let SGLang look through all modules for those that have imported what was hooked, unless it is a method, which
-    is imported under no name of its own: for those of ours that takes a second of each start."""
+    """Let SGLang search all modules for importers of a hooked function, but not for importers of a hooked method: no
+    module imports a method by its name, and for ours the search would take a second of each start."""
     return 0 if isinstance(source_module, type) else patch(original, wrapped, source_module)
 
 
 _IMPORTERS = Hook(
     "plugins.hook_registry._propagate_patch", "around", _patch_importers, "original wrapped source_module"
 )
-"""How hooks are applied, so no hook itself."""
+"""This changes how hooks are applied, so `register` puts it in place by itself."""
 
 
 def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
-    """Return what is hooked in an engine of these numerics on a GPU or a CPU, no more and no less.
+    """Return all hooks of an engine with these numerics, on a GPU or a CPU.
 
-    Exact mode replaces every op. Native mode replaces the draw, the FP8 products on a CPU, and on a GPU the quantizer
-    of activations unless they are rounded under FP32 scales as SGLang does; in a BF16 engine the draw alone. Both
-    change what SGLang gets wrong of a model beside its ops: its loader, its kind of attention.
+    Exact mode replaces every op. Native mode replaces the draw and, in an FP8 engine, the products on a CPU or the
+    quantizer of activations on a GPU (unless the spec has FP32 scales for them, as SGLang does). Both modes correct
+    what SGLang gets wrong about a model besides its ops: its loader, its kind of attention.
     """
     of_families = tuple(hook for family in families() for hook in family.hooks(numerics, cuda))
     every = _EVERY_MODE
@@ -113,13 +113,13 @@ def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 
 def provided(hooks: Sequence[Hook]) -> tuple[str, ...]:
-    """Names of the forms of ops that are computed by their definition with these hooks, sorted."""
+    """Return the names, sorted, of the forms of ops that these hooks compute by their definition."""
     computed = {op for hook in hooks for op in hook.provides}
     return tuple(sorted({form.name for form in sides() if form.definition in computed}))
 
 
 def install(hooks: Sequence[Hook]) -> None:
-    """Register all hooks, and say so in the plugin's report."""
+    """Register all hooks, and list them in the plugin's report."""
     register(hooks)
     state().hooks = tuple(hook.target for hook in hooks)
     state().provides = provided(hooks)

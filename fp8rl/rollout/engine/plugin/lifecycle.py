@@ -1,4 +1,4 @@
-"""Hooks around SGLang's life: the model is loaded, weights are updated, the engine sleeps, its owner asks."""
+"""Hooks on the events of an engine's life: its model is loaded, weights are updated, it sleeps, its owner calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Held, Memory
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`ModelRunner.load_model`, and `after_load_model`. Weights that come from a base have placeholders until then."""
+    """`ModelRunner.load_model`, then `after_load_model`. An engine that waits for a base loads placeholders."""
     waits = state().waits
     if waits and (found := self.server_args.load_format) != "dummy":
         raise RuntimeError(
@@ -74,9 +74,9 @@ def after_load_model(self: Any) -> None:
 
 
 def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """`adjust_config_with_unaligned_cpu_tp`, which makes experts wider, though no rank has less than a whole one.
+    """`adjust_config_with_unaligned_cpu_tp` without its padding of experts: a rank has whole experts.
 
-    Some models read numbers of heads on a CPU that are noted there.
+    The numbers of heads are still set, since some models read them on a CPU.
     """
     from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
 
@@ -85,20 +85,20 @@ def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def before_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """`ModelRunner.forward`: a captured CUDA graph would run on weights that nobody committed, and not notice."""
+    """Before `ModelRunner.forward`, check that the weights are committed (a CUDA graph does not); mark adapted rows."""
     state().weights.check()
     if (rows := state().weights.adapted_rows) is not None:
         rows.take(forward_batch)
 
 
 def before_update(*args: Any, **kwargs: Any) -> None:
-    """Every way in which SGLang writes weights while it serves."""
+    """Before each of SGLang's ways to write weights while it serves, note that they change."""
     state().weights.invalidate()
 
 
 def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`WeightUpdater.update_weights_from_tensor`: the sender fills the bucket again once this has answered, and SGLang
-    answers when it has asked for the copies out of it. They are waited for."""
+    """`WeightUpdater.update_weights_from_tensor`, and wait until the copies out of the sender's bucket are done: SGLang
+    answers once it has launched them, and after the answer the sender fills the bucket again."""
     before_update()
     try:
         return original(self, *args, **kwargs)
@@ -126,8 +126,8 @@ def commit(runner: Any, version: str) -> Held:
 
 
 def map_base(runner: Any, address: str) -> int:
-    """Compute with the weights of a shared base (`models.shared_base`) at this address (`numerics.core.memory`),
-    not in the engine's own memory, from the next commit on; return their bytes."""
+    """From the next commit on, compute with the weights of a shared base (`models.shared_base`) at this address
+    (`numerics.core.shared_memory`), not with weights in the engine's own memory. Return the base's size in bytes."""
     current = state()
     flat = mapped(address)
     current.weights.map_base(SharedBase(flat, current.weights.definition, current.numerics.rollout_spec))
@@ -138,7 +138,7 @@ def map_base(runner: Any, address: str) -> int:
 def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
     """`BaseHostCache.__init__`: routed experts, kept by KV slot.
 
-    Pinned only where there is a GPU to copy from, and with -1, which is no expert, where nothing was recorded.
+    The buffer is pinned only if there is a GPU to copy from. Where nothing was recorded it has -1, which is no expert.
     """
     shape, pinned = (num_tokens, num_layers, topk_size), torch.cuda.is_available()
     self.buffer = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
@@ -153,9 +153,10 @@ def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int,
 
 
 def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """`SchedulerWeightUpdaterManager.release_memory_occupation` of a paused engine. What is gone already is left out.
+    """`SchedulerWeightUpdaterManager.release_memory_occupation` of a paused engine. Released memory is left out.
 
-    SGLang dies of a request that waits. One that holds no KV cache may: its prefix is prefilled once the engine wakes.
+    SGLang's own fails if any request waits. Here a request without a KV cache may wait: its prefix is prefilled once
+    the engine wakes.
     """
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
@@ -180,10 +181,10 @@ def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
 
 
 def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """`SchedulerWeightUpdaterManager.resume_memory_occupation`. What is there already is left out.
+    """`SchedulerWeightUpdaterManager.resume_memory_occupation`. Memory that was not released is left out.
 
-    The cache begins with zeros, as when the engine starts: what a masked key holds counts nothing, if it is finite, and
-    the rows that pad a CUDA graph's batch have to name slots that are there.
+    The cache begins with zeros, as when the engine starts. A masked key counts nothing only if it is finite, and the
+    rows that pad a CUDA graph's batch must name slots that exist.
     """
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
@@ -206,9 +207,9 @@ def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
 
 
 def capture_again(runner: Any) -> None:
-    """Capture an engine's CUDA graphs anew if its weights lie in other memory than when they were captured.
+    """Capture an engine's CUDA graphs anew if its weights have other addresses than when the graphs were captured.
 
-    A capture runs the model: it waits until the weights are committed, and all that the engine gave up is there again.
+    A capture runs the model. So nothing is done before the weights are committed and all released memory is back.
     """
     weights = state().weights
     if weights.moved and weights.version is not None and not state().released and weights.device.type == "cuda":
@@ -217,7 +218,7 @@ def capture_again(runner: Any) -> None:
 
 
 def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Free the memory of these; what was freed, and how many bytes it had."""
+    """Free the memory of these tensors. Return each storage that was freed, with the bytes it had."""
     found = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -228,7 +229,7 @@ def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
 
 
 def memory(runner: Any) -> Memory:
-    """Return what a rank of the engine holds. runner: SGLang's ModelRunner.
+    """Return the memory that a rank of the engine holds. runner: SGLang's ModelRunner.
 
     CUDA graphs, of which torch knows no size, count in `in_use` alone.
     """
@@ -294,4 +295,4 @@ CALLS: dict[str, Callable[..., Any]] = {
     "memory": memory,
     "ping": lambda runner: state().weights.version,
 }
-"""What an engine's owner may ask its plugin: functions of SGLang's ModelRunner and of the call's arguments."""
+"""What an engine's owner can have its plugin do: functions of SGLang's ModelRunner and of the call's arguments."""

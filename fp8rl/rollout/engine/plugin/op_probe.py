@@ -1,8 +1,8 @@
-"""The engine's own ops on given inputs, one by one, and its own forward of given tokens.
+"""Runs the engine's own ops on given inputs, one by one, and its own forward pass on given tokens.
 
-A probe (`rollout.protocol`) names a safetensors file with the trainer's recording (`models.trace`). Each op of the
+A probe (`engine.protocol`) names a safetensors file with the trainer's recording (`models.trace`). Each op of the
 engine, with whatever hooks are installed in it, gets the inputs that the trainer's op had. The answer is a second file
-beside the first. Nothing of the engine's state is touched: keys and values stand in a cache of their own.
+in the same directory. The engine's state is not touched: keys and values are kept in a separate cache.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from fp8rl.rollout.engine.plugin.state import state
 ANSWER = "engine.safetensors"
 """Name of the answer, in the recording's directory.
 
-Keys: `site:out.name` and `site:each` as in the recording, from the trainer's inputs. From the tokens alone, each op
-on the output of the engine's op before it: `free.logits` [T, V], `free.logprobs` FP32 [T], `free.stream` [layers, T, H]
-(the residual stream that goes into each layer), and with experts `free.chosen` int64 [T, layers with experts, k].
+Keys `site:out.name` and `site:each`, as in the recording: what the engine's op makes of the trainer's inputs.
+Keys `free.*`: what the engine's whole forward pass makes of the tokens. They are `free.logits` [T, V], `free.logprobs`
+FP32 [T], `free.stream` [layers, T, H] (the residual stream that goes into each layer), and with experts `free.chosen`
+int64 [T, layers with experts, k].
 Metadata: `settings`, constants of the ops as JSON.
 """
 
 
 @torch.no_grad()
 def answer(runner: Any, recording: Path) -> str:
-    """Write the answer to a recording; the SHA-256 of its bytes. `runner` is SGLang's ModelRunner."""
+    """Write the answer to a recording; return the SHA-256 of its bytes. `runner` is SGLang's ModelRunner."""
     with safe_open(recording, framework="pt") as file:
         record = {name: file.get_tensor(name) for name in file.keys()}
         temperature = float(file.metadata()["temperature"])
@@ -69,7 +70,7 @@ def answer(runner: Any, recording: Path) -> str:
 
 
 class EngineOps:
-    """The ops of SGLang's model, by `definition`, on the tokens of some sequences, end to end.
+    """Runs the ops of SGLang's model, which `definition` lists, on the tokens of some sequences, end to end.
 
     lengths: int64 [sequences]. targets: int64 [T], the tokens whose log-probabilities the last op gives.
     """
@@ -89,7 +90,7 @@ class EngineOps:
         return self.sides[site.op.form].run(self.probed, self.module(site), *given)
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        """The whole forward, op after op."""
+        """Run the whole forward pass, op after op."""
         values: dict[str, Tensor] = {TOKENS: tokens.to(self._device)}
         streams: dict[int, Tensor] = {}
         chosen = []
@@ -107,7 +108,7 @@ class EngineOps:
         return found | ({CHOSEN: torch.stack(chosen, 1)} if chosen else {})
 
     def settings(self) -> dict[str, float]:
-        """The constants of the ops, by name, each as the first op with it has it."""
+        """Return the constants of the ops by name; a value is taken from the first op that has the constant."""
         found: dict[str, float] = {}
         for at in reversed(self.sites):
             if (read := self.sides[at.op.form].constants) is not None:

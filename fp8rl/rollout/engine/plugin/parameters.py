@@ -1,4 +1,4 @@
-"""Places of the checkpoint's tensors in an engine's model, and the adapters beside them."""
+"""Where the checkpoint's tensors are in an engine's model, and the adapters of its parameters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, Ten
 from fp8rl.numerics.ops import Fused, LowRank
 
 Served = tuple[str, Tensor, Tensor]
-"""A tensor's name in the checkpoint, of a part of it as the rank labels it, the engine's parameter that holds it, and
-where in that."""
+"""A tensor of the checkpoint in an engine: its name (of a rank's part, the rank's label), the engine's parameter that
+holds it, and the view of that parameter that is the tensor."""
 
 
 def hf_tensors(
     model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE, within: Set[Tensor] | None = None
 ) -> Iterator[Served]:
-    """Yield what this rank has of the checkpoint, and scales of what is quantized by `block` rows; within: in
-    these parameters alone."""
+    """Yield the tensors of the checkpoint that this rank holds, with the scales of quantized tensors.
+
+    block: rows of a tensor that share a row of scales. within: look in these parameters only.
+    """
     held = dict(_held(model, table))
     for name, by_index in table.in_engine.items():
         for suffix, rows in (("", 1), (SCALE_SUFFIX, block)):
@@ -33,14 +35,17 @@ def hf_tensors(
 
 
 def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Each with its scales."""
+    """Return each quantized parameter with its scales."""
     held = dict(model.named_parameters())
     return ((p, held[name + SCALE_SUFFIX]) for name, p in held.items() if name + SCALE_SUFFIX in held)
 
 
 def check_table(model: nn.Module, definition: Model) -> None:
-    """Refuse a model of the engine that does not hold what the table says, no more and no less. Raises RuntimeError: it
-    names the parameters."""
+    """Check that the engine's model has the parameters that its table lists, no more and no less.
+
+    Raises:
+        RuntimeError: it does not. The message names the parameters.
+    """
     expected = definition.tensors.in_engine.keys()
     held = {name.removesuffix(SCALE_SUFFIX) for name, _ in _held(model, definition.tensors)}
     # An engine that starts without weights has made up whatever is saved with a model, its buffers too.
@@ -57,7 +62,7 @@ def check_table(model: nn.Module, definition: Model) -> None:
 
 
 def _held(model: nn.Module, table: TensorTable) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, tied ones once, and the buffers that the table has."""
+    """Yield every parameter, a tied parameter once, and the buffers that the table lists."""
     yield from model.named_parameters()
     buffers = {
         name for name, by_index in table.in_engine.items() for rows in by_index.values() if rows[0].engine.buffer
@@ -94,28 +99,28 @@ class ServedAdapter:
 
     a: nn.Parameter
     b: nn.Parameter
-    """Parameters into which its tensors are loaded."""
+    """`a` and `b` are the parameters into which the adapter's tensors are loaded."""
     fused: Fused | None
-    """The places of the rows of b among the weight's; None: they are the same."""
+    """Which of the weight's rows the rows of `b` are for; None: each row is for the weight's row of the same index."""
     low_rank: LowRank
-    """The form that products take, its b in memory that stays where it is: CUDA graphs read it there."""
+    """The adapter as products take it. Its `b` keeps its address, which CUDA graphs read."""
 
     def refresh(self) -> None:
-        """Make what products take anew."""
+        """Update `low_rank` from the loaded parameters."""
         if self.fused is not None:
             self.low_rank.b.copy_(self.fused.wide(self.b.detach()))
 
 
 class AdaptedRows:
-    """The rows of a forward pass that have the adapters, in an engine that answers for the base beside them too.
+    """Marks the rows of a forward pass that have the adapters, in an engine that also answers for the base alone.
 
-    A request for the base has a `lora_id`, by which SGLang also keeps its prefixes apart from those of others.
+    A request for the base has a `lora_id`. By this id SGLang also keeps its prefixes apart from other requests'.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
-        """most: rows of a pass."""
+        """most: the largest number of rows of a forward pass."""
         self.mask = torch.ones(most, dtype=torch.bool, device=device)
-        """bool [most], the first of them those of the pass, in memory that stays where it is: CUDA graphs read it."""
+        """bool [most], the rows of the pass first. It keeps its address, which CUDA graphs read."""
 
     def take(self, batch: Any) -> None:
         """Mark the rows of SGLang's ForwardBatch: a request has one in a decode step, else one for each new token."""
@@ -127,7 +132,7 @@ class AdaptedRows:
 
 @torch.no_grad()
 def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> dict[Tensor, ServedAdapter]:
-    """Register the parameters of all adapters in SGLang's model, as zeros: what adapts each weight."""
+    """Register the parameters of all adapters in SGLang's model, as zeros. Return each weight's adapter."""
     config = definition.adapter
     assert config is not None
     found: dict[Tensor, ServedAdapter] = {}
@@ -145,8 +150,8 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
 
 
 def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[TensorRow]]:
-    """The tensors in each of the engine's parameters that has an adapter, in their order there; of stacked experts
-    those of the first."""
+    """Yield, for each of the engine's parameters with an adapter, its tensors of the checkpoint, in their order there.
+    Of stacked experts these are the first expert's tensors."""
     for by_index in definition.tensors.in_engine.values():
         rows = next(iter(by_index.values()))
         if any(config.adapts(row) for row in rows):
@@ -154,7 +159,7 @@ def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[Ten
 
 
 def _fused(counts: Sequence[int], own: Sequence[bool], rank: int) -> Fused:
-    """counts: rows of each tensor in the parameter. own: whether it has an adapter."""
+    """counts: each tensor's number of rows in the parameter. own: whether each tensor has an adapter."""
     number = torch.tensor([sum(own[:i]) if adapted else -1 for i, adapted in enumerate(own)])
     part = number.repeat_interleave(torch.tensor(counts))
     rows = (part >= 0).nonzero().flatten()
@@ -162,7 +167,7 @@ def _fused(counts: Sequence[int], own: Sequence[bool], rank: int) -> Fused:
 
 
 def _register(model: nn.Module, weight: str, letter: str, *shape: int) -> nn.Parameter:
-    """The parameter of this letter beside one of the engine's weights."""
+    """Register the adapter's parameter `letter` (a or b) beside one of the engine's weights, and return it."""
     device = model.get_parameter(weight).device
     parameter = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device=device), requires_grad=False)
     path, _, name = weight.rpartition(".")

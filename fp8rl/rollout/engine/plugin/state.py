@@ -1,4 +1,4 @@
-"""State of the plugin in the engine's scheduler process, the report on it, and the inventory of what it holds."""
+"""The plugin's state in the engine's scheduler process, the report, and the inventory of tensors that it holds."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineRepo
 class Normed:
     """The last norm's result, and its rows that the norm quantized while it had them at hand.
 
-    SGLang hands the result from module to module, and knows nothing of a second form of it. So the product behind the
-    norm asks for the rows with the tensor that it was given. The result is held, so that no other tensor can lie at its
-    place.
+    SGLang hands the result from module to module, and knows nothing of a second form of it. So the product after the
+    norm asks for the rows by the tensor that it was given. The result is kept, so that no other tensor can get its
+    memory.
     """
 
     x: Tensor
     rows: Any
     """`numerics.ops.norm_rows`"""
     version: int
-    """How often x had been written to."""
+    """How often `x` had been written to when the norm made it."""
 
     @classmethod
     def of(cls, x: Tensor, rows: Any) -> Normed:
@@ -63,11 +63,11 @@ class EngineState:
     weights: ServedWeights
     adapter: AdapterSection | None = None
     waits: bool = False
-    """It has placeholders for weights, until a base arrives."""
+    """The engine has placeholders for weights until a base arrives."""
     base_name: str | None = None
-    """The name by which clients ask for the base without the adapters; None: it is not served."""
+    """The name by which clients ask for the base without the adapters; None: the base is not served."""
     architecture: str | None = None
-    """The user's file that has the model's; None: it is one of ours."""
+    """The user's file that defines the model's architecture; None: the architecture is one of ours."""
     hooks: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
@@ -75,10 +75,10 @@ class EngineState:
     without_deepgemm: str | None = None
     normed: Normed | None = None
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
-    """The memory that was freed here for each tag that sleeps, with its bytes; none where SGLang's saver did it."""
+    """For each released tag, the storages that were freed here, with their bytes; none if SGLang's saver freed them."""
 
     def rows_of(self, x: Tensor) -> Any:
-        """Return what a norm quantized of x; None: nothing."""
+        """Return the rows of x that a norm has quantized; None if no norm has."""
         return None if self.normed is None else self.normed.rows_of(x)
 
 
@@ -86,7 +86,7 @@ _state: EngineState | None = None
 
 
 def configure(numerics: NumericsConfig, role: Role = "policy", **settings: Any) -> None:
-    """Make this process's state, before any hook is installed. settings: further ones of `EngineState`."""
+    """Make this process's state, before any hook is installed. settings: further fields of `EngineState`."""
     global _state
     _state = EngineState(numerics, role, ServedWeights(numerics.rollout_spec.weight), **settings)
 
@@ -128,12 +128,12 @@ def report(runner: Any) -> EngineReport:
 # What a forward holds for a moment is not in it, nor what SGLang keeps beside: requests, tables of slots, CUDA graphs.
 
 WEIGHTS, SCALES, DERIVED, KV_CACHE, STATES = "weights", "scales", "derived", "kv_cache", "states"
-"""Kinds of what an engine holds. `derived`: what products multiply with in place of the weights, in further memory.
-`states`: what a layer adds to with each token of a sequence."""
+"""Kinds of tensors that an engine holds. `derived`: operands of products in place of the weights, in further memory.
+`states`: the states of sequences, to which a layer adds with each token."""
 
 
 def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
-    """Return what a rank holds. runner: SGLang's ModelRunner."""
+    """Return the tensors that a rank holds. runner: SGLang's ModelRunner."""
     held = list(weights.tensors())
     found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, _, part in held]
     own = {parameter.untyped_storage().data_ptr() for _, parameter, _ in held}
@@ -151,7 +151,7 @@ def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
 
 
 def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that hold what tokens leave behind, with their names."""
+    """Yield the tensors of the KV cache, and of what else layers keep of past tokens, with their names."""
     for kind in ("k", "v", "kv"):  # `kv` of latent attention
         for layer, buffer in enumerate(getattr(runner.token_to_kv_pool, f"{kind}_buffer", None) or ()):
             yield f"{kind} of layer {layer}", buffer

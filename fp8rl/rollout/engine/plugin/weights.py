@@ -62,18 +62,19 @@ class HeldParameter:
     """One parameter of the engine's model, and what is made of it."""
 
     names: set[str] = dataclasses.field(default_factory=set)
-    """The checkpoint's tensors in it, and in its scales."""
+    """Names of the checkpoint's tensors in the parameter, and in its scales."""
     mapped: bool = False
-    """It is of a base, which other engines share: it is not written here."""
+    """The parameter is in a base, which other engines share, so it is not written here."""
     state: State = State.SERVED
     arrived: set[str] = dataclasses.field(default_factory=set)
-    """Those of `names` that were sent since it was last STALE."""
+    """The part of `names` that was sent since the operand and the digests were last made."""
     operand: Any = None
-    """The operand of an FP8 parameter (`ops.weight_operand`). Its memory waits for the next while it is STALE."""
+    """The operand of an FP8 parameter (`ops.weight_operand`). While the parameter is STALE, the operand is not used,
+    and its memory is kept for the next operand."""
     version: str | None = None
-    """The version of the weights that the operand has; None: not the one that is served."""
+    """The version of the weights that the operand has; None: the operand is not of the served version."""
     digests: dict[str, str] | None = None
-    """By label, taken since it was last written; None: to be taken."""
+    """Digests by label, taken since the parameter was last written; None: they are still to be taken."""
 
 
 class ServedWeights:
@@ -84,7 +85,7 @@ class ServedWeights:
         self.adapted_rows: AdaptedRows | None = None
         self.rank = WHOLE
         self.moved = False
-        """True if the parameters lie in other memory than when CUDA graphs were captured."""
+        """True if the parameters have other addresses than when CUDA graphs were captured."""
         self._spec = spec
         self._attached: tuple[nn.Module, Model] | None = None
         self._released = False
@@ -100,7 +101,7 @@ class ServedWeights:
 
     @property
     def definition(self) -> Model:
-        """Return what is known of the model beside its weights."""
+        """Return the model's definition: everything but its weights."""
         return self._loaded()[1]
 
     def attach(
@@ -112,13 +113,12 @@ class ServedWeights:
         of_base: Collection[str] = (),
         adapted_rows: AdaptedRows | None = None,
     ) -> None:
-        """Take charge of a model that has just been loaded, whole or the part of a rank, and of the adapters that its
-        definition puts beside its weights.
+        """Take charge of a model that has just been loaded, whole or a rank's part, and attach its adapters.
 
-        of_base: parameters that are placeholders until a base is mapped; if there are such, then so are all others,
-        which get memory. adapted_rows: the rows that have the adapters; None: all.
+        of_base: names of parameters that stay placeholders until a base is mapped; if there are any, all other
+        parameters are placeholders too, and get memory here. adapted_rows: the rows that have the adapters; None: all.
 
-        Raises `RuntimeError` if it is not as its table says.
+        Raises `RuntimeError` if the model's parameters are not those of its table.
         """
         for name, parameter in model.named_parameters() if of_base else ():
             if name not in of_base:
@@ -141,9 +141,12 @@ class ServedWeights:
         self.commit(version)
 
     def map_base(self, base: SharedBase) -> None:
-        """Have the parameters be those of a base, which this engine shares with others and does not write. Nothing may
-        be computed with them until `commit`. Raises RuntimeError: a rank of several holds parts alone; or the base has
-        not this engine's parameters."""
+        """Put the parameters of a base, which engines share and do not write, in place of this engine's own. Nothing
+        may be computed with them until `commit`.
+
+        Raises:
+            RuntimeError: this is one of several ranks, which hold parts; or the base has other parameters.
+        """
         if self.rank.ranks > 1:
             raise RuntimeError(
                 "fp8rl plugin: found a base for a rank of several, expected it for a whole engine; send the weights"
@@ -175,14 +178,14 @@ class ServedWeights:
         self._forget_version()
 
     def release(self) -> None:
-        """Note that their memory goes: nothing may be read or written until `occupy`, and then all is to be written."""
+        """Note that the weights lose their memory. Nothing may use them until `occupy`; then all must be written."""
         self._forget_version()
         for held in self._held.values():
             held.state = State.STALE if held.state is State.KEPT else held.state
         self._released = True
 
     def occupy(self) -> None:
-        """Note that there is memory for them again, with nothing in it."""
+        """Note that the weights have memory again, with nothing in it."""
         self._released = False
 
     def _forget_version(self) -> None:
@@ -193,7 +196,7 @@ class ServedWeights:
                 held.state, held.version, held.digests = State.KEPT if self._adapters else State.STALE, None, None
 
     def everything(self) -> Iterator[Tensor]:
-        """Yield all parameters, and what is made of them, but for those of a base: it is not this engine's."""
+        """Yield all parameters with their operands, except those of a base, whose memory is not this engine's."""
         for parameter in self._loaded()[0].parameters():
             if not self._held[parameter].mapped:
                 yield parameter
@@ -208,9 +211,9 @@ class ServedWeights:
             )
 
     def operand(self, parameter: nn.Parameter) -> Any:
-        """Return what an FP8 parameter [N, K], or [experts, N, K], multiplies as at the current version.
+        """Return the operand of an FP8 parameter [N, K], or [experts, N, K], at the current version.
 
-        Raises `RuntimeError` if there is none of that version.
+        Raises `RuntimeError` if the parameter has no operand of that version.
         """
         held = self._held.get(parameter)
         if held is None or held.version is None or held.version != self.version:
@@ -222,7 +225,7 @@ class ServedWeights:
         return held.operand
 
     def low_rank(self, parameter: Tensor) -> LowRank | None:
-        """Return what a product with this weight adds; None if it has no adapter."""
+        """Return the adapter that a product with this weight adds; None if the weight has no adapter."""
         if (adapter := self._adapters.get(parameter)) is None or self.adapted_rows is None:
             return adapter and adapter.low_rank
         return dataclasses.replace(adapter.low_rank, rows=self.adapted_rows.mask)
@@ -241,9 +244,9 @@ class ServedWeights:
     def commit(self, version: str) -> dict[str, str]:
         """Refresh everything derived from the parameters, set the version, and return the manifest.
 
-        The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version`
-        for what is quantized, where `version` is that of the operand in use. With adapters, what is not written stays
-        in use: that it has not changed is what its digest, taken anew, says.
+        The manifest maps the HF name of each tensor to `digest`, or, if the tensor is quantized, to `digest@version`,
+        where `version` is the version of the operand in use. In an engine with adapters, a parameter that was not sent
+        keeps its operand; its digest is taken anew, to show that the parameter has not changed.
         """
         self._check_there()
         made = self._make_operands({p for p, held in self._held.items() if held.state in (State.STALE, State.SERVED)})
@@ -285,23 +288,23 @@ class ServedWeights:
         return entries
 
     def tensors(self, within: Set[Tensor] | None = None) -> Iterator[Served]:
-        """Return what this rank has of the checkpoint, as it is held; within: in these parameters alone."""
+        """Yield the tensors of the checkpoint that this rank holds; within: look in these parameters only."""
         model, definition = self._loaded()
         return hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank, within)
 
     def operands(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield the engine's name of each FP8 parameter, and the tensors of which its operand is made."""
+        """Yield the engine's name of each FP8 parameter, and the tensors that its operand consists of."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._loaded()[0].named_parameters()}
         for parameter, held in self._held.items():
             if held.operand is not None:
                 yield names[parameter], list(tensors_in(held.operand))
 
     def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
-        """Load tensors of the checkpoint, and deltas: stands in place of the model's `load_weights`, here `original`.
+        """Load tensors of the checkpoint, and deltas, in place of the model's `load_weights`, which is `original`.
 
-        Each is copied to where it is held, many in one launch. SGLang's loader compares each name with those of all
-        experts, and drops without a word a tensor that comes apart from its partner. It gets the names that the table
-        has not. What other ranks hold is left out.
+        Each tensor is copied to where it is held, many in one launch. Tensors that other ranks hold are left out.
+        SGLang's loader compares each name with those of all experts, and silently drops a tensor that comes without its
+        partner. So it gets only the names that the table does not have.
         """
         table, unknown = self.definition.tensors, []
         targets: list[Tensor] = []
@@ -346,7 +349,7 @@ class ServedWeights:
             )
 
     def _make_operands(self, parameters: Set[Tensor]) -> set[Tensor]:
-        """Make the operands of those that are quantized anew, and return them; they have no version yet."""
+        """Make the operands of the quantized parameters among these, without a version yet. Return those parameters."""
         made = set()
         for parameter, scale_inv in quantized_parameters(self._loaded()[0]):
             if parameter in parameters:

@@ -64,14 +64,14 @@ class SGLangServer:
     ) -> SGLangServer:
         """Start a server and wait until it answers.
 
-        weight_version: of the directory's weights; `NO_WEIGHTS`: it has none, and a sync brings them.
+        weight_version: version of the directory's weights; `NO_WEIGHTS`: it has no weights, and a sync brings them.
         plugin: configuration for our SGLang plugin, as JSON-ready data; None runs stock SGLang.
         log_path: the server's output is appended to it.
         routes: record each token's experts; on a CPU that needs our plugin.
-        host: address that it listens at, and no other.
-        cancelled: set by another thread, gives up the start.
-        served: opens OpenAI's endpoints too; the model's directory has a tokenizer.
-        api_key: for generation; None makes one up.
+        host: the only address that the server listens at.
+        cancelled: an event that another thread sets to cancel the start.
+        served: settings of OpenAI's endpoints, which are opened too; the model's directory then needs a tokenizer.
+        api_key: the key for generation; None: a random one.
 
         Raises:
             UserError: the configured port is taken, or the model directory has no config.json.
@@ -165,7 +165,7 @@ class SGLangServer:
     def cpu_seconds(self) -> float:
         """Return the processor seconds of all processes of the server so far, but for the one that answers requests.
 
-        It works also if a scheduler waits for ever.
+        The call returns even if a scheduler hangs.
         """
         seconds = 0.0
         for process in self.processes():
@@ -253,7 +253,7 @@ def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
 def _claim_port(port: int | None, host: str) -> int:
     """Return `port` if nobody listens there.
 
-    None: a free one that stays free while the server imports: outgoing connections get theirs from above these.
+    None: return a free port below the range of outgoing connections, so that none takes it while the server imports.
     """
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     drawn = random.SystemRandom().sample(range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000)), 100)

@@ -28,7 +28,11 @@ class RouteShape:
 
 
 def route_shape(sizes: ModelSizes) -> RouteShape:
-    """Return the shape of a model's routes. Raises UserError: it is a dense model."""
+    """Return the shape of a model's routes.
+
+    Raises:
+        UserError: the model is dense.
+    """
     if not sizes.moe:
         raise UserError(
             "numerics.router_replay: found it on for a dense model, expected off: it has no experts. Set "
@@ -38,10 +42,9 @@ def route_shape(sizes: ModelSizes) -> RouteShape:
 
 
 def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, supports: bool = False) -> Completion:
-    """Parse one answer of /generate, asked with `return_logprob`, and with `return_routed_experts` if `routes` is
-    given.
+    """Parse an answer of /generate to a request with `return_logprob`, and with `return_routed_experts` for `routes`.
 
-    supports: it was asked with `return_sampling_mask`; log-probabilities are then those among the tokens that were
+    supports: the request had `return_sampling_mask`. Log-probabilities are then relative to the tokens that truncation
     kept.
 
     Raises EngineError if the engine gave up, or its tokens, logprobs, version spans, routes and supports do not fit
@@ -84,7 +87,7 @@ def _supports(meta: dict[str, Any], token_ids: list[int]) -> KeptTokens:
 
 
 def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:
-    """Parse the log-probabilities of a prompt's `length` tokens but the first, asked with `logprob_start_len` 0.
+    """Parse the log-probabilities of a prompt's `length` tokens but the first. The request had `logprob_start_len` 0.
 
     Raises EngineError if the request was aborted, or there is not one log-probability for each token.
     """
@@ -128,12 +131,12 @@ def _logprobs(reported: list[tuple[float | None, int, str | None]]) -> list[floa
 
 
 def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor:
-    """Parse an answer's `meta_info` -> int16 [tokens - 1, MoE layers, top_k]; `tokens` are those of prompt and answer.
+    """Parse an answer's `meta_info` -> int16 [tokens - 1, MoE layers, top_k]. tokens: of prompt and answer together.
 
     The last token was sampled but never computed with, so it has no route. SGLang keeps room for dense layers too.
 
     Raises:
-        EngineError: the answer reports none, or not as many as the tokens need.
+        EngineError: the answer reports no routes, or not as many as the tokens need.
     """
     text = meta.get("routed_experts")
     if text is None:

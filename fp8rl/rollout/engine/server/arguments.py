@@ -21,7 +21,7 @@ from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.types import IDLE_S
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
-"""Variables that an engine has no use for."""
+"""Environment variables with keys that an engine does not need, and does not get."""
 
 PLUGIN = "fp8rl"
 """Name of our `sglang.srt.plugins` entry point."""
@@ -81,13 +81,14 @@ class ServedChats:
     """The settings of a server's OpenAI API."""
 
     name: str
+    """The model's name."""
     tool_parser: str | None = None
     """The format of tool calls, as SGLang names it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, for requests that do not name them."""
 
     def arguments(self) -> list[str]:
-        """Return the arguments of `sglang.launch_server` for it."""
+        """Return the arguments of `sglang.launch_server` for these settings."""
         found = ["--served-model-name", self.name, "--enable-cache-report"]
         if self.tool_parser is not None:
             found += ["--tool-call-parser", self.tool_parser]
@@ -118,7 +119,8 @@ def server_arguments(
     """Return the arguments of `sglang.launch_server`, without the keys.
 
     kv: the format of keys and values. routes: record each token's experts, for requests that ask for them. served:
-    text in and out; None: token ids, and no tokenizer. dummy: the directory has no weights, a sync brings them.
+    settings for chats, which are text; None: requests are token ids, and no tokenizer is loaded. dummy: the directory
+    has no weights, and a sync brings them.
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16"),
@@ -173,8 +175,8 @@ def server_environment(
 ) -> dict[str, str]:
     """Return the environment of the server: ours, with our plugin and no other (`plugin` None: no plugin at all).
 
-    scratch: directory for the server's sockets and temporary files. ranks: tensor-parallel processes. sleep: it will
-    give up its memory now and then.
+    scratch: directory for the server's sockets and temporary files. ranks: tensor-parallel processes. sleep: the
+    server will give up its memory now and then.
     """
     environment = {
         **os.environ,

@@ -21,15 +21,15 @@ PauseMode = Literal["abort", "retract", "in_place"]
 Answer = TypeVar("Answer")
 
 SCORED_SHORT_OF = 6
-"""Tokens that a prompt must be shorter than the context length of SGLang 0.5.19, at least."""
+"""The number of tokens by which a prompt to score must at least be shorter than the context (SGLang 0.5.19)."""
 
 
 class EngineClient:
-    """Generation with the one key, administration with the other. Belongs to the event loop that first uses it."""
+    """Uses one key for generation and another for administration. Belongs to the event loop that first uses it."""
 
     def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0, routes: RouteShape | None = None) -> None:
-        """timeout_s: of all but answers. routes: request the experts of every token, which the server must have been
-        started to report."""
+        """timeout_s: of every request but generation. routes: request the experts of every token, which the server must
+        have been started to report."""
         # An answer takes as long as it takes. Whoever owns the engine notices if it hangs.
         self._generation_timeout = httpx.Timeout(timeout_s, connect=5.0, read=None)
         self._client = httpx.AsyncClient(
@@ -55,7 +55,7 @@ class EngineClient:
 
     @property
     def seen_from(self) -> str:
-        """The address of this machine at which the engine's machine reaches it."""
+        """The address at which the engine's machine reaches this one."""
         url = httpx.URL(self.url)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((url.host, url.port))  # which sends nothing
@@ -70,7 +70,7 @@ class EngineClient:
     ) -> list[Completion]:
         """Sample one answer for each row of `input_ids`, in order, in one request.
 
-        seeds: of each answer. spent: tokens of its budget that each row has already, at its end.
+        seeds: one for each answer. spent: for each row, how many of its last tokens count as part of the answer.
 
         One request for all is about four times as fast as one for each (7,200 against 1,700 tokens per second at 256
         answers of 15 tokens).
@@ -90,7 +90,7 @@ class EngineClient:
         """Return the log-probabilities of each sequence's tokens from index 1 on, at the loaded weights and temperature
         1.
 
-        By prefill, in chunks as the server is set, without reuse of cached prefixes. SGLang 0.5.19 applies no
+        The server computes them by prefill, in its usual chunks, and reuses no cached prefix. SGLang 0.5.19 applies no
         temperature to the log-probabilities of a prompt, and takes prompts up to `SCORED_SHORT_OF` tokens short of its
         context length. A value that is not finite is NaN, as in `complete`.
         """
@@ -101,11 +101,11 @@ class EngineClient:
         return [parse_prompt_logprobs(answer, len(ids)) for answer, ids in zip(answers, sequences, strict=True)]
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Stop generating; new requests wait.
+        """Stop generating; new requests wait. `mode` says what becomes of running requests.
 
-        Running ones go back to the queue and have their prefix prefilled anew (`retract`), end as they are (`abort`),
-        or keep their KV cache (`in_place`), so that tokens after an update come from a mixture of weights. Updates must
-        not flush the cache of themselves; `flush` does once all is sent, except after `in_place`.
+        `retract`: they go back to the queue, and their prefix is prefilled anew. `abort`: they end as they are.
+        `in_place`: they keep their KV cache, so that tokens after an update come from a mixture of weights.
+        An update must not flush the cache itself: `flush` does so once all is sent, except after `in_place`.
         """
         await self.admin("/pause_generation", mode=mode)
 
@@ -114,11 +114,11 @@ class EngineClient:
         await self.admin("/continue_generation")
 
     async def release(self, tags: Sequence[str] = RELEASED) -> None:
-        """Give up memory (`protocol.RELEASED`) of the engine, which is paused, with all that is in it."""
+        """Give up memory of the paused engine (`protocol.RELEASED`). Its contents are lost."""
         await self.admin("/release_memory_occupation", tags=list(tags))
 
     async def occupy(self, *tags: str) -> None:
-        """Take memory back, in which nothing is yet. Memory that was not given up is left as it is."""
+        """Take released memory back; it has no contents yet. Memory that was not released is left as it is."""
         await self.admin("/resume_memory_occupation", tags=list(tags))
 
     async def flush(self) -> None:
@@ -152,7 +152,7 @@ class EngineClient:
     async def join_weights_group(
         self, name: str, address: str, port: int, rank: int, world_size: int, backend: str
     ) -> None:
-        """Make the server a rank of a process group; answers when all ranks have met at `address`:`port`."""
+        """Make the server a rank of a process group; return when all ranks have met at `address`:`port`."""
         await self.admin(
             "/init_weights_update_group",
             group_name=name,
@@ -171,9 +171,9 @@ class EngineClient:
         *,
         flush_cache: bool = True,
     ) -> None:
-        """Take part in a broadcast of rank 0 of the group `name`, and load what it brings.
+        """Take part in a broadcast of rank 0 of the group `name`, and load its tensors.
 
-        tensors: (HF name, dtype as torch names it, shape), which lie end to end in one uint8 tensor.
+        tensors: (HF name, dtype as torch names it, shape) of each. All are broadcast as one uint8 tensor, end to end.
         """
         names, dtypes, shapes = zip(*tensors)
         await self.admin(
@@ -201,9 +201,9 @@ class EngineClient:
         return merged(await self._ask_plugin("commit", version=str(version)))
 
     async def map_base(self, address: str) -> int:
-        """Let the engine read weights at this address (`numerics.core.memory`); `commit` makes them known.
+        """Have the engine read weights at this address (`numerics.core.shared_memory`); return their size in bytes.
 
-        Return their bytes.
+        Call `commit` before the engine computes with them.
         """
         return await self._agreed(int, "map_base", address=address)
 
@@ -212,8 +212,8 @@ class EngineClient:
         return merged(await self._ask_plugin("manifest"))
 
     async def probe(self, recording: Path) -> str:
-        """Run the engine's ops on a recording of the trainer's, a file that both sides see; return the SHA-256 of the
-        file with the results, `rollout.engine.plugin.op_probe.ANSWER`, beside it."""
+        """Run the engine's ops on the trainer's recording, a file that both sides see. Return the SHA-256 of the file
+        with the results, `rollout.engine.plugin.op_probe.ANSWER` in the same directory."""
         return await self._agreed(str, "probe", recording=str(recording))
 
     async def report(self) -> protocol.EngineReport:
@@ -229,7 +229,7 @@ class EngineClient:
         return [protocol.Memory.model_validate_json(answer) for answer in await self._ask_plugin("memory")]
 
     async def ping(self) -> str | None:
-        """Return the scheduler's own weight version, also beside long requests and while paused."""
+        """Return the scheduler's own weight version. It answers also during long requests and while paused."""
         version = await self._agreed(object, "ping")
         return None if version is None else str(version)
 
@@ -257,7 +257,7 @@ class EngineClient:
         return TypeAdapter(kind).validate_json(answers[0])
 
     async def admin(self, path: str, **body: Any) -> dict[str, Any]:
-        """POST to an administration endpoint; return its answer, {} if that is no JSON object.
+        """POST to an administration endpoint; return its answer, or {} if the answer is no JSON object.
 
         Raises EngineError if the answer is not 200 or says `"success": false`.
         """
@@ -285,7 +285,7 @@ class EngineClient:
 
 
 def merged(answers: list[str]) -> protocol.Held:
-    """Merge the manifests of all ranks of an engine. A tensor with two digests has both, and so equals nothing."""
+    """Merge the manifests of all ranks. A tensor on which ranks differ gets every digest, and equals no other."""
     entries: dict[str, str] = {}
     for answer in answers:
         for name, digest in protocol.Held.model_validate_json(answer).entries.items():

@@ -1,10 +1,10 @@
-"""The main module of an engine process: SGLang's HTTP server, which never outlives its owner (`server.py`).
+"""The main module of an engine process: SGLang's HTTP server, which never outlives its owner (`engine.server`).
 
 Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys, which thus appear
 neither in the process list nor in the environment. The pipe then stays open: when the owner closes it, or dies in
 whatever way, the kernel ends the stream, and the watch kills the whole process group. The watch is a process of its
-own, so that it does so too when the server itself has been stopped, or killed before its workers could ask for its
-death signal. (PR_SET_PDEATHSIG would not do: it fires when the *thread* that started the process ends, and a Ray
+own, so that it works also when the server has been stopped, or was killed before its workers could ask for its death
+signal. (PR_SET_PDEATHSIG would not do: it fires when the *thread* that started the process ends, and a Ray
 actor's threads come and go.)
 """
 
@@ -38,9 +38,8 @@ ENDPOINTS = {
     "/init_weights_update_group", "/destroy_weights_update_group", "/freeze_gc", "/v1/loads",
     "/release_memory_occupation", "/resume_memory_occupation",
 }  # fmt: skip
-"""The endpoints that `server.client` uses, and one that SGLang itself calls at the end of a start: it keeps
-the garbage collector from walking through all that the imports have made, which would take 0.3 s in each flush of a
-sync."""
+"""The endpoints that `server.client` uses, and /freeze_gc, which SGLang itself calls at the end of a start. It keeps
+the garbage collector from walking through the imports' objects, which would take 0.3 s in each flush of a sync."""
 
 
 def main() -> None:
@@ -129,7 +128,7 @@ def _note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
 def _import_one_model_only(model_type: str) -> None:
     """Keep SGLang from importing all of its models, which takes a second and fills the log.
 
-    Its module of a model is mostly called by the `model_type` of config.json; if there is none, it imports them all.
+    SGLang's module of a model is mostly named as the `model_type` of config.json. If none is, SGLang imports them all.
     """
     models = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt", "models")  # type: ignore[union-attr, index]
     modules = {path.stem for path in models.glob("*.py")}
@@ -138,7 +137,7 @@ def _import_one_model_only(model_type: str) -> None:
 
 
 async def _exit_promptly(original: Any, manager: Any) -> None:
-    """Look for a SIGTERM more often than SGLang, which does every five seconds, then let it drain.
+    """Look for a SIGTERM ten times a second, where SGLang does every five seconds, then let SGLang drain.
 
     SGLang's `sys.exit` would go through the server's event loop, which logs a traceback for it.
     """
@@ -157,7 +156,7 @@ def _fork(result: None, *_: Any) -> None:
 
 
 def _close_all_but(endpoints: set[str]) -> None:
-    """Leave these of SGLang's ninety endpoints.
+    """Close all of SGLang's ninety endpoints but these.
 
     Others show what nobody should read (/server_info shows the administration key), or open sessions, schemas and
     documentation to the generation key.

@@ -1,7 +1,7 @@
 """What `fp8rl serve` adds to SGLang's OpenAI endpoints: prompts as in training, seeded answers, a base by its name.
 
-A request is refused that SGLang would answer wrongly without a word, or that would end its engine. All other errors
-are SGLang's own.
+A request is refused if SGLang would silently answer it wrongly, or if it would end the engine. All other errors are
+SGLang's own.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _COMMON = SETTINGS | {
     "spaces_between_special_tokens", "return_token_ids", "cache_salt",
 }  # fmt: skip
 SERVED = {"prompt": _COMMON | {"prompt", "echo"}, "messages": _COMMON | CHAT_SETTINGS | {"continue_final_message"}}
-"""The settings that a request may have, by what it must have. SGLang takes a hundred more: it ignores some, some take
-another request's answer, and some end the engine. It ignores misspelt ones."""
+"""The settings that a request may have: a completion, which has a `prompt`, and a chat, which has `messages`. SGLang
+takes a hundred more: it ignores some, and any that is misspelt; some take another request's answer; some end the
+engine."""
 BOUNDS = {"n": (1, 128), "seed": (0, 2**63 - 1), "logprobs": (0, 20), "top_logprobs": (0, 20), "top_k": (-1, 2**31 - 1)}
-"""The least and the greatest value of a setting. Others would end the engine, but for `n`: -3 would be taken for 1."""
+"""The least and the greatest value of a setting. Other values would end the engine; only an `n` of -3 counts as 1."""
 _sent: ContextVar[dict[str, Any]] = ContextVar("sent")
 """The body of the chat that is being answered, with its messages as they are read in training."""
 _ends = lru_cache(maxsize=1)(end_ids)
@@ -91,9 +92,9 @@ def write_chat(serving: Any, request: Any, tools: Any, is_multimodal: bool) -> A
     """Tokenize a chat as prompts are in training (`OpenAIServingChat._apply_jinja_template`).
 
     SGLang leaves out some keys of messages, takes a last turn of the model for the user's, and adds keys to tools.
-    tools: without the ones that a forced call leaves out.
+    tools: the tools to write; a forced call leaves others out.
 
-    Raises ValueError: the template cannot write it.
+    Raises ValueError if the template cannot write the chat.
     """
     from sglang.srt.entrypoints.openai.protocol import MessageProcessingResult
 
@@ -113,7 +114,7 @@ def write_chat(serving: Any, request: Any, tools: Any, is_multimodal: bool) -> A
 
 
 def keep_text(tokenizer: Any, *_: Any, **__: Any) -> Any:
-    """Have the text of tokens stay as it is (after `get_tokenizer`)."""
+    """Keep the text of tokens as it is, without a clean-up of its spaces (after `get_tokenizer`)."""
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
@@ -134,14 +135,14 @@ def _names(manager: Any) -> list[str]:
 
 
 def name_base(serving: Any, request_model: str, explicit_lora_path: Any) -> str | None:
-    """Return the name of the base, for requests without the adapters (`OpenAIServingBase._resolve_lora_path`)."""
+    """Return the base's name if a request is for the base, else None (`OpenAIServingBase._resolve_lora_path`)."""
     return request_model if request_model == state().base_name else None
 
 
 async def mark_base(manager: Any, obj: Any) -> None:
-    """Set the base's name as the `lora_id` of each answer (`TokenizerManager._validate_and_resolve_lora`).
+    """Set the base's name as the `lora_id` of its requests (`TokenizerManager._validate_and_resolve_lora`).
 
-    By it the engine leaves the adapters out (`AdaptedRows`) and keeps prefixes apart.
+    By this id the engine leaves the adapters out (`AdaptedRows`) and keeps prefixes apart.
     """
     obj.lora_id = obj.lora_path
     for part in obj.__dict__.get("_sub_obj_cache", {}).values():
@@ -151,7 +152,7 @@ async def mark_base(manager: Any, obj: Any) -> None:
 def seed_each_answer(manager: Any, tokenized: Any) -> None:
     """Give each of several answers to a prompt a seed of its own (before `TokenizerManager._send_one_request`).
 
-    Those of one prompt follow each other, and share one object of sampling parameters.
+    The answers to one prompt follow each other, and share one object of sampling parameters.
     """
     shared = getattr(tokenized, "sampling_params", None)
     if shared is None or shared.n == 1 or shared.sampling_seed is None:
@@ -164,7 +165,7 @@ def seed_each_answer(manager: Any, tokenized: Any) -> None:
 
 
 def with_offsets(logprobs: Any, *_: Any, **__: Any) -> Any:
-    """Count the characters of the tokens before each, where SGLang says -1 (after `to_openai_style_logprobs`)."""
+    """Set each token's offset in the text, where SGLang says -1 (after `to_openai_style_logprobs`)."""
     logprobs.text_offset = [0, *accumulate(len(token) for token in logprobs.tokens)][:-1]
     return logprobs
 
@@ -178,7 +179,7 @@ async def begin_once(manager: Any, texts: str | list[str], is_cross_encoder: boo
 
 
 def watch_whole_stops(result: None, sampling: Any, *_: Any) -> None:
-    """Look for a stop in as many tokens as it has bytes, however the model writes it (after `normalize`)."""
+    """Search for a stop string in as many tokens as it has bytes: a token may be one byte (after `normalize`)."""
     sampling.stop_str_max_len = max((len(stop.encode()) for stop in sampling.stop_strs), default=0)
 
 

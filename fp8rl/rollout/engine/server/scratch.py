@@ -17,7 +17,7 @@ from pathlib import Path
 from fp8rl.numerics.core.files import write_atomically
 
 ENGINE, RAY = "fp8rl-engine-", "fp8rl-ray-"
-"""Prefixes by owner."""
+"""Prefixes of the directories of engines and of Ray."""
 SHARED = Path("/dev/shm")
 """The directory of shared memory."""
 _LOCK = "lock"
@@ -25,10 +25,10 @@ _SHARED_MEMORY = "shared_memory"
 
 
 def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path, int]:
-    """Return a new directory, and the descriptor that holds its lock: to be kept open, or inherited by a server and
-    closed.
+    """Return a new directory, and the descriptor that holds its lock. Keep it open, or close it once a server has
+    inherited it.
 
-    parent: in place of the temporary directory.
+    parent: where the directory is made; None: in the temporary directory.
     """
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     descriptor = os.open(scratch / "new", os.O_CREAT | os.O_RDWR, 0o600)
@@ -38,14 +38,14 @@ def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path,
 
 
 def note_shared_memory(scratch: Path, path: str) -> None:
-    """Note a file outside the directory that belongs to it."""
+    """Note a file elsewhere that is to be removed with the scratch directory."""
     write_atomically(scratch / _SHARED_MEMORY, path)
 
 
 def remove_queues(pids: Collection[int]) -> None:
     """Remove the shared memory through which these processes, ranks of an engine, communicate.
 
-    SGLang, which kills its ranks, leaves it. A name is `sgl_shm_KIND_PID_RANDOM`.
+    SGLang kills its ranks and leaves their shared memory. A name is `sgl_shm_KIND_PID_RANDOM`.
     """
     for path in SHARED.glob("sgl_shm_*_*_*"):
         if path.name.split("_")[-2] in {str(pid) for pid in pids}:
@@ -62,7 +62,7 @@ def remove_scratch(scratch: Path) -> None:
 
 
 def sweep(prefix: str = ENGINE, parent: str | None = None) -> None:
-    """Remove our directories whose owners are gone, and nobody else's: a note in those may name any file of ours."""
+    """Remove our directories whose owners are gone. Other users' are left: their notes may name any file of ours."""
     for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
         with suppress(OSError):  # locked, or removed by another sweep
             if lock.parent.lstat().st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""Problems as the data have them, in columns that the spec names."""
+"""Reads the problems of a data set from the columns that the spec names."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ class Source:
 
     path: str | Path
     key: str = "data"
-    """The key in messages."""
+    """The spec's key that messages name."""
     split: str | None = None
-    """The split of a data set with several."""
+    """The split to read, of a data set with several splits."""
     question: str = "question"
-    """A column; a dot leads into a nested one."""
+    """The column of the question; a dot leads into a nested column."""
     answer: str = "answer"
-    """A column, as `question`."""
+    """The column of the answer, written like `question`."""
     system_prompt: str = ""
-    """Begins conversations that have none; empty: none."""
+    """The system prompt of conversations that have none of their own; empty: no system prompt."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
     """See `Problem`."""
     name: str | None = None
-    """The configuration of a data set with several."""
+    """The configuration to read, of a data set with several configurations."""
 
 
 def load_problems(source: Source) -> Problems:
-    """Return the problems of a source in its order, each read when it is asked for. Raises UserError: there is nothing
-    at the path, nothing in it, or no such column. The message names the source's key. A row that is no problem is
-    refused when it is read."""
+    """Return the problems of a source in its order, each read when it is asked for.
+
+    Raises:
+        UserError: the path does not exist, has no rows, or has no such column. The message names the source's key. A
+            row that is no problem is refused when it is read.
+    """
     rows = open_rows(Path(source.path), source.split, source.key, source.name, (source.question, source.answer))
     if not rows:
         raise user_error(
@@ -115,7 +118,7 @@ class Problems(Sequence[Problem]):
 
 
 def _value(row: Row, column: str) -> Any:
-    """Look up a column in a row: a key of its own, or keys of nested values; `_ABSENT`."""
+    """Look up a column in a row, by the whole name or by its parts in nested values; `_ABSENT` if there is none."""
     if column in row:
         return row[column]
     value: Any = row
@@ -127,9 +130,9 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
-    """Return the turns of a conversation for the model to answer, without the keys that a column has for others.
+    """Return the turns of a conversation for the model to answer, without the keys that are null.
 
-    A turn that calls tools may say nothing, as in OpenAI's API: its content is null, or not there.
+    A turn that calls tools may say nothing, as in OpenAI's API: its content is null or missing.
     """
     turns = [_with_content(turn) for turn in turns]
     for turn in turns:
@@ -152,7 +155,7 @@ def _with_content(turn: Any) -> Any:
 
 
 def _not_text(turn: object) -> str | None:
-    """Return the type of a message's first part that is no text; None: it has no such part."""
+    """Return the type of a message's first part that is no text; None: all its parts are text."""
     content = turn.get("content") if isinstance(turn, dict) else None
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     return next((repr(part.get("type")) for part in parts if part.get("type") != "text"), None)

@@ -1,6 +1,6 @@
 """Rows of data by number, read in place: from a file of JSON lines, or from tables that `datasets` maps into memory.
 
-Neither holds a row as a Python object before it is read, so that data may be larger than memory.
+No row becomes a Python object before it is read, so data may be larger than memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 READ_WHOLE = 256 * 2**20
-"""Bytes up to which a file of lines is read at once, and what becomes of it afterwards does not matter."""
+"""Bytes up to which a file of lines is read at once. Later changes of such a file do not matter."""
 LONGEST_ROW = 8 * 2**20
-"""Bytes of a row; no context has room for a problem of as many, and reading them takes time."""
+"""The most bytes of a row: no context has room for a larger problem, and reading it takes time."""
 _BATCH = 1024
-"""Rows that are read at a time where all are."""
+"""Rows that are read at a time when all rows are read."""
 _OF_DIRECTORIES = (".csv", ".json", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow")
-"""Endings of files that `datasets` reads in a directory, and that may be no JSON lines."""
+"""Endings of file names that `datasets` reads in a directory; such a file need not be JSON lines."""
 _EXPECTED = "an existing JSONL file, parquet file or directory of a data set"
 
 
@@ -40,7 +40,7 @@ class JsonLines(Sequence[Row]):
     """The objects of a file of JSON lines. A line is parsed at each access; a bad one raises `UserError`."""
 
     columns: tuple[str, ...] | None = None
-    """None: each line has its own."""
+    """The names of all columns; None: each line has its own columns."""
     unit = "line"
 
     def __init__(self, path: Path, key: str) -> None:
@@ -83,8 +83,8 @@ class JsonLines(Sequence[Row]):
 class TableRows(Sequence[Row]):
     """The rows of a data set, as they would be in JSON lines: nothing in them is decoded; bytes are left out.
 
-    Arrow gives all structs of a column the same keys, with null for a key that a row lacks. A null of the row's own
-    looks the same: both are left out of nested values. A column that is null in a row stays, as `None`.
+    Arrow gives all structs of a column the same keys, with null for a key that a row lacks. A null that the data has
+    looks the same, so nested values lose every null. A whole column that is null in a row stays, as `None`.
     """
 
     unit = "row"
@@ -127,13 +127,13 @@ Rows = JsonLines | TableRows
 def open_rows(path: Path, split: str | None, key: str, name: str | None = None, texts: Sequence[str] = ()) -> Rows:
     """Open the rows at `path`: a `.parquet` file, a data set's directory, or else a file of JSON lines.
 
-    A directory is one that `datasets` has saved, or has files that `datasets.load_dataset` knows: parquet, JSON, CSV.
-    Tables other than saved ones are written once into its cache, as they are mapped from there. name: configuration of
-    such files, as their README.md has it. texts: columns of a CSV file that stay as they are written there; of the
-    others, numbers are read as such.
+    A directory was saved by `datasets`, or has files that `datasets.load_dataset` knows: parquet, JSON, CSV. `datasets`
+    maps tables from its cache, so it first writes them there, unless it has saved them itself. name: the configuration,
+    as the directory's README.md names it. texts: columns of a CSV file that stay text; in all other columns, numbers
+    are read as numbers.
 
     Raises:
-        UserError: there is nothing, it cannot be read, or it has no such configuration or split. The message names
+        UserError: the path does not exist, cannot be read, or has no such configuration or split. The message names
             `key`.
     """
     check_path(path, key)
@@ -184,8 +184,8 @@ def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> 
 
 @contextmanager
 def _as_it_is_named(data_files: Any) -> Iterator[None]:
-    """Let `datasets` look for files in a directory whose name has signs of patterns, such as `gsm8k[1]`, and not in
-    others that match it (its issue 7468)."""
+    """Have `datasets` take a directory's name as it is, even if it looks like a pattern, such as `gsm8k[1]`. By itself
+    it searches the directories that match the pattern (its issue 7468)."""
     resolve = data_files.resolve_pattern
 
     def escaped(pattern: str, base_path: str, *rest: Any, **settings: Any) -> Any:
@@ -199,7 +199,7 @@ def _as_it_is_named(data_files: Any) -> Iterator[None]:
 
 
 def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
-    """Refuse what Arrow takes for dates where JSON has texts: they would come back in another form."""
+    """Refuse columns that Arrow reads as dates where JSON has texts: they would come back in another form."""
 
     def dated(feature: Any, name: str) -> Iterator[str]:
         if isinstance(feature, Mapping):
@@ -221,7 +221,7 @@ def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
 
 
 def _quiet_datasets() -> Any:
-    """Import the library, which takes a second: not before a source needs it."""
+    """Import `datasets`, which takes a second, and so only once a source needs it."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -1,4 +1,4 @@
-"""A row of tokens of a conversation: the model's and the environment's. It can only grow."""
+"""One row of a conversation: tokens of the model and of the environment. A row can only grow."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class ConversationOverError(Exception):
 
 @dataclass(eq=False)
 class Branch:
-    """One row of a conversation. Most have one; a program that changes earlier messages, or talks to the model as
-    several agents, opens others."""
+    """One row of a conversation. Most conversations have one row; a program that changes earlier messages, or talks to
+    the model as several agents, opens others."""
 
     prompt_ids: list[int]
-    """[P], the prompt. Nothing of it is learnt here."""
+    """[P], the prompt. This row is not trained on the prompt's tokens."""
     seed: int
-    """The seed of all its draws; each goes by the position too."""
+    """The seed of all draws of the row; each draw also depends on its position."""
     limit: int
     """The most tokens that the model and the environment may put after the prompt, together."""
     tokens: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Branch:
     turns: int = 0
     """The number of the model's turns."""
     truncated: bool = False
-    """Its tokens are used up."""
+    """The row has used up its tokens."""
     _logprobs: list[float] = field(default_factory=list)
     _weight_versions: list[int] = field(default_factory=list)
     _environment_spans: list[tuple[int, int]] = field(default_factory=list)
@@ -66,9 +66,9 @@ class Branch:
         self.truncated = not finished and self.remaining < 1
 
     def append_environment(self, ids: list[int], at: int | None = None) -> None:
-        """Append the environment's tokens. at: position from which they replace the environment's earlier ones.
+        """Append the environment's tokens. at: position from which they replace earlier tokens of the environment.
 
-        Raises ConversationOverError: there is no room for them.
+        Raises ConversationOverError: there is no room for the tokens.
         """
         if at is not None:
             del self.tokens[at:]

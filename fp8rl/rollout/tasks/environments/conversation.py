@@ -1,7 +1,7 @@
 """A conversation between the model and an environment, in tokens, which can only grow.
 
-The model's tokens get into it by `sample` alone, with the log-probabilities and versions that the engine gave them; the
-environment's by `tell` and `message`, where a text is tokenized, once. What is there is never tokenized again, so that
+Only `sample` adds tokens of the model, with the log-probabilities and versions that the engine gave them. `tell` and
+`message` add tokens of the environment: they tokenize a text, once. Nothing in the conversation is tokenized again, so
 the trainer scores exactly what was sampled, and the engine finds each prefix in its cache.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fp8rl.rollout.types import Problem
 
 Sampler = Callable[[Group, SamplingParams], Awaitable[Trajectory]]
-"""One answer to a prompt."""
+"""Samples one answer to a prompt."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Turn:
     token_ids: tuple[int, ...]
     """The tokens."""
     ended_by: str | None
-    """The text of its last token, a stop of the environment's or the end of turn; None if its length ended it."""
+    """The text of the last token: a stop of the environment's, or the end of turn; None: the length ended the turn."""
 
 
 @dataclass
 class _Talk:
-    """Messages around the model's turn that goes on, which the chat template continues."""
+    """The messages before and after the model's latest turn, which the chat template needs to continue it."""
 
     history: list[Mapping[str, Any]]
     """The messages before the turn."""
     begin: int = 0
     """The turn's first token in the row."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
-    """Messages after it, whose tokens begin at `end`."""
+    """The messages after the turn, whose tokens begin at `end`."""
     end: int = 0
     truncated: bool = False
     """The turn was ended by its length."""
@@ -67,8 +67,8 @@ class _Talk:
 class Conversation:
     """One answer while it is sampled. An environment controls it.
 
-    problem: the question that it began with, and the data's answer to it. sampling, tokenizer: its sampling parameters,
-    and the tokenizer of its texts.
+    problem: the question at its beginning, and the data's answer. sampling: its sampling parameters. tokenizer: the
+    tokenizer of its texts.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Conversation:
         timeout_s: float,
         longest: int | None = None,
     ) -> None:
-        """seed: of all its draws; each goes by the position too. sampling: `max_new_tokens` bounds everything after the
-        prompt. timeout_s: between two turns of the model. longest: the most tokens of a row; None: those of the prompt
-        and `max_new_tokens`."""
+        """seed: of all draws; each also depends on its position. sampling: `max_new_tokens` bounds everything after the
+        prompt. timeout_s: the longest time between two turns of the model. longest: the most tokens of a row; None:
+        the length of the prompt plus `max_new_tokens`."""
         self.problem: Problem = prompt.problem
         self.sampling, self._sampler = sampling, sampler
         self.tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, longest
@@ -107,11 +107,11 @@ class Conversation:
         return self._main.turns + sum(branch.turns for branch in self._branches)
 
     def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the problem's own messages by those that an environment shows at its start.
+        """Replace the problem's own messages by messages that an environment shows at its start.
 
         Raises:
             ValueError: something has been said already.
-            ConversationOverError: they leave no room for an answer.
+            ConversationOverError: the messages leave no room for an answer.
         """
         if self._main.tokens:
             raise ValueError("begin: found a conversation that has begun, expected to be called before sample and tell")
@@ -122,8 +122,8 @@ class Conversation:
     async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
         """Sample the model's next turn.
 
-        It ends at its end of turn, at one of the `stop` texts (each one token of the vocabulary, which stays part of
-        the conversation), or after `max_new_tokens`.
+        The turn ends with the end of turn, with one of the `stop` texts (each is one token of the vocabulary, which
+        stays part of the conversation), or after `max_new_tokens`.
 
         Raises:
             ConversationOverError: no room is left.
@@ -145,7 +145,7 @@ class Conversation:
         return Turn(text, tuple(turn.token_ids), ended_by)
 
     def tell(self, text: str) -> None:
-        """Append a text. Raises ConversationOverError: there is no room for it."""
+        """Append a text. Raises ConversationOverError: there is no room for the text."""
         self._talk.go_on(len(self._main.tokens))
         self._main.append_environment(behind_ids(self.tokenizer, text, self._main.ids))
         self._talk.truncated = False
@@ -157,8 +157,8 @@ class Conversation:
         further: other keys that the template reads, such as `name`.
 
         Raises:
-            ConversationOverError: there is no room for it.
-            UserError: the chat template does not continue what is there.
+            ConversationOverError: there is no room for the message.
+            UserError: the chat template cannot continue the conversation.
         """
         talk, tokens, options = self._talk, self._main.tokens, self.problem.chat_template
         if not talk.messages:
@@ -171,7 +171,7 @@ class Conversation:
         self._main.append_environment(ids, at=talk.end)
 
     def branch(self, prompt_ids: list[int]) -> Branch:
-        """Open a row of its own. Its seed follows from its prompt, not from the time.
+        """Open a further row. Its seed depends on its prompt, not on when it is opened.
 
         Raises ConversationOverError: the prompt leaves no room for an answer.
         """
@@ -186,7 +186,7 @@ class Conversation:
     async def ask(self, branch: Branch, stops: tuple[int, ...] = (), max_new_tokens: int | None = None) -> Trajectory:
         """Sample the engine's continuation of a branch, for `Branch.append_turn`.
 
-        stops: tokens that end it, as the end of turn does.
+        stops: tokens that end the continuation, as the end of turn does.
 
         Raises ConversationOverError: no room is left, or the environment has ended, maybe while the engine sampled.
         """
@@ -218,8 +218,8 @@ class Conversation:
         out.
 
         Raises:
-            TimeoutError: it took too long between two turns.
-            Exception: whatever it, or the engine, raises.
+            TimeoutError: the environment took too long between two turns.
+            Exception: whatever the environment, or the engine, raises.
         """
         returned: object = None
         running = asyncio.ensure_future(environment(self))
@@ -239,6 +239,10 @@ class Conversation:
         if self._lost is not None:
             raise self._lost
         return returned
+
+    def trajectory(self, outcome: dict[str, float], *, failed: bool = False) -> Trajectory:
+        """Return the row to which `sample` adds, as a trajectory."""
+        return self._main.trajectory(outcome, failed=failed)
 
     def trajectories(self, outcome: dict[str, float], *, failed: bool = False) -> list[Trajectory]:
         """Return every row in which the model has a turn; at least one.
@@ -274,7 +278,7 @@ Said = tuple[Literal["model", "environment"], str]
 
 
 def transcript(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Said]:
-    """Return each turn after the prompt, in order, without the end of turn that ends the answer."""
+    """Return each turn after the prompt, in order. The end of turn that ends the answer is left out."""
     ids = trajectory.token_ids[:-1] if trajectory.finished and trajectory.stopped else trajectory.token_ids
     ends = [0, *chain.from_iterable(trajectory.environment_spans), len(ids)]
     texts = [text_of(tokenizer, ids[begin:end], first=begin == 0) for begin, end in pairwise(ends)]

@@ -26,7 +26,7 @@ _EXAMPLES = {
     "openenv": "examples/openenv.py, and name openenv.py:openenv",
     "verifiers": "examples/verifiers_task.py, and run it by function=harness (docs/agents.md)",
 }
-"""Environments of ours once, and where they are now."""
+"""Environments that used to be built in, and where they are now."""
 
 
 async def single_turn(conversation: Conversation) -> None:
@@ -35,9 +35,12 @@ async def single_turn(conversation: Conversation) -> None:
 
 
 def load_environment(config: EnvironmentSection, key: str = "environment") -> Environment:
-    """Load the function that `config` names, with its `kwargs`; a harness, with its program. Raises UserError: naming
-    `key`: there is no such function, its module cannot be imported, it is not `async`, or it cannot be called with a
-    conversation and `kwargs`."""
+    """Load the function that `config` names, with its `kwargs`; a harness, with its program.
+
+    Raises:
+        UserError: there is no such function, its module cannot be imported, it is not `async`, or it cannot be called
+            with a conversation and `kwargs`. The message names `key`.
+    """
     if config.function == HARNESS:
         return _harness(config, key)
     if (example := _EXAMPLES.get(config.function)) is not None:

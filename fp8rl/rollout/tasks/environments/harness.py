@@ -1,4 +1,4 @@
-"""An environment that is a program of the user's, which speaks OpenAI's API and knows nothing of training.
+"""An environment that is a user's program: it speaks OpenAI's API and knows nothing of training.
 
 The API is at an address of this machine alone, and each conversation has a key of its own.
 """
@@ -31,14 +31,14 @@ Program = Callable[[str, str, Problem], Awaitable[Any]]
 """An async function of a base URL, a key and the problem; it returns what an environment returns."""
 
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
-"""Variables of the run that a command is given; keys of other services are not among them."""
+"""Environment variables that a command gets from the run. Keys of other services are not passed."""
 _KEPT_OUTPUT, _KEPT_ERRORS = 1 << 20, 4096
-"""Bytes of the end of a command's output, in which its result stands, and of its errors, which a message has."""
+"""Bytes that are kept from the end of a command's output, which has its result, and of its errors, for a message."""
 _CHAT = "/v1/chat/completions"
 _MOST_BYTES = 32 << 20
-"""The longest body, unpacked."""
+"""The most bytes of a request's body, unpacked."""
 _HEADERS_S = 60.0
-"""Seconds that a connection may be open without a whole request's headers, the first or a next one."""
+"""Seconds in which a connection must have sent the whole headers of its first, or of its next, request."""
 
 
 class ProgramError(Exception):
@@ -48,7 +48,7 @@ class ProgramError(Exception):
 class Harness:
     """Lets a program have a conversation, and records what the model says in it.
 
-    Each conversation has a key of its own, so a program reaches nothing but its own.
+    Each conversation has a key of its own, so a program reaches no other conversation.
     """
 
     def __init__(self, config: HarnessSection, program: Program | None) -> None:
@@ -59,7 +59,7 @@ class Harness:
     async def __call__(self, conversation: Conversation) -> Any:
         """Run the program, and return its result.
 
-        Raises ProgramError, ConversationOverError: no room was left for an answer, or the engines are lost.
+        Raises ProgramError; or ConversationOverError, if no room was left for an answer or the engines are lost.
         """
         await self._endpoint.open()
         recording = Recording(conversation, self._config.tool_parser, self._config.max_requests)
@@ -130,7 +130,7 @@ def _end_of(file: IO[bytes], count: int) -> str:
 
 
 class ProgramEndpoint:
-    """The server. Its handlers run in the event loop that opens it, and `url` is its base URL once it is open."""
+    """The API's server. Its handlers run in the event loop that opens it. Once it is open, `url` is its base URL."""
 
     def __init__(self, tool_parser: str | None, override: Collection[str]) -> None:
         self._tool_parser, self._override = tool_parser, override
@@ -140,7 +140,7 @@ class ProgramEndpoint:
         self.url = ""
 
     async def open(self) -> None:
-        """Listen, if it does not yet. Conversations begin many at a time, and each waits until it does."""
+        """Start to listen, if the server does not yet. Many conversations begin at a time, and each waits for that."""
         async with self._opening:
             if self._runner is not None:
                 return
@@ -163,7 +163,7 @@ class ProgramEndpoint:
 
     @contextmanager
     def recorded(self, recording: Recording, sampling: SamplingParams, vocabulary: int) -> Iterator[str]:
-        """Open a key whose requests are answered and recorded in `recording`, as long as the block lasts."""
+        """Yield a new key. While the block lasts, requests with the key are answered, and recorded in `recording`."""
         key = secrets.token_urlsafe(24)
         self._open[key] = recording, sampling, vocabulary
         try:
@@ -210,7 +210,7 @@ _NO_KEY = Refusal(
 
 @web.middleware
 async def _in_openais_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give a refusal of the library OpenAI's form."""
+    """Turn an error of the HTTP library into OpenAI's form."""
     try:
         return await handler(request)
     except web.HTTPException as error:

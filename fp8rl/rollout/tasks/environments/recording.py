@@ -1,8 +1,8 @@
 """The record of a conversation between a program and the model, as rows of tokens.
 
-A request is looked up by its messages. If they continue the model's turns, the row goes on from the recorded tokens,
-and only the text between the turns is tokenized, once. If they do not, a row of its own begins, with as many recorded
-tokens as its history shares with the record.
+A request is looked up by its messages. If they continue recorded turns of the model, the row goes on from the recorded
+tokens, and only the text between the turns is tokenized, once. If they do not, a new row begins, with as many recorded
+tokens as the request's history shares with the record.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8rl.rollout.tasks.tokens import behind_ids, text_ids, text_of
 from fp8rl.rollout.tasks.tool_calls import parse_calls
 
 _AT_ONCE = 1 << 16
-"""Bytes of a request that is tokenized where it comes in: it takes less time than it took to arrive."""
+"""The most bytes of a request that is tokenized in the event loop: that takes less time than its arrival."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class _Point:
     begin: int
     length: int
     ended: bool
-    """The last of them is the end of turn."""
+    """The last of these tokens is the end of turn."""
     truncated: bool
-    """Its length has ended it."""
+    """The turn was ended by its length."""
 
 
 class Recording:
@@ -60,12 +60,12 @@ class Recording:
         self.over = False
         """A turn found no room, so that the program cannot go on as it wanted."""
         self.lost = asyncio.Event()
-        """An engine's error ended it."""
+        """An engine's error ended the conversation."""
 
     async def answer(self, request: CompletionRequest) -> Answer:
         """Sample the model's turn after a request.
 
-        Raises Refusal: there is no room for it, or nothing can be said there.
+        Raises Refusal: there is no room for the turn, or the request does not let the model answer.
         """
         if not self._left:
             raise Refusal(
@@ -95,7 +95,7 @@ class Recording:
         return Refusal(message, param, code="context_length_exceeded")
 
     async def wait(self) -> None:
-        """Wait until no request is under way: a request that the program has not waited for is recorded too."""
+        """Wait until no request is under way. So requests that the program has not waited for are recorded too."""
         async with self._tokenizing:  # whose request is under way, too
             pass
         await self._idle.wait()
@@ -122,7 +122,7 @@ class Recording:
         return Answer(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
 
     def _shown(self, point: _Point, text: str) -> Iterator[tuple[str, _Point]]:
-        """Yield a completion as later prompts may begin with it: with the stop that ended it, or without, as sent."""
+        """Yield a completion in each form that later prompts may begin with: with and without its stop."""
         decode, ids = partial(text_of, self._conversation.tokenizer), point.branch.ids[point.begin : point.length]
         yield decode(ids[:-1] if point.ended else ids), point
         for length in range(len(ids), 0, -1):
@@ -157,7 +157,7 @@ class Recording:
                 self._idle.set()
 
     def _chat(self, request: CompletionRequest) -> Branch:
-        """Return the branch that a chat's next turn belongs to, with all that comes before it."""
+        """Return the branch for a chat's next turn; it has all the tokens before that turn."""
         tokenizer, options = self._conversation.tokenizer, {**self._conversation.problem.chat_template}
         options |= {**dict(request.chat_template_kwargs), **({"tools": list(request.tools)} if request.tools else {})}
         keys = _keys(request, request.messages)
@@ -200,7 +200,7 @@ class Recording:
         return self._goes_on(point, behind_ids(tokenizer, rest, point.branch.ids[: point.length]))
 
     def _goes_on(self, point: _Point, between: list[int]) -> Branch:
-        """Continue after a turn, in its branch or, if that went on already, in one of its own."""
+        """Continue after a turn: in the turn's branch or, if that has gone on already, in a new one."""
         if self._is_tip(point):
             return self._extended(point.branch, between)
         return self._conversation.branch(point.branch.ids[: point.length] + between)
@@ -216,13 +216,13 @@ class Recording:
 
 
 def _keys(request: CompletionRequest, messages: Sequence[dict[str, Any]]) -> list[bytes]:
-    """Return a key for each beginning of a chat; tools and the template's arguments are part of it."""
+    """Return a key for each prefix of a chat's messages. Tools and the template's arguments are part of each key."""
     begun = _digest(b"", [request.tools, request.chat_template_kwargs])
     return list(accumulate(map(_with_thoughts_apart, messages), _digest, initial=begun))[1:]
 
 
 def _with_thoughts_apart(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in one form, whether a program has split the model's thoughts off or sends them as they were."""
+    """Return a message in one form, whether a program sends the model's thoughts apart from the text or in it."""
     said, content = message.get("reasoning_content", "").strip(), message["content"]
     head, closed, rest = content.partition("</think>")  # <think> may stand in the prompt
     inside = head.strip().removeprefix("<think>").strip()

@@ -1,11 +1,11 @@
 """The `rewards:` section of an experiment spec, and the functions that it names.
 
-A function names what it wants to see as its parameters:
+A function's parameters name what it wants to see:
 
-    one answer        question, reference, fields (of the data; the last its further columns), answer (its text),
-                      finished, tokens (the model's, their number), turns ([(model or environment, text)]), outcome
-                      (what the environment returned)
-    a whole group     answers in place of answer; all are lists but what is of the data
+    one answer        question, reference and fields (from the data; fields has its further columns), answer (the text),
+                      finished, tokens (the number of the model's tokens), turns ([(model or environment, text)]),
+                      outcome (what the environment returned)
+    a whole group     answers in place of answer; everything that is not from the data is a list
 
 and returns a number or named numbers; for a group, a list of these. It may be `async`.
 """
@@ -35,7 +35,7 @@ class RewardSection(Section):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
     """The name in metrics, `rollout/reward/NAME`. Null: the function's name."""
     weight: float = 1.0
-    """The factor of its number in the reward."""
+    """The factor of the function's number in the reward."""
     timeout_s: float = Field(default=5.0, gt=0.0)
     """A call that takes longer has failed."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -61,7 +61,7 @@ class RewardSection(Section):
 class RewardsSection(Section):
     """The reward of an answer: the weighted sum of these functions. A list is the short form of `functions`.
 
-    Evaluation goes by the first one, unweighted.
+    Evaluation uses the first function alone, without its weight.
     """
 
     shorthand: ClassVar[str] = "functions"
@@ -71,8 +71,8 @@ class RewardsSection(Section):
     )
     """The functions that judge an answer."""
     max_failures: int = Field(default=32, ge=0)
-    """Calls of a run that may raise, take too long or return no number, before the run ends. Each counts as a reward of
-    0 until then."""
+    """Calls of a run that may fail before the run ends: they raise, take too long or return no number. Each failed call
+    counts as a reward of 0."""
     workers: int = Field(default=2, ge=1, le=256)
     """Processes for plain functions. Functions that wait should be `async`: hundreds of them wait at the same time."""
 
@@ -87,7 +87,7 @@ class RewardsSection(Section):
 
 
 EACH = ("finished", "tokens", "turns", "outcome")
-"""The arguments that each answer has of its own, besides its text."""
+"""The arguments that differ from answer to answer, besides the text."""
 OFFERED = ("question", "answer", "answers", "reference", "fields", *EACH)
 
 
@@ -98,7 +98,7 @@ class RewardFunction:
     config: RewardSection
     call: Callable[..., Any]
     asks: tuple[str, ...]
-    """Its parameters out of `OFFERED`."""
+    """The names in `OFFERED` that are parameters of the function."""
 
     @property
     def of_group(self) -> bool:
@@ -126,8 +126,12 @@ class RewardFunction:
 
 
 def load_function(config: RewardSection, key: str) -> RewardFunction:
-    """Load the function that `config` names. Raises UserError: naming `key`: there is no such function, its module
-    cannot be imported, or it cannot be called with what is offered and `kwargs`."""
+    """Load the function that `config` names.
+
+    Raises:
+        UserError: there is no such function, its module cannot be imported, or it cannot be called with what is
+            offered and `kwargs`. The message names `key`.
+    """
     call = named_object(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
     parameters = inspect.signature(call).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

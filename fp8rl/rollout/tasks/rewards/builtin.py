@@ -1,7 +1,7 @@
-"""Our own reward functions by name, but for `math`: by rule, and from services.
+"""Our own reward functions, except `math`.
 
-`integer`, `format`, `length` and `environment` go by rules. `http` asks any service of the user's, and `model` a reward
-model that SGLang serves.
+`integer`, `format`, `length` and `environment` follow rules. `http` asks any service of the user's, and `model` a
+reward model that SGLang serves.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 _URL = "^https?://"
 _IDLE_S = 1.0
-"""Seconds for which an idle connection is kept: services close theirs after 5 s or so, and a question that is asked
+"""Seconds for which an idle connection is kept: services close theirs after 5 s or so, and a request that is sent
 at that moment would be lost."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, httpx.AsyncClient]] = WeakKeyDictionary()
-"""Two clients for each loop: one that goes by the environment's proxies, and one that does not."""
+"""Two clients for each event loop: one that uses the environment's proxies, and one that does not."""
 INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})")
 
 
@@ -74,8 +74,8 @@ def length(answer: str, tokens: int, free: Annotated[int, Field(ge=1)]) -> float
 def environment(answer: str, outcome: Mapping[str, float], part: str = "reward") -> float:
     """Return the number `part` of the environment's result (a number without a name is `reward`).
 
-    It is 0 if the answer's tokens ran out, so that the environment returned nothing. Raises ReturnError: the
-    environment returned only other numbers.
+    The reward is 0 if the answer's tokens ran out, so that the environment returned nothing. Raises ReturnError if the
+    environment returned other numbers alone.
     """
     if part not in outcome and outcome:
         raise ReturnError(f"found an environment that returned {', '.join(outcome)}, expected {part} (kwargs.part)")
@@ -93,10 +93,10 @@ async def http(
     outcome: Mapping[str, float],
     url: Annotated[str, Field(pattern=_URL)],
 ) -> Any:
-    """POST all of this as JSON to the service at `url`, and return its response: a number, or named numbers.
+    """POST the other arguments as JSON to the service at `url`; return its response: a number, or named numbers.
 
     Raises:
-        httpx.HTTPError: it does not answer, or with a status that is no success.
+        httpx.HTTPError: the service does not answer, or its status is no success.
     """
     asked = {"question": question, "answer": answer, "reference": reference, "fields": fields}
     more = {"finished": finished, "tokens": tokens, "turns": turns, "outcome": outcome}
@@ -124,19 +124,19 @@ async def model(
 ) -> list[float]:
     """Return the logit that a sequence classifier gives each conversation of a question and an answer.
 
-    SGLang 0.5.19 serves one with `--is-embedding`, at `/classify`. It is asked with token ids, all answers to a prompt
-    at once, made by the reward model's own chat template: the policy's may be another. A Qwen2 or Qwen3 classifier must
-    have `score.bias` in its file, zeros if need be: SGLang adds a random one where there is none (its issue 38768).
+    SGLang 0.5.19 serves a classifier with `--is-embedding`, at `/classify`. One request has all answers to a prompt, as
+    token ids by the reward model's own chat template, which may differ from the policy's. The file of a Qwen2 or Qwen3
+    classifier must have `score.bias`, if need be zeros: without it SGLang adds a random bias (its issue 38768).
 
     Args:
-        url: of the server, such as http://127.0.0.1:30000.
+        url: the server's, such as http://127.0.0.1:30000.
         tokenizer: the reward model's directory.
         label: which logit counts, from 0. None: the only one.
         key_variable: name of the environment variable that has the server's key, if it wants one.
 
     Raises:
-        httpx.HTTPError: it does not answer, or with a status that is no success.
-        ValueError: it gives several logits and `label` names none, or not one for each answer.
+        httpx.HTTPError: the server does not answer, or its status is no success.
+        ValueError: the server gives several logits and `label` names none, or it does not classify each answer.
     """
     ids = await asyncio.to_thread(_rendered, tokenizer, question, answers)
     headers = {"Authorization": f"Bearer {os.environ[key_variable]}"} if key_variable else None
@@ -174,15 +174,15 @@ class BuiltIn:
     """A reward function of ours."""
 
     function: str
-    """Its name in a spec."""
+    """The function's name in a spec."""
     cheap: bool = False
-    """So fast and safe that it needs no process of its own."""
+    """The function is so fast and safe that it needs no process of its own."""
     reads: Callable[[str], bool] | None = None
-    """Checks that it can use a reference answer; None: it needs none."""
+    """Checks that the function can use a reference answer; None: it needs no reference."""
     reference: str = ""
     """The form of the reference, in words."""
     tokenizer: str = ""
-    """The argument that names a directory with a tokenizer, which is read before the start; empty: none does."""
+    """The argument that names a directory with a tokenizer, which is read before the start; empty: there is none."""
 
 
 BUILT_IN = {

@@ -86,8 +86,8 @@ _ONE_SIGN = re.compile(rf"(?:{_WHOLE}\s?)?(?P<sign>[¼-¾⅐-⅞])")
 
 
 def plain(text: str) -> str:
-    """Return a text with its expressions as they are, without the markup around and within them, and with its numbers
-    as math-verify reads them."""
+    """Return a text without the markup around and within its expressions, and with numbers as math-verify reads
+    them."""
     text = _OTHER_ASCII.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
     text = _OTHER_DIGIT.sub(lambda found: str(int(found[0])), text)
     for pattern, to in _COMPILED:
@@ -100,7 +100,7 @@ def plain(text: str) -> str:
 
 
 def _repeating(found: re.Match[str]) -> str:
-    """The fraction that a decimal with a cycle of digits is: 2.1 and a cycle of 6 are (216 - 21) / 90."""
+    """Return the fraction of a decimal whose last digits repeat: 2.1 with a repeating 6 is (216 - 21) / 90."""
     fixed, cycle = found["fixed"], re.sub(r"\D", "", found["cycle"])
     before = int((found["whole"] or "0").replace(",", "") + fixed)
     over = int(f"{before}{cycle}") - before
@@ -108,14 +108,14 @@ def _repeating(found: re.Match[str]) -> str:
 
 
 def _improper(found: re.Match[str]) -> str:
-    """The fraction that a whole number and a proper fraction are."""
+    """Return the fraction of a whole number with a proper fraction."""
     pair = found["pair"] or "00"
     over, under = int(found["over"] or found["top"] or pair[0]), int(found["under"] or found["bottom"] or pair[1])
     return _sum(found["whole"], over, under) if over < under else found[0]
 
 
 def _sign(found: re.Match[str]) -> str:
-    """The fraction that one character is, such as ½, with the whole number before it."""
+    """Return the fraction of a character such as ½, with the whole number before it."""
     over, under = unicodedata.normalize("NFKC", found["sign"]).split("\u2044")
     return _sum(found["whole"] or "0", int(over), int(under))
 
@@ -125,24 +125,24 @@ def _sum(whole: str, over: int, under: int) -> str:
 
 
 def _power(found: re.Match[str]) -> str:
-    """A power of ten, as both LaTeX and a line of text may have it."""
+    """Return a power of ten in a form that is right in LaTeX and in plain text."""
     if found[5]:
         return f"^({found[5].translate(_SUPERSCRIPTS)})"
     return f"{found[1] or found[3]}*10^({found[2] or found[4]})"
 
 
 _SECONDS = 1
-"""Of a processor, for an answer; ordinary ones take a tenth."""
+"""Processor seconds for an answer; ordinary answers take a tenth of that."""
 _LONGEST = 4000
 """Characters at the end of an answer in which its last statement is looked for."""
 _DIGITS = 50
-"""Digits to which what is no fraction is computed to be compared."""
+"""Digits to which a value that is no fraction is computed for a comparison."""
 
 
 def math(answer: str, reference: str, finished: bool) -> float:
     """Return 1 if the model ended the answer and its last statement equals the reference's result, else 0.
 
-    The result stands in the last `\\boxed{}`, or in those side by side as one set; or after `####`; else it is the last
+    The result is in the last `\\boxed{}` (boxes side by side are one set), or after `####`; else it is the last
     expression of the text. It is read to its end: `2√2` is not 2. Thoughts do not count. An answer that breaks
     math-verify, or takes it more than a second, is wrong.
 
@@ -174,7 +174,7 @@ def _expected(reference: str) -> list[Any]:
 
 
 def _read(result: str) -> list[Any]:
-    """Return what math-verify makes of a text that is mathematics to its end, and the text; nothing: it is not."""
+    """Return what math-verify reads in a text, if it can, and the normalized text; nothing if that is empty."""
     from latex2sympy2_extended.latex2sympy2 import convert_to_pct, normalize_latex
     from math_verify.parser import LatexExtractionConfig, parse_latex_cached
 
@@ -196,7 +196,7 @@ def _read(result: str) -> list[Any]:
 _FACTOR = re.compile(rf"[\d)}}](?:(?!{_UNIT}$)[a-zA-Z]{{1,2}}|\s+[a-zA-Z])$")
 """Letters that math-verify would take for a unit, as in 2ab."""
 _NOT_ONE = re.compile(r"(?<!frac )(?<!binom )(?<![\d.])\d[\d.]*(?:\s|\\[ ,;:]|\\q?quad|~)+\d|^[+/^*]\s")
-"""Two numbers side by side, which math-verify would add, or the end of an expression."""
+"""Two numbers side by side, which math-verify would add; or an expression whose beginning is missing."""
 
 # Where a text states its result.
 
@@ -229,7 +229,7 @@ _PROSE = re.compile(
 
 
 def _results(text: str, *, stated: bool) -> list[str]:
-    """Return the texts that the result may be. stated: one without a mark is the last statement, else all of it."""
+    """Return the texts that may be the result. stated: without a mark, take the last statement, not the whole text."""
     text = text.rpartition("</think>")[2]
     _, mark, tail = text.rpartition("####")
     line, _, below = tail.strip().partition("\n") if mark else ("", "", "")
@@ -245,7 +245,7 @@ def _results(text: str, *, stated: bool) -> list[str]:
 
 
 def _boxed(text: str) -> str | None:
-    """Return what the last boxes hold that stand side by side, "" if the last one is not closed; None: no box."""
+    """Return the contents of the last boxes, if several those side by side; "" if the last is open; None: no box."""
     held: list[str] = []
     begin = len(text)
     for box in reversed([*_BOX.finditer(text)]):
@@ -259,8 +259,8 @@ def _boxed(text: str) -> str | None:
 
 
 def _statement(text: str, *, lone: bool = False) -> list[str]:
-    """Return the last expression of a text, or the first behind its last `answer is` unless that is taken back; lone:
-    none if there are several."""
+    """Return the last expression of a text, or the first after its last `answer is`, unless that is taken back. lone:
+    return no last expression if there are several."""
     for said in reversed([*_ANSWER.finditer(text)]):
         if found := _expressions(behind := text[said.end() :]):
             for back in reversed([*_TAKEN_BACK.finditer(behind)]):
@@ -272,7 +272,7 @@ def _statement(text: str, *, lone: bool = False) -> list[str]:
 
 
 def _expressions(text: str) -> list[str]:
-    """Return the expressions of a text in their order, each with all that stands between two words."""
+    """Return the expressions of a text in order. An expression is all that is between two words."""
     held, signs = [next(filter(None, math.groups())) for math in _MATH.finditer(text)], map(chr, count(0xE000))
     text = _MATH.sub(lambda _: next(signs), text)  # which holds words that are no prose
     text = re.sub(r"\\(?:text|mathrm|mbox)(?:bf|it|rm)?\s*\{([^{}]*)\}", r" \1 ", text)
@@ -308,7 +308,7 @@ def _compared(gold: Any, own: Any) -> bool:
 def _exact(value: Any) -> Any:
     """Return an expression with its decimals as fractions, and the rational numbers in it computed.
 
-    math-verify rounds floats to six decimals, by which 1.6e-19 is 9.1e-31.
+    math-verify rounds floats to six decimals, and so takes 1.6e-19 and 9.1e-31 as equal.
     """
     from sympy import Basic, Float, MatrixBase, Mul, Rational, UnevaluatedExpr
     from sympy.core.relational import Relational
@@ -331,7 +331,7 @@ def _exact(value: Any) -> Any:
 
 
 def _percent(value: Any) -> Any:
-    """Return N of N percent; None: it is no percentage. A minus is a factor of its own in what math-verify makes."""
+    """Return N of N percent; None: no percentage. math-verify reads a minus as a separate factor."""
     from sympy import Mul, Rational, UnevaluatedExpr
 
     hundredth = UnevaluatedExpr(Rational(1, 100))

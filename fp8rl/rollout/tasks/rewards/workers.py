@@ -20,17 +20,17 @@ from fp8rl.rollout.tasks.named_functions import Numbers
 from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 
 MEMORY_LIMIT = 4 * 2**30
-"""Bytes of data that a worker may take: 9^9^9^9 must fail here, not exhaust the machine."""
+"""Bytes of data that a worker may take: 9^9^9^9 must fail in the worker, not exhaust the machine."""
 START_SECONDS = 120.0
-"""Seconds in which sympy is imported on a busy machine with cold caches."""
+"""Seconds for the start of a process, enough to import sympy on a busy machine with cold caches."""
 
 
 class RewardFailure(Exception):
-    """A call that gave no reward; the message is its traceback, or says what happened."""
+    """A call gave no reward. The message is its traceback, or says what happened."""
 
 
 class Workers:
-    """A pool of processes, each of which calls one function at a time. They end with this one, or at `close`."""
+    """A pool of processes, each of which calls one function at a time. They end with this process, or at `close`."""
 
     def __init__(self, configs: Sequence[RewardSection], count: int) -> None:
         self.threads = ThreadPoolExecutor(count, thread_name_prefix="reward")

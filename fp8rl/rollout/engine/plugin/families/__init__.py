@@ -1,8 +1,8 @@
 """The engine's side of the families of ops (`models.families`), a file for each of the same name.
 
 A file says what is hooked in SGLang, how SGLang's modules are called on given inputs, and what SGLang derives from
-weights. The engine knows no list of families: it takes every file here, and what else calls `register_family`, as the
-module of an architecture in SGLang may.
+weights. There is no list of families: the engine takes every file here, and each family that other code gives to
+`register_family`, as the module that defines an architecture in SGLang may.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Hook:
     parameters: str
     """Names of the target's parameters, in order, without `self`."""
     provides: tuple[Callable[..., Any], ...] = ()
-    """Ops of `numerics.ops` that are computed there by their definition."""
+    """Ops of `numerics.ops` that the hook computes by their definition."""
 
     @property
     def path(self) -> str:
@@ -76,23 +76,23 @@ class EngineSide:
     """One form of op in the engine."""
 
     run: Callable[..., tuple[Tensor, ...]]
-    """Returns the outputs of one of its modules, given the engine, the module and its inputs."""
+    """Returns the op's outputs, given the engine, SGLang's module of the op, and the op's inputs."""
     each: Callable[..., Tensor] | None = None
     """[T, k, H], what each of a token's experts adds to the output; None where there are no experts."""
     constants: Callable[[Any], tuple[float, ...]] | None = None
-    """Values of the form's constants in a module."""
+    """Returns the values of the form's constants in a module."""
     hooked: bool = True
-    """Exact mode puts the form's definition there with a hook; else the model itself calls the definition."""
+    """True: in exact mode a hook puts the form's definition into SGLang. False: SGLang's model calls the definition."""
 
 
 class Copies(Protocol):
     """Tensors that SGLang makes of one weight, and multiplies by in its place."""
 
     def refresh(self) -> None:
-        """Make them anew."""
+        """Make the copies anew."""
 
     def agree(self, spec: TensorSpec) -> bool:
-        """Say whether they are, bit for bit, what the weight is or, quantized by `spec`, dequantizes to."""
+        """Return whether the copies equal the weight bit for bit (dequantized, if it is quantized by `spec`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,34 +100,34 @@ class EngineFamily:
     """One family of ops in the engine."""
 
     sides: Mapping[OpForm, EngineSide]
-    """Of each of its forms."""
+    """The engine's side of each form of the family."""
     hooks: Callable[[NumericsConfig, bool], tuple[Hook, ...]] = lambda numerics, cuda: ()
-    """Hooked with these numerics, on a GPU (True) or a CPU."""
+    """Returns the hooks for these numerics, on a GPU (True) or a CPU."""
     copies: Callable[[nn.Module], Mapping[Tensor, Copies]] = lambda model: {}
-    """Copies that SGLang's model has of its weights, by weight."""
+    """Returns the copies that SGLang's model has of its weights, by weight."""
     caches: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda runner: ()
-    """What a ModelRunner of SGLang keeps of tokens beside its pool of keys and values, by name."""
+    """Returns the caches that a ModelRunner of SGLang has besides its pool of keys and values, by name."""
     states: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda runner: ()
-    """What it adds to with each token of a sequence, FP32, by name."""
+    """Returns the states (FP32) to which a ModelRunner adds with each token of a sequence, by name."""
 
 
 _registered: list[EngineFamily] = []
 
 
 def register_family(family: EngineFamily) -> None:
-    """Make a family known in this process; those of this package are."""
+    """Make a family known in this process. The families of this package are known without a call."""
     if family not in _registered:
         _registered.append(family)
 
 
 def families() -> list[EngineFamily]:
-    """All that are known."""
+    """Return all known families."""
     ours = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return [*(import_module(f"{__name__}.{name}").FAMILY for name in ours), *_registered]
 
 
 def sides() -> dict[OpForm, EngineSide]:
-    """The engine's side of every form."""
+    """Return the engine's side of every form."""
     return {form: side for family in families() for form, side in family.sides.items()}
 
 
@@ -137,7 +137,7 @@ def check_forms(forward: Forward, provided: tuple[str, ...]) -> None:
     provided: names of the forms whose definition a hook puts in place of SGLang's own.
 
     Raises:
-        RuntimeError: it names the forms.
+        RuntimeError: an op fails the check. The message names the forms.
     """
     found, known = {site.op.form for site in forward.sites()}, sides()
     unknown = sorted(form.name for form in found - known.keys())

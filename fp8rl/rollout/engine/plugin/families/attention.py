@@ -90,8 +90,8 @@ def qwen3_heads(original: Any, self: Any, positions: Tensor, hidden_states: Tens
 def qwen3_moe_heads(
     original: Any, self: Any, qkv: Tensor, positions: Tensor, batch: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Qwen3MoeAttention.apply_qk_norm_rope`, which writes keys and values into the cache where SGLang's own kernel
-    could: SGLang asks the same function before it writes them itself."""
+    """`Qwen3MoeAttention.apply_qk_norm_rope`, which also writes keys and values into the cache if SGLang's
+    `enable_fused_set_kv_buffer` says so. SGLang asks the same function before it would write them itself."""
     from sglang.srt.models import utils
 
     if not self.compatible_with_fused_kv_buffer:  # positions of more than one axis
@@ -175,7 +175,7 @@ def _attend(
 def set_kv_buffer(
     original: Any, self: Any, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor, *args: Any, **kwargs: Any
 ) -> None:
-    """`MHATokenToKVPool.set_kv_buffer` of numbers that are in E4M3 already: SGLang's own cast gives NaN beyond 448."""
+    """`MHATokenToKVPool.set_kv_buffer` after a cast to E4M3 by the run's format: SGLang's cast gives NaN beyond 448."""
     kv = state().numerics.kv_format
     original(self, layer, loc_info, kv.keys(cache_k), kv.values(cache_v), *args, **kwargs)
 
@@ -206,7 +206,7 @@ def _rope(engine: Probed, module: Any, q: Tensor, k: Tensor) -> tuple[Tensor, ..
 
 
 def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Prefill of whole sequences; token t lies in slot t of a cache."""
+    """Prefill of whole sequences; token t has slot t of a cache."""
     runner, lengths = engine.runner, engine.lengths
     starts = lengths.cumsum(0) - lengths
     slots = starts[:, None] + torch.arange(int(lengths.max()), device=q.device)

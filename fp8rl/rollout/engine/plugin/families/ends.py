@@ -1,7 +1,7 @@
 """Ops that all models have in the engine: embedding, norms, products and the head.
 
-Exact mode replaces SGLang's norms and products by the shared ops. Native mode has SGLang's own FP8, on a GPU with the
-run's scales, and on a CPU, where it has none, our products.
+Exact mode replaces SGLang's norms and products by the shared ops. Native mode keeps SGLang's FP8 products on a GPU,
+with the run's scales. On a CPU, where SGLang has none, it replaces them by ours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GEMMA_NORM = "x residual post_residual_addition"
 _HEAD = "layers.logits_processor.LogitsProcessor._compute_lm_head"
 _LLAMA = "models.llama.LlamaForCausalLM."
 _SGLANGS = TensorSpec(scale="fp32")
-"""SGLang's activations: its scales are FP32 below Blackwell, whatever the checkpoint's scale_fmt says."""
+"""How SGLang quantizes activations: with FP32 scales before Blackwell, whatever the checkpoint's scale_fmt says."""
 
 
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
@@ -68,8 +68,8 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 
 def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-    """`LlamaForCausalLM.load_weights`, which looks for the scales of FP8 blocks under a name that no parameter has, and
-    drops them without a word."""
+    """`LlamaForCausalLM.load_weights`, with the scales of FP8 blocks: SGLang looks for them under a name that no
+    parameter has, and silently drops them."""
     from sglang.srt.model_loader.auto_loader import STANDARD_STACKED_MAPPING
 
     held = dict(self.named_parameters())
@@ -85,8 +85,8 @@ def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[
 
 
 def _norm_hook(weight_of: Callable[[Any], Tensor], quantize: bool) -> Callable[..., Any]:
-    """The forward of a norm by the shared ops. quantize: the residual stream's in one launch with its quantized rows,
-    since on a GPU a launch costs more than their bytes."""
+    """Return the forward of a norm by the shared ops. quantize: a norm of the residual stream also quantizes its rows
+    in the same launch, since on a GPU a second launch costs more than the bytes of the rows."""
 
     def norm(
         self: Any,
@@ -108,12 +108,12 @@ def _norm_hook(weight_of: Callable[[Any], Tensor], quantize: bool) -> Callable[.
 
 
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum."""
+    """Return the norm of x + residual, and the sum itself."""
     return (ops.rms_norm(x, weight, eps), x) if residual is None else ops.add_rms_norm(x, residual, weight, eps)
 
 
 def add_norm_and_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of the residual stream, and the sum that it is of. Products find its quantized rows in the state."""
+    """Like `add_norm`, and quantize the norm's rows. Products find the quantized rows in the plugin's state."""
     current = state()
     spec = current.numerics.rollout_spec
     if not spec.quantized:
@@ -146,11 +146,11 @@ def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> 
 def _product(
     layer: Any, x: Tensor, bias: Tensor | None, of_rank: Callable[[], Tensor], whole: Callable[..., Tensor]
 ) -> Tensor:
-    """Return a product with the adapter of its weight and its bias.
+    """Return a product, with its bias and the adapter of its weight.
 
-    of_rank: this rank's FP32 partial, where ranks share the K of the product. whole: the product in a number of splits
-    of K, with a term; the trainer cuts the K of its row-parallel products over its tensor-parallel ranks, and only
-    theirs.
+    of_rank: returns this rank's FP32 partial, where ranks share the K of the product. whole: returns the product, given
+    a number of splits of K and the adapter's term. Only row-parallel products have several splits: the trainer splits
+    their K over its tensor-parallel ranks.
     """
     from sglang.srt.layers.linear import RowParallelLinear
 
@@ -174,8 +174,8 @@ def lm_head(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Any 
 
 
 def _merged(own: Tensor, x: Tensor, low_rank: LowRank | None = None) -> Tensor:
-    """The sum of all ranks' FP32 partials [T, N] of x [T, K], in rank order, and the term of the product's adapter,
-    rounded once: on rank 0."""
+    """Return on rank 0 the sum of all ranks' FP32 partials [T, N] of x [T, K], in rank order, and of the adapter's
+    term, rounded once."""
     from sglang.srt.distributed import get_tp_group
 
     width = own.shape[-1]
@@ -229,7 +229,7 @@ def quantize_only_group(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
 
 
 def never(*args: Any, **kwargs: Any) -> bool:
-    """Return whether SGLang may take a fused kernel."""
+    """Answer no to a question of SGLang's, as whether it may use a fused kernel."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""Attention with an output gate in the engine: each head of a query comes with a gate for what it attends to."""
+"""Attention with an output gate in the engine: each head's query comes with a gate for the head's output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 
 def attention(self: Any, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """`self_attention` of a layer. A token's position is one number, also in a model that counts images by three."""
+    """`self_attention` of a layer. A token's position is one number, also in a model with three for images."""
     q, k, v, gate = split(self.qkv_proj(hidden_states)[0], self.num_heads, self.num_kv_heads, self.head_dim)
     q, k = (norm(x.flatten(0, 1)).view(len(x), -1) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
     q, k = self.rotary_emb(forward_batch.positions, q, k)
@@ -41,12 +41,12 @@ def attention(self: Any, positions: Tensor, hidden_states: Tensor, forward_batch
 def text_rotary_embedding(
     self: Any, positions: Tensor, query: Tensor, key: Tensor, fused_set_kv_buffer_arg: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """The rotation of a model that counts images by three, of text: positions [T]."""
+    """Rotate text, positions [T], in a model whose image positions have three numbers."""
     return rotary_embedding(self, positions, query, key, None, fused_set_kv_buffer_arg)
 
 
 def split(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The product's rows: each head's query and then its gate, keys, values."""
+    """Split the product's output, which has each head's query followed by its gate, then keys, then values."""
     both, keys = 2 * heads * head_dim, kv_heads * head_dim
     queries, k, v = qkv.split((both, keys, keys), -1)
     q, gate = queries.unflatten(-1, (heads, 2, head_dim)).unbind(2)

@@ -47,7 +47,7 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 
 def in_fp32(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`__init__` of both nets: `dt_bias` and the norm's weight, as `A_log` already, before weights are loaded."""
+    """`__init__` of both nets; then make `dt_bias` and the norm's weight FP32, as `A_log` is, before any load."""
     original(self, *args, **kwargs)
     for vector in (self.dt_bias, self.norm.weight):
         vector.data = vector.data.float()
@@ -62,15 +62,15 @@ class States:
     rule: Tensor
     """FP32 [slots, heads, K, V]"""
     slots: Tensor
-    """int64 [B]; 0, which SGLang keeps for it, where a CUDA graph's batch is padded."""
+    """int64 [B], each sequence's slot. Rows that pad a CUDA graph's batch have slot 0, which SGLang reserves."""
     lengths: Tensor
-    """int64 [B], each one's new tokens."""
+    """int64 [B], each sequence's number of new tokens."""
     begun: Tensor
-    """bool [B], True for those that had tokens before."""
+    """bool [B], True for a sequence that had tokens before."""
 
     @classmethod
     def of(cls, backend: Any, layer: int, batch: Any) -> States:
-        """Find the states of SGLang's ForwardBatch. backend: of its linear attention, which knows the batch's slots."""
+        """Find the states of SGLang's ForwardBatch. backend: SGLang's for linear attention, which has the slots."""
         held = backend.req_to_token_pool.mamba2_layer_cache(layer)
         slots = backend.forward_metadata.mamba_cache_indices.long().clamp(min=0)  # SGLang pads with -1
         if batch.forward_mode.is_decode_or_idle():
@@ -110,8 +110,8 @@ def rule_of(attn: Any, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tenso
 
 
 def caches(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Rows of all layers and slots, and the keys and values of the layers between, which SGLang then keeps in a pool
-    within its pool."""
+    """Yield the keys and values of the attention layers, which SGLang here keeps in a pool within its pool, and the
+    convolution rows of all layers and slots."""
     pool = runner.token_to_kv_pool
     if (inner := getattr(pool, "full_kv_pool", None)) is None:
         return
@@ -122,7 +122,7 @@ def caches(runner: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def states_of_layers(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """States of all layers and slots."""
+    """Yield the states of all layers and slots."""
     if getattr(runner.token_to_kv_pool, "full_kv_pool", None) is not None:
         yield "states of linear attention", runner.token_to_kv_pool.mamba_pool.mamba_cache.temporal
 
@@ -142,7 +142,7 @@ def _gates(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _net(engine: Probed, projection: Any) -> Any:
-    """The layer's module whose product this is: only it knows the order of the rows."""
+    """Return the module that has this projection: only that module knows the order of the rows."""
     nets = (module for module in engine.runner.model.modules() if hasattr(module, "in_proj_qkvz"))
     return next(net for net in nets if projection in (net.in_proj_qkvz, net.in_proj_ba))
 

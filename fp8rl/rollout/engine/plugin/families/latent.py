@@ -1,10 +1,10 @@
-"""Latent attention in the engine (`numerics.ops.latent`): SGLang's `DeepseekV2AttentionMLA` in exact mode, and what a
-CPU lacks for its own.
+"""Latent attention in the engine (`numerics.ops.latent`): it replaces SGLang's `DeepseekV2AttentionMLA` in exact mode,
+and adds what SGLang lacks for it on a CPU.
 
-SGLang multiplies by copies of kv_b_proj (w_kc, w_vc), which it makes at the end of a load that names a kv_b_proj. A
-delta writes the parameter and loads nothing, and a parameter and its scales may come in two loads; so a commit has them
-made anew, and a manifest says where one is not of the kv_b_proj that is held. Exact mode has no copies: it takes the
-operand of kv_b_proj, whose version is that of the weights.
+SGLang multiplies by copies of kv_b_proj (w_kc, w_vc), which it makes at the end of a load that names a kv_b_proj. That
+is not enough: a delta writes the parameter without a load, and a parameter and its scales may come in two loads. So a
+commit has the copies made anew, and a manifest marks copies that differ from the kv_b_proj that is held. Exact mode has
+no copies: it multiplies by the operand of kv_b_proj, which has the version of the weights.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 @dataclass(frozen=True)
 class Where:
-    """The slots of some sequences' rows, in the form of `ops.paged_latent_attention`."""
+    """The slots of some sequences' rows, as arguments of `ops.paged_latent_attention`."""
 
     table: Tensor
     requests: Tensor
@@ -125,8 +125,7 @@ def attend(
 ) -> Tensor:
     """q [T, heads * D] and kv_row [T, kv rank + rope] of the new tokens -> [T, heads * value], before the last product.
 
-    cached: puts the new rows, which are in the format of keys, into a cache, and gives the cache [slots, kv rank +
-    rope].
+    cached: puts the new rows, in the format of keys, into a cache, and returns the cache [slots, kv rank + rope].
     """
     current = state()
     sizes, rank = current.weights.definition.sizes, module.kv_lora_rank
@@ -155,7 +154,7 @@ def attend(
 
 
 def dequantized(x_q_block: Tensor, x_s: Tensor, block_size: list[int]) -> tuple[Tensor, None]:
-    """`block_quant_to_tensor_quant`: kv_b_proj for the copies, in BF16 as on a GPU, and no scale."""
+    """`block_quant_to_tensor_quant`: return kv_b_proj in BF16, as on a GPU, and no scale; copies are made of it."""
     spec = state().numerics.rollout_spec.weight
     return QuantizedTensor(x_q_block, x_s.to(spec.scale_dtype), spec).dequantize(torch.bfloat16), None
 
@@ -170,7 +169,7 @@ def own_attention(
     requests: Tensor,
     lengths: Tensor,
 ) -> Tensor:
-    """SGLang's latent attention on a CPU over whole sequences, whose rows lie in slots of their own, by its own parts.
+    """Compute SGLang's latent attention on a CPU, from SGLang's parts, over whole sequences with a slot for each token.
 
     q [T, heads * D] and kv_row [T, kv rank + rope] -> [T, heads * value], before the last product.
     """
@@ -201,7 +200,7 @@ def own_attention(
 
 
 def absorbed(self: Any, forward_batch: Any) -> Any:
-    """`dispatch_attn_forward_method` on a CPU, whose attention of expanded keys would read latents in their place."""
+    """`dispatch_attn_forward_method` on a CPU: never attention over expanded keys, which would read latents as keys."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     return AttnForwardMethod.MLA
@@ -219,7 +218,7 @@ def rope_on_cpu(
     partial_rotary_factor: float = 1.0,
     device: Any = None,
 ) -> Any:
-    """`get_rope_cpu`, which knows YaRN alone: SGLang's usual rotation where there is none."""
+    """`get_rope_cpu`, which can only do YaRN; for a model without YaRN, SGLang's usual rotation."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     usual = head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor
@@ -228,20 +227,20 @@ def rope_on_cpu(
 
 @dataclass(frozen=True)
 class CopiesOfKvB:
-    """w_kc [heads, N, R] and w_vc [heads, R, V] of one layer: kv_b_proj [heads * (N + V), R], a head's keys first."""
+    """Copies w_kc [heads, N, R] and w_vc [heads, R, V] of kv_b_proj [heads * (N + V), R], a head's keys first."""
 
     model: Any
-    """SGLang's model, which makes them."""
+    """SGLang's model, which makes the copies."""
     attention: Any
-    """The layer's module, which has them."""
+    """The layer's module, which has the copies."""
     name: str
-    """The name of its kv_b_proj."""
+    """The name of the layer's kv_b_proj."""
 
     def refresh(self) -> None:
         self.model.post_load_weights(weight_names=[self.name])
 
     def agree(self, spec: TensorSpec) -> bool:
-        """Return whether they are, bit for bit, what kv_b_proj is or, quantized by `spec`, dequantizes to."""
+        """Return whether the copies equal kv_b_proj bit for bit (dequantized, if it is quantized by `spec`)."""
         product = self.attention.kv_b_proj
         whole = product.weight.detach()
         if (scales := getattr(product, "weight_scale_inv", None)) is not None:
@@ -251,7 +250,7 @@ class CopiesOfKvB:
 
 
 def copies_in(model: nn.Module) -> Mapping[Tensor, Copies]:
-    """The copies of each kv_b_proj that has some. Exact mode has none."""
+    """Return the copies of each kv_b_proj that has copies. Exact mode has none."""
     return {
         module.kv_b_proj.weight: CopiesOfKvB(model, module, f"{name}.kv_b_proj.weight")
         for name, module in model.named_modules()
@@ -265,7 +264,7 @@ def _latent_down(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _latent_attention(engine: Probed, module: Any, q: Tensor, kv_row: Tensor) -> tuple[Tensor, ...]:
-    """The attention of whole sequences, whose rows lie in slots of their own; before the product behind it."""
+    """Attention over whole sequences, with a slot for each token and without the product after it."""
     lengths, starts = engine.lengths, engine.lengths.cumsum(0) - engine.lengths
     slots = (starts[:, None] + torch.arange(int(lengths.max()), device=q.device)).clamp(max=len(q) - 1)
     requests = torch.arange(len(lengths), device=q.device)
@@ -279,7 +278,7 @@ def _latent_attention(engine: Probed, module: Any, q: Tensor, kv_row: Tensor) ->
 
 
 def _rotation(attention: Any) -> tuple[float, ...]:
-    """1 as the factor of a model without YaRN."""
+    """Return the base and the scaling factor, which is 1 for a model without YaRN."""
     return attention.rotary_emb.base, getattr(attention.rotary_emb, "scaling_factor", 1.0)
 
 

@@ -67,14 +67,14 @@ def fused_topk(
     scoring_func: str = "softmax",
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """others: of SGLang's routers on a GPU; none of them is for a softmax router without shared experts."""
+    """others: options of SGLang's routers on a GPU. A softmax router without shared experts sets none of them."""
     if correction_bias is not None or scoring_func != "softmax" or any(others.values()):
         raise NotImplementedError("exact mode: found a router with more than a softmax; use another model")
     return ops.route(gating_output, topk, renormalize, ids=torch.int32)
 
 
 def router_logits(self: Any, hidden_states: Tensor, *others: Any, **unused: Any) -> Tensor:
-    """A router's weight is BF16 in the checkpoint, and held in FP32 by some models."""
+    """Multiply by the router's weight in BF16, as in the checkpoint: some of SGLang's models hold it in FP32."""
     return ops.linear_partial(hidden_states, self.weight.to(hidden_states.dtype))
 
 
@@ -90,7 +90,7 @@ def biased_grouped_topk(
     routed_scaling_factor: float | None = None,
     apply_routed_scaling_factor_on_output: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """The factor is in the probabilities, and nowhere else (`lifecycle.after_load_model`)."""
+    """Multiply the probabilities by the factor, which is applied nowhere else (`lifecycle.after_load_model`)."""
     if num_fused_shared_experts:
         raise NotImplementedError("exact mode: found shared experts among the routed ones, expected them by themselves")
     return ops.route_sigmoid(
@@ -146,7 +146,7 @@ def _experts_of_ranks(
     (token, choice) pairs [T * k], sorted by expert, with the number of pairs of each.
 
     A CUDA graph may not wait for the device, and only the device knows how many pairs belong to this rank. So all
-    pairs are sorted: the pairs of other ranks stand behind this rank's pairs, and no expert computes them.
+    pairs are sorted: the pairs of other ranks come after this rank's pairs, and no expert computes them.
     """
     from sglang.srt.distributed import get_tp_group
 
@@ -189,7 +189,7 @@ def _product(parameter: torch.nn.Parameter, x: Tensor, counts: Tensor) -> Tensor
 
 
 def _top_k(_: Probed, module: Any, logits: Tensor) -> tuple[Tensor, ...]:
-    """Experts in the engine's own order, in which it adds them up."""
+    """Return probabilities and experts. The experts are in the order in which the engine adds them up."""
     config = module.topk_config
     recording, config.allow_routed_experts_capture = config.allow_routed_experts_capture, False
     try:
@@ -201,7 +201,7 @@ def _top_k(_: Probed, module: Any, logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def _sigmoid_top_k(engine: Probed, module: Any, logits: Tensor) -> tuple[Tensor, ...]:
-    """Experts and their probabilities times the factor, by which SGLang's own models multiply the sum of experts."""
+    """Like `_top_k`, with the factor in the probabilities. SGLang's own models multiply the sum of experts by it."""
     probs, chosen = _top_k(engine, module, logits)
     config = module.topk_config
     behind = state().numerics.mode == "native" and not config.apply_routed_scaling_factor_on_output
@@ -213,7 +213,7 @@ def _experts(_: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor) -
 
 
 def _each_expert(_: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor, *shared: Tensor) -> Tensor:
-    """All others have a weight of zero."""
+    """Run the module once for each of a token's experts, with a weight of zero for all other experts."""
     weights, alone = probs.gather(1, chosen), torch.eye(chosen.shape[1], device=x.device)
     return torch.stack([_routed(module, x.clone(), weights * only, chosen) for only in alone], 1)
 

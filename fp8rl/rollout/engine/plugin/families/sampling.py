@@ -21,12 +21,12 @@ from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, Hook,
 
 
 def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
-    """`SamplingBatchInfo.from_schedule_batch`: the seeds of the batch's requests, which SGLang then carries along when
-    batches are filtered and merged.
+    """`SamplingBatchInfo.from_schedule_batch`: set the seeds of the batch's requests, which SGLang then carries along
+    when batches are filtered and merged.
 
-    By itself it fills them in under `--enable-deterministic-inference` alone, which no backend of a CPU allows, and
-    gives all requests without a seed the same one. Here such a request gets one of its own, which it keeps when it is
-    retracted.
+    SGLang itself sets seeds only under `--enable-deterministic-inference`, which no backend of a CPU allows, and gives
+    all requests without a seed the same seed. Here a request without a seed gets a random seed, which it keeps when it
+    is retracted.
     """
     seeds = []
     for parameters in (request.sampling_params for request in batch.reqs):
@@ -39,14 +39,13 @@ def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
 
 
 def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> Tensor:
-    """The tokens, int64 [B], of logits [B, V] in exact mode, which are narrowed; positions [B] are those of the last
-    tokens seen."""
+    """Draw tokens, int64 [B], from narrowed logits [B, V] in exact mode. positions: [B], of the last tokens seen."""
     return _drawn(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
 
 
 def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
-    """Logits [B, V] in exact mode without the tokens that top-k, top-p and min-p of their requests leave out: -inf
-    there. Where none leaves any out, the logits themselves."""
+    """Return logits [B, V] in exact mode, with -inf for tokens that top-k, top-p or min-p of their request leave out.
+    If no request leaves tokens out, these are the given logits themselves."""
     if not _narrows(sampling_info, logits.shape[-1]):
         return logits
     greedy = sampling_info.top_ks == 1  # whose log-probabilities are of the whole distribution
@@ -58,7 +57,7 @@ def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
 
 
 def supports(logits: Tensor, wanted: list[bool]) -> list[list[int] | None]:
-    """The tokens that each row of narrowed logits [B, V] is drawn from; None of rows that nobody asks about."""
+    """Return the tokens that each row of narrowed logits [B, V] is drawn from; None for a row that is not `wanted`."""
     row, token = (~logits.isneginf()).nonzero(as_tuple=True)
     found = token.cpu().split(row.bincount(minlength=len(logits)).tolist())
     return [tokens.tolist() if asked else None for tokens, asked in zip(found, wanted, strict=True)]
@@ -79,10 +78,11 @@ def draw_from_probabilities(
     positions: Tensor,
     simple_sampling_case: bool,
 ) -> Tensor:
-    """`Sampler._sample_from_probs` in native mode: tokens int32 [B] of probs [B, V], which have the temperature.
+    """`Sampler._sample_from_probs` in native mode: tokens int32 [B] of probs [B, V], at the request's temperature.
 
-    Where a request wants top-p, top-k or min-p, the draw is SGLang's own and not seeded: with seeds it stops the
-    scheduler, or draws from what these leave without normalising it. Answers that are known beforehand stay that.
+    Where a request wants top-p, top-k or min-p, the draw is SGLang's own and not seeded: with seeds, SGLang stops the
+    scheduler, or draws from the remaining tokens without normalising their probabilities. Answers that are known
+    beforehand (`canary_seed`) are drawn by their seeds all the same.
     """
     seeds, ones = sampling_info.sampling_seed, torch.ones(len(probs), device=probs.device)
     logits = probs.log().clamp(min=torch.finfo(probs.dtype).min)  # so that the noise may choose any token
@@ -97,7 +97,7 @@ def draw_from_probabilities(
 
 
 def _drawn(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """`ops.draw`, of answers that are known beforehand (`canary_seed`) at an infinite temperature."""
+    """Call `ops.draw`, with an infinite temperature for answers that are known beforehand (`canary_seed`)."""
     return ops.draw(logits, temperatures.masked_fill(seeds < GREEDY, torch.inf), seeds, positions)
 
 
@@ -205,14 +205,14 @@ def of_prompts(
 def _most_probable(logits: Tensor, temperatures: float | Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The log-probabilities and the ids of the `count` most probable tokens of each row of logits [B, V]: [B, count].
 
-    The op is asked once for each, so that a token has the same bits here as where it is drawn or given.
+    The op runs once for each of the `count`, so that a token has the same bits here as where it is drawn or given.
     """
     ids = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
     return torch.stack([ops.token_logprobs(logits, column, temperatures)[0] for column in ids.unbind(-1)], -1), ids
 
 
 def _logprobs(engine: Probed, _: Any, logits: Tensor) -> tuple[Tensor, ...]:
-    """Through the engine's sampler, as if each target had been asked for."""
+    """Compute the targets' log-probabilities by the engine's sampler, as if requests had asked for them."""
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -264,7 +264,7 @@ _PROMPTS = Hook(
 
 
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
-    """Log-probabilities by the shared op, which the draws go with; in native mode they are SGLang's own."""
+    """Hook the draws and, in exact mode, log-probabilities; in native mode log-probabilities are SGLang's own."""
     return (_SEEDS, _SAMPLES, _PROMPTS) if numerics.mode == "exact" else (_SEEDS, _DRAW)
 
 
