@@ -127,7 +127,7 @@ def commit(runner: Any, version: str) -> Held:
 
 def map_base(runner: Any, address: str) -> int:
     """From the next commit on, compute with the weights of a shared base (`models.shared_base`) at this address
-    (`numerics.core.shared_memory`), not with weights in the engine's own memory. Return the base's size in bytes."""
+    (`numerics.core.memory`), not with weights in the engine's own memory. Return the base's size in bytes."""
     current = state()
     flat = mapped(address)
     current.weights.map_base(SharedBase(flat, current.weights.definition, current.numerics.rollout_spec))

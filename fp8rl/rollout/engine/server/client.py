@@ -201,7 +201,7 @@ class EngineClient:
         return merged(await self._ask_plugin("commit", version=str(version)))
 
     async def map_base(self, address: str) -> int:
-        """Have the engine read weights at this address (`numerics.core.shared_memory`); return their size in bytes.
+        """Have the engine read weights at this address (`numerics.core.memory`); return their size in bytes.
 
         Call `commit` before the engine computes with them.
         """
