@@ -1,7 +1,7 @@
-"""Merges the layers of a spec: a file over the files that it inherits, an override over both.
+"""Merges the layers of a spec: a file over the files that it inherits, and overrides over both.
 
-In some sections the other keys depend on one, which names a member, such as an algorithm. Where a later layer names
-another member, its section replaces the section of the former member; so does a path alone, in place of a data source.
+In some sections one key, such as the algorithm's name, decides which other keys there are. Where a later layer gives
+that key another value, its section replaces the earlier section. So does a path that replaces a data source.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fp8rl.rl.experiment.sections import DataSource
 
 Say = Callable[[str], object]
 MEMBERS = {"algorithm": "name", "algorithm.rejection": "name", "environment": "function"}
-"""Sections, and the key of each that names its member."""
+"""The key that decides which other keys a section has, by section."""
 
 
 def merged(base: dict[str, Any], layer: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Lay `layer` over `base`, both as YAML gives them: mappings are merged, all else is replaced.
+    """Merge `layer` over `base`, both as YAML gives them: mappings are merged, all other values are replaced.
 
-    A value that stands for a section is the section with that one key. say: told which settings go with a former member
-    or source.
+    A single value in place of a section means the section with that value for its `shorthand` key. say: is told which
+    settings are dropped with a former algorithm, environment, rejection or data source.
     """
     return _merged(base, layer, "", Experiment, say)
 
@@ -56,7 +56,7 @@ def _say_gone(key: str, selector: str, settings: Any, say: Say) -> None:
 
 
 def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | None, bool]:
-    """The section that a key of a section holds, and whether it is a list of them."""
+    """Return the type of section that the key `name` holds, or None; and whether it holds a list of such sections."""
     fields = {} if section is None else section.model_fields
     field = next((each for own, each in fields.items() if (each.alias or own) == name), None)
     if field is None:
@@ -66,7 +66,7 @@ def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | 
 
 
 def types_of(key: str) -> set[Any]:
-    """Return the types of value that a dotted key takes; of a section with a `shorthand`, those of that too."""
+    """Return the types of value that a dotted key takes; for a section with a `shorthand`, also that key's types."""
     section: type[Section] | None = Experiment
     *above, name = key.split(".")
     for part in above:
@@ -88,7 +88,7 @@ def _types(annotation: Any) -> set[Any]:
 
 
 def _spelled_out(value: Any, kind: type[Section] | None, listed: bool) -> Any:
-    """A value that stands for a section, as the mapping that it stands for."""
+    """Return a single value in place of a section as the mapping {shorthand: value}; other values unchanged."""
     alone = (str,) if listed else (str, list)
     if kind is None or not kind.shorthand or not isinstance(value, alone):
         return value

@@ -1,7 +1,7 @@
-"""Keys that specs had once: a spec that has one is refused in a sentence; the spec of an old run is read without it.
+"""Removed keys: a new spec with one is refused, with a sentence; the spec of an old run is read without it.
 
-A row: the dotted key, without the indices of lists, and the sentence that says what to do. Below a removed section, no
-key needs a row.
+A row has the dotted key, without the indices of lists, and the sentence that says what to do. A row for a section
+covers all keys of the section.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REMOVED: dict[str, str] = {
 
 
 def refusal_of_removed(key: str, found: str) -> str | None:
-    """Return what is said of a removed key, with its value as text; None: specs never had such a key."""
+    """Return the message on a removed key. found: its value as text. None: specs never had such a key."""
     remedy = REMOVED.get(".".join(part for part in key.split(".") if not part.isdigit()))
     if remedy is None:
         return None
@@ -25,7 +25,7 @@ def refusal_of_removed(key: str, found: str) -> str | None:
 
 
 def without_removed(value: Any, key: str = "") -> Any:
-    """Return the values of an old run's spec without the keys that have gone; `key` is where the value stands."""
+    """Return the values of an old run's spec without removed keys. key: the dotted key of `value`."""
     if isinstance(value, list):
         return [without_removed(entry, key) for entry in value]
     if not isinstance(value, dict):
