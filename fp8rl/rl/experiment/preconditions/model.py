@@ -100,7 +100,7 @@ def _check_vocabulary(
         token = min((t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=repr)
         found = f"{path} with a tokenizer that {_knows(token, theirs)}"
         expected = f"that of model.path = {policy_path}, which {_knows(token, ours)}"
-    remedy = "Give teacher.path a model of the same family: token ids are what it is asked about."
+    remedy = "Give teacher.path a model of the same family: a teacher scores the policy's token ids."
     raise user_error(TEACHER, found=found, expected=expected, remedy=remedy)
 
 
@@ -133,7 +133,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         getattr(kind, method) is getattr(PolicyGradient, method) for method in methods
     ):
         error = UnwrittenMethodError(algorithm, methods[-1])
-        remedy = "Write it so; docs/api.md has all signatures."
+        remedy = "Write the method with this signature; docs/api.md has all signatures."
         raise user_error("algorithm.name", error.found, error.expected, remedy) from error
 
 

@@ -138,8 +138,8 @@ def place_engine(
         key,
         found=len(experiment.engine_ranks),
         expected=f"at most {len(others)}, for which {_listed(able)} have GPUs: {width} for each{own}",
-        remedy=f"Lower {key}, let them use other nodes (cluster.engine_nodes), or wait for GPUs that others "
-        "use. With sync.transport=tensor engines share the trainer's GPUs.",
+        remedy=f"Lower {key}, give engines other nodes (cluster.engine_nodes), or wait until other programs free "
+        "GPUs. With sync.transport=tensor engines share the trainer's GPUs.",
     )
 
 
@@ -198,7 +198,7 @@ def _misplaced(placed: Placement, experiment: Experiment) -> Iterator[UserError]
     if experiment.sync.transport == "tensor" and experiment.needs_engines and len(placed.nodes) > 1:
         engines = _listed([each.node for each in placed.engines])
         found = f"tensor, with the trainer on {_listed(placed.ranks)} and engines on {engines}"
-        remedy = "Set sync.transport=distributed (or disk, where the nodes share one), or put all of it on one node."
+        remedy = "Set sync.transport=distributed (or disk, if the nodes share one), or use one node for the whole run."
         yield user_error("sync.transport", found, "all on one node, whose memory they share", remedy)
 
 
