@@ -1,4 +1,4 @@
-"""The public interface: the `fp8rl` command, and what rewards, environments, algorithms and notebooks of users import.
+"""The public interface: the names that users' rewards, environments, algorithms and notebooks import.
 
 A name is imported when it is first asked for (PEP 562), so that `import fp8rl` itself costs nothing.
 """

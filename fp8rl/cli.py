@@ -23,11 +23,11 @@ except ModuleNotFoundError:
     certify = diagnosis.certify_elsewhere  # type: ignore[assignment]
 
 _EXIT_SECONDS = 60.0
-"""Time between the end of a command and that of its process."""
+"""Longest time between the end of a command and the end of its process."""
 
 
 class Commands(typer.core.TyperGroup):
-    """The group of all commands. Arguments may begin with `~`, which no shell expands in quotes and behind a `=`."""
+    """The group of all commands. It expands `~` in arguments, which no shell does in quotes or after a `=`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [_at_home(each) for each in args])
@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "After a run": (diagnosis.attribute, diagnosis.rescore, models.eval, models.serve),
     "Other tools": (certify, models.convert, runs.study),
 }
-"""The commands by the heading that `--help` lists them under."""
+"""The commands, by the heading under which `--help` lists them."""
 
 for heading, commands in COMMANDS.items():
     for command in commands:

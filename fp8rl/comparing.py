@@ -1,4 +1,4 @@
-"""Runs side by side: which there are, and how two of them differ in spec, metrics and curves."""
+"""Lists runs, and compares two runs: where their specs, metrics and curves differ."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fp8rl.rl.report.summary import ABS_DIFF_MAX, summarize
 from fp8rl.run import Run
 
 LAST = 5
-"""Steps that stand for the end of a run."""
+"""Number of last steps whose mean counts as a run's final value."""
 SECONDS = "perf/step_seconds"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A table of texts. numbers: the columns from this one on are numbers."""
+    """A table of texts. numbers: index of the first column of numbers; all columns after it are numbers too."""
 
     title: str
     columns: Sequence[str]
@@ -36,7 +36,7 @@ class Listing:
     numbers: int
 
     def rendered(self) -> Table:
-        """Return it for a terminal: a narrow one folds names and cuts none. Names are never read as markup."""
+        """Return the table for a terminal; a narrow one wraps names and cuts none. Names are not read as markup."""
         table = Table(title=self.title or None, box=SIMPLE_HEAD, pad_edge=False)
         for index, column in enumerate(self.columns):
             is_number = index >= self.numbers
@@ -53,7 +53,11 @@ class Listing:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """The runs of a folder by name. Raises UserError: there is none."""
+    """Find the runs of a folder, in the order of their names.
+
+    Raises:
+        UserError: the folder has no run.
+    """
     found = [Run(path.parent) for path in sorted(folder.glob("*/spec.yaml"))]
     if not found:
         raise user_error("--dir", str(folder), "a folder with runs", "Give another, or train first.")
@@ -61,8 +65,8 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def listed(runs: Sequence[Run]) -> Listing:
-    """A line for each run: how far it is, its last numbers, the median time of a step, and why it ended; or why it
-    cannot be read."""
+    """Return a table with a line for each run: its steps, last numbers, median time of a step, and why it ended; or why
+    it cannot be read."""
     rows = []
     for run in runs:
         try:
@@ -82,7 +86,7 @@ def _line(run: Run) -> list[str]:
 
 
 def specs_compared(one: Run, other: Run) -> Listing:
-    """The keys whose values differ."""
+    """Return a table of the spec's keys whose values differ."""
     before, after = dict(dotted(one.spec.to_dict())), dict(dotted(other.spec.to_dict()))
     rows = [
         [key, str(before.get(key, "")), str(after.get(key, ""))]
@@ -93,10 +97,10 @@ def specs_compared(one: Run, other: Run) -> Listing:
 
 
 def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
-    """The mean of each metric over the last steps that both runs have, the last of their evaluations, and the median
-    time of a step.
+    """Compare the metrics of two runs: means over the last steps that both have, last evaluations, and the median time
+    of a step.
 
-    every: also those that are equal; without it only what differs, and the metrics that are shown first.
+    every: list equal metrics too; otherwise only metrics that differ, and the metrics that are always shown first.
     """
     both = (one.metrics, other.metrics)
     steps = sorted({row["step"] for row in both[0]} & {row["step"] for row in both[1]})
@@ -117,7 +121,7 @@ def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
 
 
 def write_comparison(path: Path, runs: Sequence[Run], tables: Sequence[Listing]) -> None:
-    """Write a page of the tables and of the runs' curves over each other."""
+    """Write an HTML page with the tables, and with charts that overlay the runs' curves."""
     charts = overlaid(dict(zip(_labels(runs), (run.metrics for run in runs), strict=True)))
     name = " and ".join(_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs"
     shown = [*(Section(table.title or "Runs", table.on_a_page()) for table in tables), *charts]
@@ -125,7 +129,7 @@ def write_comparison(path: Path, runs: Sequence[Run], tables: Sequence[Listing])
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Their names; their paths where two names are one."""
+    """Return the runs' names; their paths, if two names are equal."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 

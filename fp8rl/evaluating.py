@@ -1,4 +1,4 @@
-"""A model's answers to held-out problems, judged: the evaluation of a run, without the run."""
+"""Evaluates a model on held-out problems as a run does, without a run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _NOTHING_TO_ASK = "--set: found none, and no evaluation in the spec, expected pr
 
 
 def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str]) -> Subject:
-    """The model of a run or of a directory, with the experiment whose evaluation it is put through.
+    """Read the model of a run or of a directory, and the experiment with the evaluation for it.
 
-    sets: each the path of a data file, or what `eval.sets` takes as YAML; they stand in place of the run's own, and all
-    their problems are asked. overrides: keys of the spec, as in training.
+    sets: paths of data files, or entries of `eval.sets` in YAML. They replace the run's own sets; all their problems
+    are asked. overrides: keys of the spec, as in training.
 
     Raises:
-        UserError: there is no such model, nothing to ask, or a key or value is wrong.
+        UserError: there is no such model, no evaluation set, or a key or value is wrong.
     """
     _check_keys(subject, overrides)
     served = read_served(subject, "exact", "fp8_block_pow2", architecture_of(overrides))
@@ -87,7 +87,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
 
 
 def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[str, float]:
-    """`eval/...` of each set, by one engine of this machine in the model's numerics. log: of the engine.
+    """Return `eval/...` of each set, from one engine on this machine in the model's numerics. log: the engine's log.
 
     Raises:
         UserError: a set or a reward cannot be used; nothing was started. EngineError, HandshakeError, RewardError,
@@ -143,7 +143,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
 
 
 def _check_keys(subject: Path, overrides: Sequence[str]) -> None:
-    """Refuse overrides of what the first argument has already said: the model, and adapters beside it."""
+    """Refuse overrides of the keys that the first argument decides: of the model and its adapters."""
     free = () if os.path.isfile(subject / "spec.yaml") else ("model.architecture",)
     for override in overrides:
         key = override.partition("=")[0]
@@ -157,13 +157,13 @@ def _check_keys(subject: Path, overrides: Sequence[str]) -> None:
 
 
 def _tokenizer(experiment: Experiment) -> PreTrainedTokenizerBase:
-    """Read the tokenizer, which renders the questions. Raises UserError: it lacks what that takes."""
+    """Read the tokenizer, which renders the questions. Raises UserError: it lacks something for that."""
     model = experiment.model.directory
     return read_tokenizer(model, read_model(model, "RUN|MODEL").sizes.vocab_size, "RUN|MODEL")
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """A set as `eval.sets` takes it; a path stands for one that is called as its file."""
+    """Parse an entry of `eval.sets` in YAML; a path becomes a set with the file's name."""
     if not text.lstrip().startswith("{"):
         return {"name": Path(text).stem, "path": text}
     try:

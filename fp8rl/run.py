@@ -1,4 +1,4 @@
-"""The folder of a run as an object, for notebooks: a view that reads, and never writes but the report."""
+"""The folder of a run as an object, for notebooks. It only reads the folder, and can write the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run in `runs/NAME`. It is read at each access, so that a run can be watched while it is training.
+    """A run in `runs/NAME`. Each access reads the folder again, so that a run can be watched while it is training.
 
     Damaged lines are left out with a warning, as in the report.
 
@@ -64,8 +64,11 @@ class Run:
         return _whole(self._files.metrics, metrics_found(self._files.metrics))
 
     def metric(self, name: str) -> dict[int, float]:
-        """The values of one metric by step; empty for one that the run has not measured. Raises UserError: no run has
-        such a metric, or no reward, outcome or evaluation set of this one is so named."""
+        """The values of one metric by step; empty if the run has not measured the metric.
+
+        Raises:
+            UserError: no run has such a metric, or this run has no reward, outcome or evaluation set of that name.
+        """
         rows = self.metrics
         values = {row["step"]: row[name] for row in rows if name in row}
         known = is_fixed(name) if rows else describe(name) is not None
@@ -106,7 +109,7 @@ class Run:
 
     @property
     def capsules(self) -> dict[int, Path]:
-        """The folders of capsules by step: the sequences for which a gate fired."""
+        """The folders of capsules by step, with the sequences for which a gate fired or whose loss was not finite."""
         return {step: self._files.capsule(step) for step in self._files.capsule_steps()}
 
     @property
@@ -121,7 +124,7 @@ class Run:
 
     @property
     def stopped(self) -> str:
-        """The reason why the last session ended before the last step; empty if it did not, or is still running."""
+        """Why the last session ended before the last step; empty if it reached the step, or is still running."""
         return self.sessions[-1].why if self.sessions else ""
 
     @property
@@ -145,7 +148,7 @@ class Run:
 
 
 def _whole(path: Path, found: tuple[list[Any], Sequence[BadLine]]) -> list[Any]:
-    """Return what a file's reader has found; its bad lines become one warning."""
+    """Return the entries that a file's reader has found, and warn once of the file's bad lines."""
     lines, bad = found
     if bad:
         numbers = ", ".join(str(line.number) for line in bad[:3]) + ", ..." * (len(bad) > 3)

@@ -1,4 +1,4 @@
-"""A trained model behind OpenAI's API, in the numerics that it was trained in."""
+"""Serves a trained model with OpenAI's API, in the numerics that it was trained in."""
 
 from __future__ import annotations
 
@@ -41,8 +41,12 @@ from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 
 def check_open(host: str, api_key: str | None) -> None:
-    """Refuse an address that is not this machine's, a key that no header can carry, and strangers without a key. Raises
-    UserError: it is one of these."""
+    """Check the address and the key of a server.
+
+    Raises:
+        UserError: the address is not this machine's, no HTTP header can carry the key, or other machines could connect
+            without a key.
+    """
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.split() == [api_key]):
         raise user_error("--api-key", "another text", "printable ASCII without spaces", "Choose another key.")
     try:
@@ -74,12 +78,12 @@ def serve(
     host: str = LOOPBACK,
     api_key: str | None = None,
 ) -> Iterator[SGLangServer]:
-    """An engine with this model and OpenAI's endpoints below `/v1`, for as long as the block lasts.
+    """Run an engine with this model and OpenAI's endpoints below `/v1` while the block lasts.
 
-    say: told which kernels are compiled before it. port: None takes a free one. api_key: None makes one up.
+    say: is told which kernels are compiled first. port: None takes a free one. api_key: None makes a new one.
 
     Raises:
-        UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
+        UserError, EngineError: see `SGLangServer.start`. HandshakeError: the engine computes in other numerics.
     """
     experiment, spec = served.experiment, served.numerics.rollout_spec
     config = experiment.rollout.model_copy(update={"port": port})
@@ -119,9 +123,9 @@ async def _check(endpoint: Endpoint, served: Subject) -> None:
 def convert_model(
     model: Path, out: Path, preset: str, adapter: Path | None, architecture: Path | None, note: Callable[[str], None]
 ) -> QuantSpec:
-    """Quantize a model's directory, with an adapter merged into it, for a server of the user's; returns the spec.
+    """Quantize a model's directory, with an adapter merged into it if given, for a user's server; return the spec.
 
-    architecture: a user's file that has the model's. note: is told what is odd about the weights.
+    architecture: a user's file with the model's architecture. note: is told remarks on unusual weights.
 
     Raises:
         UserError: the model, the preset or the adapter cannot be used, or `out` exists.
@@ -141,8 +145,12 @@ def convert_model(
 
 
 def pad_model(model: Path, out: Path, pad: bool, architecture: Path | None) -> dict[str, Any]:
-    """Write a model in whole quantization blocks, or without (pad=False); returns the changed keys of its config.json.
-    Raises UserError: the model cannot be padded, or was not, or `out` exists."""
+    """Write a model padded to whole quantization blocks, or without its padding (pad=False). Return the changed keys of
+    its config.json.
+
+    Raises:
+        UserError: the model cannot be padded, has no padding to remove, or `out` exists.
+    """
     model = model_given(model, architecture, "MODEL")
     check_stored(model, read_model(model, "MODEL"), "MODEL", say=lambda _: None)
     _check_new(out)
@@ -167,13 +175,13 @@ _BUCKET_BYTES = 64 << 20
 def give_adapter(
     endpoint: Endpoint, tensors: Mapping[str, Tensor], definition: Model, spec: QuantSpec, base: ShardDigests
 ) -> None:
-    """Have the engine hold these adapters of a model, and see that all that it holds is right.
+    """Send a model's adapters to the engine, and verify all tensors that the engine holds.
 
-    definition: of the model with its adapters. base: what the engine was started with as version 0, quantized by the
-        spec.
+    definition: of the model with its adapters. base: digests of the weights that the engine was started with as version
+        0, quantized by the spec.
 
     Raises:
-        SyncError: it holds something else; it does not generate.
+        SyncError: the engine holds other tensors, and does not generate.
     """
     config = definition.adapter
     assert config is not None, "a model without adapters"

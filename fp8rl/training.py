@@ -1,4 +1,4 @@
-"""One run of an experiment, for the `train` command and for a notebook."""
+"""Runs an experiment, for the `train` command and for notebooks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def train(
 ) -> Run:
     """Train an experiment, as `fp8rl train` does, and return the run.
 
-    It must be called in the main thread, which takes Ctrl-C. Where a gate has stopped the run, `Run.stopped` says so.
+    It must be called in the main thread, which takes Ctrl-C. If a gate has stopped the run, `Run.stopped` says so.
 
     Args:
-        spec: a YAML file; or what it would say as a mapping, whose paths are relative to the current directory; or an
+        spec: a YAML file; a mapping with the same keys, whose paths are relative to the current directory; or an
             `Experiment`.
         resume: go on from the run's last checkpoint.
         overwrite: rename an earlier run of this name first, to NAME.replaced-TIME.
@@ -44,7 +44,7 @@ def train(
         overrides: sections with the values that replace the spec's: `train("a.yaml", run={"steps": 2}, gates=[])`.
 
     Raises:
-        UserError: the spec, or what it names, is wrong; nothing was started. RunFailedError: see there.
+        UserError: the spec, or something that it names, is wrong; nothing was started. RunFailedError: the run failed.
     """
     from fp8rl.run import Run
 
@@ -73,7 +73,7 @@ def run_experiment(
     overwrite: bool = False,
     accept_changed_data: bool = False,
 ) -> tuple[Path, str]:
-    """Check the experiment, then run it to its end: the run's directory, and why it ended before its last step, if so.
+    """Check the experiment and run it. Return the run's directory, and why it ended before its last step, if it did.
 
     Raises:
         UserError, RunFailedError: see `train`.
@@ -148,7 +148,7 @@ def _as_overrides(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _paths_in(values: Any) -> Iterator[Path]:
-    """Each file that a resolved experiment names, which are absolute; of `file.py:function`, the file."""
+    """Yield each file that a resolved experiment names, as an absolute path; for `file.py:function`, the file."""
     if isinstance(values, Mapping | list):
         for value in values.values() if isinstance(values, Mapping) else values:
             yield from _paths_in(value)

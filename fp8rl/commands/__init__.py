@@ -1,7 +1,7 @@
-"""The parts that commands share: their arguments, their exit codes, and where they print.
+"""The parts that commands share: arguments, exit codes and printing.
 
-A module here is light to import, as a key press must not wait for torch; each command imports what it needs when it is
-called.
+Modules of this package import little, so that completion at a key press does not wait for torch. Each command imports
+what it needs when it is called.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 _PLACES = [Path(__file__).parents[up] / "examples" for up in (1, 2)]
 EXAMPLES = next((place for place in _PLACES if place.is_dir()), _PLACES[0])
-"""The examples: within the installed package, or beside it in a checkout."""
+"""The folder of examples: in the installed package, or next to it in a checkout."""
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn an error that the user can mend into one message and exit code 2; Ctrl-C is 130; anything else keeps its
-    traceback."""
+    """Turn errors that the user can correct (`UserError`, a full disk, a call of `sys.exit`) into a message and exit
+    code 2, and Ctrl-C into exit code 130. Other errors keep their traceback."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -50,7 +50,7 @@ def user_errors() -> Iterator[None]:
 
 
 def progress() -> Callable[[RenderableType], None]:
-    """Prints a line to the standard error, which leaves the standard output to the result."""
+    """Return a function that prints a line to the standard error; the standard output is for the result."""
     from fp8rl.rl.record.console import PlainConsole
 
     return PlainConsole(stderr=True).print
@@ -64,18 +64,18 @@ def show(*found: RenderableType, soft_wrap: bool = False) -> None:
 
 
 def end(ok: bool) -> None:
-    """Exit code 1 unless it is `ok`."""
+    """End the command with exit code 1 unless `ok`."""
     if not ok:
         raise typer.Exit(1)
 
 
 def refuse_given(context: typer.Context, names: Sequence[str], beside: str) -> None:
-    """Refuse options of the command line that would change nothing beside what else was given.
+    """Refuse options of the command line that would have no effect together with another argument.
 
-    names: of the command's parameters. beside: what else, in words.
+    names: the command's parameters for these options. beside: the other argument, in words.
 
     Raises:
-        UserError: naming those that were given.
+        UserError: such options were given; the message names them.
     """
     options = {each.name: each.opts[0] for each in context.command.params}
     given = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]

@@ -1,4 +1,4 @@
-"""Commands that make runs or show them: init, train, demo, submit, report, runs; and study, which measures claims."""
+"""Commands that make runs or show them: init, train, demo, submit, report, runs; and study, which tests claims."""
 
 from __future__ import annotations
 
@@ -205,8 +205,8 @@ def study(
 
 
 MODEL = EXAMPLES / "models/tiny_qwen3_moe"
+"""A model of half a million parameters that was trained on sums."""
 SCHEMA = Path(__file__).parents[1] / "spec.schema.json"
-"""A model of half a million parameters that has seen sums."""
 _FILES = {
     "spec.yaml": """\
 # yaml-language-server: $schema=spec.schema.json

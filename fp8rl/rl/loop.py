@@ -23,9 +23,9 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 
 def train(run: LiveRun) -> str:
-    """Run the experiment's algorithm to its last step and export the trained model to `<run>/model`.
+    """Train up to the run's last step, and export the trained model to `<run>/model`.
 
-    Returns why the run stopped before its last step, after a checkpoint; empty if it did not.
+    Returns the reason if the run stopped before its last step, after a checkpoint; otherwise an empty text.
     """
     experiment, stack, trainer = run.experiment, run.stack, run.stack.trainer
     feed = open_feed(experiment, stack.sampling)
@@ -100,9 +100,9 @@ def train(run: LiveRun) -> str:
 
 
 def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
-    """Sync, verified, and in a new run record the row of step 0: accuracy and agreement before training.
+    """Do a verified sync. In a new run, also record the row of step 0: accuracy and agreement before training.
 
-    A resumed run begins again the evaluation that went on beside its next step.
+    A resumed run begins the evaluation again that ran in the background of its next step.
     """
     first, stack = run.sync(), run.stack
     run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
@@ -119,7 +119,7 @@ def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
 
 
 def step_records(first: StepPass, batch: TokenBatch) -> tuple[list[RolloutRecord], list[ScoredRecord]]:
-    """Record the trajectories of a step, and the answers to later steps that were scored beside them.
+    """Return the records of a step's trajectories, and of the answers to later steps that were scored in it.
 
     first: the step's first pass, whose log-probabilities are recorded. batch: with the advantages of its last pass.
     """
@@ -128,9 +128,9 @@ def step_records(first: StepPass, batch: TokenBatch) -> tuple[list[RolloutRecord
 
 
 def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[RolloutRecord]:
-    """The trajectories of a step, in the order of the batch; none where nothing was sampled.
+    """Return the records of a step's trajectories, in the order of the batch; none if nothing was sampled.
 
-    train_logprobs: fp32 [B, S], of the pass over the whole batch.
+    train_logprobs: fp32 [B, S], the trainer's log-probabilities of the whole batch.
     """
     if not rollouts.answers or rollouts.outcomes is None:
         return []
@@ -168,7 +168,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
 
 
 def scored_records(ahead: ScoredBatch | None) -> list[ScoredRecord]:
-    """The answers to later steps that were scored beside a batch, in their order; none where there are none."""
+    """Return the records of the answers to later steps that were scored in a step, in order; none without any."""
     if ahead is None:
         return []
     batch, rollout = ahead.batch, ahead.batch.fields["rollout_logprobs"]

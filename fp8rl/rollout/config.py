@@ -15,34 +15,33 @@ GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Numbers of answers that CUDA graphs are captured for, unless the spec names them."""
 CPU_CACHE_TOKENS = 32768
 CPU_RUNNING = 64
-"""Answers that an engine on a CPU works on at a time, if its model keeps a state for each answer."""
+"""Answers that an engine on a CPU works on at a time, with a model that keeps a state for each sequence."""
 STATES_PER_ANSWER = 3
-"""States that SGLang (0.5.19) wants for each answer if it has a prefix cache: one of the answer, two of prefixes."""
+"""States that SGLang (0.5.19) needs for each answer with a prefix cache: the answer's, and two of prefixes."""
 
 
 class RolloutSection(Section):
     """Sampling parameters and the size of one SGLang engine."""
 
     engines: int = Field(default=1, ge=1, le=4096)
-    """SGLang server processes. A group goes to the least busy server; a server that dies or hangs is replaced."""
+    """SGLang server processes. A group goes to the least busy engine. An engine that dies or hangs is replaced."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks of one engine; each rank holds whole experts. On GPUs several ranks run only in native
     mode. On CPUs they run in exact mode too; trainer and engine then sum row-parallel products in `tp` parts."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Problems drawn for each training step."""
     staleness: int = Field(default=0, ge=0, le=64)
-    """Steps that sampling runs ahead of training. 0: a step samples, then trains. S: the groups of at most S + 1 steps
-    are admitted and not trained on yet; they are trained on in order."""
+    """Steps that sampling runs ahead of training. 0: a step samples, then trains. S: at most the groups of S + 1 steps
+    are admitted and not trained on yet. Groups are trained on in order."""
     in_flight: bool | None = None
-    """True: weights may change while an answer is sampled; its tokens then have several versions. False: all admitted
-    groups are answered before the update, so that the spec fixes which weights sample which token. Only a staleness of
-    1 leaves a choice; null is then false. With a lower staleness it is always false, with a higher one always true."""
+    """Weights may change while an answer is sampled, whose tokens then come from several versions. False: all admitted
+    groups are answered before the update, so that the spec fixes which weights sample which token. Null: false with a
+    staleness of at most 1, true above, where it cannot be false."""
     oversample: float = Field(default=1.0, ge=1.0, le=8.0)
-    """Number of groups that are admitted for each group that a step trains on. Above 1, a step takes the oldest
-    complete groups and waits for no straggler. Incomplete groups continue under the new weights, which needs
-    `in_flight`."""
+    """Groups that are admitted for each group that a step trains on. Above 1, a step takes the oldest complete groups
+    and waits for no straggler. The other groups continue under the new weights, which needs updates in flight."""
     filter_patience: int = Field(default=10, ge=1)
-    """A step gives up once the algorithm has dropped this many times `prompts_per_step` groups."""
+    """A step gives up once the algorithm's filter has dropped filter_patience · `prompts_per_step` groups."""
     group_size: int = Field(default=8, ge=1)
     """Answers sampled for each problem."""
     max_new_tokens: int = Field(default=20, ge=1)
@@ -53,7 +52,7 @@ class RolloutSection(Section):
     """Draw from the most probable tokens whose probabilities add up to this; 1 is off. Log-probabilities, entropy and
     gradients belong to the truncated distribution ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
     top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
-    """Draw from this number of the most probable tokens, and from any token as probable as the last one; -1 is off."""
+    """Draw from this number of most probable tokens, and from tokens as probable as the last of them; -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Draw from tokens with at least this share of the largest probability; 0 is off."""
     context_length: int = Field(default=1024, ge=1)
@@ -66,31 +65,31 @@ class RolloutSection(Section):
     for prefills and CUDA graphs. Null: SGLang's default, which follows from `chunked_prefill_size` and
     `graph_batches`."""
     max_running_requests: int | None = Field(default=None, ge=1)
-    """Answers that one engine works on at a time; on a GPU at most the largest of `graph_batches`, since a larger batch
-    would run kernel by kernel. Null, on a GPU: the largest of `graph_batches`. Null, on a CPU: SGLang's default, which
-    follows from the cache, or 64 for a model with linear attention. An answer of such a model takes a state, and
-    its prefixes take two more."""
+    """Answers that one engine works on at a time. On a GPU at most the largest of `graph_batches`, since a larger batch
+    would run kernel by kernel. Null, on a GPU: the largest of `graph_batches`. Null, on a CPU: SGLang's own number,
+    which follows from the cache; 64 with a model with linear attention. Each answer of such a model takes a state, and
+    prefixes take two more."""
     # Strictness would refuse the list that YAML gives.
     graph_batches: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1, strict=False)
-    """Batch sizes (numbers of answers) for which a decode step is captured as a CUDA graph, on a GPU. The graphs take
-    2 MiB for each answer of the largest batch. Null: eleven sizes up to 256, or up to `max_running_requests`. SGLang's
-    own 36 sizes take three times as long to capture."""
+    """Batch sizes, in answers, for which a decode step is captured as a CUDA graph, on a GPU. The graphs take 2 MiB for
+    each answer of the largest batch. Null: eleven sizes up to 256, or up to `max_running_requests`. SGLang's own 36
+    sizes take three times as long to capture."""
     sleep: bool = False
-    """Take turns on the GPUs that engines share with the trainer. While the trainer works, engines release weights, KV
-    cache and CUDA graphs. While engines sample, the trainer's masters, moments and reference are offloaded to the
-    host, and the trainer has no gradients. Engines wake by a full, verified sync. Synchronous runs only;
+    """Trainer and engines take turns on the GPUs that they share. While the trainer works, engines release weights, KV
+    cache and CUDA graphs. While engines sample, the trainer has no gradients, and its masters, moments and reference
+    are offloaded to the host. A full, verified sync wakes the engines. Synchronous runs only;
     [plan.md](plan.md#turns)."""
     chunked_prefill_size: int | None = Field(default=None, ge=1)
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True
     """Reuse the KV cache of common prefixes within one weight version."""
     start_timeout_s: float = Field(default=600.0, ge=10.0)
-    """Seconds that a server may take to load the model and become healthy; a server that exits is noticed at once.
-    Imports alone take about 10 s."""
+    """Seconds that a server may take to load the model and become healthy. Its imports alone take about ten. A server
+    that ends is noticed at once."""
     hung_after_s: float = Field(default=120.0, ge=1.0)
-    """Seconds without a response, not even to a health check, after which an engine is replaced although its process is
-    alive. An engine sends no response while it loads weights. It has ten times as long if its schedulers use a
-    processor, as in a long forward pass."""
+    """Seconds without a response, even to a health check, after which an engine counts as hung and is replaced although
+    its process is alive. An engine sends none while it loads weights. While its schedulers use a processor, as in a
+    long forward pass, it has ten times as long."""
     restarts_per_hour: int = Field(default=8, ge=0)
     """Engines that may be lost and replaced within an hour; one more ends the run."""
     port: int | None = Field(default=None, ge=1024, le=65535)
@@ -123,7 +122,7 @@ class RolloutSection(Section):
 
     @property
     def graphs(self) -> tuple[int, ...]:
-        """`graph_batches`; if it is null, the sizes of `GRAPH_BATCHES` up to `max_running_requests`."""
+        """`graph_batches`, or by default `GRAPH_BATCHES` up to `max_running_requests`."""
         if self.graph_batches is not None:
             return self.graph_batches
         most = min(self.max_running_requests or max(GRAPH_BATCHES), max(GRAPH_BATCHES))
@@ -131,12 +130,12 @@ class RolloutSection(Section):
 
     @property
     def limit(self) -> str:
-        """The key that bounds an answer, as messages name it."""
+        """The key that limits an answer's length, with its value, for messages."""
         return f"rollout.max_new_tokens={self.max_new_tokens}"
 
     @property
     def longest_pass_s(self) -> float:
-        """Seconds that an engine may compute without an answer."""
+        """Seconds that an engine may compute without a response before it counts as hung."""
         return 10 * self.hung_after_s
 
     @property
@@ -151,7 +150,7 @@ class RolloutSection(Section):
         )
 
     def states(self, cuda: bool) -> int:
-        """Return the number of sequences whose states an engine holds if its model has states (linear attention)."""
+        """Return how many sequence states an engine holds, with a model that has states in addition to a KV cache."""
         return (self.running(cuda) or CPU_RUNNING) * (STATES_PER_ANSWER if self.prefix_cache else 1)
 
     @property
@@ -165,7 +164,7 @@ class RolloutSection(Section):
         return Truncation(self.top_p, self.top_k, self.min_p)
 
     def sampling(self, temperature: float, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """Return the sampling parameters at a given temperature. 0 is greedy and ignores top-p, top-k and min-p."""
+        """Return the sampling parameters at `temperature`. 0 is greedy, without top-p, top-k and min-p."""
         greedy = SamplingParams(self.max_new_tokens, temperature, stop_token_ids)
         if temperature == 0:
             return greedy

@@ -19,7 +19,7 @@ GradientWire = Literal["fp32", "bf16", "e4m3", "e5m2"]
 WeightGather = Literal["bf16", "e4m3"]
 Recompute = Literal["none", "attention", "experts", "layer"]
 CHUNKS = 2
-"""Number of chunks of a row that each context-parallel rank holds."""
+"""Chunks of a row that each context-parallel rank has."""
 
 
 class RateSection(Section):
@@ -44,13 +44,13 @@ class RateSection(Section):
 
 
 class OptimizerSection(Section):
-    """Where the FP32 masters and Adam's moments are kept, and the moments' type. Both keys matter only on a GPU."""
+    """Where the FP32 masters and Adam's moments are, and in which format. Both keys have an effect only on a GPU."""
 
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Type of Adam's two moments on the GPU. `bf16` halves their memory; it needs TransformerEngine's Adam."""
+    """Type of Adam's two moments on the GPU. `bf16`, with TransformerEngine's Adam, halves their memory."""
     offload: bool = False
-    """Keep masters and moments in the host's memory and run Adam there. This saves 12 bytes per parameter on the GPU.
-    The update is slower. Not with weights that TransformerEngine holds in FP8. Changes nothing on a CPU."""
+    """Keep masters and moments in the host's memory, and run Adam there: 12 bytes a parameter less on the GPU, and a
+    slower update. Not with weights that TransformerEngine holds in FP8. Changes nothing on a CPU."""
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
@@ -77,11 +77,11 @@ class TrainerSection(RateSection):
     """Context-parallel ranks. They split the tokens of each row, so that longer rows fit. No log-probability changes.
     Gradients of weights are summed over tokens in another order. Exact mode only, without `packing`."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay, as in AdamW."""
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Adam's decay rate of the mean gradient: the part of the former mean that a step keeps."""
+    """Adam's beta1, the decay of the running mean of gradients."""
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Adam's decay rate of the mean squared gradient: the part of the former mean that a step keeps."""
+    """Adam's beta2, the decay of the running mean of squared gradients."""
     adam_eps: float = Field(default=1e-8, gt=0.0, le=1.0)
     """Adam's epsilon, added to the root of the mean squared gradient."""
     clip_grad: float = Field(default=1.0, gt=0.0, le=1e9)
@@ -92,34 +92,34 @@ class TrainerSection(RateSection):
     """Place the rows of a micro-batch end to end instead of padding each to the longest. No log-probability changes.
     Gradients of weights are summed over tokens in another order. Native mode needs TransformerEngine for packing."""
     prefix_sharing: bool = False
-    """Compute a prefix that several rows of a micro-batch share only once: the prompt of a group's answers, the turns
-    before a conversation's branches. Rows are packed, whatever `packing` says. No log-probability changes. Gradients of
-    a shared token are summed over its rows before they are rounded. Exact mode only, without `cp`."""
+    """Compute only once what rows of a micro-batch have in common: the prompt of a group's answers, or the turns before
+    a conversation's branches. Rows are packed, whatever `packing` says. No log-probability changes. Gradients of a
+    shared token are added over its rows before they are rounded. Exact mode only, without `cp`."""
     optimizer: OptimizerSection = OptimizerSection()
     """The memory of the optimizer on a GPU."""
     recompute: Recompute = "none"
-    """Activations that the forward pass drops and the backward pass recomputes, with the same bits. `attention`:
-    activations between queries, keys and values and the attention's output. `experts`: activations inside the routed
-    experts and their router, and inside the MLP of a layer without experts. `layer`: all activations inside a layer."""
+    """Activations that the forward does not keep and the backward recomputes, with the same bits. `attention`: from
+    queries, keys and values to the attention's output. `experts`: inside the routed experts and their router, and
+    inside the MLP of a layer without experts. `layer`: everything inside a layer."""
     head_chunk_tokens: int = Field(default=4096, ge=1)
-    """Largest number of tokens whose logits exist at a time. A larger micro-batch goes through the head in chunks of
-    equal size, and their logits are computed again in the backward pass. No log-probability changes. The gradient of
-    the head's weight is summed over chunks in FP32."""
+    """Most tokens whose logits exist at a time. A larger micro-batch goes through the head in chunks of equal size,
+    whose logits are computed again in the backward. No log-probability changes. The gradient of the head's weight is
+    added up over chunks in FP32."""
 
     router_bias_rate: float = Field(default=0.0, ge=0.0, le=1.0)
-    """The step size of a sigmoid router's biases. An optimizer step adds it to the bias of an expert that the batch's
-    tokens chose less often than the mean of its layer, and subtracts it if they chose the expert more often.
-    DeepSeek-V3 was trained with 0.001. At 0 the biases do not change, which is usual in reinforcement learning. Each
-    sync sends the biases to the engines."""
+    """Step size of the expert biases of a sigmoid router. Each optimizer step adds it to the bias of an expert that the
+    batch's tokens chose less often than the layer's mean, and subtracts it for an expert chosen more often. DeepSeek-V3
+    was trained with 0.001. At 0 biases stay as the model has them, which is usual in reinforcement learning. Engines
+    choose by the biases of each sync."""
 
     gradient_wire: GradientWire = "fp32"
-    """The format in which data-parallel ranks send gradients. FP8 has an FP32 scale per 128 numbers and takes 0.26 of
-    the bytes of `fp32`. In every format gradients are accumulated over micro-batches and ranks in FP32."""
+    """The format in which data-parallel ranks send gradients. `e4m3` and `e5m2` have an FP32 scale per 128 numbers,
+    and take 0.26 of the bytes of `fp32`. In any format, gradients are added in FP32, over micro-batches and ranks."""
     weight_gather: WeightGather = "bf16"
-    """The format in which ranks send updated weights. `e4m3`: weights of FP8 products are sent as FP8 codes. The
-    products would quantize them to the same codes, so no log-probability changes. The model that is written at the end
-    holds the rounded values. Other tensors, such as norms, router and embeddings, are sent in BF16. Where
-    TransformerEngine holds weights in FP8 (native mode on a GPU), they are sent in FP8 in either case."""
+    """The format in which ranks send updated weights. `e4m3`: weights of FP8 products are sent as the codes that the
+    products quantize them to anyway, so that no log-probability changes. The model that is written at the end holds the
+    rounded values. Everything else, such as norms, router and embeddings, is sent in BF16. Where TransformerEngine
+    holds weights in FP8 (native mode on a GPU), it sends FP8 in either case."""
 
     hung_after_s: float = Field(default=120.0, ge=1.0)
     """Seconds without a heartbeat after which a rank whose process is alive counts as lost."""
@@ -136,7 +136,7 @@ class TrainerSection(RateSection):
 
     @property
     def packs(self) -> bool:
-        """True if rows are packed end to end in a micro-batch, with or without shared prefixes."""
+        """True if the rows of a micro-batch are packed end to end, whether or not they share prefixes."""
         return self.packing or self.prefix_sharing
 
     @property
@@ -147,8 +147,7 @@ class TrainerSection(RateSection):
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """The settings that every rank of a trainer starts with, apart from its placement. All models of a trainer have the
-    same layout and numerics."""
+    """What every rank of a trainer starts with, apart from where it runs. All models have one layout and numerics."""
 
     model_path: Path
     """The Hugging Face directory of the model."""
@@ -162,20 +161,20 @@ class TrainerSpec:
     """Whether the trainer also needs the model as the directory has it. A policy with adapters has it in its frozen
     weights; for any other policy a copy is kept."""
     critic: TrainerSection | None = None
-    """The critic's optimizer settings; None: no critic."""
+    """The settings of the critic and its optimizer; None without a critic."""
     critic_steps: int | None = None
-    """Number of optimizer steps of the critic; None: as many as the policy's."""
+    """Optimizer steps of the critic; None: as many as the policy's."""
     adapter: AdapterSection | None = None
     """The adapters that are trained in place of the weights; None: the weights are trained."""
     shared_base: bool = False
-    """Whether the policy adopts a base with its frozen weights before it computes: `weight_sync.frozen`."""
+    """The policy adopts its frozen weights from a shared base before it computes (`weight_sync.frozen`)."""
     architecture: str | None = None
-    """A user's file that defines the model's architecture; None: the architecture is built in."""
+    """A user's file with the model's architecture; None: the architecture is one of ours."""
 
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """Where an actor runs. By default: on this machine, without a GPU, where all processes use loopback."""
+    """Where an actor runs. By default on this machine, without a GPU, among processes that all use loopback."""
 
     host: str = LOOPBACK
     """Address at which the run's other processes reach this one."""
@@ -190,5 +189,6 @@ class ActorPlacement:
 
 
 def travels_in_fp8(spec: TensorSpec) -> bool:
-    """Return True if quantizing a quantized weight again changes no value, so that `weight_gather` may send codes."""
+    """Return True if weights of this spec may be sent quantized (`weight_gather`): another quantization does not change
+    the rounded values."""
     return spec.format == "e4m3" and spec.granularity == "block" and spec.scale == "pow2" and spec.rounding == "nearest"

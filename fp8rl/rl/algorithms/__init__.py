@@ -1,7 +1,7 @@
 """Algorithms: advantages, corrections and losses. An algorithm is a class with its settings; a new one is a new file.
 
-One of ours joins by being here: a module with a subclass of `AlgorithmConfig` that has a `name`. A user's is named in
-the spec.
+A module of this package that has a subclass of `AlgorithmConfig` with a `name` adds an algorithm. A spec may also name
+a user's class.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALGORITHMS = _algorithms()
 
 
 def algorithm_class(name: object) -> type[AlgorithmConfig]:
-    """The class of an algorithm, ours or a user's. Raises UserError: there is none of this name."""
+    """The class of an algorithm, ours or a user's. Raises UserError: no algorithm has this name."""
     if isinstance(name, str) and ":" in name:
         return users_algorithm(name)
     if isinstance(name, str) and name in ALGORITHMS:
@@ -46,14 +46,14 @@ def algorithm_class(name: object) -> type[AlgorithmConfig]:
 
 
 class UnreadAlgorithm(AlgorithmConfig):
-    """A user's algorithm as the spec of a run has it: its code is not imported to look at what the run left."""
+    """The settings of a user's algorithm in the spec of a run. To read a run's folder, its code is not imported."""
 
     model_config = ConfigDict(extra="allow")
     name: str
 
 
 READING = {"imports": False}
-"""Context of a validation that imports no code which the values name."""
+"""The context for a validation that imports none of the code that a spec names."""
 
 
 def _of_its_class(values: Any, info: ValidationInfo) -> AlgorithmConfig:
@@ -69,4 +69,4 @@ if TYPE_CHECKING:
     Algorithm = AlgorithmConfig
 else:
     Algorithm = Annotated[SerializeAsAny[AlgorithmConfig], PlainValidator(_of_its_class)]
-    """Any of them: the type of an experiment's `algorithm` section."""
+    """The type of an experiment's `algorithm` section: any algorithm."""

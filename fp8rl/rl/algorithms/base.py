@@ -24,16 +24,16 @@ from fp8rl.trainer.step.objective import Objective
 
 @dataclass(frozen=True)
 class Needs:
-    """Scores that a batch gets before its first update, in addition to the engines' records. A reference, a critic or
-    a teacher is loaded only where one is needed.
+    """The scores that an algorithm needs of a batch before its first update, in addition to the engines' records. A
+    reference, a critic or a teacher is loaded only where its scores are needed.
     """
 
     old_logprobs: bool = False
-    """The policy's log-probabilities at the weights before that update, `fields["old_logprobs"]`."""
+    """The policy's log-probabilities at the weights before the first update, `fields["old_logprobs"]`."""
     reference: bool = False
     """The log-probabilities of the model that the run started from, `fields["reference_logprobs"]`."""
     critic: bool = False
-    """What a critic expects at each token, `fields["values"]`."""
+    """The value that a critic predicts at each token, `fields["values"]`."""
     teacher: bool = False
     """The log-probabilities of a teacher, `fields["teacher_logprobs"]`."""
 
@@ -55,20 +55,20 @@ class Outcomes:
 class AlgorithmConfig(Section):
     """The `algorithm:` section of an experiment: its settings, and how they turn a batch into a loss.
 
-    A subclass of ours is in a file of `fp8rl/rl/algorithms`, with `name: Literal["..."]`, by which an experiment asks
-    for it; a user's is asked for by `path/to/file.py:Class`. It overrides `objective`, and `advantages` if it samples.
+    A subclass of ours is in a file of `fp8rl/rl/algorithms`, with `name: Literal["..."]`. A spec names a user's class
+    by `path/to/file.py:Class`. A subclass overrides `objective`, and `advantages` if it samples.
     """
 
     name: SpecFunction
-    """One of ours, `package.module:Class`, or `path/to/file.py:Class`."""
+    """The name of an algorithm of ours, or a class of yours: `package.module:Class` or `path/to/file.py:Class`."""
     samples: ClassVar[bool] = True
-    """True if it learns from sampled answers, false if from the answers of the data."""
+    """True if the algorithm learns from sampled answers, false if it learns from the answers of the data."""
 
     formula: ClassVar[str] = ""
-    """What is minimised, in one line, with r = e^(logprob - old) and R the reward, whatever the settings."""
+    """The loss in one line, whatever the settings; r = e^(logprob - old), and R is the reward."""
 
     compares_in_group: ClassVar[bool] = False
-    """True if an answer is compared with the others of its prompt; in a group of one, with 0."""
+    """True if an answer's reward is compared with the other answers' of its prompt; in a group of one, with 0."""
 
     @property
     def loss_summary(self) -> str:
@@ -76,7 +76,7 @@ class AlgorithmConfig(Section):
         return self.formula or f"as {self.name} says"
 
     def resolved(self, rollout: RolloutSection) -> Self:
-        """Return the algorithm with the settings resolved that depend on sampling."""
+        """Return the algorithm with the defaults filled in that depend on the rollout section."""
         return self
 
     @property
@@ -85,7 +85,7 @@ class AlgorithmConfig(Section):
         return 1
 
     def mini_batches(self, groups: Tensor) -> list[list[int]]:
-        """The rows of each update, in their order. groups: as in `Outcomes`."""
+        """The rows of each update, in the updates' order. groups: as in `Outcomes`."""
         return [list(range(len(groups)))]
 
     @property
@@ -94,7 +94,7 @@ class AlgorithmConfig(Section):
         return Needs()
 
     def critic_config(self, trainer: TrainerSection) -> TrainerSection | None:
-        """The critic's trainer section; None: there is no critic."""
+        """The trainer section of the critic; None without a critic."""
         return None
 
     def learns(self, step: int) -> bool:
@@ -106,7 +106,7 @@ class AlgorithmConfig(Section):
         return self.updates * sum(self.learns(step) for step in range(1, steps + 1))
 
     def problems_per_step(self, rollout: RolloutSection) -> int:
-        """The number of the data's problems in a step."""
+        """How many problems of the data a step takes."""
         return rollout.prompts_per_step
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
@@ -118,7 +118,7 @@ class AlgorithmConfig(Section):
         return {"advantages": self.advantages(outcomes, batch)}
 
     def keeps_group(self, rewards: Tensor) -> bool:
-        """Return whether to train on a group with these rewards, float [G]; otherwise another group is sampled."""
+        """Return whether to train on a group with these rewards, float [G]. If not, another group is sampled."""
         return True
 
     def objective(self, batch: TokenBatch) -> Objective:
@@ -126,7 +126,7 @@ class AlgorithmConfig(Section):
         raise UnwrittenMethodError(self, "objective")
 
     def critic_objective(self, batch: TokenBatch) -> Objective:
-        """The critic's loss, likewise."""
+        """The critic's loss of a step on `batch`, with the denominators of the whole batch."""
         raise UnwrittenMethodError(self, "critic_objective")
 
     def notes(self) -> list[str]:
@@ -135,7 +135,7 @@ class AlgorithmConfig(Section):
 
     @property
     def correction(self) -> Correction:
-        """Weights and rejections for tokens on which trainer and engine disagree; by default none."""
+        """Importance weights and rejections for tokens on which trainer and engine disagree; by default none."""
         return Correction()
 
 
@@ -152,7 +152,7 @@ class UnwrittenMethodError(NotImplementedError):
 
 
 def used_tokens(batch: TokenBatch) -> Tensor:
-    """bool [B, S]: targets of the loss whose rollout logprob, where the batch has one, is finite."""
+    """bool [B, S]: the targets of the loss, less those whose rollout logprob is not finite."""
     rollout = batch.fields.get("rollout_logprobs")
     return batch.loss_mask if rollout is None else batch.loss_mask & torch.isfinite(rollout)
 
@@ -163,12 +163,12 @@ KEY = "algorithm.name"
 
 
 def users_algorithm(name: str) -> type[AlgorithmConfig]:
-    """The class that `path/to/file.py:Class` or `package.module:Class` stands for.
+    """Import the class that `path/to/file.py:Class` or `package.module:Class` names.
 
-    Its module travels to the trainer's ranks with each objective, so that they need no file of the user's.
+    The class's module is pickled with each objective for the trainer's ranks, so that they need no file of the user's.
 
     Raises:
-        UserError: there is no such class, its module cannot be imported, or it is no algorithm.
+        UserError: there is no such class, its module cannot be imported, or the class is no algorithm.
     """
     from ray import cloudpickle  # takes a second, which only such an algorithm costs
 

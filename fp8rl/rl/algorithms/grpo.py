@@ -1,4 +1,4 @@
-"""GRPO and its relatives: an answer is measured by the others of its prompt."""
+"""GRPO and its relatives: an answer's reward is compared with the rewards of the other answers to its prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 
 class GroupRelative(PolicyGradient):
-    """An answer is measured by the others of its prompt."""
+    """The base of algorithms that compare an answer's reward with the other rewards of its prompt."""
 
     compares_in_group: ClassVar[bool] = True
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group, over its std with group_norm_std"
@@ -41,8 +41,8 @@ class Grpo(GroupRelative):
 
 
 class DrGrpo(GroupRelative):
-    """GRPO done right (Liu et al. 2025, "Understanding R1-Zero-Like Training"): no standard deviation, and a constant
-    in place of an answer's length. Both halves belong to it."""
+    """GRPO done right (Liu et al. 2025, "Understanding R1-Zero-Like Training"). Advantages are not divided by a
+    standard deviation, and losses are divided by a constant instead of the answer's length."""
 
     name: Literal["drgrpo"]
     group_norm_std: bool = False
@@ -50,8 +50,8 @@ class DrGrpo(GroupRelative):
 
 
 class Dapo(GroupRelative):
-    """Decoupled clip and dynamic sampling (Yu et al. 2025, "DAPO"). Groups are filtered by their
-    rewards before the length penalty, which would make the rewards of every group differ."""
+    """Decoupled clip and dynamic sampling (Yu et al. 2025, "DAPO"). Groups are filtered by rewards without the length
+    penalty, because with the penalty the rewards of nearly every group differ."""
 
     name: Literal["dapo"]
     dynamic_sampling: bool = True
@@ -59,7 +59,7 @@ class Dapo(GroupRelative):
 
 
 WIDE_CLIP = 0.01
-"""A sequence's ratio, a geometric mean, stays within some 1e-3 of 1: such a clip would never act."""
+"""A clip for GSPO from this width on never acts: a sequence's ratio, a geometric mean, stays within some 1e-3 of 1."""
 
 
 class Gspo(GroupRelative):
@@ -91,11 +91,11 @@ class Cispo(GroupRelative):
 
     name: Literal["cispo"]
     clip_low: float = Field(default=1.0, gt=0.0, le=1.0)
-    """1 leaves the weight without a lower bound, as in the paper."""
+    """The weight is at least 1 - clip_low. 1: no lower bound, as in the paper."""
     clip_high: float = Field(default=4.0, gt=0.0)
-    """Weights up to 5, as in ScaleRL (Khatri et al. 2025)."""
+    """The weight is at most 1 + clip_high: 5 by default, as in ScaleRL (Khatri et al. 2025)."""
     clip_dual: None = None
-    """There is no clipped loss that it could bound."""
+    """Not for CISPO, which has no clipped loss that a dual clip could bound."""
     formula: ClassVar[str] = "-A sg(clip(r)) logprob; A = R - mean of the group, over its std with group_norm_std"
 
     def surrogate(

@@ -1,4 +1,4 @@
-"""Learns by on-policy distillation: a teacher says of each token that the policy has sampled how likely it finds it."""
+"""On-policy distillation: a teacher gives its log-probability of each token that the policy has sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 class Opd(GroupRelative):
     """The gradient of KL(policy || teacher), estimated on the policy's own tokens (Agarwal et al. 2024, "On-Policy
-    Distillation of Language Models"; as an advantage of each token: Thinking Machines 2025, slime and miles)."""
+    Distillation of Language Models"), by an advantage of each token (Thinking Machines 2025, slime, miles)."""
 
     name: Literal["opd"]
     compares_in_group: ClassVar[bool] = False
@@ -27,10 +27,7 @@ class Opd(GroupRelative):
     teacher_weight: float = Field(default=1.0, gt=0.0)
     """The factor of the teacher's part of the advantage."""
     reward_weight: float = Field(default=0.0, ge=0.0)
-    """The factor by which the advantage of the answer's reward counts, as `grpo` has it.
-
-    0: only the teacher counts.
-    """
+    """The factor of the advantage that `grpo` computes from the answer's reward. 0: only the teacher counts."""
 
     @model_validator(mode="after")
     def _what_acts_on_rewards_has_some(self) -> Self:
@@ -47,7 +44,7 @@ class Opd(GroupRelative):
         return replace(super().needs, teacher=True)
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """The advantages at the weights that sampled; `Distillation` moves them to those of the policy."""
+        """The advantages at the weights that sampled. `Distillation` corrects them to the policy's weights."""
         used = used_tokens(batch)
         if self.overlong is not None and self.overlong.filter:
             used = used & outcomes.finished[:, None]
@@ -65,10 +62,10 @@ class Opd(GroupRelative):
 
 @dataclass(frozen=True)
 class Distillation:
-    """The policy gradient of the distance to the teacher, with that distance as a metric.
+    """The loss of `Opd`, with KL(policy || teacher) as a metric.
 
-    The gradient of KL(policy || teacher) on tokens of any sampler is the mean of r (logprob - teacher's) ∇ logprob: the
-    logprob is the policy's own, not that of the weights that sampled. On tokens of its own weights both are equal.
+    The gradient of KL(policy || teacher) on tokens of any sampler is the mean of r (logprob - teacher's) ∇ logprob,
+    where logprob is the current policy's, not the sampler's. On tokens of the current weights the two are equal.
     """
 
     policy: Objective

@@ -1,10 +1,10 @@
-"""Algorithms that learn from rewards: the settings that they share, and the objective that they make.
+"""The settings that all algorithms with rewards share, and their objective.
 
 loss = aggregation over the used tokens of  (surrogate(logprob, old, advantage) + KL term) · w  less an entropy bonus,
        0 if rejected or filtered
 
-An algorithm is a file beside this one: a subclass with its name, its defaults and its advantages, and its surrogate if
-that is another.
+An algorithm is a subclass of `PolicyGradient`, in a file of this package: with its name, its defaults, its advantages,
+and its surrogate if it is not PPO's.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 
 LEARNT_FROM = "learnt_from"
-"""The field of a batch with answers that are not learnt from: 1 on the tokens of all others, 0 on theirs."""
+"""The batch field that marks the tokens to learn from: 1 on them, 0 on the tokens of filtered answers."""
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of an update: per token (surrogate + KL term) · w less the entropy bonus, 0 if rejected or filtered;
-    their mean.
+    """The loss of an update: the mean over tokens of (surrogate + KL term) · w - entropy bonus, which is 0 for rejected
+    and filtered tokens.
 
     old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
     detached. The KL term needs `fields["reference_logprobs"]`. The weight w and the rejection come from old and rollout
     logprobs, see `rl.algorithms.parts.corrections`, without gradient. Tokens where `fields["learnt_from"]` is 0 are
-    filtered. The denominators, of metrics too, count rejected and filtered tokens. A token whose rollout logprob is not
-    finite leaves the loss, the denominators and the metrics.
+    filtered. The denominators of loss and metrics count rejected and filtered tokens. Loss, denominators and metrics
+    leave out a token whose rollout logprob is not finite.
     """
 
     algorithm: PolicyGradient
@@ -107,7 +107,7 @@ class PolicyGradient(AlgorithmConfig):
     """The smallest group in which an answer can have an advantage."""
 
     dynamic_sampling: bool = False
-    """Replace groups of equal rewards, which teach nothing, by further groups (DAPO, Yu et al. 2025)."""
+    """Replace groups of equal rewards, which teach nothing, by newly sampled groups (DAPO, Yu et al. 2025)."""
     whiten_advantages: bool = False
     """Give the advantages of all tokens of a batch mean 0 and variance 1."""
     overlong: OverlongSection | None = None
@@ -117,47 +117,46 @@ class PolicyGradient(AlgorithmConfig):
     clip_high: float = Field(default=0.28, gt=0.0)
     """See `clip_low`."""
     clip_dual: float | None = Field(default=None, gt=1.0)
-    """Where the advantage is negative, the loss is at most this times its size (dual clip). Null: off, as in the paper;
+    """Where the advantage A is negative, the loss is at most clip_dual · |A| (dual clip). Null: off, as in PPO's paper;
     verl has 3.0."""
     entropy: float = Field(default=0.0, ge=0.0)
-    """Subtracted from the loss of a token per nat of the policy's entropy, so that the policy stays varied. It is the
-    entropy over the tokens that top-p, top-k and min-p leave. 0: no bonus, and the entropy is only a metric."""
+    """Entropy bonus: a token's loss is lowered by this times the policy's entropy in nats, so that the policy stays
+    varied. The entropy is over the tokens that top-p, top-k and min-p leave. 0: the entropy is only a metric."""
     kl: KlSection = KlSection()
-    """Keep the policy near the model that the run started from: by a term of the loss, or a penalty in the reward."""
+    """Penalties that keep the policy near the model that the run started from: in the loss, or in the reward."""
     updates_per_batch: int = Field(default=1, ge=1)
-    """Mini-batches of whole groups, in the batch's order, with an optimizer step each. From the second on the policy
-    differs from the one that scored the batch, and the clip acts."""
+    """Mini-batches of a batch, each with an optimizer step. They are whole groups in the batch's order. From the second
+    on, the policy differs from the one that scored the batch, and the clip acts."""
     epochs: int = Field(default=1, ge=1)
     """Passes over all mini-batches of a batch."""
     ratio: RatioSource | None = None
-    """Where the policy ratio's old log-probabilities come from. `recompute`: the trainer's, from before the first
-    update of the batch; where there is only one, the training forward is that pass, and the ratio is 1. `bypass`: the
-    engine's, so that the clip acts on the change of the policy since a token was sampled, and there is no further
-    weight. `on_policy`: the ratio is 1 by definition, as in one update alone. On tokens that the trainer's own weights
-    have sampled the three are equal, in exact mode bit for bit. Null: bypass with `rollout.staleness`, else
-    recompute."""
+    """The old log-probabilities in the policy ratio. `recompute`: the trainer's, before the first update of the batch;
+    with one update the training pass gives them, and the ratio is 1. `bypass`: the engine's, so that the clip acts on
+    the change of the policy since a token was sampled; there is no importance weight then. `on_policy`: the ratio is 1
+    by definition. On tokens that the trainer's current weights have sampled the three are equal, in exact mode bit for
+    bit. Null: `bypass` with `rollout.staleness`, else `recompute`."""
     tis_cap: float | None = Field(default=2.0, ge=1.0)
-    """Cap of the importance weight trainer / rollout. Null: no weight; with `icepop` and `mis`, where this is the
-    default, their own weight without a cap."""
+    """Cap of the importance weight trainer / rollout. Null: no weight. With the rejections `icepop` and `mis`, null is
+    the default: their own weight has no cap."""
     tis_level: Literal["token", "sequence"] = "token"
-    """The weight: a token's own ratio, or the product of its sequence's."""
+    """The importance weight: a token's own ratio, or the product of the ratios of its sequence's tokens."""
     rejection: RejectionSection | None = None
     """Tokens or sequences that are not trained on because trainer and engine disagree too much."""
     veto: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """A sequence with a token whose ratio trainer / rollout is below this is not trained on; 1e-4 is usual."""
+    """A sequence is not trained on if a token's ratio trainer / rollout is below this; 1e-4 is usual."""
     loss_aggregation: AggregationMode = "token_mean"
-    """The mean that is the loss. `token_mean`: of all tokens of a batch. `seq_mean_token_mean`: over answers of the
-    mean over their tokens. `seq_mean_token_sum`: over answers of the sum. `seq_mean_token_sum_norm`: of the sum over
-    `loss_length`."""
+    """How token losses become one number. `token_mean`: the mean over all tokens of a batch. The others are means over
+    answers. `seq_mean_token_mean`: of each answer's mean over its tokens. `seq_mean_token_sum`: of each answer's sum.
+    `seq_mean_token_sum_norm`: of each answer's sum / `loss_length`."""
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
     _group_size: int = PrivateAttr(default=1)
-    """`rollout.group_size`: of a group of more, one answer may be left where an environment failed."""
+    """`rollout.group_size`. A larger group may still come with one answer, where an environment failed."""
 
     @model_validator(mode="before")
     @classmethod
     def _published_weights(cls, values: Any) -> Any:
-        """The weights of these rejections go up to their own bound, unless a cap is asked for."""
+        """Set `tis_cap` to null for `icepop` and `mis`, whose bound limits their weights, unless the spec sets it."""
         rejection = values.get("rejection") if isinstance(values, dict) else None
         name = rejection.get("name") if isinstance(rejection, dict) else getattr(rejection, "name", None)
         return {"tis_cap": None} | values if name in OWN_WEIGHT else values
@@ -170,7 +169,7 @@ class PolicyGradient(AlgorithmConfig):
 
     @property
     def _contradiction(self) -> str | None:
-        """What is said of the first settings that do not go together; None: they all do."""
+        """Return the message on the first settings that contradict each other; None if none do."""
         rejection = self.rejection
         if self.ratio == "bypass" and self._rejects:
             found = f"rejection {rejection.name}" if rejection else f"veto={self.veto:g}"
@@ -232,7 +231,7 @@ class PolicyGradient(AlgorithmConfig):
 
     @property
     def correction(self) -> Correction:
-        """Weights and rejections for tokens on which trainer and engine disagree."""
+        """Importance weights and rejections for tokens on which trainer and engine disagree."""
         tis_cap = None if self.ratio == "bypass" else self.tis_cap
         return Correction.of(tis_cap, self.tis_level, self.rejection, self.veto)
 
@@ -263,13 +262,13 @@ class PolicyGradient(AlgorithmConfig):
         return super().training_fields(outcomes, batch) | self.filtered(outcomes, batch)
 
     def filtered(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
-        """The field that takes truncated answers out of the loss, if that is asked for."""
+        """The batch field that takes truncated answers out of the loss, if `overlong.filter` is on."""
         if self.overlong is None or not self.overlong.filter:
             return {}
         return {LEARNT_FROM: per_token(outcomes.finished, batch.loss_mask)}
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
-        """The outcomes with the rewards from which advantages are computed."""
+        """The outcomes with the rewards that advantages are computed from: less the length penalty, if there is one."""
         if self.overlong is None:
             return outcomes
         # From the first token that the model sampled to the end of the row: an environment's in between count, too.
@@ -277,7 +276,7 @@ class PolicyGradient(AlgorithmConfig):
         return self.overlong.shaped(outcomes, torch.where(batch.loss_mask.any(dim=1), lengths, 0))
 
     def finished(self, advantages: Tensor, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """The advantages in the loss: whitened if asked, and 0 in answers that are not learnt from."""
+        """The advantages that the loss uses: whitened if the spec says so, and 0 in filtered answers."""
         if self.whiten_advantages:
             advantages = whitened(advantages, used_tokens(batch))
         if self.overlong is not None and self.overlong.filter:
@@ -285,25 +284,25 @@ class PolicyGradient(AlgorithmConfig):
         return advantages
 
     def measured_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """`token_advantages`; metrics that it returns go to `outcomes.metrics`."""
+        """Return the advantages of `token_advantages`; the metrics that it may return go to `outcomes.metrics`."""
         found: Any = self.token_advantages(outcomes, batch)
         advantages, metrics = found if isinstance(found, tuple) else (found, {})
         outcomes.metrics.update((name, float(value)) for name, value in metrics.items())
         return cast(Tensor, advantages)
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """The advantage of each token, float32 [B, S]: its trajectory's. A class of yours may return a pair, of
-        these and of metrics by name, which the row of the step then has.
+        """The advantage of each token, float32 [B, S]: here its trajectory's. A subclass may return a pair (advantages,
+        metrics by name); the metrics enter the step's row.
         """
         return per_token(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The advantage of each trajectory, float32 [N]; arguments as of `Outcomes`."""
+        """The advantage of each trajectory, float32 [N]. rewards, groups: as in `Outcomes`."""
         raise UnwrittenMethodError(self, "trajectory_advantages")
 
     def kl_penalty(self, batch: TokenBatch) -> Tensor:
-        """The KL penalty (`kl.reward`) of each token: coefficient times (logprob - reference logprob), at the weights
-        that the batch was scored with (under `bypass`, sampled with); float64 [B, S], 0 on tokens that are not used.
+        """The KL penalty (`kl.reward`) of each token: coefficient · (logprob - reference logprob). float64 [B, S], 0 on
+        unused tokens. logprob: by the weights that scored the batch; under `bypass`, by those that sampled it.
         """
         old = batch.fields["rollout_logprobs" if self.ratio == "bypass" else "old_logprobs"]
         x = old.double() - batch.fields["reference_logprobs"].double()
@@ -312,8 +311,8 @@ class PolicyGradient(AlgorithmConfig):
     def surrogate(
         self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
     ) -> Surrogate:
-        """The loss of each token before weight and aggregation; all are [b, S], the rows whole sequences, and `batch`
-        has these rows' further fields."""
+        """The loss of each token before weight and aggregation. All tensors are [b, S]; rows are whole sequences.
+        batch: the same rows, with all fields."""
         ratio = token_ratio(logprobs, old, used)
         return clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
 
@@ -337,6 +336,6 @@ class PolicyGradient(AlgorithmConfig):
 
 
 def _split(groups: list[int], count: int) -> list[set[int]]:
-    """The groups, in their order, in `count` parts that differ by one at most; empty ones are left out."""
+    """Split the groups, in their order, into `count` parts whose sizes differ by one at most; leave out empty parts."""
     bounds = [len(groups) * part // count for part in range(count + 1)]
     return [set(groups[first:end]) for first, end in pairwise(bounds) if first < end]

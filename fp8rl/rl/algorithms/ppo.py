@@ -1,4 +1,4 @@
-"""PPO: a critic says what was to be expected at each token, and the advantage is what came of it."""
+"""PPO: a critic predicts the return at each token, and the advantage compares what came of it with the prediction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 
 class CriticSection(RateSection):
-    """Training of the critic; what is not here is as in the `trainer` section."""
+    """Training of the critic. Settings that this section does not have are those of the `trainer` section."""
 
     lr: float = Field(default=1e-5, gt=0.0, le=100.0)
     """Peak learning rate."""
@@ -39,14 +39,15 @@ class Ppo(PolicyGradient):
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
     """The discount of a reward per token."""
     gae_lambda: float = Field(default=1.0, ge=0.0, le=1.0)
-    """1: an advantage is the return minus the value; 0: the reward plus the next value minus the value."""
+    """Lambda of generalised advantages. 1: return minus value. 0: reward plus next value minus value."""
     critic: CriticSection = CriticSection()
     """How the critic is trained."""
     critic_warmup: int = Field(default=0, ge=0)
     """Steps at the start in which only the critic learns. The policy's learning-rate schedule covers the updates after
     them."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """The clip of a value's change since before the first update of a batch. Null: none."""
+    """Bound, in the clipped term of the critic's loss, on the change of a value since before its batch's first update.
+    Null: no such term."""
 
     @property
     def needs(self) -> Needs:
@@ -88,14 +89,14 @@ class Ppo(PolicyGradient):
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """The critic's loss: max((V - G)², (V_old + clamp(V - V_old, ±clip) - G)²) / 2 per token, and its mean over the
-    used tokens. G and V_old are `fields["returns"]` and `fields["values"]`.
+    """The critic's loss: the mean over used tokens of max((V - G)², (V_old + clamp(V - V_old, ±clip) - G)²) / 2.
+    G is `fields["returns"]`, V_old is `fields["values"]`.
     """
 
     tokens: int
     """Used tokens of the whole batch."""
     clip: float | None
-    """Bound on the change of a value; None: the first of both terms alone."""
+    """Bound on the change of a value; None: the loss has only the first of the two terms."""
 
     def __call__(self, values: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
         used, returns, old = used_tokens(batch), batch.fields["returns"], batch.fields["values"]

@@ -32,8 +32,8 @@ class ReinforcePlusPlus(PolicyGradient):
 
 
 class ReinforcePlusPlusBaseline(PolicyGradient):
-    """Rewards less the mean of their prompt, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++"); no
-    standard deviation of the prompt."""
+    """Rewards less the mean reward of their prompt, whitened over all tokens of the batch (Hu et al. 2025,
+    "REINFORCE++"). They are not divided by the prompt's standard deviation."""
 
     name: Literal["reinforce++-baseline"]
     compares_in_group: ClassVar[bool] = True

@@ -33,10 +33,10 @@ class Sft(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class SftObjective:
-    """loss = -Σ m·logprob / Σ m with the sums over the whole batch."""
+    """loss = -Σ m·logprob / Σ m, summed over the whole batch; m is 1 on target tokens, else 0."""
 
     tokens: int
-    """Σ m, target tokens of the whole batch."""
+    """Σ m, the number of target tokens of the whole batch."""
 
     @classmethod
     def of(cls, batch: TokenBatch) -> SftObjective:

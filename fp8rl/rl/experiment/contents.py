@@ -1,8 +1,8 @@
-"""What a spec names: it is fetched from the Hugging Face hub before anything starts, and its digests are kept.
+"""The files that a spec names: fetches them from the Hugging Face hub before anything starts, and digests them.
 
-A resumed run compares the digests of data, of a user's functions and programs, and of models. Data and code are hashed
-whole, as a stream. Of a large file of weights the size, the header and pieces in equal distances are: a model that is
-trained further differs in all of them.
+A resumed run compares the digests of data, of a user's functions and programs, and of models. Files of data and code
+are hashed whole, as a stream. For a large file of weights, size, header and pieces at equal distances are hashed:
+further training of a model changes every piece.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
 _HEX = 32
 SAMPLED_BEYOND = 64 << 20
-"""Bytes of a file of weights up to which all of it is hashed."""
+"""Size in bytes up to which a file of weights is hashed whole."""
 _PIECES, _PIECE = 64, 1 << 20
 _COMPILED = b"\x7fELF"
 _OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")
@@ -42,18 +42,18 @@ class Content:
     said: str
     """The value of the key."""
     digest: str
-    """SHA-256 of what was there, 32 hex digits."""
+    """SHA-256 of the files, its first 32 hex digits."""
 
 
 def contents(experiment: Experiment) -> dict[str, Content]:
-    """Digest what each key names, by the key. What the run does not read, and what is not there, is left out."""
+    """Digest the files that each key names, by the key; not missing files, nor files that the run does not read."""
     importlib.invalidate_caches()  # finders remember the directories that they have looked at
     files = {key: (said, [*named]) for key, said, named in _named(experiment)}
     return {key: Content(said, _digest(named)) for key, (said, named) in files.items() if named}
 
 
 def _named(experiment: Experiment) -> Iterator[tuple[str, str, Iterator[Path]]]:
-    """Key, value and files of each."""
+    """Yield each key that names files: (key, its value, the files)."""
     data, evaluation, environment = experiment.data, experiment.eval, experiment.environment
     for source in data.training:
         yield source.key, str(source.path), _below(source.path)
@@ -91,7 +91,7 @@ def _judges(rewards: RewardsSection, key: str) -> Iterator[tuple[str, str, Itera
 
 
 def _below(named: str | Path) -> Iterator[Path]:
-    """A file, or the files of a directory but for hidden ones and what `datasets` has made of them."""
+    """Yield the file, or a directory's files without hidden files and the caches that `datasets` has made."""
     path = Path(named)
     if path.is_file():
         yield path
@@ -107,7 +107,7 @@ def _of_a_model(path: str | Path) -> Iterator[Path]:
 
 
 def _sources(name: str) -> Iterator[Path]:
-    """The file of a user's function or class; none of ours, which has no colon in its name."""
+    """Yield the file of a user's function or class, whose name has a colon; nothing for a built-in name."""
     module, colon, _ = name.rpartition(":")
     if colon:
         file = Path(module) if module.endswith(".py") else _module_file(module, [os.getcwd(), *sys.path])
@@ -116,7 +116,7 @@ def _sources(name: str) -> Iterator[Path]:
 
 
 def _programs(harness: HarnessSection) -> Iterator[Path]:
-    """The files that a command names, and the module behind `-m`; not compiled programs, such as the interpreter."""
+    """Yield the files that a command names and the module after `-m`; no compiled programs, such as the interpreter."""
     directory = Path(harness.directory or "").absolute()
     for before, argument in zip(("", *harness.command), harness.command, strict=False):
         file = _module_file(argument, [str(directory)]) if before == "-m" else directory / argument
@@ -128,7 +128,7 @@ def _programs(harness: HarnessSection) -> Iterator[Path]:
 
 
 def _module_file(name: str, places: list[str]) -> Path | None:
-    """The file of a module by its dotted name, without an import of what is above it."""
+    """Find the file of a module by its dotted name, without importing its parent packages."""
     for part in name.split("."):
         spec = PathFinder.find_spec(part, places)
         if spec is None:
@@ -139,7 +139,7 @@ def _module_file(name: str, places: list[str]) -> Path | None:
 
 
 def _digest(files: list[Path]) -> str:
-    """Return one digest of files, with their names as far as they differ."""
+    """Return one digest of all files; of several files it covers the names too, relative to their common folder."""
     root = os.path.commonpath([file.parent.absolute() for file in files])
     total = hashlib.sha256()
     for name, file in sorted((os.path.relpath(file, root), file) for file in files):
@@ -165,12 +165,12 @@ T = TypeVar("T", ModelSection, TeacherSection, TrainSource, EvalSet, DataSource)
 
 
 def fetched(experiment: Experiment, before: Experiment | None = None) -> Experiment:
-    """Fetch what an experiment names of the hub, and return the experiment with a commit as the revision of each.
+    """Fetch the models and data sets of the hub that an experiment names, and return it with a commit as each revision.
 
-    before: the experiment of a run that is resumed. What names no revision stays at the commit that it had there.
+    before: the experiment of a run that is resumed. A model or data set without a revision keeps its commit there.
 
     Raises:
-        UserError: the hub does not give one; see :mod:`models.hub`.
+        UserError: the hub does not give a model or data set; see :mod:`models.hub`.
     """
     commits: dict[tuple[Kind, str, str | None], str] = {}
     for kind, section in _hub_named(before) if before is not None else ():

@@ -42,7 +42,7 @@ class TeacherSection(Section):
     `numerics.mode`, by the quantization spec. Its weights never change."""
 
     path: HubPath
-    """Hugging Face directory in BF16, or the name of a model of the hub; with the tokenizer of `model.path`."""
+    """Hugging Face directory in BF16, or the name of a model of the hub. Its tokenizer is that of `model.path`."""
     revision: Revision | None = None
     """Branch, tag or commit of a model of the hub, as `model.revision`."""
     engines: int = Field(default=1, ge=1, le=4096)
@@ -52,18 +52,18 @@ class TeacherSection(Section):
     precision: RolloutPrecision | None = None
     """`fp8` or `bf16`. Null: as `numerics.rollout`."""
     context_length: int | None = Field(default=None, ge=1)
-    """Longest sequence of an engine, which scores sequences at least 6 tokens shorter. Null: `rollout.context_length` +
-    6."""
+    """Context length of an engine, which scores sequences that are at least 6 tokens shorter.
+    Null: `rollout.context_length` + 6."""
     max_total_tokens: int = Field(default=32768, ge=1)
     """Tokens that the KV cache of one engine holds."""
 
     @property
     def directory(self) -> Path:
-        """The model's directory on this machine, as that of `model`."""
+        """The teacher's directory on this machine; see `ModelSection.directory`."""
         return model_directory(self.path, self.revision, "teacher.path")
 
     def engine(self, rollout: RolloutSection) -> RolloutSection:
-        """Return what its engines are started with, beside those of the policy."""
+        """Return the rollout section that the teacher's engines are started with. rollout: the policy's."""
         return rollout.model_copy(
             update={
                 "engines": self.engines,
@@ -76,8 +76,8 @@ class TeacherSection(Section):
         )
 
     def numerics(self, section: NumericsSection, tp: int) -> NumericsConfig:
-        """Return the numerics of its engines. tp: of the run, whose order of reduction an engine of one rank
-        follows."""
+        """Return the numerics of the teacher's engines. tp: the run's parts of a row-parallel product, in whose order
+        an engine of one rank adds too."""
         # Scales of keys and values are chosen for the policy's.
         numerics = section.config(self.tp if self.tp > 1 else tp).with_bf16_kv()
         return replace(numerics, rollout=self.precision or numerics.rollout, router_replay="off")
@@ -95,7 +95,7 @@ class Experiment(Section):
     rewards: RewardsSection = RewardsSection()
     rollout: RolloutSection = RolloutSection()
     teacher: TeacherSection | None = None
-    """None but for `algorithm.name=opd`."""
+    """The teacher's engines, with `algorithm.name=opd`; otherwise None."""
     trainer: TrainerSection = TrainerSection()
     adapter: AdapterSection | None = None
     algorithm: Algorithm = Grpo()
@@ -126,8 +126,8 @@ class Experiment(Section):
 
     @property
     def carries_supports(self) -> bool:
-        """True if the engine says what each token was drawn from under top-p, top-k or min-p: where the trainer's own
-        logits would say otherwise, at later weights or with other ops."""
+        """True if the engine reports the tokens that top-p, top-k or min-p left to draw from. The trainer needs them
+        where its own logits may leave others: at later weights, or in native mode."""
         later = self.rollout.staleness > 0 or self.algorithm.updates > 1
         return self.rollout.truncation.cuts and (later or self.numerics.mode == "native")
 
@@ -138,19 +138,19 @@ class Experiment(Section):
         return policy if self.teacher is None else policy + (self.teacher.tp,) * self.teacher.engines
 
     def numerics_config(self) -> NumericsConfig:
-        """The numerics of both sides, with the reduction order of the side that has several ranks."""
+        """The numerics of both sides, which add row-parallel products in the order of the side with several ranks."""
         return self.numerics.config(max(self.trainer.tp, self.rollout.tp))
 
     @property
     def base_spec(self) -> QuantSpec | None:
-        """The spec that the frozen weights are quantized by in the memory where both sides read them, whatever the
-        sides fall back to later; None: each has its own."""
+        """The quantization spec of the frozen weights that both sides read from one memory, whatever the sides fall
+        back to later. None: each side has frozen weights of its own."""
         return self.numerics_config().rollout_spec if self.sync.shared_base else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain YAML types, every default written out."""
+        """Return the experiment in plain YAML types, every default written out."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """Everything written out below what it minimises; `read_resolved` gives an equal object."""
+        """Return the experiment as YAML, below a comment with its loss. `read_resolved` gives an equal object."""
         return f"# {self.formula}\n" + yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)

@@ -1,6 +1,6 @@
-"""Gates that a spec may not have: on a metric that the run has not, that can never act on it, and two that contradict.
+"""Refuses gates on metrics that the run does not measure, gates that can never act, and gates that contradict.
 
-A condition says when a run has what a metric needs (fp8rl/rl/record/metrics.md names it); a rule, what is refused.
+A `Condition` says whether a run has what a metric needs; fp8rl/rl/record/metrics.md names each metric's conditions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def gate_refusals(experiment: Experiment) -> Iterator[UserError]:
-    """What a spec refuses of its gates, each alone and then two together."""
+    """Yield an error for each rule that the gates of a spec break: first single gates, then pairs."""
     for index, gate in enumerate(experiment.gates):
         yield from _alone(index, gate, experiment)
     for (first, one), (second, other) in combinations(enumerate(experiment.gates), 2):
@@ -32,17 +32,17 @@ def gate_refusals(experiment: Experiment) -> Iterator[UserError]:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition that some metrics have, as one experiment meets it."""
+    """Whether an experiment meets a condition that some metrics need."""
 
     holds: bool
     setting: str
-    """The settings that decide, with their values."""
+    """The settings that decide whether the condition holds, with their values."""
     expected: str
-    """In words, where it does not hold."""
+    """What the message says was expected, if the condition does not hold."""
 
 
 def conditions(e: Experiment) -> dict[str, Condition]:
-    """Return every condition that a metric may need, by its name."""
+    """Return every condition that a metric may need, by the condition's name."""
     algorithm, numerics, correction = e.algorithm, e.numerics, e.algorithm.correction
     name = f"algorithm.name={algorithm.name}"
     problems = f"{name}, eval.problems={e.eval.problems}"
@@ -98,7 +98,7 @@ def _above(key: str, value: int, least: int) -> Condition:
 
 
 def missing(metric: Metric, experiment: Experiment) -> Condition | None:
-    """Return the first condition of a metric that an experiment does not meet; None if it measures the metric."""
+    """Return the first condition of a metric that an experiment does not meet; None if the run measures the metric."""
     known = conditions(experiment)
     return next((known[need] for need in metric.needs if not known[need].holds), None)
 
@@ -108,7 +108,7 @@ _MAY_BE_LATE = [action for action in SEVERITY if action not in WITHHOLDING or ac
 
 
 _MAY_NAME_PARTS = ("http",)
-"""Rewards of ours that may return several numbers."""
+"""Built-in rewards that may return several numbers."""
 
 
 def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
@@ -170,7 +170,7 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
 
 
 def _known(name: str, experiment: Experiment) -> Sequence[str] | None:
-    """Return the metrics that a run has in place of this one; None: it may have this one."""
+    """Return the metrics that a run has in place of the metric `name`; None if the run may have `name`."""
     if name.startswith(REWARD_PARTS):
         functions = experiment.rewards.functions
         whole = {each.function for each in functions} <= BUILT_IN.keys() - set(_MAY_NAME_PARTS)
@@ -192,7 +192,7 @@ def _evaluated(experiment: Experiment) -> Iterator[str]:
 
 
 def _beyond(name: str, e: Experiment) -> str:
-    """The setting with which the position or the age in a metric's name never occurs; empty: it may occur."""
+    """Return the setting by which the position or age in a metric's name never occurs; empty if it may occur."""
     found, rollout = _OF_NUMBER.fullmatch(name), e.rollout
     if found is None:
         return ""
@@ -202,7 +202,7 @@ def _beyond(name: str, e: Experiment) -> str:
 
 
 def _asks_for_equality(gate: GateSection) -> bool:
-    """True if any difference of the two sides fires it."""
+    """Return whether any difference between trainer and engine fires the gate."""
     differs = "abs_diff" in gate.metric and gate.above == 0.0
     return differs or (gate.metric == "mismatch/exact_frac" and gate.below == 1.0)
 

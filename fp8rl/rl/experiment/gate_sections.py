@@ -13,22 +13,22 @@ from fp8rl.rl.record.metrics import describe, nearest_metric
 Action = Literal["warn", "tighten_tis", "enable_r3", "skip_step", "resync", "bf16_both", "checkpoint_and_stop"]
 
 SEVERITY: tuple[Action, ...] = get_args(Action)
-"""The actions, the mildest first. It is the order in which those of one step are taken."""
+"""The actions, the mildest first. The actions of one step are taken in this order."""
 
 WITHHOLDING: frozenset[Action] = frozenset({"skip_step", "resync", "bf16_both", "checkpoint_and_stop"})
 """Actions under which the batch that fired the gate is not trained on."""
 
 
 class GateSection(Section):
-    """Fires when `metric` is beyond its bound for `for_steps` steps in a row, and again only after it has recovered."""
+    """Fires when `metric` is beyond its bound for `for_steps` steps in a row; again only after the metric recovered."""
 
     metric: str
-    """A metric of [metrics.md](metrics.md). Metrics that a step measures after its decision are judged in the next
-    step, and cannot withhold an update: without updates they would be missing, or never change."""
+    """A metric of [metrics.md](metrics.md). A metric that is measured after the decision whether to update is judged in
+    the next step, and cannot withhold an update: without updates it would be missing, or never change."""
     above: float | None = None
-    """Fires above this value. A gate has either this or `below`."""
+    """The gate fires above this value. A gate has either `above` or `below`."""
     below: float | None = None
-    """Fires below this value."""
+    """The gate fires below this value."""
     recover: float | None = None
     """The gate is armed again once the metric is back at this value or better; null means within the bound."""
     for_steps: int = Field(default=1, ge=1)
@@ -36,10 +36,10 @@ class GateSection(Section):
     cooldown_steps: int = Field(default=0, ge=0)
     """Steps after a firing in which the gate does not fire again. It still withholds updates meanwhile."""
     action: Action = "warn"
-    """`warn` reports it. `tighten_tis` lowers the cap of the importance weight, `enable_r3` replays the engine's
-    experts, both from this batch to the end of the run. `skip_step`, `resync` (and a verified sync) and `bf16_both`
-    (and both sides fall back to BF16) withhold the update until the metric has recovered. `checkpoint_and_stop` ends
-    the run."""
+    """`warn` reports the firing. `tighten_tis` lowers the cap of the importance weight, `enable_r3` replays the
+    engine's experts, both from this batch to the end of the run. `skip_step` withholds updates until the metric has
+    recovered; so do `resync`, with a verified sync, and `bf16_both`, where both sides also fall back to BF16.
+    `checkpoint_and_stop` ends the run."""
     tis_cap: float | None = Field(default=None, ge=1.0)
     """The lower cap of `tighten_tis`; null means 1."""
 
@@ -77,14 +77,14 @@ class GateSection(Section):
 
 
 class GuardSection(Section):
-    """The reaction to a loss that is not finite, and the capsules that are kept of it and of firing gates."""
+    """The reaction to a loss that is not finite, and the capsules that are kept when that happens or a gate fires."""
 
     nonfinite_loss: Literal["stop", "skip"] = "stop"
-    """`stop` writes a checkpoint and ends the run, `skip` continues with the next batch. Neither trains on this one."""
+    """`stop` writes a checkpoint and ends the run; `skip` goes on with the next batch. Neither trains on this batch."""
     redraws: int = Field(default=8, ge=0)
-    """Answers of a step, spread over it, whose tokens the trainer draws again from its own logits and their seeds, in
-    exact mode; 0 turns the audit off."""
+    """How many answers of a step are audited, spread over the step: the trainer draws their tokens again, from its own
+    logits and the tokens' seeds. Exact mode only; 0 turns the audit off."""
     capsules: int = Field(default=5, ge=2)
-    """Most capsules on disk: the first of the run and the newest."""
+    """Most capsules that stay on disk: the first of the run, and the newest."""
     capsule_weights: bool = True
-    """Keep the weights that scored the sequences too; without them, `fp8rl rescore` needs `--model`."""
+    """Keep the trainer's weights in a capsule too. Without them, `fp8rl rescore` needs `--model`."""

@@ -29,9 +29,9 @@ MEMBERS = {"algorithm": "name", "algorithm.rejection": "name", "environment": "f
 """Sections in which the other keys depend on one, which names a member, and that key. Where a later layer names another
 member, its section replaces the section of the former one; so does a path alone, in place of a data source."""
 _HERE = Path("(a mapping)")
-"""Stands for the file of a spec that is in none: messages name it, paths are relative to the current directory."""
+"""The name in messages for a spec that is a mapping and not a file; its paths are relative to the current directory."""
 LARGEST_SPEC = 16 << 20
-"""Bytes."""
+"""The largest file of a spec, in bytes."""
 
 
 def note(text: str) -> None:
@@ -42,13 +42,13 @@ def note(text: str) -> None:
 def load_experiment(
     spec: str | Path | Mapping[str, Any] | Experiment, overrides: Sequence[str] = (), say: Say = note
 ) -> Experiment:
-    """Read, inherit, override and validate a spec: a YAML file, what one would say as a mapping, or an experiment.
+    """Read, inherit, override and validate a spec: a YAML file, a mapping with the same keys, or an experiment.
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
-    Mappings are merged and lists are replaced. Where a layer names another algorithm, environment or rejection, the
-    settings of the former one go, as those of a data source do with its path; `say` is told which.
-    A relative path is relative to the directory of the file that it is written in; in an override, and where `run.dir`
-    is left out, to the current directory; so it is in a mapping. All come out absolute.
+    Mappings are merged and lists are replaced. Where a layer names another algorithm, environment, rejection or data
+    path, the settings of the former one are dropped; `say` is told which settings.
+    A relative path is relative to the directory of the file that it is written in. In an override, in a mapping, and
+    for the default of `run.dir`, it is relative to the current directory. In the experiment all paths are absolute.
 
     Raises:
         UserError: the file cannot be read, or a key or value is wrong.
@@ -63,7 +63,7 @@ def load_experiment(
 
 
 def compose_experiment(values: dict[str, Any], overrides: Sequence[str], say: Say = note) -> Experiment:
-    """Like `load_experiment`, of `values` in place of a file."""
+    """Do what `load_experiment` does, from `values` in place of a file."""
     return _overridden(values, overrides, say)
 
 
@@ -76,7 +76,7 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str], say: Say) -> E
 
 
 def architecture_of(overrides: Sequence[str]) -> str | None:
-    """The file that overrides name as `model.architecture`: some models are read before there is a spec of them."""
+    """Return the value of `model.architecture` in overrides, for models that are read before there is a spec."""
     values: dict[str, Any] = {}
     for override in overrides:
         if override.startswith("model.architecture="):
@@ -88,8 +88,8 @@ def read_resolved(path: str | Path) -> Experiment:
     """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides; removed keys are
     left out.
 
-    No code is imported that it names, and no architecture: the run may be somebody else's. What computes with its model
-    loads that by itself.
+    No code that the spec names is imported, and no architecture, since the run may be somebody else's. A caller that
+    computes with the model loads the architecture itself.
 
     Raises:
         UserError: the file cannot be read, or a key or value is wrong; the message names the file.
@@ -105,7 +105,7 @@ def read_resolved(path: str | Path) -> Experiment:
 
 
 def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], say: Say) -> dict[str, Any]:
-    """Return what the file at `path` says, merged over the files that its `defaults:` names, relative to it."""
+    """Return the values of the file at `path`, merged over the files that its `defaults:` names, relative to `path`."""
     resolved = path.resolve()
     if resolved in ancestors:
         chain = " -> ".join(str(entry) for entry in (*ancestors, resolved))
@@ -142,7 +142,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _as_yaml(spec: Mapping[str, Any]) -> str:
-    """Return a mapping as the YAML that a file would have."""
+    """Return a mapping as YAML text."""
     try:
         return yaml.safe_dump(json.loads(json.dumps(dict(spec), default=plain)), allow_unicode=True)
     except UserError:
@@ -154,8 +154,11 @@ def _as_yaml(spec: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a path, a mapping, a section or a number of numpy's as JSON knows it, for `json.dumps(default=plain)`.
-    Raises UserError: it is something else."""
+    """Convert a path, mapping, section or numpy number to JSON's types, for `json.dumps(default=plain)`.
+
+    Raises:
+        UserError: the value is something else.
+    """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Section):

@@ -1,4 +1,4 @@
-"""Settings that cannot mean what they say, against each other or the rest of the spec.
+"""Rules between sections: settings that contradict each other, or that would have no effect.
 
 `rl.experiment.gate_rules` has the rules of gates, `rl.experiment.preconditions.rules` the rules that need the model's
 sizes and the machines.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def refusals(e: Experiment) -> Iterator[UserError]:
-    """What the sections of a spec refuse of each other, in the order in which it is checked."""
+    """Yield an error for each rule between sections that a spec breaks, in the order of the checks."""
     yield from _sampling(e)
     yield from _sleep(e)
     yield from _adapter(e)

@@ -1,4 +1,4 @@
-"""Sections of an experiment that belong to `rl`. Those of rollout, trainer, sync and algorithm stand beside these."""
+"""The sections of an experiment spec that have no module of their own: run, cluster, model, numerics, data and more."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunSection(Section):
     dir: SpecPath = "runs"
     """Folder of the runs. Left out: `runs` in the current directory."""
     shared: bool = False
-    """The umask decides who may read a new run's folder; if false, only its owner (mode 0700)."""
+    """True: the umask decides who may read a new run's folder. False: only the folder's owner may (mode 0700)."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """The seed of every draw of the run: the order of the problems and each sampled token."""
     steps: int = Field(default=60, ge=1)
@@ -46,7 +46,7 @@ class RunSection(Section):
 
 
 class ClusterSection(Section):
-    """The nodes of a Ray cluster that compute. A side without a name may use all of them."""
+    """The nodes of a Ray cluster that a run uses. Trainer or engines may use all nodes if their key names none."""
 
     placement: Literal["pack", "spread"] = "pack"
     """`pack`: as few nodes as possible, engines on the trainer's nodes. `spread`: evenly over the nodes."""
@@ -54,7 +54,7 @@ class ClusterSection(Section):
     """Nodes for the trainer's ranks: an address, a custom resource (`ray start --resources='{"NAME": 1}'`), or a label
     (`key=value`)."""
     engine_nodes: str | None = Field(default=None, min_length=1)
-    """Nodes for the engines, named likewise."""
+    """Nodes for the engines, named as in `trainer_nodes`."""
 
 
 class ModelSection(Section):
@@ -79,23 +79,23 @@ class ModelSection(Section):
         return model_directory(self.path, self.revision, "model.path")
 
     def at(self, directory: Path) -> ModelSection:
-        """Return it with the weights of a directory, which has no revision."""
+        """Return the section with a directory as `path`, and no revision."""
         return self.model_copy(update={"path": str(directory), "revision": None})
 
 
 class TensorOverride(Section):
-    """Fields of one role's TensorSpec that replace the preset's."""
+    """Settings that replace the preset's for one kind of tensor: weights, activations or gradients."""
 
     format: Format | None = None
-    """The format of the numbers. Null, here and below: as the preset has it."""
+    """The format of the numbers. Null, in this key and the others of the section: the preset's value."""
     granularity: Granularity | None = None
     """The numbers that share a scale: the whole tensor, a row, `group` numbers of a row, or a square block."""
     group: int | None = Field(default=None, ge=1)
-    """Numbers that share a scale, of a row or along each side of a block."""
+    """How many numbers of a row share a scale; for blocks, how many along each side."""
     scale: Scale | None = None
     """Type of the scales: `fp32`, `pow2` (powers of two in FP32), or `e8m0` (powers of two in a byte)."""
     fixed: float | None = Field(default=None, gt=0.0)
-    """A static range, -fixed to fixed, in place of scales by each block's largest value; beyond it values saturate."""
+    """A static range, -fixed to fixed, in place of scales by each block's largest value. Values beyond it saturate."""
     rounding: Rounding | None = None
     """`nearest`, or `stochastic`: up or down at random, with the value as the mean."""
 
@@ -114,9 +114,9 @@ class NumericsSection(Section):
     weight: TensorOverride = TensorOverride()
     """Changes of the preset for weights."""
     activation: TensorOverride = TensorOverride()
-    """The same for activations."""
+    """Changes of the preset for activations."""
     gradient: TensorOverride = TensorOverride()
-    """The same for gradients."""
+    """Changes of the preset for gradients."""
     # Strictness would refuse the list that YAML gives.
     scope: Literal["all"] | Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """Module kinds whose products are quantized: `all`, or some by exact name (`q_proj`, ..., `experts.down_proj`);
@@ -124,27 +124,27 @@ class NumericsSection(Section):
     first_layers_bf16: int = Field(default=0, ge=0)
     """Decoder layers at the start whose products stay in BF16, on both sides."""
     last_layers_bf16: int = Field(default=0, ge=0)
-    """The same at the end."""
+    """Decoder layers at the end whose products stay in BF16, on both sides."""
     trainer: TrainerPrecision = "fp8"
-    """The trainer's precision. `fp8`: the spec, forward and backward. `fp8_forward`: the spec, with gradients in BF16.
-    `bf16`."""
+    """The trainer's precision. `fp8`: quantized forward and backward. `fp8_forward`: quantized forward, BF16 gradients.
+    `bf16`: nothing is quantized."""
     rollout: RolloutPrecision = "fp8"
     """The engines' precision: the spec, or BF16."""
     kv: KVPrecision = "bf16"
     """The format of keys and values: `fp8` halves the engines' caches, and the trainer attends to the same rounded
     numbers. Each number is divided by a static scale and stored as an E4M3 code. Exact mode only."""
     key_scale: float = 1.0
-    """With `kv: fp8`, the scale of keys, and of rows that are key and value in one (MLA): a power of two. Beyond 448
-    times the scale they saturate."""
+    """With `kv: fp8`, the scale of keys, and of the rows that MLA has as key and value in one: a power of two. Numbers
+    beyond 448 times the scale saturate."""
     value_scale: float = 1.0
-    """The same for values; MLA has none of their own."""
+    """With `kv: fp8`, the scale of values, a power of two. MLA has no separate values."""
     router_replay: RouterReplay = "off"
     """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
     the trainer takes the engine's experts (R3)."""
     deepgemm: bool | None = None
-    """FP8 products run on DeepGEMM, on Hopper GPUs, in exact mode. Its formula is the Triton kernels'. null: in
-    each process that has it and finds equal bits at its start. true: a process without it does not start. false:
-    never."""
+    """Run FP8 products on DeepGEMM, which computes the formula of the Triton kernels; on Hopper GPUs, in exact mode.
+    Null: in each process that has DeepGEMM and finds equal bits at its start. True: a process without DeepGEMM does not
+    start. False: never."""
 
     @field_validator("router_replay", mode="before")
     @classmethod
@@ -157,7 +157,7 @@ class NumericsSection(Section):
         return self.trainer != "bf16" or self.rollout != "bf16"
 
     def overrides(self) -> dict[str, Any]:
-        """Return what differs from the preset, e.g. `{"weight": {"scale": "fp32"}}`; no preset excepts layers."""
+        """Return what differs from the preset, e.g. `{"weight": {"scale": "fp32"}}`. No preset keeps layers in BF16."""
         roles = {role: getattr(self, role).model_dump(exclude_none=True) for role in ROLES}
         changes: dict[str, Any] = {role: fields for role, fields in roles.items() if fields}
         changes |= {key: getattr(self, key) for key in LAYER_EXCEPTIONS if getattr(self, key)}
@@ -205,27 +205,27 @@ class DataKeys(Section):
     """Columns of the data; a dot leads into a nested one (`reward_model.ground_truth`)."""
 
     question: str | None = Field(default=None, min_length=1)
-    """Text, or a list of chat messages (`role`, `content`). Null: as in `data.keys`; its default is `question`."""
+    """Column with text, or a list of chat messages (`role`, `content`). Null: `data.keys.question`, or `question`."""
     answer: str | None = Field(default=None, min_length=1)
-    """The reference: text, or a whole number. Null: as in `data.keys`; its default is `answer`."""
+    """Column with the reference answer: text, or a whole number. Null: `data.keys.answer`, or `answer`."""
 
 
 class DataSource(Section):
-    """A source of problems. A path alone stands for one with everything else left out."""
+    """A source of problems. A path in place of the section is a source with the default of every other key."""
 
     shorthand: ClassVar[str] = "path"
 
     path: HubPath
-    """A file of JSON lines, a `.parquet` file, a directory that `datasets` has saved, or one of parquet, JSON or CSV
-    files; or the name of a data set of the hub, such as `openai/gsm8k`."""
+    """A file of JSON lines, a `.parquet` file, a directory that `datasets` has saved, a directory of parquet, JSON or
+    CSV files, or the name of a data set of the hub, such as `openai/gsm8k`."""
     revision: Revision | None = None
     """Branch, tag or commit of a data set of the hub, as `model.revision`."""
     name: str | None = Field(default=None, min_length=1)
-    """The configuration, where a data set has several."""
+    """The configuration to read, where a data set has several."""
     split: str | None = Field(default=None, min_length=1)
-    """The split, where a data set has several."""
+    """The split to read, where a data set has several."""
     keys: DataKeys = DataKeys()
-    """Columns, where they differ from `data.keys`."""
+    """Columns of this source, where they differ from `data.keys`."""
     system_prompt: str | None = None
     """The system prompt instead of `data.system_prompt`; empty: none."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
@@ -233,13 +233,13 @@ class DataSource(Section):
 
     @property
     def configuration(self) -> str | None:
-        """The configuration, by whatever key."""
+        """The configuration of the data set; a subclass may have another key for it."""
         return self.name
 
 
 class TrainSource(DataSource):
     weight: float = Field(default=1.0, gt=0.0)
-    """Its share of the prompts, relative to the sum of the weights."""
+    """The share of the prompts that comes from this source, relative to the sum of all sources' weights."""
 
 
 def _listed(value: Any) -> Any:
@@ -260,21 +260,21 @@ class DataSection(Section):
     keys: DataKeys = DataKeys()
     """The columns to read from a source, unless the source has `keys` of its own."""
     system_prompt: str | None = None
-    """Begins each conversation that has no system prompt in the data."""
+    """The system prompt of each conversation that has none in the data."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the tokenizer's chat template, such as `{enable_thinking: false}`."""
 
     @property
     def training(self) -> list[Source]:
-        """Each source of `train`, with what it takes from here."""
+        """Each source of `train`, with this section's settings where it has none of its own."""
         return [self.source(own, self.train_key(place)) for place, own in enumerate(self.train)]
 
     def train_key(self, place: int) -> str:
-        """Return the key that messages call a source of `train` by."""
+        """Return the key by which messages name the source at `place` in `train`."""
         return "data.train" if len(self.train) == 1 else f"data.train.{place}"
 
     def source(self, own: DataSource, key: str) -> Source:
-        """A source with what it takes from here; `key` is what messages call it."""
+        """Return a source with this section's settings where it has none of its own. key: its name in messages."""
         system = self.system_prompt if own.system_prompt is None else own.system_prompt
         return Source(
             path=str(data_directory(own.path, own.revision, own.configuration, key)),
@@ -308,19 +308,19 @@ class EvalSet(DataSource):
     subset: str | None = Field(default=None, min_length=1)
     """The configuration, where a data set has several: what other sources call `name`."""
     problems: int | None = Field(default=None, ge=1)
-    """The number of problems, from the first on. Null: `eval.problems`, or all there are."""
+    """How many problems are asked, from the first on. Null: `eval.problems`, or all there are."""
     rewards: RewardsSection | None = None
     """Rewards in place of the run's; the first one decides."""
     samples: int = Field(default=1, ge=1, le=1024)
     """Answers to each problem."""
     temperature: float = Field(default=0.0, ge=0.0, le=10.0)
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the most probable tokens whose probabilities add up to this. 1 is off."""
     top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
     """Sample from this number of most probable tokens, and from tokens as probable as the last of them. -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Sample from tokens at least so probable as this share of the most probable one. 0 is off."""
+    """Sample from tokens with at least this share of the most probable token's probability. 0 is off."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest answer. Null: `rollout.max_new_tokens`."""
     pass_at: tuple[int, ...] = Field(default=(), strict=False)
@@ -328,7 +328,7 @@ class EvalSet(DataSource):
 
     @property
     def configuration(self) -> str | None:
-        """The configuration, by whatever key."""
+        """The configuration of the data set."""
         return self.subset
 
     @model_validator(mode="after")
@@ -352,12 +352,12 @@ class EvalSet(DataSource):
 
 
 class EvalSection(Section):
-    """Evaluation of the one set of `data.eval`, answered greedily (`eval/accuracy`), and of further ones by name."""
+    """Evaluation on `data.eval`, whose problems are answered greedily (`eval/accuracy`), and on further named sets."""
 
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     problems: int = Field(default=200, ge=0)
-    """How many problems of `data.eval`, by default 200 or all there are; 0 turns all evaluation off."""
+    """How many problems of `data.eval` are asked, or all if there are fewer. 0 turns all evaluation off."""
     sets: tuple[EvalSet, ...] = Field(default=(), strict=False)
     """Further sets, each with a name."""
 
@@ -373,8 +373,8 @@ class TrackingSection(Section):
     """Records of a run, and the trackers that show them."""
 
     rollouts: Literal["all", "shown"] = "all"
-    """Trajectories that rollouts/step_N.jsonl keeps: all, so that a step can be recomputed from it (about 60 bytes
-    a generated token), or those that the report shows."""
+    """Trajectories that rollouts/step_N.jsonl keeps. `all`: every one, so that the step can be recomputed from the file
+    (about 60 bytes a generated token). `shown`: those that the report shows."""
     # Strictness would refuse the list that YAML gives.
     to: tuple[Literal["wandb", "tensorboard"], ...] = Field(default=("wandb",), strict=False)
     """Trackers that get the run's metrics. TensorBoard needs the extra `tensorboard`; its files are in `tensorboard/`
@@ -384,5 +384,5 @@ class TrackingSection(Section):
 
     @property
     def recorded(self) -> tuple[str, ...]:
-        """The trackers that are told, each once."""
+        """The trackers that get the metrics, each once; wandb only if it is not disabled."""
         return tuple(name for name in dict.fromkeys(self.to) if name != "wandb" or self.wandb.mode != "disabled")

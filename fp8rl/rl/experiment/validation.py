@@ -1,4 +1,4 @@
-"""Plain values to an :class:`Experiment`, or one message that names each wrong key and its remedy."""
+"""Turns plain values into an :class:`Experiment`, or into one message that names each wrong key and its remedy."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ REMOVED: dict[str, str] = {
 """Keys that specs had once, without the indices of lists, and what to do: a spec that has one is refused, the spec of
 an old run is read without it. Below a removed section, no key needs a row."""
 _LONGEST_NUMBER = 1024
-"""Bits."""
+"""The longest whole number that a spec may have, in bits."""
 _LONGEST_KEY = 160
-"""Characters that a message has of one; none of ours has so many."""
+"""Characters of an unknown key that a message shows; no valid key is so long."""
 _LIKE, _LIKE_ELSEWHERE = 0.6, 0.8
-"""How like a misspelt key another one is (`difflib`), beside it and in another section, to be what was meant."""
+"""Least similarity (`difflib`) of the key that a message proposes: in the same section, and in another section."""
 
 
 def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experiment:
     """Validate plain dicts, lists and scalars, as YAML gives them.
 
-    imports: import a user's algorithm and architecture; the algorithm's settings, and module kinds of a scope, are not
-        checked otherwise.
+    imports: import a user's algorithm and architecture. Without them, the algorithm's settings and the module kinds of
+        `numerics.scope` are not checked.
 
     Raises:
         UserError: one line per wrong key, with the value found, the value expected and what to do.
@@ -69,8 +69,8 @@ def named_architecture(values: dict[str, Any]) -> str | None:
 
 
 def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
-    """Refuse what no file or command could say again: half of a character (an escape may spell one), NUL, and numbers
-    without end."""
+    """Refuse values that no file or command line could hold: text with NUL or half a surrogate pair (which an escape
+    may spell), and numbers of more than 1024 bits."""
     if isinstance(value, dict):
         for name, inner in value.items():
             check_plain(name, key)
@@ -88,7 +88,7 @@ def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
 
 
 def valid_keys(algorithm: str | None = None) -> list[str]:
-    """Every dotted key of an experiment; keys of list entries carry no index. `algorithm` restricts that section."""
+    """Every dotted key of an experiment, without the indices of lists. algorithm: leaves out the keys of all others."""
     return list(dict.fromkeys(_walk(Experiment, "", algorithm)))
 
 
@@ -111,7 +111,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _own(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Leave out that a list is too short where pydantic says so only because an entry of it is wrong."""
+    """Leave out pydantic's error that a list is too short, where it follows from an error in an entry of the list."""
     places = [detail["loc"] for detail in details]
     return [
         detail
@@ -181,8 +181,8 @@ def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
 
 
 def nearest_key(key: str, known: list[str]) -> str:
-    """The valid dotted key most like `key`: its initials beside it (`learning_rate`: `lr`), the same name elsewhere, a
-    like one beside it or elsewhere; "": none."""
+    """Return the valid dotted key most like `key`; empty if none is. First its initials in the same section
+    (`learning_rate`: `lr`), then the same name anywhere, a similar name in the section, a similar name anywhere."""
     section, _, leaf = _without_indices(key).rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     leaves = [name.rpartition(".")[2] for name in known]

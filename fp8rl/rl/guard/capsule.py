@@ -1,8 +1,8 @@
 """Capsules: the worst sequences of a step, with all that it takes to score them again in another process.
 
-A capsule is a directory: `capsule.json` (why, and in which numerics), `tensors.safetensors` (tokens and what both
-sides made of them), `spec.yaml` (the resolved experiment), `manifest.json` (digests of the served weights), `weights/`
-(those of the trainer, in Hugging Face format) unless the experiment leaves them out, and `SHA256SUMS` over all others.
+A capsule is a directory: `capsule.json` (why, and in which numerics), `tensors.safetensors` (tokens, and both sides'
+results), `spec.yaml` (the resolved experiment), `manifest.json` (digests of the served weights), `weights/` (the
+trainer's weights in Hugging Face format, unless the experiment leaves them out), `SHA256SUMS` (over all other files).
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ _COPY = "The capsule is damaged: copy it again from where the run wrote it."
 
 @dataclasses.dataclass(frozen=True)
 class Capsule:
-    """A capsule that was read and found whole."""
+    """The contents of a capsule, read and checked."""
 
     path: Path
     step: int
     why: list[str]
-    """Sentences that say what made it."""
+    """Sentences of the gates and faults for which the capsule was written."""
     numerics: NumericsConfig
     experiment: Experiment
     manifest: Manifest
     rows: list[int]
-    """Rows of the step's batch; those that a fault came from, then the worst."""
+    """Rows of the step's batch that the capsule keeps: first the rows that a fault came from, then the worst."""
     scored: ScoredBatch
-    """These rows, in the step's last pass."""
+    """The scores of `rows` in the step's last pass."""
     metrics: dict[str, float]
-    """`mismatch/...` and `drift/...` over these rows as they were recorded."""
+    """`mismatch/...` and `drift/...` over `rows`, as recorded in the capsule."""
     wrong: list[str] | None
-    """Tensors that an engine held otherwise than the manifest says when the capsule was written; None: not known."""
+    """Tensors whose digest in an engine differed from the manifest when the capsule was written; None: not known."""
 
     @property
     def weights(self) -> Path | None:
@@ -74,7 +74,7 @@ class Capsule:
         return path if path.is_dir() else None
 
     def beginning(self, weights: Path) -> Experiment:
-        """The capsule's experiment, as it would begin with what `export_weights` has written."""
+        """Return the capsule's experiment as a run that begins with the weights that `export_weights` has written."""
         adapter = self.experiment.adapter
         if adapter is not None:
             start = weights / _ADAPTER
@@ -84,7 +84,7 @@ class Capsule:
 
 
 class _About(BaseModel):
-    """Contents of `capsule.json`, besides its format."""
+    """Contents of `capsule.json`, without its format."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -106,7 +106,7 @@ _TRUNCATION = TypeAdapter(Truncation)
 
 
 def export_weights(trainer: TrainerGroup, adapter: AdapterSection | None, path: Path) -> None:
-    """Write what scores a batch to a new directory: a model's, and in it that of the adapters beside its weights."""
+    """Write the weights that score a batch to the new directory `path`: the model's, and in it one for its adapters."""
     trainer.export_hf(path)
     if adapter is not None and adapter.mode == "separate":
         trainer.export_adapter(path / _ADAPTER, path)
@@ -128,9 +128,9 @@ def write_capsule(
     """Keep a step as the capsule `path`; it appears whole or not at all.
 
     export: writes the weights that scored the batch to a new directory; None leaves them out. why: sentences of gates
-    and faults. rows: of the batch; those that a fault came from, then the worst. experiment, manifest: files of the
-    run's resolved experiment, and of the digests of the served weights. held: digests of what each engine holds now, of
-    those that answer.
+    and faults. rows: of the batch, first those that a fault came from, then the worst. experiment, manifest: the files
+    with the run's resolved experiment and with the digests of the served weights. held: the digests that each engine
+    that answers reports now.
     """
     chosen = scored.select(rows)
     about = {
@@ -163,8 +163,12 @@ def write_capsule(
 
 
 def read_capsule(path: Path) -> Capsule:
-    """Read a capsule and check it. Raises UserError: it is no capsule, of another format, a file is missing or damaged,
-    or its parts are of different quantization specs."""
+    """Read a capsule and check it.
+
+    Raises:
+        UserError: `path` is no capsule or one of another format, a file is missing or damaged, or its parts are of
+            different quantization specs.
+    """
     check_path(path, "capsule")
     path = Path(path)
     if not (path / _SUMS).is_file():
@@ -209,7 +213,7 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
 
 
 def cut_capsules(run: RunDir, step: int) -> None:
-    """Remove capsules after `step`, of steps that a resumed run repeats."""
+    """Remove the capsules of steps after `step`, which a resumed run repeats."""
     for later in run.capsule_steps():
         if later > step:
             shutil.rmtree(run.capsule(later), ignore_errors=True)
@@ -302,6 +306,6 @@ def _check_digest(file: Path, found: str, expected: str, source: str) -> None:
 
 
 def remove_superfluous(run: RunDir, keep: int) -> None:
-    """Remove all but the first capsule of the run, most often the cause of the others, and the newest."""
+    """Keep `keep` capsules: the first of the run, which most often shows the cause of the others, and the newest."""
     for step in run.capsule_steps()[1 : 1 - keep]:
         shutil.rmtree(run.capsule(step), ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Gates: rules over the metrics of a step that fire once, and again only after the metric has recovered.
+"""Gates: rules over the metrics of a step. A gate fires once, and again only after its metric has recovered.
 
-`rl.guard.guard` takes their actions.
+`rl.guard.guard` carries out the gates' actions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fp8rl.rl.record.metrics import metric
 
 
 def late_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a step's row that were measured after its decision; they are judged in the step that follows."""
+    """The metrics of a step that were measured after the decision on it. Gates judge them in the next step."""
     return {name: value for name, value in row.items() if metric(name).late}
 
 
 @dataclasses.dataclass(frozen=True)
 class Firing:
-    """A gate that fired: its rule and the value that did it."""
+    """A gate that fired: its rule, and the metric's value."""
 
     rule: GateSection
     value: float
@@ -39,24 +39,26 @@ class Firing:
 
 @dataclasses.dataclass
 class RuleState:
+    """The state of one gate."""
+
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     beyond: NonNegativeInt = 0
-    """Steps in a row beyond the bound."""
+    """For how many steps in a row the metric has been beyond its bound."""
     tripped: bool = False
-    """The metric was beyond it for `for_steps`, and has not recovered since."""
+    """The metric was beyond its bound for `for_steps` steps, and has not recovered since."""
     fired: bool = False
-    """This was announced."""
+    """The gate has fired since it tripped."""
     quiet_until: NonNegativeInt = 0
     """The last step of the cooldown."""
 
 
 class Gates:
-    """The rules of a run and where each of them stands.
+    """The gates of a run and their states.
 
     Args:
-        rules: as the spec has them.
-        state: what `state` of an earlier part of the run returned; rules that it does not know start anew.
+        rules: the gates of the spec.
+        state: what `state` returned in an earlier part of the run; gates that are not in it start anew.
     """
 
     def __init__(self, rules: Sequence[GateSection], state: Mapping[str, RuleState] | None = None) -> None:
@@ -65,17 +67,18 @@ class Gates:
         self._before: list[RuleState] = []
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Firing]:
-        """The gates that fire on this step's metrics, the mildest action first.
+        """Return the gates that fire on this step's metrics, the mildest action first.
 
-        A metric that is missing or not finite leaves its rules as they were.
+        A metric that is missing or not finite leaves the states of its gates unchanged.
         """
         self._before = [dataclasses.replace(state) for _, state in self._rules]
         return _fire(step, self._rules, metrics)
 
     def recheck(self, step: int, metrics: Mapping[str, float]) -> list[Firing]:
-        """The withholding gates that fire when these metrics take the place of those of the step's `check`.
+        """Return the withholding gates that fire if these metrics replace the metrics of the step's `check`.
 
-        That one must not have withheld the step. The other gates, and those of other metrics, stay as it left them.
+        The `check` must not have withheld the step. Gates that do not withhold, and gates on other metrics, keep the
+        state that it left.
         """
         again = []
         for index, ((rule, _), before) in enumerate(zip(self._rules, self._before, strict=True)):
@@ -85,11 +88,11 @@ class Gates:
         return _fire(step, again, metrics)
 
     def withholding(self) -> list[GateSection]:
-        """The rules whose metric has not recovered and which let nothing be trained on until then."""
+        """The gates that withhold all updates until their metric has recovered, which it has not."""
         return [rule for rule, state in self._rules if state.tripped and rule.action in WITHHOLDING]
 
     def state(self) -> dict[str, RuleState]:
-        """The state, for a checkpoint."""
+        """The states of all gates, for a checkpoint."""
         return {_name(rule): dataclasses.replace(state) for rule, state in self._rules}
 
 

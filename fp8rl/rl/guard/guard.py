@@ -1,4 +1,4 @@
-"""Decides whether a step is trained on, by the gates that fire and the fault of its pass; it never trains."""
+"""Decides whether a step is trained on, by the gates that fire and a fault of its pass."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.checkpoint.files import read_about
 
 TIS_CAP_WITHOUT_TIS = 2.0
-"""C of the clip fractions where no cap is configured."""
+"""The cap C that clip fractions are measured with, if the spec has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Reason for which a pass gave no gradients to apply."""
+    """The reason why a pass gave no gradients to apply."""
 
     metric: str
     """The metric that was not finite, as in an `Event`."""
     value: float | None
-    """Its value, as in an `Event`."""
+    """The metric's value, as in an `Event`."""
     bound: str
-    """The bound that it broke, in words."""
+    """The bound that the metric broke, in words."""
     reason: str
-    """A sentence."""
+    """What happened, in a sentence."""
     rows: tuple[int, ...]
-    """Rows of the batch that it came from."""
+    """Rows of the batch that the fault came from."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Decision on a step."""
+    """The decision on a step."""
 
     events: tuple[Event, ...]
-    """Gates that fired and faults, of the pass that was judged."""
+    """Gates that fired, and faults, in the pass that was judged."""
     why: tuple[str, ...]
-    """Sentences of these, and of an earlier pass of the step."""
+    """Sentences of `events`, and of the events of an earlier pass of the step."""
     fired: int
-    """Gates that fired, over both passes."""
+    """Number of gates that fired, over both passes."""
     withheld: bool
     """The batch is not trained on."""
     retry: bool
@@ -55,14 +55,14 @@ class Verdict:
     resync: bool
     """The engines are synced although the weights stay."""
     fall_back: bool
-    """Both sides go to BF16 before that."""
+    """Both sides go to BF16 before that sync."""
     stop: str
     """The reason for which the run ends with this step; empty if it goes on."""
 
 
 @dataclasses.dataclass
 class GateState:
-    """What gates have changed for the rest of a run, and where each of them stands. Checkpoints carry it."""
+    """The changes that gates have made for the rest of a run, and the state of each gate. Checkpoints keep it."""
 
     tis_cap: Annotated[float, Field(ge=1.0)] | None = None
     """The lower cap of the importance weight that a gate has set; None: as the spec has it."""
@@ -75,7 +75,7 @@ class GateState:
 
     @classmethod
     def of_checkpoint(cls, run: RunDir, step: int | None) -> GateState:
-        """Read the state from the checkpoint of `step`; a new run has the default one."""
+        """Read the state from the checkpoint of `step`; without a step, return the state of a new run."""
         if step is None:
             return cls()
         gate_state = read_about(run.checkpoint(step)).extra.get("standing", {})
@@ -83,16 +83,16 @@ class GateState:
         return validated(TypeAdapter(cls).validate_python, gate_state, where, "Go on from an older checkpoint.")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the state as JSON values."""
         return dataclasses.asdict(self)
 
     def numerics(self, configured: NumericsConfig) -> NumericsConfig:
-        """Return what both sides run: the spec's, or BF16 on both. Neither side ever falls back alone."""
+        """Return the numerics of both sides: the spec's, or BF16 on both. Neither side ever falls back alone."""
         return configured.in_bf16() if self.bf16 else configured
 
 
 class Guard:
-    """Judges the steps of one run. What its gates change stands in `gate_state`, which checkpoints carry.
+    """Judges the steps of one run. `gate_state` has what its gates change; checkpoints keep it.
 
     Args:
         replays: whether the experiment replays the engine's routes from the start.
@@ -112,7 +112,7 @@ class Guard:
 
     @property
     def algorithm(self) -> AlgorithmConfig:
-        """The algorithm as configured, but for a lower `tis_cap` that a gate has set."""
+        """The algorithm of the spec, with the lower `tis_cap` if a gate has set one."""
         configured, lower = self._configured.correction.tis_cap, self._gate_state.tis_cap
         if configured is None or lower is None:
             return self._configured
@@ -120,8 +120,8 @@ class Guard:
 
     @property
     def tis_cap(self) -> float:
-        """C of the clip fractions: the cap as configured, so that a gate that tightens it does not fire for its own
-        doing; 2 where there is none."""
+        """The cap C that clip fractions are measured with: the spec's, or 2 without one. A cap that a gate has lowered
+        does not count, so that the gate does not fire because of its own action."""
         return self._configured.correction.tis_cap or TIS_CAP_WITHOUT_TIS
 
     @property
@@ -130,7 +130,7 @@ class Guard:
         return self._replays or self._gate_state.router_replay
 
     def judge(self, step: int, metrics: Mapping[str, float], fault: Fault | None, capsule: str | None) -> Verdict:
-        """Decide about a step on its metrics so far.
+        """Decide about a step by the metrics that it has so far.
 
         capsule: where the step's worst sequences will be kept if a gate fires or the pass had a fault; None if nowhere.
         """
@@ -139,9 +139,9 @@ class Guard:
     def recheck(
         self, step: int, verdict: Verdict, metrics: Mapping[str, float], fault: Fault | None, capsule: str | None
     ) -> Verdict:
-        """The verdict after the pass that it asked for, which may break a bound too, or come to nothing.
+        """Return the verdict after the retried pass that `verdict` asked for, which may break a bound or fail, too.
 
-        metrics: `train/...` of that pass.
+        metrics: `train/...` of the retried pass.
         """
         again = self._decide(step, self._gates.recheck(step, metrics), fault, capsule)
         return dataclasses.replace(
@@ -154,7 +154,7 @@ class Guard:
         )
 
     def metrics(self, verdict: Verdict) -> dict[str, float]:
-        """`gates/...` of a step."""
+        """Return the `gates/...` metrics of a step."""
         values = {
             "gates/fired": float(verdict.fired),
             "gates/withheld": float(verdict.withheld),
@@ -165,7 +165,7 @@ class Guard:
         return values if tis_cap is None else values | {"gates/tis_cap": tis_cap}
 
     def _decide(self, step: int, firings: Sequence[Firing], fault: Fault | None, capsule: str | None) -> Verdict:
-        """Apply lasting actions, and return the verdict on these firings and this fault."""
+        """Apply the lasting actions of the gates that fired, and return the verdict on them and on the fault."""
         events = [firing.event(step) for firing in firings]
         if fault is not None:
             action = "skip_step" if self._settings.nonfinite_loss == "skip" else "checkpoint_and_stop"

@@ -13,27 +13,27 @@ from fp8rl.rl.mismatch.logprobs import drift_metrics, logprob_metrics
 from fp8rl.trainer.step.batch import TokenBatch
 
 NOT_DRAWN = -1
-"""Stands for the draw of a token that the trainer has not drawn."""
+"""The entry of `ScoredBatch.draws` at a token that the trainer did not draw again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:
-    """A batch and its first scoring, before anything is rejected or trained on."""
+    """A batch with the first scores of both sides, before anything is rejected or trained on."""
 
     batch: TokenBatch
-    """With the field `rollout_logprobs`, and `routes` if the engine reported any."""
+    """The batch, with the field `rollout_logprobs`, and `routes` if the engine reported any."""
     versions: Tensor
     """int64 [B, S], the weight version that sampled each token; 0 where none was sampled."""
     version: int
-    """The trainer's weight version while it scored."""
+    """The trainer's weight version when it scored the batch."""
     logprobs: Tensor
-    """fp32 [B, S], the trainer's."""
+    """fp32 [B, S], the trainer's log-probabilities."""
     routes: Tensor | None = None
     """int16 [B, S, L, K], the trainer's own choice of experts; None without `batch.routes`."""
     draws: Tensor | None = None
     """int64 [B, S], the tokens that the trainer drew again; None without `batch.seeds`."""
     tis_cap: float = 2.0
-    """C of the importance weights and clip fractions that are measured."""
+    """The cap C that importance weights and clip fractions are measured with."""
 
     @property
     def fresh(self) -> Tensor:
@@ -60,7 +60,7 @@ class ScoredBatch:
         return torch.where(self.fresh, d.abs().nan_to_num(torch.inf, torch.inf), 0.0)
 
     def followed_by(self, other: ScoredBatch) -> ScoredBatch:
-        """Append the rows of `other`, which was scored at the same version. Neither may have routes."""
+        """Return both batches as one. `other` was scored at the same version; neither batch may have routes."""
         width = max(self.batch.width, other.batch.width)
 
         def both(mine: Tensor, theirs: Tensor, value: float = 0) -> Tensor:
@@ -80,7 +80,7 @@ class ScoredBatch:
         return largest.argsort(descending=True, stable=True)[:count].tolist()
 
     def select(self, rows: Sequence[int]) -> ScoredBatch:
-        """These rows, trimmed to the longest of them."""
+        """Return the batch with these rows only, trimmed to the longest of them."""
         batch, index = self.batch.select(rows), torch.tensor(rows)
 
         def trim(value: Tensor) -> Tensor:
@@ -97,10 +97,10 @@ class ScoredBatch:
 
 
 def redraw_metrics(draws: Tensor, tokens: Tensor, mask: Tensor) -> dict[str, float]:
-    """`mismatch/redraw_...` of a batch; nothing where no token was drawn again.
+    """Return `mismatch/redraw_...` of a batch; nothing if no token was drawn again.
 
     Args:
-        draws: int64 [B, S], the trainer's; `NOT_DRAWN` where it drew none.
+        draws: int64 [B, S], the tokens that the trainer drew; `NOT_DRAWN` where it drew none.
         tokens: int64 [B, S].
         mask: bool [B, S], the tokens that were sampled at the weights that the trainer drew with.
     """
@@ -116,18 +116,18 @@ def redraw_metrics(draws: Tensor, tokens: Tensor, mask: Tensor) -> dict[str, flo
 # result.
 
 _CHUNK = 1 << 22
-"""Route entries compared at a time, little beside the memory of the routes; a small batch is one chunk."""
+"""Route entries compared at a time, which takes little memory compared with the routes. A small batch is one chunk."""
 
 
 def router_metrics(train_routes: Tensor, rollout_routes: Tensor, mask: Tensor) -> dict[str, float]:
-    """`mismatch/router_...` of one batch; meanings and denominators stand in `rl.record.metrics`.
+    """Return `mismatch/router_...` of one batch; `rl.record.metrics` has meanings and denominators.
 
-    A (token, layer) pair counts where both sides know all of its K experts; the others are counted as unknown. Its
-    agreement is |trainer's ∩ engine's| / K. If no pair is known only the counts are returned.
+    A (token, layer) pair is known if both sides report all of its K experts; other pairs are counted as unknown. The
+    agreement of a pair is |trainer's ∩ engine's| / K. If no pair is known, only the counts are returned.
 
     Args:
         train_routes: int16 [B, S, L, K], the trainer's own choice, K different experts or -1 where unknown.
-        rollout_routes: int16 [B, S, L, K], likewise the engine's.
+        rollout_routes: int16 [B, S, L, K], the engine's choice, in the same form.
         mask: bool [B, S], the tokens to compare.
 
     Returns:
@@ -161,7 +161,7 @@ def router_metrics(train_routes: Tensor, rollout_routes: Tensor, mask: Tensor) -
 
 
 def _shared_experts(train: Tensor, rollout: Tensor) -> Tensor:
-    """int16 [N, L], how many experts both sides chose, -1 where one does not know; routes: int16 [N, L, K]."""
+    """int16 [N, L]: how many experts both sides chose, -1 where a side does not know. routes: int16 [N, L, K]."""
     known = (train >= 0).all(dim=-1) & (rollout >= 0).all(dim=-1)
     # Most pairs are equal in order too, which costs far less to see than to compare all K x K experts.
     differs = known & (train != rollout).any(dim=-1)

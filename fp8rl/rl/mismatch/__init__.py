@@ -1,7 +1,7 @@
-"""Metrics of how far trainer and engine disagree on the tokens that the engine sampled, and on the experts that they
-went to. The buckets of metrics stand here because the registry of metrics names them, and is read without torch."""
+"""Metrics of how far trainer and engine disagree: on log-probabilities of sampled tokens, and on experts. The buckets
+of metrics are in this file because the registry of metrics names them, and is read without torch."""
 
 OLDEST = 8
-"""Age from which on tokens share one metric, so that an asynchronous run has a bounded number of names."""
+"""Age of weights from which on tokens share one metric, so that an asynchronous run has a bounded number of metrics."""
 POSITION_STARTS = (0, 16, 64, 256, 1024, 4096, 16384)
 """First position of each bucket of generated tokens; the last bucket is open. An answer's first token is at 0."""

@@ -26,17 +26,17 @@ MAX_EXPONENT = 20.0
 def logprob_metrics(
     train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, tis_cap: float = 2.0, fresh: Tensor | None = None
 ) -> dict[str, float]:
-    """Return the `mismatch/...` metrics of one batch; their meanings and denominators stand in `rl.record.metrics`.
+    """Return the `mismatch/...` metrics of one batch; `rl.record.metrics` has their meanings and denominators.
 
-    Tokens whose d is not finite are dropped and counted in `mismatch/nonfinite_count`. What remains are the
-    `mismatch/tokens`, and the rows with any of them the `mismatch/sequences`: the denominators of everything else. If
-    none remain only the counts are returned.
+    Tokens whose d is not finite are dropped, and counted in `mismatch/nonfinite_count`. `mismatch/tokens` counts the
+    other tokens, and `mismatch/sequences` the rows with such tokens: the denominators of everything else. If no token
+    remains, only the counts are returned.
 
     Args:
         train_logprobs: float [B, S].
         rollout_logprobs: float [B, S].
         mask: bool [B, S], the sampled tokens.
-        tis_cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
+        tis_cap: the cap C of importance weights and clip fractions, at least 1. One-sided: rho > C; two-sided: also
             rho < 1/C.
         fresh: bool [B, S], the tokens that the trainer's own weights have sampled, which alone are compared; None: all.
 

@@ -24,30 +24,30 @@ from fp8rl.rl.record.metrics import SHOWN_FIRST, held_out_is, metric
 
 
 class PlainConsole(Console):
-    """A console that shows texts as they are, also in tables: no markup, no `:names:` of emoji, no colours of its own
-    choice, and no character that a terminal would obey."""
+    """A console that shows texts unchanged, also in tables: no markup, no `:names:` of emoji, no automatic colours. It
+    leaves out characters that control a terminal."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yield the pieces of anything that can be shown; rich renders what is inside it by this method too.
+        """Yield the segments of an object without control characters; rich calls this for nested objects too.
 
-        What is left out has no width in rich's tables either.
+        Characters that are left out have no width in rich's tables either.
         """
         for piece in super().render(renderable, options):
             yield piece if piece.control else Segment(printable(piece.text, ""), piece.style)
 
 
 class StepConsole:
-    """Prints steps as they complete. Without a terminal, as in the logs of a Ray job, it prints plain lines only; on
-    one, a table below the lines compares the last step with earlier ones, and bars show how far step and run are.
+    """Prints steps as they complete. Without a terminal, as in the logs of a Ray job, it prints only plain lines. On a
+    terminal, a table below the lines compares the last step with earlier ones, and bars show the progress.
 
     Args:
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         done: steps already completed when the run starts, after a resume.
         console: where to print; standard output by default.
-        limit: of an answer's tokens, as `rollout.max_new_tokens=20`.
+        limit: the limit of an answer's tokens, as `rollout.max_new_tokens=20`.
     """
 
     def __init__(self, steps: int, *, done: int = 0, console: Console | None = None, limit: str = "") -> None:
@@ -73,7 +73,7 @@ class StepConsole:
         self._whole.update(self._task, completed=step)
 
     def progress(self, done: int, wanted: int) -> None:
-        """Within a step, or an evaluation: so many groups of those that are waited for are answered."""
+        """Show that `done` of the `wanted` groups of a step, or of an evaluation, are answered."""
         if done < self._groups.tasks[0].completed:
             self._groups.reset(self._within)
         self._groups.update(self._within, completed=done, total=wanted)
@@ -104,7 +104,7 @@ class StepConsole:
 
 
 def steps_table(rows: Mapping[int, Mapping[str, float]]) -> Table:
-    """The figures of a step's line, one a row: of the first step, of the last ones, and the newest at the right.
+    """Make a table of the figures of a step's line. A row is a figure; columns are the first step and the last steps.
 
     rows: by step, rising.
     """
@@ -125,14 +125,14 @@ def _label(label: str, *rows: Mapping[str, float]) -> str:
 
 
 _SHOWN = 5
-"""Newest steps of the table, beside the first one."""
+"""How many newest steps the table has, in addition to the first one."""
 _BACK = 2 * _SHOWN
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], limit: str = "") -> Text:
-    """`step  3/60  reward 0.412  max|d| 0  exact 1  ...`; a metric that the step lacks is left out.
+    """`step  3/60  reward 0.412  max|d| 0  exact 1  ...`; metrics that the step lacks are left out.
 
-    limit: of an answer's tokens, which is named where it has ended most answers.
+    limit: the limit of an answer's tokens, which the line names if it has ended most answers.
     """
     line = Text(f"step {step:>{len(str(steps))}}/{steps}", style="bold")
     for name, label in SHOWN_FIRST.items():
@@ -157,12 +157,12 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], limit: str = 
 
 
 def no_room(cut: float, answers: float, limit: str) -> str:
-    """Say that a limit has ended so many of the answers."""
+    """Return the sentence that `limit` has ended `cut` of the `answers`."""
     return f"{cut:.0f} of {answers:.0f} answers had no room left ({limit})"
 
 
 def _compared(metrics: Mapping[str, float]) -> Text:
-    """Return how many tokens were compared where others were trained on, and how far these have drifted."""
+    """Return how many tokens were compared, and how far the trained tokens of older weights have drifted."""
     mean, largest = (metrics[f"drift/logprob_abs_diff_{name}"] for name in ("mean", "max"))
     older = (
         f"{metrics['drift/tokens']:,.0f} older drifted {format_difference(mean)}, at most {format_difference(largest)}"
@@ -171,22 +171,22 @@ def _compared(metrics: Mapping[str, float]) -> Text:
 
 
 def format_difference(value: float) -> str:
-    """`0` for an exact zero and never for anything else."""
+    """Format abs(d); `0` means an exact zero and nothing else."""
     return "0" if value == 0 else f"{value:.2e}"
 
 
 def format_fraction(value: float) -> str:
-    """Four digits, cut and not rounded, so that `1` means all."""
+    """Format a fraction with four digits, truncated and not rounded, so that `1` means all."""
     return f"{value:.0f}" if value in (0.0, 1.0) else f"{math.floor(value * 1e4) / 1e4:.4f}"
 
 
 def format_percent(value: float) -> str:
-    """`99.99%`, cut and not rounded, so that `100.00%` means all."""
+    """Format a percentage like `99.99%`, truncated and not rounded, so that `100.00%` means all."""
     return f"{math.floor(value * 1e4) / 1e2:.2f}%"
 
 
 def _written(name: str, value: float) -> Text:
-    """A figure of a step's line. It is green where it is what it should be, and yellow where it is not."""
+    """Return a figure of a step's line, green if it has the value that it should have, and yellow if not."""
     if name == "mismatch/train_rollout_logprob_abs_diff_max":
         return Text(format_difference(value), style=f"{'yellow' if value else 'green'} not bold")
     if name == "mismatch/exact_frac":
@@ -195,19 +195,18 @@ def _written(name: str, value: float) -> Text:
 
 
 CONSOLE = logging.getLogger("fp8rl.console")
-"""Where the console repeats its lines."""
+"""The logger to which the console repeats its lines."""
 
 
 class _QuietFile(logging.FileHandler):
-    """A log that is silent about a full disk: the error that ends the run says so; the log must not repeat it line by
-    line."""
+    """A log file that ignores its own write errors, such as a full disk: the error that ends the run reports it."""
 
     def handleError(self, record: logging.LogRecord) -> None: ...
 
 
 @contextmanager
 def run_log(path: Path) -> Iterator[None]:
-    """Append to `path` inside the block: console lines, and from all libraries warnings and what is worse."""
+    """Append to `path` inside the block: console lines, and warnings and errors of all libraries."""
     handler = _QuietFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()

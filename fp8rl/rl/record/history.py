@@ -1,7 +1,7 @@
 """The history of a run, one JSON object a line.
 
-events.jsonl: each time that the run stepped in by itself, such as for a gate that fired. sessions.jsonl: each start of
-the run and how it ended, on which machine and with what code.
+events.jsonl has each action that the run took by itself, such as a gate's. sessions.jsonl has each start of the run and
+how it ended, on which machine and with what code.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class Event:
 
     step: int
     metric: str
-    """The metric that gave the reason."""
+    """The metric that was the reason."""
     value: float | None
-    """Its value; None if it is not finite."""
+    """The metric's value; None if it is not finite."""
     bound: str
-    """The bound that it broke, in words."""
+    """The bound that the metric broke, in words."""
     action: str
-    """A gate's action (`rl.experiment.gate_sections`), `replace_engine`, `resync`, `resume`, or `go_on`, without what
-    was lost or has failed."""
+    """A gate's action (`rl.experiment.gate_sections`), `replace_engine`, `resync`, `resume`, or `go_on`: the run
+    continues without the part that was lost or has failed."""
     capsule: str | None
-    """Its directory below the run's, None if there is none."""
+    """The capsule's directory, below the run's; None if there is none."""
     text: str
-    """All of it in one sentence, as the console said it."""
+    """The whole event in one sentence, as printed on the console."""
 
     @property
     def said(self) -> str:
-        """The sentence, and where the case is kept."""
+        """The sentence, and the place of the capsule."""
         return self.text if self.capsule is None else f"{self.text} ({self.capsule})"
 
 
@@ -55,21 +55,22 @@ _EVENT = TypeAdapter(Event)
 
 
 def append_event(path: Path, event: Event) -> None:
+    """Append an event to the file."""
     append_line(path, _line(event))
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events in order; none if the file is missing. Raises `UserError` for a line that is no event."""
+    """Read the events in order; none if the file is missing. Raises `UserError` for a line that is no event."""
     return whole_json_lines(path, "events", _EVENT.validate_python)
 
 
 def events_found(path: Path) -> tuple[list[Event], list[BadLine]]:
-    """The events of a file that may be damaged, and the lines that are none."""
+    """Read the events of a file that may be damaged, and the lines that are no events."""
     return json_lines(path, "events", _EVENT.validate_python)
 
 
 def cut_events(path: Path, step: int) -> None:
-    """Forget events after `step`, of steps that a resumed run repeats."""
+    """Remove the events of steps after `step`, which a resumed run repeats."""
     if path.is_file():
         write_atomically(path, "".join(_line(event) + "\n" for event in read_events(path) if event.step <= step))
 
@@ -81,7 +82,7 @@ def _line(event: Event) -> str:
 LIBRARIES = ("fp8rl", "sglang", "megatron-core", "torch", "ray", "transformers")
 _REPOSITORY = Path(__file__).parents[3]
 _TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
-"""What a calendar has a date for."""
+"""A time in seconds since 1970 for which a calendar has a date."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,18 +95,18 @@ class Session:
     versions: dict[str, str]
     """Versions of `LIBRARIES` and of Python."""
     commit: str | None
-    """Commit of the code, if it lies in a git repository, with `+` for changes that are not committed."""
+    """Commit of the code, with `+` for changes that are not committed; None outside a git repository."""
     ended: Annotated[float, _TIME] | None = None
-    """Seconds since 1970: the start and how long it took, as a clock may be set meanwhile; None while it lives, and for
-    ever if it was killed."""
+    """Seconds since 1970: the start plus a monotonic duration, as the clock may be set meanwhile. None while the
+    session lives, or if it was killed."""
     why: str = ""
-    """The reason for an end before its last step; empty if there was none."""
+    """The reason for an end before the last step; empty if the session reached it."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """Notes on its input, e.g. that held-out problems are trained on as well."""
+    """Notes on the run's input, e.g. that held-out problems are trained on as well."""
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that it took, if it has ended."""
+        """The session's duration in seconds; None if it has not ended."""
         return None if self.ended is None else self.ended - self.started
 
 
@@ -120,12 +121,12 @@ def this_session(notes: Sequence[str] = ()) -> Session:
 
 
 def append_session(path: Path, session: Session) -> None:
-    """A line for its start, another one for its end."""
+    """Append a line for a session: once at its start, and again at its end."""
     append_line(path, json.dumps(dataclasses.asdict(session), allow_nan=False))
 
 
 def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
-    """The sessions in order, each as its last line says, and the lines that cannot be used."""
+    """Read the sessions in order, each from its last line, and the lines that cannot be used."""
     lines, bad = json_lines(path, "sessions", _SESSION.validate_python)
     return list({session.started: session for session in lines}.values()), bad
 

@@ -21,9 +21,9 @@ from importlib import resources
 from fp8rl.rl.mismatch import OLDEST, POSITION_STARTS
 
 REWARD_PARTS = "rollout/reward/"
-"""Metrics that the reward functions of an experiment name."""
+"""Prefix of the metrics that are named after reward functions."""
 OUTCOMES = "rollout/outcome/"
-"""Metrics that its environment names."""
+"""Prefix of the metrics whose names an environment gives."""
 
 
 def held_out_is(*rows: Mapping[str, float]) -> str:
@@ -34,7 +34,7 @@ def held_out_is(*rows: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a step, without its name."""
+    """The declaration of a metric, without its name."""
 
     unit: str
     """Empty for a plain ratio."""
@@ -43,19 +43,19 @@ class Metric:
     over: str = ""
     """The denominator of a mean or a fraction, a metric or in words; empty where there is none."""
     late: bool = False
-    """It is known only after the step's decision. Gates judge it in the next step, and it may withhold nothing."""
+    """The metric is known only after the step's decision. Gates judge it in the next step, and it withholds nothing."""
     needs: tuple[str, ...] = ()
     """Conditions that a run must meet; `rl.experiment.gate_rules` has them."""
     at_times: bool = False
-    """A step of such a run may lack it although all goes as planned."""
+    """A step may lack the metric although the run measures it and nothing is wrong."""
     flat_at_first: bool = False
-    """It is the same in the first pass of every batch that gets several updates."""
+    """The metric has the same value in the first pass of every batch that gets several updates."""
     chart: tuple[str, str] | None = None
-    """Title of the report's chart that draws it, and the name of its curve there."""
+    """Title of the chart in the report that shows the metric, and the name of its curve."""
     summary: str = ""
     """`max`, `min` or `last`: the value that stands for the run in wandb's summary, if it is not the last row's."""
     shown_as: str = ""
-    """The name of a metric that is looked at first: on the console, in wandb and where runs are compared."""
+    """The short name of a metric that is shown first: on the console, in wandb and where runs are compared."""
 
     def named(self, fields: Mapping[str, str]) -> Metric:
         """Return the member of a family whose name has these fields."""
@@ -68,15 +68,15 @@ class Family:
     """Metrics whose names differ in a field: a number `{n}`, or a name that a spec gives, `{part}` or `{set}`."""
 
     metric: Metric
-    """Its texts have the fields of the name."""
+    """The declaration; its texts have the fields of the name."""
     pattern: re.Pattern[str]
-    """It matches the members' names; its groups are the fields."""
+    """The pattern of the members' names; its groups are the fields."""
     numbers: Sequence[int]
     """The values that `{n}` can have."""
 
 
 def _read() -> tuple[dict[str, Metric], dict[str, Family]]:
-    """Return the metrics of fixed names, and the families by their name with its fields."""
+    """Read the table: the metrics with fixed names, and the families by their names with fields."""
     fixed, families = {}, {}
     starts = ", ".join(map(str, POSITION_STARTS))
     text = resources.files("fp8rl.rl.record").joinpath("metrics.md").read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ SHOWN_FIRST = {name: row.shown_as for name, row in METRICS.items() if row.shown_
 
 @cache
 def describe(name: str) -> Metric | None:
-    """Return the metric of this name, fixed or member of a family; None if a run has no such metric."""
+    """Return the metric of this name, fixed or of a family; None if no run has such a metric."""
     if name in METRICS:
         return METRICS[name]
     for family in FAMILIES.values():
@@ -127,12 +127,12 @@ def describe(name: str) -> Metric | None:
 
 
 def is_fixed(name: str) -> bool:
-    """Return whether any run may have this metric: no reward, environment or evaluation set of a spec names it."""
+    """Return whether the metric's name is fixed: no reward, environment or evaluation set of a spec names it."""
     return name in METRICS or (describe(name) is not None and not name.startswith((REWARD_PARTS, OUTCOMES, "eval/")))
 
 
 def nearest_metric(name: str) -> str:
-    """Return the metric whose name is most like `name`; a family of numbers stands by its first member like it."""
+    """Return the metric whose name is most like `name`; for a family with numbers, the first such member."""
     numbered = {each: family for each, family in FAMILIES.items() if "{n}" in each and "{set}" not in each}
     members = [each.format(n=number) for each, family in numbered.items() for number in family.numbers[:16]]
     (nearest,) = difflib.get_close_matches(name, [*METRICS, *members], n=1, cutoff=0.0)

@@ -20,8 +20,8 @@ DROPPED = "tracking/nonfinite_dropped"
 class MetricsLog:
     """Appends rows to a metrics file; steps rise strictly from row to row.
 
-    A new run must find no rows. A resumed one keeps those up to `resume_step` and cuts the rest, which belong to
-    steps that are about to be repeated.
+    A new run must find no rows. A resumed run keeps the rows up to `resume_step` and cuts the others, whose steps it
+    repeats.
 
     Raises:
         ValueError: a new run finds rows.
@@ -37,8 +37,11 @@ class MetricsLog:
         self._path, self._file = path, path.open("ab", buffering=0)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write the row of `step` and return its metrics: the finite ones, and how many were dropped. Raises
-        ValueError: `step` is not above the last row's."""
+        """Write the row of `step`. Return its finite metrics, and the number of metrics that were dropped.
+
+        Raises:
+            ValueError: `step` is not above the last row's.
+        """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(
                 f"step: found {step}, expected more than {self._last_step}, the last row's; log a step once"
@@ -55,12 +58,12 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics file in order, none if it is missing. Raises `UserError` for a line that is no row."""
+    """Read the rows of a metrics file in order; none if it is missing. Raises `UserError` for a line that is no row."""
     return whole_json_lines(path, "metrics", _row)
 
 
 def metrics_found(path: Path) -> tuple[list[Row], list[BadLine]]:
-    """The rows of a metrics file that may be damaged, with rising steps, and the lines that are none."""
+    """Read the rows, with rising steps, of a metrics file that may be damaged; and the lines that are no such rows."""
     rows, bad = json_lines(path, "metrics", _row)
     rising = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     return list(rising.values()), bad
@@ -93,7 +96,7 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside to the phase `name`, but for that of phases inside it."""
+        """Add the time inside the block to the phase `name`, without the time of phases inside it."""
         start, outer, self._within = time.perf_counter(), self._within, 0.0
         try:
             yield
@@ -105,8 +108,8 @@ class StepClock:
     def lap(self) -> dict[str, float]:
         """End the step and begin the next one.
 
-        Gives `perf/<phase>_seconds`, `perf/step_seconds`, and as `perf/overhead_seconds` what no phase accounts for.
-        The phase `sync` counts towards the step, and is reported by the sync itself.
+        Returns `perf/<phase>_seconds`, `perf/step_seconds`, and the time outside all phases as `perf/overhead_seconds`.
+        The phase `sync` counts towards the step, but the sync itself reports it.
         """
         step = time.perf_counter() - self._start
         phases = self._phases

@@ -1,6 +1,6 @@
-"""rollouts/step_N.jsonl: every trajectory of a step with all that it takes to compute the step again.
+"""rollouts/step_N.jsonl: every trajectory of a step, with all that it takes to compute the step again.
 
-rollouts/ahead_N.jsonl: answers to later steps that the step was compared on too.
+rollouts/ahead_N.jsonl: answers to later steps on which trainer and engine were compared in step N.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8rl.numerics.core.files import write_atomically
 from fp8rl.numerics.core.reading import BadLine, json_lines
 
 SHOWN = 8
-"""Trajectories of a step that a person is shown."""
+"""How many trajectories of a step are shown to people."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,11 @@ class RolloutRecord:
     reward: float
     """The reward of the answer."""
     abs_diff_mean: float | None
-    """The mean abs(d) over its tokens; None if none is finite."""
+    """The mean abs(d) over the answer's tokens; None if none is finite."""
     group: int
-    """The number of its prompt in the step."""
+    """The number of the prompt in the step."""
     seed: int
-    """The seed of its draws."""
+    """The seed by which the tokens were drawn."""
     finished: bool
     """The model ended the answer itself."""
     prompt_ids: list[int]
@@ -46,11 +46,11 @@ class RolloutRecord:
     rollout_logprobs: list[float]
     """The engine's log-probabilities of the model's tokens; NaN if not finite."""
     train_logprobs: list[float]
-    """The trainer's, likewise."""
+    """The trainer's log-probabilities of the model's tokens; NaN if not finite."""
     weight_versions: list[int]
     """The weight versions that sampled the model's tokens."""
     advantage: float | None
-    """The advantage of its first token; None before training."""
+    """The advantage of the answer's first token; None before training."""
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     """The value of each reward function."""
     told: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -68,13 +68,13 @@ class RolloutRecord:
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRecord:
-    """An answer to a later step, as the trainer scored it: of what a step is compared on, beside its own answers."""
+    """An answer to a later step that the trainer scored, to compare it with the engine in the present step."""
 
     token_ids: list[int]
-    """[S], with the prompt's."""
+    """[S], the tokens of prompt and answer."""
     sampled: list[int]
-    """Positions of the tokens that the model sampled. The other fields are of these; a log-probability that is not
-    finite is NaN."""
+    """Positions of the tokens that the model sampled. The other fields have an entry for each of these tokens; a
+    log-probability that is not finite is NaN."""
     rollout_logprobs: list[float]
     train_logprobs: list[float]
     weight_versions: list[int]
@@ -86,7 +86,7 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord] | Iterable[Score
 
 
 def rollouts_found(path: Path) -> tuple[list[RolloutRecord], list[BadLine]]:
-    """The records of a file that may be damaged, and the lines that are none."""
+    """Read the records of a file that may be damaged, and the lines that are no records."""
     return json_lines(path, "rollouts", parse_rollout)
 
 
@@ -109,7 +109,7 @@ _RECORD = TypeAdapter(RolloutRecord)
 
 
 def parse_rollout(values: dict[str, Any]) -> RolloutRecord:
-    """The trajectory of a line's object, for `numerics.core.reading.json_lines`."""
+    """Parse the object of a line, for `numerics.core.reading.json_lines`."""
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [math.nan if x is None else x for x in values[name]]
     return _RECORD.validate_python(values)

@@ -1,4 +1,4 @@
-"""The directory of a run: where everything lies, how it is created, and how its files are written."""
+"""The directory of a run: the paths of its files, how it is created, and its lock."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from pathlib import Path
 from fp8rl.numerics.core.errors import UserError, user_error
 
 _NOTE = re.compile(rb"(process \d+ on \S+)?")
-"""What a lock's file may hold."""
+"""What the file of a run's lock may contain."""
 
 
 class RunDir:
-    """Paths of one run below `path`, an absolute directory `runs/<name>`."""
+    """The paths of a run below `path`, an absolute directory `runs/<name>`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
         self.experiment = path / "spec.yaml"
         """The resolved experiment; its presence marks the directory as a run."""
         self.mark = path / ".fp8rl"
-        """Says that a run made the directory."""
+        """A file that marks the directory as made by a run."""
         self.metrics = path / "metrics.jsonl"
         """One JSON object per step."""
         self.events = path / "events.jsonl"
-        """What the run did by itself: gates, resumes, replaced engines, repeated syncs, failed user functions, lost
-        trackers. One JSON object per line; absent while there is none."""
+        """Actions that the run took by itself: gates, resumes, replaced engines, repeated syncs, failed user functions,
+        lost trackers. One JSON object per line; the file is absent while there is none."""
         self.sessions = path / "sessions.jsonl"
         """Two JSON objects for each time that the run was started: at its start, and at its end."""
         self.report, self.log = path / "report.html", path / "log.txt"
         self.checkpoints, self.capsules = path / "checkpoints", path / "capsules"
         self.model = path / "model"
-        """The trained model as a Hugging Face directory, once the run is through."""
+        """The trained model as a Hugging Face directory, once the run is finished."""
         self.adapter = path / "adapter"
-        """The trained adapters in PEFT's format, once a run that has some is through."""
+        """The trained adapters in PEFT's format, once a run with adapters is finished."""
 
     @property
     def begun(self) -> bool:
-        """True if it got as far as a row of metrics, or left anything that took training."""
+        """True if the run has a row of metrics, a checkpoint, a model or adapters."""
         rows = self.metrics.is_file() and self.metrics.stat().st_size > 0
         return rows or bool(self.checkpoint_steps()) or self.model.exists() or self.adapter.exists()
 
@@ -50,19 +50,19 @@ class RunDir:
         return self.checkpoints / f"step_{step}"
 
     def pending_checkpoint(self, step: int) -> Path:
-        """A checkpoint whose step has no row in `metrics` yet."""
+        """The path of a checkpoint whose step has no row in `metrics` yet."""
         return self.checkpoints / f".step_{step}.pending"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps with a checkpoint, ascending. Unfinished ones have another name and do not count."""
+        """Steps with a checkpoint, ascending. Unfinished checkpoints have another name and do not count."""
         return _steps(self.checkpoints, r"step_(\d+)")
 
     def manifest(self, step: int) -> Path:
-        """Tensor digests of the weight sync after `step`; 0 is the one before training."""
+        """Tensor digests of the weight sync after `step`; step 0 is the sync before training."""
         return self.path / "manifests" / f"step_{step}.json"
 
     def capsule(self, step: int) -> Path:
-        """The sequences of `step` for which a gate fired, or whose loss was not finite."""
+        """The capsule of `step`: its worst sequences, if a gate fired or the loss was not finite."""
         return self.capsules / f"step_{step}"
 
     def capsule_steps(self) -> list[int]:
@@ -74,7 +74,7 @@ class RunDir:
         return self.path / "rollouts" / f"step_{step}.jsonl"
 
     def ahead(self, step: int) -> Path:
-        """Answers to later steps that the trainer scored in `step`, one JSON object per line; absent where none was."""
+        """Answers to later steps that the trainer scored in `step`, one JSON object per line; absent without any."""
         return self.path / "rollouts" / f"ahead_{step}.jsonl"
 
     def rollout_steps(self) -> list[int]:
@@ -82,7 +82,7 @@ class RunDir:
         return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")
 
     def cut(self, step: int) -> None:
-        """Remove rollouts, manifests and attributions after `step`, of steps that a resumed run repeats."""
+        """Remove the rollouts, manifests and attributions of steps after `step`, which a resumed run repeats."""
         for names in (
             r"rollouts/(?:step|ahead)_(\d+)\.(?:jsonl|certify\.html)",
             r"manifests/step_(\d+)\.json",
@@ -104,20 +104,20 @@ def open_run_dir(
     shared: bool = False,
     reads: Collection[Path] = (),
 ) -> Iterator[RunDir]:
-    """The directory `base/name`, made if absent, held by this process for as long as the block lasts.
+    """Open the directory `base/name` for this process alone while the block lasts; make it if it is absent.
 
-    Nothing in it is deleted. A run that another one replaces gets the name NAME.replaced-TIME; a start that reached no
-    step leaves its logs, and the next one continues in its directory.
+    Nothing in the directory is deleted. A run that is replaced gets the name NAME.replaced-TIME. A start that reached
+    no step leaves its logs, and the next start continues in its directory.
 
     Args:
         resume: keep the contents and continue the run in the directory.
         overwrite: rename the run in the directory, and begin a new one.
-        shared: a new directory is as readable as the umask has it, not by its owner alone.
-        reads: files that the run is made from.
+        shared: the umask decides who may read a new directory; otherwise only its owner may.
+        reads: files that the new run reads.
 
     Raises:
-        UserError: the directory is taken and neither flag is given; it is no run, or `resume` finds none; a file that
-            this run reads is in a directory that gets another name; both flags; another process holds the run; the
+        UserError: the directory is taken and neither flag is given; it is no run, or there is no run to resume; a file
+            of `reads` is in a directory that would be renamed; both flags are given; another process holds the run; the
             directory cannot be made.
     """
     if resume and overwrite:
@@ -139,7 +139,7 @@ def open_run_dir(
 
 
 def _prepare(run: RunDir, resume: bool, overwrite: bool, reads: Collection[Path]) -> None:
-    """Give the run in the directory another name, if it has begun and may be replaced."""
+    """Rename the run in the directory, if it has begun and may be replaced."""
     if run.path.is_symlink() or (run.path.exists() and not run.path.is_dir()):
         kind = "link" if run.path.is_symlink() else "file"
         raise UserError(f"run.name: found a {kind} at {run.path}, expected a directory. Choose another run.name.")
@@ -174,7 +174,7 @@ def _prepare(run: RunDir, resume: bool, overwrite: bool, reads: Collection[Path]
 
 
 def set_aside(path: Path) -> None:
-    """Give what is at `path` the name NAME.replaced-TIME, if there is something."""
+    """Rename the file or directory `path`, if there is one, to NAME.replaced-TIME."""
     if path.exists():
         path.rename(path.with_name(f"{path.name}.replaced-{time.strftime('%Y%m%d-%H%M%S')}"))
 
@@ -188,8 +188,11 @@ def _steps(directory: Path, pattern: str) -> list[int]:
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[None]:
-    """Hold the run at `path` for as long as the block lasts. What a killed driver left of a lock holds nothing. Raises
-    UserError: another process holds it; the message names it."""
+    """Hold the lock of the run at `path` while the block lasts. The lock file of a killed driver holds nothing.
+
+    Raises:
+        UserError: another process holds the lock; the message names the process.
+    """
     file = path.with_name(f".{path.name}.lock")
     descriptor = _take(file, path)
     try:

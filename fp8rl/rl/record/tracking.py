@@ -1,5 +1,5 @@
-"""Record a run's numbers: metrics.jsonl, the files of rollouts, and the trackers. These are told in one thread: no step
-waits for a tracker, and no error of a tracker reaches the run."""
+"""Records a run's numbers: in metrics.jsonl, in the files of rollouts, and in trackers. A thread of its own calls the
+trackers, so that no step waits for a tracker, and no error of a tracker reaches the run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Samples = Callable[[], tuple[Sequence[RolloutRecord], Sequence[ScoredRecord]]]
 
 
 class RunTracker:
-    """Records a run, one row per step. Use it as a context manager: leaving by an exception marks the run as failed.
+    """Records a run, one row per step. Use it as a context manager: an exception in the block marks the run as failed.
 
     Args:
         run: the run's directory, already created.
         all_rollouts: write all trajectories of a step, not only those that are shown.
         resume_step: the step of the checkpoint that a resumed run starts from; later rows are cut.
-        trackers: told of every row, of sample rollouts and of the end.
+        trackers: get every row, sample rollouts and the end.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class RunTracker:
         self._writing: Future[None] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples = lambda: ((), ())) -> dict[str, float]:
-        """Record a step, steps rising strictly. Values that are not finite are dropped and counted.
+        """Record a step; steps rise strictly. Values that are not finite are dropped and counted.
 
-        samples: gives the step's trajectories, and answers to later steps that were scored in it. They are put together
-            and written at the next `write`; a failure is raised by the next `log`, `wait` or `finish`.
+        samples: returns the step's trajectories, and answers to later steps that were scored in it. The next `write`
+            calls it and writes them; the next `log`, `wait` or `finish` raises an error of that.
 
         Returns:
             The metrics as written, with `tracking/nonfinite_dropped`.
@@ -61,7 +61,7 @@ class RunTracker:
         self._trackers.alert(text)
 
     def write(self) -> None:
-        """Begin to write the trajectories of the last step; it goes on beside whatever the caller waits for."""
+        """Begin to write the trajectories of the last step, in the background."""
         if self._to_write is not None:
             step, samples = self._to_write
             self._to_write, self._writing = None, self._writer.submit(self._write, step, samples)
@@ -101,17 +101,17 @@ class RunTracker:
 
 
 _RECORDS = 1000
-"""Records that may wait: rows, sample rollouts and events. Further ones are dropped and counted."""
+"""How many records may wait for trackers: rows, sample rollouts and events. Further records are dropped and counted."""
 _FINISH_SECONDS = 150.0
-"""Seconds that trackers get at the end of the run. wandb's own upload gives up before."""
+"""Seconds that trackers get at the end of the run. wandb's own upload gives up earlier."""
 
 
 class BackgroundTrackers:
-    """The trackers of a run, and the queue of what they have not been told yet.
+    """The trackers of a run, and the queue of records that they have not got yet.
 
     Args:
-        names: of `TRACKERS`.
-        lost: told a sentence, in any thread, for each tracker that raises, and at the end for records that are lost.
+        names: names in `TRACKERS`.
+        lost: gets a sentence, in any thread, for each tracker that raises, and at the end for records that are lost.
     """
 
     def __init__(self, names: Sequence[str], run: Tracked, lost: Callable[[str], object]) -> None:
@@ -124,20 +124,20 @@ class BackgroundTrackers:
             self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass on the row of a step."""
+        """Pass the row of a step to the trackers."""
         self._put("log", step, metrics)
 
     def show(self, step: int, records: Sequence[RolloutRecord]) -> None:
-        """Pass on sample rollouts of a step, if it is one whose rollouts are shown."""
+        """Pass sample rollouts of a step to the trackers, if they show rollouts of this step."""
         if self._run.shows(step):
             self._put("show", step, records)
 
     def alert(self, text: str) -> None:
-        """Pass on an event."""
+        """Pass an event to the trackers."""
         self._put("alert", text)
 
     def finish(self, exit_code: int, summary: Mapping[str, Any]) -> None:
-        """Give the trackers a bounded time for what they have not been told yet. A second call does nothing."""
+        """Give the trackers a bounded time for the records in the queue. A second call does nothing."""
         if not self._told:
             return
         self._told, deadline = False, time.monotonic() + _FINISH_SECONDS
@@ -170,7 +170,7 @@ class BackgroundTrackers:
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """Give up the tracker of this name for whatever the block raises."""
+        """Give up the tracker of this name if the block raises anything."""
         try:
             yield
         except BaseException as error:  # a library may exit; the thread serves the other trackers

@@ -1,6 +1,6 @@
 """The charts of a run's report as plain data; `templates/page.js` draws them with plotly.
 
-Which metric is a curve of which chart stands in the registry (`rl.record.metrics`); here stands how a chart looks.
+The registry (`rl.record.metrics`) says which metrics are the curves of a chart; this module says how a chart looks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Chart = dict[str, Any]
 """`title`, `note` (what to look for), `traces` with x, y, name, and `y`: plotly settings of the value axis."""
 
 AGE = "Age of the tokens"
-"""The chart of the tokens by the age of the weights that sampled them."""
+"""Title of the chart of tokens by the age of the weights that sampled them."""
 TIME = "Time per step"
-"""The chart that the parts of a step's time are stacked in."""
+"""Title of the chart in which the parts of a step's time are stacked."""
 MIB = 2.0**20
 _DASHES = ("solid", "dot", "dash", "dashdot")
 
@@ -31,9 +31,9 @@ class ChartStyle:
     unit: str
     """Text of the value axis."""
     scale: Literal["plain", "share", "floor", "log"] = "plain"
-    """`share` from 0 to 1, `floor` from 0, `log` without zeros, else as the values are."""
+    """The value axis. `share`: from 0 to 1. `floor`: from 0. `log`: logarithmic, without zeros. `plain`: plotly's."""
     bars: bool = False
-    """Curves are stacked."""
+    """The curves are drawn as stacked bars."""
 
 
 SECTIONS: dict[str, dict[str, ChartStyle]] = {
@@ -120,9 +120,8 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def overlaid(runs: Mapping[str, Sequence[Row]]) -> list[Section]:
-    """Return the charts of several runs by name, their curves over each other: a run is a colour, or a dash of its own
-    where a chart has several curves. Stacks of bars cannot lie over each other; the time of whole steps stands for
-    theirs."""
+    """Return charts that overlay the curves of several runs. A run has a colour of its own, or a dash style if a chart
+    has several curves. Stacked bars cannot be overlaid, so their chart has the time of whole steps instead."""
     drawn = [(name, rows, _curves(rows)) for name, rows in runs.items()]
     for _, rows, curves in drawn:
         curves.pop(AGE, None)
@@ -133,7 +132,7 @@ def overlaid(runs: Mapping[str, Sequence[Row]]) -> list[Section]:
 
 
 Drawn = tuple[str, Sequence[Row], dict[str, list[tuple[str, str]]]]
-"""A run's name, its rows, and by each chart's title the metrics that are its curves, with their labels."""
+"""A run's name, its rows, and for each chart's title the (metric, label) of its curves."""
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, list[tuple[str, str]]]:
@@ -190,12 +189,12 @@ def _chart(title: str, look: ChartStyle, runs: Sequence[Drawn]) -> Chart:
 
 
 _COLORS = 5
-"""Colours of curves that templates/page.css has."""
+"""How many colours for curves templates/page.css has."""
 _REST = "rest"
 
 
 def _with_rest(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
-    """The rows of whole steps with every part, and with what is outside all of them."""
+    """Return the rows of whole steps with the time of every part, and with the time outside all parts."""
     return [
         {**dict.fromkeys(parts, 0.0), **row}
         | {_REST: max(0.0, row["perf/step_seconds"] - sum(row.get(name, 0.0) for name in parts))}
@@ -220,7 +219,7 @@ def _trace(rows: Sequence[Row], name: str, label: str, look: ChartStyle, index: 
 
 
 def _axis(look: ChartStyle, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Settings of the value axis; all others are plotly's own. A logarithmic axis leaves zeros out."""
+    """Return the settings of the value axis that differ from plotly's own. A logarithmic axis leaves zeros out."""
     positive = any(value > 0 for trace in traces for value in trace["y"])
     axes: dict[str, dict[str, Any]] = {
         "share": {"range": [0, 1.02]},

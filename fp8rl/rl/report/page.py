@@ -25,17 +25,17 @@ from fp8rl.rl.report.summary import Tone
 from fp8rl.rollout.tasks.data import load_problems
 
 Column = tuple[str, Literal["", "n", "text", "code"]]
-"""A heading, and what the cells below it are: words, numbers, texts of several lines, or code."""
+"""A column's heading, and the kind of its cells: words (empty), numbers, texts of several lines, or code."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table, which has no head if its headings are empty."""
+    """A table. It has no head if all headings are empty."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[object]]
     summary: str = ""
-    """The line that it is folded under; empty: it is not folded."""
+    """The line under which the table is folded; empty: it is not folded."""
     open: bool = True
     form: ClassVar[str] = "table"
 
@@ -65,7 +65,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Code:
-    """Text as it is, folded."""
+    """A verbatim text, folded."""
 
     summary: str
     text: str
@@ -74,14 +74,14 @@ class Code:
 
 @dataclass(frozen=True)
 class Svg:
-    """A figure of ours, which is not escaped."""
+    """An SVG figure made by this project, which is not escaped."""
 
     svg: str
     form: ClassVar[str] = "svg"
 
 
 class Section:
-    """A heading and the blocks below it; one without blocks is left out."""
+    """A heading and the blocks below it. A section without blocks is left out."""
 
     def __init__(self, title: str, *blocks: Table | Charts | Sentences | Paragraph | Code | Svg) -> None:
         self.title, self.blocks = title, blocks
@@ -89,7 +89,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Tile:
-    """A headline number. tone: colours it."""
+    """A headline number. tone: decides its colour."""
 
     label: str
     value: str
@@ -107,7 +107,7 @@ def write_page(
     tiles: Sequence[Tile] = (),
     footer: str = "",
 ) -> None:
-    """Write the page of `name` to `path`. kind: of page. verdict: the sentences that it begins with."""
+    """Write a page to `path`. kind, name: its kind and subject. verdict: the sentences at its beginning."""
     charts = [
         chart for each in sections for block in each.blocks if isinstance(block, Charts) for chart in block.charts
     ]
@@ -142,14 +142,14 @@ def _read(name: str) -> str:
 # The reference answers of the questions that a report shows, read from the run's data where they still lie.
 
 MOST_READ = 100_000
-"""Problems of a source that are looked through."""
+"""Most problems of a source that `references` searches."""
 
 
 def references(run: RunDir, questions: set[str]) -> dict[str, str]:
-    """Return the reference answer of each question that the run's training data have once, by the question.
+    """Return the reference answers of questions, by question, for questions that the run's training data have once.
 
-    Rollouts do not record it. The data may have been moved since, and a spec may be damaged: what is not found is left
-    out.
+    Rollouts do not record references. The data may have been moved, and the spec may be damaged: questions that are not
+    found are left out.
     """
     found: dict[str, set[str]] = {}
     try:

@@ -32,7 +32,7 @@ MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</spa
 def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
     """Write `report.html` into the run's directory from its metrics, sample rollouts and spec.
 
-    Returns its path, and a sentence for each file that has lines which could not be used.
+    Returns the report's path, and a sentence for each file with lines that could not be used.
 
     Raises:
         UserError: the directory holds no run, or the run has no complete step.
@@ -81,7 +81,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
 
 
 def _damage(files: Sequence[tuple[Path, Sequence[BadLine]]]) -> list[str]:
-    """A sentence for each file that has lines which cannot be used."""
+    """Return a sentence for each file with lines that cannot be used."""
     return [
         f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be used and {'are' if len(bad) > 1 else 'is'} left "
         f"out: {', '.join(f'line {line.number}: {line.found}' for line in bad[:3])}{' and more' * (len(bad) > 3)}."
@@ -91,7 +91,7 @@ def _damage(files: Sequence[tuple[Path, Sequence[BadLine]]]) -> list[str]:
 
 
 def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
-    """Say why the run has not come to its last step; nothing if it has."""
+    """Return why the run has not reached its last step; nothing if it has."""
     wanted = _steps_of(spec)
     if wanted is None or last >= wanted:
         return []
@@ -101,12 +101,12 @@ def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
 
 
 def _notes(sessions: Sequence[Session]) -> list[str]:
-    """Return what was said of the input when the run was started last."""
+    """Return the remarks on the input at the last start of the run."""
     return [f"Note: {note.rstrip('.')}." for note in sessions[-1].notes] if sessions else []
 
 
 def _steps_of(spec: str) -> int | None:
-    """`run.steps` of the spec's text, which may be damaged."""
+    """Read `run.steps` from the text of a spec, which may be damaged."""
     try:
         steps = parse_yaml(spec)["run"]["steps"]
     except (TypeError, KeyError, ValueError):
@@ -124,11 +124,11 @@ def _events(title: str, events: Sequence[Event], run: RunDir) -> Section:
 
 
 Found = Sequence[tuple[int, Sequence[RolloutRecord], Sequence[BadLine]]]
-"""Steps with the answers of their files."""
+"""For each step: its number, the answers in its file, and the file's damaged lines."""
 
 
 def _answers(found: Found) -> Section:
-    """Show how the answers of a few steps are spread."""
+    """Make histograms of the answers of a few steps."""
     lengths, rewards = [], []
     for step, records, _ in found:
         groups: dict[int, list[float]] = {}
@@ -144,7 +144,7 @@ def _answers(found: Found) -> Section:
 
 
 def _samples(run: RunDir, found: Found) -> Section:
-    """Show answers of a few steps, the newest open, beside the reference where the run's data still have it."""
+    """Show answers of a few steps, the newest step unfolded, with the references that the run's data still have."""
     samples = [(step, shown(records)) for step, records, _ in found]
     known = references(run, {record.prompt for _, records in samples for record in records})
     columns: list[Column] = [("Prompt", "text"), ("Answer of the model", "text"), ("Reference", "text")]
@@ -164,7 +164,7 @@ def _samples(run: RunDir, found: Found) -> Section:
 
 
 def _facts(sessions: Sequence[Session]) -> list[Table]:
-    """Return where and with what the run was made: name and value, of each start."""
+    """Return a table of each start of the run: machine, versions, code and times; nothing without sessions."""
     facts = []
     for session in sessions:
         seconds = "no end recorded" if session.seconds is None else f"{session.seconds:,.0f} s"
@@ -179,7 +179,7 @@ def _facts(sessions: Sequence[Session]) -> list[Table]:
 
 
 def _tiles(summary: RunSummary, rows: Sequence[Row]) -> list[Tile]:
-    """The headline numbers."""
+    """Make the headline numbers."""
     tiles = []
     if summary.accuracy_after is not None:
         before = "" if summary.accuracy_before is None else f"{summary.accuracy_before:.3f} before training"
@@ -219,7 +219,7 @@ def _tiles(summary: RunSummary, rows: Sequence[Row]) -> list[Tile]:
 
 
 def _metric_table(rows: Sequence[Row]) -> Table:
-    """Every metric of the run: last, least and greatest value, unit and meaning, in the order of first appearance."""
+    """List every metric of the run in order of appearance: last, least and greatest value, unit and meaning."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
     table = []
     for name in names:

@@ -21,11 +21,11 @@ EQUAL = "rollout/equal_reward_groups"
 GRADIENT = "train/grad_norm"
 _FAR_OUTSIDE = 100
 _COMPARED = {ABS_DIFF_MAX, ABS_DIFF_MEAN, "mismatch/exact_frac", "mismatch/tokens"}
-"""What a row of a step has that was compared, whole or not at all; a damaged one may lack some."""
+"""Metrics of a step with compared tokens. A row counts only if it has all of them; a damaged row may lack some."""
 _DRIFTED = {DRIFT_MAX, DRIFT_MEAN, "drift/tokens"}
-"""Likewise of a step with older tokens."""
+"""Metrics of a step with tokens of older weights; a row counts only if it has all of them."""
 _ENDED = {"rollout/trajectories", "rollout/finished_fraction"}
-"""Likewise of a step whose answers ended by themselves or were cut."""
+"""Metrics of how a step's answers ended; a row counts only if it has all of them."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class RunSummary:
     accuracy_before: float | None
     """First held-out accuracy; None unless there are two evaluations."""
     accuracy_after: float | None
-    """The last one, likewise."""
+    """Last held-out accuracy; None unless there are two evaluations."""
     accuracy_after_step: int | None
-    """The step of the last one."""
+    """The step of the last held-out accuracy."""
     reward_first: float | None
     """Mean reward of the first step."""
     reward_last: float | None
@@ -51,17 +51,18 @@ class RunSummary:
     compared_tokens: int
     """Tokens of the trainer's version with a finite difference d, over all steps."""
     nonfinite_tokens: int
-    """Tokens of the trainer's version without one."""
+    """Tokens of the trainer's version whose difference d is not finite."""
     largest_abs_diff: float | None
     """Largest abs(d) of the run, in nats."""
     largest_abs_diff_step: int | None
+    """The step of the largest abs(d)."""
     mean_abs_diff: float | None
     """Mean abs(d) over `compared_tokens`."""
     exact_fraction: float | None
     """Fraction of `compared_tokens` with d == 0."""
     syncs: int
     verified_syncs: int
-    """Those in which every tensor was verified."""
+    """Weight syncs in which every tensor was verified."""
     mismatched_tensors: int
     """Tensors that differed, over all syncs."""
     step_seconds: float | None
@@ -69,30 +70,30 @@ class RunSummary:
     older_tokens: int = 0
     """Number of trained tokens that older weights had sampled, over all steps."""
     mean_drift: float | None = None
-    """Mean of abs(d) over these, in nats; None where there are none."""
+    """Mean abs(d) over `older_tokens`, in nats; None if there are none."""
     largest_drift: float | None = None
-    """The largest of them."""
+    """Largest abs(d) over `older_tokens`, in nats; None if there are none."""
     evaluated_problems: int = 0
     """Held-out problems of the last evaluation."""
     held_out: str = "accuracy"
     """What the held-out figures are, `accuracy` or `reward`."""
     accuracy_change: tuple[float, float] | None = None
-    """The 95% interval of the change of accuracy, None where it is no fraction of solved problems."""
+    """The 95% interval of the change of accuracy; None if accuracy is no fraction of solved problems."""
     answers: int = 0
     cut_answers: int = 0
-    """Answers that had no room left."""
+    """Answers that a length limit ended."""
     withheld_steps: int = 0
     """Steps whose batch was not trained on."""
     warnings: int = 0
     """Firings of gates that only warn."""
     first_warning: str | None = None
-    """In words, with its step."""
+    """The first warning in words, with its step."""
     interventions: int = 0
-    """What else the run stepped in for: gates, losses that were not finite, engines replaced or synced anew."""
+    """Number of other interventions: gates, losses that were not finite, engines replaced or synced again."""
     first_intervention: str | None = None
-    """In words, with its step."""
+    """The first intervention in words, with its step."""
     outlying_gradient: tuple[int, float, float] | None = None
-    """Step and norm of the largest gradient, and the median norm; None if it is less than a hundred times that."""
+    """Step and norm of the largest gradient, and the median norm; None if the largest is below 100 · median."""
 
     @property
     def bitwise_equal(self) -> bool:
@@ -116,7 +117,7 @@ class RunSummary:
 
 
 def evaluated_at(row: Row) -> int:
-    """The step whose weights a row's evaluation is of: an earlier one where it went on beside the row's."""
+    """Return the step whose weights a row's evaluation used: an earlier step, if it ran in the background."""
     return int(row["eval/at_step"] if "eval/at_step" in row else row["step"])
 
 
@@ -174,13 +175,13 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
 
 
 def by_kind(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-    """Warnings, and what the run stepped in for; a resume and what the run goes on with is neither."""
+    """Split events into warnings and interventions. Events with the action `resume` or `go_on` are neither."""
     rest = [event for event in events if event.action not in ("resume", "go_on")]
     return [e for e in rest if e.action == "warn"], [e for e in rest if e.action != "warn"]
 
 
 def _outlying(norms: Mapping[int, float]) -> tuple[int, float, float] | None:
-    """The largest of the gradients' norms by step, with the median, if it lies far outside."""
+    """Return step and value of the largest gradient norm, and the median, if the largest is far above the median."""
     finite = {step: norm for step, norm in norms.items() if math.isfinite(norm)}
     step = max(finite, key=finite.__getitem__, default=None)
     if step is None or not (median := statistics.median(finite.values())) or finite[step] < _FAR_OUTSIDE * median:
@@ -195,8 +196,8 @@ def _first(events: Sequence[Event]) -> str | None:
 def _change(evaluations: Sequence[Row]) -> tuple[float, float] | None:
     """The 95% interval of last minus first accuracy, by Newcombe's method (1998, number 10) from two Wilson intervals.
 
-    It takes the two evaluations for independent samples. They are of the same problems, so the interval of the answers
-    in pairs would be narrower; rows do not have the single answers.
+    It treats the two evaluations as independent samples. They have the same problems, so an interval from paired
+    answers would be narrower; but rows do not have the single answers.
     """
     if len(evaluations) < 2 or held_out_is(*evaluations) != "accuracy":
         return None
@@ -221,7 +222,7 @@ _Z = statistics.NormalDist().inv_cdf(0.975)
 
 
 def _token_mean(rows: Sequence[Row], name: str, tokens: int, weight: str = "mismatch/tokens") -> float | None:
-    """Mean over the run's tokens of a metric that each row gives as the mean over its own, `weight` of them."""
+    """Return the mean over all tokens of the run of a metric that each row has as the mean over its `weight` tokens."""
     if tokens == 0:
         return None
     if all(row[name] == 1.0 for row in rows):  # free of rounding: "all" must stay exactly 1

@@ -6,7 +6,7 @@ from fp8rl.rl.report.summary import RunSummary
 
 
 def verdict(summary: RunSummary) -> list[str]:
-    """The run in words: learning, agreement, weight syncs, warnings and interventions; one sentence or two each."""
+    """Describe the run in one or two sentences each: learning, agreement, weight syncs, warnings, interventions."""
     told = [_learning(summary), _agreement(summary), _syncs(summary)]
     if summary.outlying_gradient is not None:
         told.append(_gradient(summary, *summary.outlying_gradient))
@@ -74,7 +74,7 @@ def _agreement(summary: RunSummary) -> str:
 
 
 def _difference(summary: RunSummary) -> list[str]:
-    """Return what keeps a run from the claim of equality."""
+    """Return why the run cannot be called bitwise equal."""
     tokens, parts = f"{_count(summary.compared_tokens, 'token')} of the trainer's version", []
     if summary.largest_abs_diff == 0.0 and summary.exact_fraction == 1.0:
         parts.append(f"Trainer and engine agree bit for bit on the {tokens} that were compared.")

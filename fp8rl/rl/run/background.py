@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for what goes on while the training loop waits for something else."""
+"""An event loop in a thread of its own, for work that goes on while the training loop does something else."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _EVENT_SECONDS = 0.5
-"""Between two looks at whether there are events to tell."""
+"""Interval at which `blocking_with_events` delivers events."""
 _TURN_SECONDS = 2.0
-"""Within which a coroutine has its turn, on a busy machine too."""
+"""Time within which every coroutine gets its turn, even on a busy machine."""
 
 
 class Background:
@@ -32,7 +32,7 @@ class Background:
         self._closed = False
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Let it run; its result in time. After `close` nothing runs, and what was asked for is cancelled."""
+        """Start a coroutine, and return a future of its result; after `close`, a cancelled future."""
         try:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -45,9 +45,9 @@ class Background:
         return given_up
 
     def run(self, coroutine: Coroutine[Any, Any, Result], seconds: float | None = None) -> Result:
-        """Wait for its result. An interrupt leaves it running.
+        """Run a coroutine and return its result. An interrupt leaves it running.
 
-        Raises TimeoutError: there is none after so many seconds; it is cancelled.
+        Raises TimeoutError: there is no result after `seconds`; the coroutine is cancelled.
         """
         begun = self.begin(coroutine)
         try:
@@ -61,7 +61,7 @@ class Background:
         return self._closed
 
     def takes_turns(self) -> bool:
-        """Return whether a coroutine gets its turn: one that never awaits keeps it from all others."""
+        """Return whether a new coroutine gets its turn; a coroutine that never awaits would block it."""
         try:
             self.begin(asyncio.sleep(0)).result(_TURN_SECONDS)
         except TimeoutError:
@@ -69,8 +69,7 @@ class Background:
         return True
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread; one that is held up ends with the process. A second call does
-        nothing."""
+        """Cancel all coroutines and end the thread; a blocked one ends with the process. A second call does nothing."""
         if self._closed:
             return
         left = [f"the thread {self._thread.name}"]
@@ -89,7 +88,7 @@ class Background:
 def begun(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Parameters], Future[Result]]:
-    """Make a coroutine method one that any thread may call: it begins in the owner's background."""
+    """Wrap a coroutine method so that any thread may call it: it starts in the owner's `Background`."""
 
     @functools.wraps(method)
     def begin(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Future[Result]:
@@ -101,7 +100,7 @@ def begun(
 def waited(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Parameters], Result]:
-    """Make a coroutine method one that any thread may call, and that returns once the coroutine has."""
+    """Wrap a coroutine method so that any thread may call it, and gets its result when the coroutine ends."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -113,7 +112,7 @@ def waited(
 def blocking_with_events(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Parameters], Result]:
-    """Wait for the method as `waited` does, and deliver the owner's events meanwhile, which may say why it waits.
+    """Wrap a method as `waited` does, and deliver the owner's events during the wait, which may explain it.
 
     For the run's own thread.
     """
@@ -129,7 +128,7 @@ def blocking_with_events(
 
 
 async def _end_all() -> list[str]:
-    """The coroutines that do not end."""
+    """Cancel all coroutines, and return the names of those that do not end."""
     running = asyncio.current_task()
     left = await end(*(task for task in asyncio.all_tasks() if task is not running))
     return [repr(task) for task in left]

@@ -1,4 +1,4 @@
-"""Trajectories and supervised examples to the trainer's padded batch."""
+"""Turns trajectories and supervised examples into the trainer's padded batch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from fp8rl.rollout.types import Trajectory
 
 PAD_TOKEN = 0
-"""Any valid id serves: padding is masked and, to its right, no real token looks at it."""
+"""The id of padding; any valid id would do. Padding is masked, and on the right, where no real token attends to it."""
 
 
 @dataclass(frozen=True)
 class SftExample:
-    """One supervised example: `prompt_ids` are context, `target_ids` (with EOS) are learnt."""
+    """A supervised example: `prompt_ids` are the context, `target_ids` (with EOS) are learnt."""
 
     prompt_ids: list[int]
     target_ids: list[int]
@@ -36,18 +36,17 @@ def batch_from_trajectories(
     redraws: int = 0,
     truncation: Truncation = EVERY_TOKEN,
 ) -> TokenBatch:
-    """One row per trajectory: prompt then answer, the tokens that the model sampled as targets, the engine's routes if
-    it reported them.
+    """Make a batch with a row per trajectory: prompt, then answer. Targets are the tokens that the model sampled. The
+    batch has the engine's routes if it reported them.
 
-    Its field `rollout_logprobs` is the engine's logprob of each of them as received (NaN and inf included), 0
-    elsewhere.
+    The field `rollout_logprobs` is the engine's logprob of each target as received (NaN and inf included), 0 elsewhere.
 
     Args:
-        trajectories: one without sampled tokens gives a row without targets.
-        temperature: that the tokens were sampled with.
-        replay: the trainer is to take the engine's routes.
-        redraws: rows, spread over the batch, whose tokens the trainer is to draw again.
-        truncation: under which the tokens were drawn; they carry what they were drawn from if the engine said it.
+        trajectories: a trajectory without sampled tokens gives a row without targets.
+        temperature: the temperature that the tokens were sampled with.
+        replay: whether the trainer is to take the engine's routes.
+        redraws: number of rows, spread over the batch, whose tokens the trainer is to draw again.
+        truncation: the limits that the tokens were drawn under; the batch has supports if the engine reported any.
 
     Raises:
         ValueError: numbers of logprobs, routes or supports do not fit the tokens, or a prompt is empty.
@@ -78,8 +77,11 @@ def batch_from_trajectories(
 
 
 def batch_from_examples(examples: Sequence[SftExample]) -> TokenBatch:
-    """One row per example: prompt then target, the target's tokens as targets of the loss, temperature 1. Raises
-    ValueError: there is no example, or one has an empty prompt or target."""
+    """Make a batch with a row per example: prompt, then target, whose tokens are the loss's targets; temperature 1.
+
+    Raises:
+        ValueError: there is no example, or an example has an empty prompt or target.
+    """
     for row, example in enumerate(examples):
         if not example.target_ids:
             raise ValueError(f"example {row}: found no target token, expected at least one (the EOS)")
@@ -102,7 +104,7 @@ def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | N
 
 
 def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> KeptTokenPool | None:
-    """Return what the sampled tokens were drawn from, in the rows that say it; None if no trajectory does."""
+    """Return the tokens that each sampled token was drawn from, for rows that have them; None if no trajectory has."""
     reported = [t.supports for t in trajectories if t.supports is not None]
     if not reported:
         return None
@@ -116,7 +118,7 @@ def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> KeptToke
 
 
 def _seeds(trajectories: Sequence[Trajectory], redraws: int) -> Tensor:
-    """int64 [B], those of `redraws` rows at equal distances, `GREEDY` in the others."""
+    """int64 [B]: the seeds of `redraws` rows at equal distances, `GREEDY` in all other rows."""
     seeds = torch.full((len(trajectories),), GREEDY)
     count = min(redraws, len(trajectories))
     for row in (index * len(trajectories) // count for index in range(count)):

@@ -1,5 +1,5 @@
-"""Checkpoints of a run: when they are written, which of them stay, what a resumed run may start from, and how to resume
-one that has ended early."""
+"""Checkpoints of a run: when they are written, which of them are kept, what a resumed run may start from, and how to
+resume a run that has ended early."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
 from fp8rl.trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
 
 _UNFINISHED = re.compile(r"\.+step_\d+(\.(partial|pending|retired))+")
-"""Names of a checkpoint while it is written or removed."""
+"""Names that a checkpoint has while it is written or removed."""
 _CONTENTS = "contents"
-"""The key of `About.extra` for digests of what the spec names; older checkpoints have none."""
+"""The key in `About.extra` of the digests of the files that the spec names; older checkpoints have none."""
 _DIGESTS = TypeAdapter(dict[str, Content])
 _LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp"}
 
@@ -44,13 +44,13 @@ def is_due(experiment: Experiment, step: int) -> bool:
 
 
 class Checkpoints:
-    """Writes a run's checkpoints beside its steps, one at a time, and removes outdated ones.
+    """Writes a run's checkpoints in the background, one at a time, and removes outdated checkpoints.
 
-    What goes wrong with one is raised by the next call.
+    If writing a checkpoint fails, the next call raises the error.
     """
 
     def __init__(self, files: RunDir, experiment: Experiment, held: Mapping[str, Content] | None = None) -> None:
-        """held: digests of what the experiment names, which a resumed run compares."""
+        """held: digests of the files that the experiment names, which a resumed run compares."""
         self._files, self._experiment, self._held = files, experiment, dict(held or {})
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._trainer: TrainerGroup | None = None
@@ -63,13 +63,13 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the last one end, whatever ended the run, unless its trainer is lost or nobody wants to wait."""
+        """Wait for the last checkpoint, whatever ended the run, unless the trainer is lost or an interrupt came."""
         if self._trainer is not None and kind is not None and issubclass(kind, KeyboardInterrupt | TrainerDiedError):
             self._trainer.shutdown()
         self._thread.shutdown()
 
     def begin(self, trainer: TrainerGroup, gate_state: GateState, step: int, feed: FeedState) -> None:
-        """Wait for the last one, copy the state, and have it written under a name that does not count yet."""
+        """Wait for the last checkpoint, copy the state, and have it written under a name that does not count yet."""
         self.wait()
         extra = {"step": step, "kept": _kept(self._experiment), "standing": gate_state.to_dict(), "feed": feed.extra}
         extra[_CONTENTS] = {key: dataclasses.asdict(content) for key, content in self._held.items()}
@@ -81,9 +81,9 @@ class Checkpoints:
         self._written = step, self._thread.submit(trainer.write, path)
 
     def recorded(self) -> None:
-        """The row of the step is on disk, so that its checkpoint, if it has one, gets its name once it is written.
+        """Note that the row of the step is on disk. A checkpoint of the step then gets its name once it is written.
 
-        A run never resumes after a step that has no row.
+        So a run never resumes after a step that has no row.
         """
         if self._named is not None and self._named.done():
             self.wait()
@@ -110,12 +110,12 @@ class Checkpoints:
 def check_resumable(run: RunDir, experiment: Experiment) -> None:
     """Check that `experiment` can go on from the newest checkpoint of `run`.
 
-    Damage inside its tensors is found when they load.
+    Damage inside the checkpoint's tensors is found when they load.
 
     Raises:
-        UserError: there is none, a file of it is missing or cut off, a line of the run's record is damaged, it is
-            beyond the last step, or it was trained with other numerics, another seed or another algorithm, or judged by
-            other problems.
+        UserError: there is no checkpoint, a file of it is missing or cut off, it is beyond the last step, a line of the
+            run's record is damaged, or the run had other numerics, another seed or algorithm, or other evaluation
+            problems.
     """
     step = max(run.checkpoint_steps(), default=None)
     if step is None:
@@ -157,12 +157,12 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
 
 
 def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> list[str]:
-    """Compare the files that the spec names with those of the newest checkpoint; what is to be said, in words.
+    """Compare the files that the spec names with the digests in the newest checkpoint; return remarks on differences.
 
-    held: digests of them as they are now. accept: take other contents. A key with another value is said by `changes`.
+    held: the files' present digests. accept: allow changed contents. `changes` reports keys with another value.
 
     Raises:
-        UserError: the contents of some are others, and nobody accepts that.
+        UserError: the contents of some files have changed, and `accept` is false.
     """
     step = max(run.checkpoint_steps())
     kept = read_about(run.checkpoint(step)).extra.get(_CONTENTS)
@@ -186,14 +186,14 @@ def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> li
 
 
 def begins_anew(run: RunDir, step: int) -> str:
-    """Return what a run that goes on from the checkpoint of `step` does not get back, as a clause; empty if nothing."""
+    """Return the state that a run resumed from the checkpoint of `step` has to start anew, as a clause; or nothing."""
     if read_about(run.checkpoint(step)).extra.get(CONTENT) != "weights":
         return ""
     return ", from weights alone (checkpoint.content): Adam and the FP32 master weights begin anew"
 
 
 def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserError:
-    """The error of the checkpoint of `step`, with the next older whole one as the remedy."""
+    """Return the error of the damaged checkpoint of `step`, with the next older whole checkpoint as the remedy."""
     for older in reversed([other for other in run.checkpoint_steps() if other < step]):
         try:
             check_digests(run.checkpoint(older))
@@ -205,7 +205,7 @@ def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserErr
 
 
 def changes(run: RunDir, experiment: Experiment) -> list[str]:
-    """The settings in which `experiment` differs from the one that `run` was last started with, in words."""
+    """Return, in words, the settings in which `experiment` differs from the last start of `run`."""
     before, after = (
         {key: value for key, value in dotted(each.to_dict()) if value != {}}
         for each in (read_resolved(run.experiment), experiment)
@@ -218,7 +218,8 @@ def changes(run: RunDir, experiment: Experiment) -> list[str]:
 
 
 def _kept(experiment: Experiment) -> dict[str, Any]:
-    """Return what a run keeps from its first step to its last: its curves would be of two experiments otherwise."""
+    """Return the settings that a run must keep from its first step to its last. With others, its curves would mix two
+    experiments."""
     numerics = experiment.numerics_config()
     return {
         "numerics": f"spec digest {numerics.spec.digest()}",
@@ -234,7 +235,7 @@ def _kept(experiment: Experiment) -> dict[str, Any]:
 
 
 def _kv(numerics: NumericsConfig) -> str | None:
-    """Return the format of keys and values; None for BF16, the one that checkpoints without this key have."""
+    """Return the format of keys and values; None for BF16, which checkpoints without this key have."""
     return None if numerics.kv == "bf16" else f"fp8, scales {numerics.key_scale:g} and {numerics.value_scale:g}"
 
 
@@ -242,7 +243,7 @@ def _kv(numerics: NumericsConfig) -> str | None:
 
 
 def say_failed(files: RunDir, error: object) -> None:
-    """Say what the failure was, where its logs are, and how to go on."""
+    """Print what failed, where its logs are, and how to resume the run."""
     say_error(f"error: {error}")
     if not files.experiment.is_file():
         say_error(f"{files.path} is gone: put it back for --resume, or begin again")
@@ -252,7 +253,7 @@ def say_failed(files: RunDir, error: object) -> None:
 
 
 def end_without_ray(files: RunDir, why: str) -> None:
-    """Say it and end this process on the spot: without Ray nothing can be unwound. All else dies with its owner."""
+    """Print why, and end this process at once: without Ray nothing can be unwound. Its children end with it."""
     CONSOLE.error(why)
     say_failed(files, why)
     os._exit(STOPPED)
@@ -264,7 +265,7 @@ def resume_command(files: RunDir) -> str:
 
 
 def how_to_go_on(files: RunDir) -> str:
-    """Return what to type after an interrupt."""
+    """Return the line that says how to go on after an interrupt."""
     if steps := files.checkpoint_steps():
         rows, _ = metrics_found(files.metrics)
         lost = int(rows[-1]["step"]) - steps[-1] if rows else 0

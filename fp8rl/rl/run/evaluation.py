@@ -1,7 +1,8 @@
-"""Held-out problems, answered by the engines and judged: `data.eval` greedily, further sets as they say.
+"""Evaluation: engines answer held-out problems, and rewards judge the answers. `data.eval` is answered greedily,
+further sets by their own sampling parameters.
 
-Where sampling runs ahead of training, answers are sampled beside it: an evaluation is begun after the sync of its step,
-and waited for before the next update. So all of its tokens come from one version of the weights.
+Where sampling runs ahead of training, an evaluation is begun after the sync of its step, runs together with the next
+step's sampling, and is waited for before the next update. So all of its tokens come from one version of the weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fp8rl.trainer.actor import TrainerGroup
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Requests of one set."""
+    """The requests of one evaluation set."""
 
     name: str
     """Name of the set; empty for `data.eval`."""
@@ -40,9 +41,9 @@ class HeldOut:
     sampling: SamplingParams
     rewards: RewardsSection
     rewards_key: str = ""
-    """Key of its rewards in the spec; empty: those of the run."""
+    """The key in the spec of the set's own rewards; empty: it has the run's rewards."""
     pass_at: tuple[int, ...] = ()
-    """Each k of which `pass@k` is wanted."""
+    """The values of k for which `pass@k` is reported."""
 
     @property
     def greedy(self) -> bool:
@@ -52,7 +53,7 @@ class HeldOut:
 def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iterator[HeldOut]:
     """Every set of the experiment, `data.eval` first; none if evaluation is off.
 
-    A set's seeds are of the run, the set, the problem and the answer, the same at every step.
+    A seed follows from the run's seed, the set, the problem and the answer; it is the same at every step.
     """
     count, data, stop = experiment.eval.problems, experiment.data, end_ids(tokenizer)
     if count == 0:
@@ -83,10 +84,10 @@ def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iter
 
 
 class Evaluation:
-    """The evaluation of a run, one at a time."""
+    """Evaluates a run's weights; one evaluation at a time."""
 
     def __init__(self, experiment: Experiment, sampling: Sampling, closing: ShutdownStack) -> None:
-        """closing: ends the judges of sets that have rewards of their own."""
+        """closing: ends the judges of sets with rewards of their own."""
         self._experiment, self._sampling, self._closing = experiment, sampling, closing
         self._sets = list(held_out(experiment, sampling.tokenizer))
         self._judges = [self._judge(each) for each in self._sets]
@@ -94,30 +95,30 @@ class Evaluation:
         self._step = self._version = 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step` ends with an evaluation. None goes on beside the last step, whose row has its own."""
+        """Return whether `step` ends with an evaluation. None runs during the last step, whose row has its own."""
         every, last = self._experiment.eval.every, self._experiment.run.steps
         due = step == last or bool(every and step % every == 0)
         return bool(self._sets) and due and not (step == last - 1 and self.runs_in_background(step))
 
     def runs_in_background(self, step: int) -> bool:
-        """Return whether the evaluation of `step` goes on during the next step, whose row gets it. The last cannot."""
+        """Return whether the evaluation of `step` runs during the next step, whose row gets it. The last one cannot."""
         return bool(self._experiment.rollout.staleness) and 0 < step < self._experiment.run.steps
 
     @property
     def under_way(self) -> bool:
-        """Return whether one was begun and not finished."""
+        """Return whether an evaluation was begun and not finished."""
         return bool(self._asked)
 
     def begin(self, step: int) -> None:
-        """Ask the engines, which hold the weights of `step`."""
+        """Ask the engines, which hold the weights of `step`, for the answers to all sets."""
         self._step, self._version = step, self._sampling.syncing.version
         for each, judge in zip(self._sets, self._judges, strict=True):
             self._asked.append(self._sampling.admit(each.groups, each.sampling, judge))
 
     def finish(self) -> tuple[dict[str, float], list[JudgedAnswer]]:
-        """`eval/...` of what was begun, once it is there, and the answers of the first set that is greedy.
+        """Wait for the evaluation; return its `eval/...`, and the answers of the first greedy set.
 
-        Raises StaleWeightsError for a token of other weights than the trainer had when it was begun.
+        Raises StaleWeightsError for a token of other weights than the trainer had when the evaluation was begun.
         """
         metrics: dict[str, float] = {}
         greedy: list[JudgedAnswer] = []
@@ -145,7 +146,7 @@ class Evaluation:
 
 
 def set_metrics(each: HeldOut, groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float]:
-    """`eval/...` of the answers to each problem of a set."""
+    """Return `eval/...` of a set. groups: the answers to each problem."""
     first = each.rewards.functions[0].label
     values = [
         [sum(value for name, value in answer.parts.items() if name.partition("/")[0] == first) for answer in group]
@@ -171,15 +172,15 @@ def set_metrics(each: HeldOut, groups: Sequence[Sequence[JudgedAnswer]]) -> dict
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
-    """The chance that one of k answers is right, without bias from `right` of `samples` (Chen et al. 2021): one minus
-    the share of the subsets of k answers in which none is."""
+    """Estimate without bias the chance that one of k answers is right, if `right` of `samples` are (Chen et al. 2021):
+    1 - the share of the subsets of k answers in which none is right."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def agreement_on(
     answers: Sequence[JudgedAnswer], trainer: TrainerGroup, *, replay: bool, tis_cap: float
 ) -> dict[str, float]:
-    """`mismatch/...` over greedy answers, whose log-probabilities the engine reports at temperature 1."""
+    """Return `mismatch/...` over greedy answers, whose log-probabilities the engine reports at temperature 1."""
     if not answers:
         return {}
     trajectories = [answer.trajectory for answer in answers]
@@ -190,7 +191,7 @@ def agreement_on(
 
 
 def _answers(item: PendingGroup) -> list[JudgedAnswer]:
-    """Return the answers to one problem, its number as their group; of a conversation the row that ended it."""
+    """Return the answers to one problem, with its number as their group; of a conversation, its last row."""
     return [
         replace(answer, trajectory=replace(answer.trajectory, group=item.number))
         for answer in item.judged()

@@ -1,4 +1,4 @@
-"""The stream of events beside the steps of a run, and the count and the limit of failures of the user's functions."""
+"""The stream of events of a run; and the failures of the user's functions, which are counted and limited."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 
 Handler = Callable[[str, int, str], object]
-"""Takes an event: the metric that counts it, how many there were, and the sentence."""
+"""Takes an event: the metric that counts such events, how many there were, and a sentence."""
 Progress = Callable[[int, int], object]
-"""Takes how many of how many groups that are waited for are answered."""
+"""Takes the number of groups that are answered, and the number that are waited for."""
 
 ENGINES_REPLACED = "rollout/engines_replaced"
 STALE_RESYNCS = "gates/stale_resyncs"
@@ -16,7 +16,7 @@ SYNCS_REPEATED = "sync/repeated"
 
 
 class Events:
-    """Brings events from any thread to the subscriber, in the loop's own thread. Until there is one, they wait."""
+    """Brings events from any thread to the subscriber, in the loop's own thread. Without a subscriber, events wait."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, int, str]] = deque()
@@ -24,7 +24,7 @@ class Events:
         self._progress: Progress | None = None
 
     def subscribe(self, handle: Handler, progress: Progress | None = None) -> None:
-        """Deliver to these from now on, in place of the subscriber before."""
+        """Deliver events to `handle`, and progress to `progress`, in place of the former subscriber."""
         self._handle, self._progress = handle, progress
 
     def add(self, metric: str, count: int, text: str) -> None:
@@ -32,7 +32,7 @@ class Events:
         self._waiting.append((metric, count, text))
 
     def deliver(self) -> None:
-        """Hand the subscriber what was added."""
+        """Hand the subscriber the events that were added."""
         while self._handle is not None and self._waiting:
             self._handle(*self._waiting.popleft())
 
@@ -49,13 +49,13 @@ class Events:
                 self.tell(each.metric, len(texts), text)
 
     def progress(self, done: int, wanted: int) -> None:
-        """Tell the subscriber how many of how many groups are answered."""
+        """Tell the subscriber that `done` of `wanted` groups are answered."""
         if self._progress is not None:
             self._progress(done, wanted)
 
 
 FIRST = 8
-"""Calls of a function, the first ones of a run, that end it if they all fail in the same way."""
+"""Number of first calls of a function after which a run ends if all of them have failed in the same way."""
 
 
 class TooManyFailuresError(RuntimeError):
@@ -66,7 +66,7 @@ class Failures:
     """Counts, explains and limits the failures of one kind of user function in a run.
 
     Args:
-        what: its name in messages, as "reward" in "the reward math has failed".
+        what: the kind's name in messages, as "reward" in "the reward math has failed".
         meaning: what a failure does to the answer.
         metric: the metric that counts failures.
         key: the spec's key of the limit.
@@ -87,8 +87,8 @@ class Failures:
         self._same = None
 
     def add(self, label: str, why: str) -> None:
-        """Note that a call of `label` has failed. Raises TooManyFailuresError at one too many, and where the first ones
-        have all failed in the same way."""
+        """Note that a call of `label` has failed. Raises TooManyFailuresError: there are more failures than allowed, or
+        the first calls have all failed in the same way."""
         self._count += 1
         if self._same is not None:
             self._same.append(why.rstrip().rpartition("\n")[2])
@@ -109,7 +109,7 @@ class Failures:
     def new_messages(self, only_if_explained: bool = False) -> list[str]:
         """Return one text per failure since the last call: the reason for a function's first failure, else empty.
 
-        only_if_explained: return nothing unless one has a reason.
+        only_if_explained: return nothing unless a text has a reason.
         """
         if only_if_explained and not any(self._new):
             return []

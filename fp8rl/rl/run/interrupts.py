@@ -1,8 +1,7 @@
-"""Ctrl-C, SIGTERM and a closed terminal end a run in one way: by unwinding it. A second one, some seconds later, cuts
+"""Ends a run on Ctrl-C, SIGTERM and a closed terminal: the run is unwound. A second signal, some seconds later, cuts
 the unwinding short.
 
-Before anything is open there is nothing to unwind, and imports are the worst place to be interrupted in: the process
-ends at once.
+Before a run has opened anything, and while modules are imported, a signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -31,35 +30,35 @@ Result = TypeVar("Result")
 Handler = Callable[[int, FrameType | None], None] | int | None
 
 INTERRUPTED = 130
-"""Exit code of what was interrupted, as shells have it."""
+"""Exit code of an interrupted process, as in shells."""
 STOPPED = 3
-"""Exit code of a run that a gate, a loss that is not finite, or a failure of what it runs on has stopped."""
+"""Exit code of a run that a gate, a loss that is not finite, or a failure (`restarts.FAILURES`) has stopped."""
 _HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-"""Under `nohup` a terminal may close."""
+"""SIGHUP, unless it is ignored already: under `nohup` a terminal may close."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 
 _DEAF_SECONDS = 1.0
-"""How long further signals are ignored, for the first one to unwind to where the closing begins."""
+"""How long further signals are ignored, so that the first one can unwind to where the closing begins."""
 _BURST_SECONDS = 2.0
-"""Signals within this time of the first one are of the same wish; a later one is of somebody who waits no longer."""
+"""Signals within this time of the first signal count as the same request. A later signal ends the process by force."""
 _END_SECONDS = 180.0
-"""Bound of each thing that a run has opened to close; each has a deadline of its own, of seconds up to a minute."""
+"""Longest time in which one part of a run may close. Each part has a shorter deadline of its own, up to a minute."""
 _LOOK_SECONDS = 0.1
-"""Between two looks at whether a further signal has come."""
+"""Interval at which `ShutdownStack` checks whether a further signal has come."""
 _AGAIN_SECONDS = 0.01
-"""After how long an interrupt is raised again where Python could not pass it on."""
+"""Delay after which an interrupt is raised again that Python could not pass on."""
 _IGNORED: dict[signal.Signals, Handler] = dict.fromkeys((*SIGNALS, signal.SIGALRM), signal.SIG_IGN)
 _ROOT = Path(__file__).parents[2]
 _GONE_SECONDS = 5.0
-"""Time in which processes that are killed are gone."""
+"""Time within which killed processes are gone."""
 _first = float("inf")
-"""When the first signal came to this block that is interruptible, monotonic."""
+"""Monotonic time at which the first signal came in the present `interruptible` block."""
 _posts: list[socket.socket] = []
-"""Where the numbers of signals arrive at once, of every block that is interruptible now."""
+"""The sockets to which Python writes each signal's number at once, one for each open `interruptible` block."""
 
 
 def end_on_signal() -> None:
-    """Have each signal end this process on the spot, until something is opened that has to be closed."""
+    """Have each signal end this process at once, until `interruptible` replaces the handlers."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         with suppress(OSError):  # of a terminal that is closed
@@ -73,7 +72,7 @@ def end_on_signal() -> None:
 def interruptible() -> Iterator[None]:
     """Let SIGTERM, which `ray job stop` sends, and SIGHUP raise KeyboardInterrupt as Ctrl-C does; a burst raises once.
 
-    After an interrupt all of them stay ignored, since the process is about to end.
+    After an interrupt these signals stay ignored, since the process is about to end.
     """
     global _first
     last, former_hook = float("-inf"), sys.unraisablehook
@@ -83,7 +82,7 @@ def interruptible() -> Iterator[None]:
         raise KeyboardInterrupt
 
     def unraisable(lost: sys.UnraisableHookArgs) -> None:
-        """Raise an interrupt again that came while Python was in a finalizer or a weak reference's callback."""
+        """Raise an interrupt again that was lost in a finalizer or in a weak reference's callback."""
         if issubclass(lost.exc_type, KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
         else:
@@ -117,14 +116,14 @@ def interruptible() -> Iterator[None]:
 
 
 def is_ending() -> bool:
-    """Return whether this process is about to end, or closes a run: a signal has come, or they do nothing any more."""
+    """Return whether this process is about to end, or closes a run: a signal has come, or signals are ignored."""
     return any(map(_signals_in, _posts)) or all(
         signal.getsignal(signum) in (signal.SIG_IGN, _noted) for signum in SIGNALS
     )
 
 
 def _leave_terminal() -> None:
-    """Write to nowhere what would go to a terminal that is closed; each line would be an error of its own."""
+    """Redirect output from a closed terminal to /dev/null, because each line written to it would raise an error."""
     with open(os.devnull, "wb") as nowhere:
         for descriptor in (1, 2):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
@@ -133,8 +132,8 @@ def _leave_terminal() -> None:
 
 @contextmanager
 def _posted() -> Iterator[None]:
-    """Have signals noted as they come, and end this process by force at one that comes some seconds after the first. A
-    handler in Python waits for the main thread, which may be busy elsewhere, or stand in a library for ever."""
+    """Watch for signals in a thread, and end this process by force at a signal some seconds after the first. A handler
+    in Python would wait for the main thread, which may be busy, or blocked in a library for ever."""
     post, sender = socket.socketpair()
     over = threading.Event()
     watching = threading.Thread(target=_watch, args=(post, over), name="signals", daemon=True)
@@ -169,7 +168,7 @@ def _watch(post: socket.socket, over: threading.Event) -> None:
 
 
 def _signals_in(post: socket.socket) -> int:
-    """Return how many signals have come, and leave them there."""
+    """Return how many signals have come to the socket, without taking them from it."""
     try:
         return sum(signum in SIGNALS for signum in post.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except BlockingIOError:
@@ -177,8 +176,8 @@ def _signals_in(post: socket.socket) -> int:
 
 
 class ShutdownStack(ExitStack):
-    """An ExitStack that closes what it holds, whatever signals come up to one of somebody who waits no longer. outer:
-    another one inside says that it closes."""
+    """An ExitStack that signals do not interrupt while it closes, except that a late one ends the process. outer:
+    another `ShutdownStack` inside it announces the closing."""
 
     def __init__(self, *, outer: bool = False) -> None:
         super().__init__()
@@ -199,17 +198,17 @@ class ShutdownStack(ExitStack):
             _handle(former)
 
     def callback(self, callback: Callable[P, Result], /, *args: P.args, **kwargs: P.kwargs) -> Callable[P, Result]:
-        """Have this called at the end, which it must not hold up for ever."""
+        """Have `callback` called when the stack closes, within a bounded time."""
         what = getattr(callback, "__qualname__", repr(callback))
         return super().callback(bounded(what, _END_SECONDS)(callback), *args, **kwargs)
 
 
 def _noted(signum: int, frame: FrameType | None) -> None:
-    """The signal's number has gone to a thread, which wakes also while the main thread waits for a library."""
+    """Do nothing: the thread of `_posted` has the signal's number, and works while the main thread is blocked."""
 
 
 def _handle(handlers: dict[signal.Signals, Handler]) -> dict[signal.Signals, Handler]:
-    """Install them; the former ones."""
+    """Install signal handlers, and return the former ones."""
     return {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
 
 
@@ -218,7 +217,7 @@ def _handle(handlers: dict[signal.Signals, Handler]) -> dict[signal.Signals, Han
 
 @contextmanager
 def bounded(what: str, seconds: float) -> Iterator[None]:
-    """End this process by force if the block takes longer than so many seconds. what: the block waits for."""
+    """End this process by force if the block takes longer than `seconds`. what: what the block waits for."""
     over = threading.Event()
 
     def watch() -> None:
@@ -233,8 +232,8 @@ def bounded(what: str, seconds: float) -> Iterator[None]:
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """Have this process, whose work is done, end within so many seconds: a thread that a user's function has left
-    behind would keep it for ever."""
+    """End this process, whose work is done, within `seconds`: a thread that a user's function has left would keep it
+    alive for ever."""
 
     def watch() -> None:
         threading.Event().wait(seconds)
@@ -245,7 +244,7 @@ def exit_within(seconds: float, code: int) -> None:
 
 
 def end_by_force(why: str, code: int) -> NoReturn:
-    """Say why and where the main thread stands, kill all that this process has started, and exit with this code."""
+    """Print why, and the main thread's stack; kill all processes that this one has started; exit with `code`."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
     ours = [line for line in stack if Path(line.filename).is_relative_to(_ROOT) and ".venv" not in line.filename]

@@ -1,4 +1,4 @@
-"""Runs an experiment from its start to its end; a trainer that is lost on the way is followed by another."""
+"""Runs an experiment from its start to its end. A trainer that is lost on the way is replaced."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ FAILURES = (
     OSError,
     ray.exceptions.RayError,
 )
-"""What ends a run although neither its input nor its code is wrong, such as a full disk: it can be resumed."""
+"""Errors that end a run although neither input nor code is wrong, such as a full disk: the run can be resumed."""
 
 
 def run_with_restarts(
     experiment: Experiment, files: RunDir, loop: Callable[[LiveRun], str], notes: Sequence[str] = ()
 ) -> str:
-    """Run `loop` and finish the run. Return what `loop` did: why it ended before its last step, or nothing.
+    """Run `loop` and finish the run. Return the result of `loop`: why it ended before its last step, or nothing.
 
-    A trainer that is lost is followed by another, from the last checkpoint, up to `run.restarts` times. The engines
-    stay up meanwhile, and are synced back to that checkpoint's weights.
+    A lost trainer is replaced, from the last checkpoint, up to `run.restarts` times. The engines stay up meanwhile, and
+    are synced back to that checkpoint's weights.
 
-    notes: what was said of the input.
+    notes: remarks on the input.
 
     Raises:
-        TrainerDiedError: once more often. EngineError, NoRoomError, SyncError, RayError: as they came.
+        TrainerDiedError: a trainer was lost once more. EngineError, NoRoomError, SyncError, RayError: as they came.
     """
     stack: Stack | None = None
     lost = ""
@@ -77,9 +77,9 @@ def run_with_restarts(
 
 
 def finish(run: LiveRun, stopped: str = "") -> None:
-    """Wait for the last checkpoint, close the tracker, write the report and print what came of the run.
+    """Wait for the last checkpoint, close the tracker, write the report and print the run's result.
 
-    stopped: why it ended before its last step, if it did.
+    stopped: why the run ended before its last step, if it did.
     """
     run.checkpoints.wait()
     summary = summarize(read_metrics(run.files.metrics), read_events(run.files.events))

@@ -1,4 +1,4 @@
-"""One run while it lives: the stack that computes, where it is recorded, and what gates have changed about it."""
+"""A live run: the stack that computes, the record of the run, and the changes that gates have made."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from fp8rl.weight_sync.bridge import SyncReport
 RESUMED = "tracking/resumed"
 TRACKER_LOST = "tracking/tracker_lost"
 BEFORE_THE_FIRST = -1
-"""Stands in place of a step to resume after: everything is repeated, the row of step 0 too."""
+"""In place of the step to resume after, if there is no checkpoint: everything is repeated, also the row of step 0."""
 _WORST = 8
-"""Worst sequences in a capsule. After a value that is not finite, all rows that it came from precede them."""
+"""How many worst sequences a capsule has. For a value that is not finite, all rows that it came from precede them."""
 _ACTIONS = {
     ENGINES_REPLACED: "replace_engine",
     STALE_RESYNCS: "resync",
@@ -63,10 +63,10 @@ class LiveRun:
         lost: str = "",
         notes: Sequence[str] = (),
     ) -> None:
-        """Start all parts; on any failure end those that were started. A run with checkpoints goes on from its last.
+        """Start all parts; on a failure end the parts that were started. A run with checkpoints resumes from the last.
 
-        outer: what the stack ends with, if not with the run. stack: of an attempt before, whose trainer was lost.
-        lost: why, in words. notes: what was said of the input; they go into log and report.
+        outer: closes the stack, if it is to outlive the run. stack: of an earlier attempt, whose trainer was lost.
+        lost: why it was lost, in words. notes: remarks on the input, for log and report.
         """
         self.experiment, self.files = experiment, files
         self.manifest: Path | None = None
@@ -114,7 +114,7 @@ class LiveRun:
             self._closing = closing.pop_all()
 
     def _greet(self, console: StepConsole, notes: Sequence[str], changed: Sequence[str]) -> None:
-        """Say what the run is. notes: on its input. changed: contents of the input that are others than before."""
+        """Print what the run is. notes: remarks on its input. changed: files of the input that differ from before."""
         experiment = self.experiment
         for note in notes:
             CONSOLE.info(f"note: {note}")
@@ -145,8 +145,7 @@ class LiveRun:
         return BackgroundTrackers(tracking.recorded, run, lost=partial(self.stack.events.add, TRACKER_LOST, 1))
 
     def _load(self, step: int | None) -> None:
-        """Load the checkpoint of the step that the run goes on from, cut what was recorded after it, wait for
-        engines."""
+        """Load the checkpoint of the step that the run resumes from, cut later records, and wait for the engines."""
         files, stack = self.files, self.stack
         if step is not None:
             if step > 0:
@@ -178,7 +177,7 @@ class LiveRun:
             self._closing.__exit__(kind, error, trace)
 
     def end(self, why: str = "") -> None:
-        """Record the end of this start; why: what came before the last step. A second call does nothing."""
+        """Record the end of this session. why: the reason, before the last step. A second call does nothing."""
         if self.session.ended is None:
             self.session = replace(self.session, ended=self.session.started + time.monotonic() - self._began, why=why)
             append_session(self.files.sessions, self.session)
@@ -197,19 +196,19 @@ class LiveRun:
         return str(self.files.capsule(self.step).relative_to(self.files.path))
 
     def sync(self) -> SyncReport:
-        """The trainer's weights into the engines, verified; the manifest of the step is kept."""
+        """Send the trainer's weights to the engines, verified, and keep the step's manifest."""
         self.manifest = self.files.manifest(self.step)
         return self.stack.syncing.sync(self.manifest)
 
     def fall_back_to_bf16(self) -> None:
-        """Both sides compute in BF16 from now on; a sync has to follow."""
+        """Change both sides to BF16 for the rest of the run. A sync has to follow."""
         self.gate_state.bf16 = True
         self.stack.switch(self.gate_state.numerics(self.stack.numerics))
 
     def keep(self, verdict: Verdict, passed: StepPass | None) -> None:
-        """Announce the events of a verdict, and keep the worst sequences of the pass as a capsule if there are any.
+        """Announce the events of a verdict, and if there are any, keep the pass's worst sequences as a capsule.
 
-        The trainer must still have the weights that it scored with, and the engines be synced to them.
+        The trainer must still have the weights that it scored with, and the engines must be synced to them.
         """
         scored = None if passed is None else passed.monitored
         if verdict.events and passed is not None and scored is not None and self.manifest is not None:
@@ -236,7 +235,7 @@ class LiveRun:
             self.announce(Event(self.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
 
     def record(self, metrics: Mapping[str, float], samples: Samples, checkpointed: bool) -> dict[str, float]:
-        """Log the step and return its metrics as logged; a checkpoint of the step counts from then on."""
+        """Log the step and return its metrics as logged. From then on a checkpoint of the step counts."""
         written = self.tracker.log(self.step, metrics, samples)
         self.console.step(self.step, written)
         if checkpointed:
@@ -270,7 +269,7 @@ class LiveRun:
 
 
 def check_directory(path: Path, made: os.stat_result, step: int) -> None:
-    """Raise FileNotFoundError if a run's directory is not the one that was `made`: what it records there is lost."""
+    """Raise FileNotFoundError if the run's directory is not the one that was `made`: further records would be lost."""
     try:
         same = os.path.samestat(made, path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The two sides and the bridge between them: what computes in a run, in a preflight, in an attribution."""
+"""Trainer, engines and the bridge between them, for a run, a preflight or an attribution."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fp8rl.weight_sync.served import write_description
 
 
 class Stack:
-    """Trainer and engines of one experiment, which run the same numerics and change them together."""
+    """Trainer and engines of an experiment. Both run the same numerics, and change them together."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Stack:
         events: Events | None = None,
         lost: Callable[[str], object] = end_at_once,
     ) -> None:
-        """Start Ray and both sides, to be ended by `closing`. The engines may still be coming up: `wait_for_engines()`.
+        """Start Ray and both sides, which `closing` ends. Engines may still be starting: see `wait_for_engines`.
 
-        folder: for engines' logs and for the description that they start from. say: shows what is going on. events: the
-        stream of what happens to engines and sampling. lost: see `ray_cluster`.
+        folder: for engines' logs, and for the checkpoint that they start from. say: prints progress. events: gets the
+        events of engines and sampling. lost: see `ray_cluster`.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
@@ -61,7 +61,7 @@ class Stack:
             experiment = sized
         self.experiment, self.folder, self.closing = experiment, folder, closing
         self.numerics = numerics
-        """The numerics of both sides now."""
+        """The present numerics of both sides."""
         closing.enter_context(ray_cluster(folder / "ray_logs", lost))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         self.reservations = Reservations(experiment, folder)
@@ -69,7 +69,7 @@ class Stack:
         closing.callback(shutil.rmtree, folder / "served", ignore_errors=True)
         self.events, rollout = events or Events(), experiment.rollout
         self.engines = Engines.none()
-        """Empty in a run that samples nothing."""
+        """The policy's engines; empty in a run that samples nothing."""
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
             self.engines = Engines(rollout.engines, self._serving(), rollout, self.events, awake=not rollout.sleep)
         closing.callback(self.engines.stop)
@@ -104,7 +104,7 @@ class Stack:
             self.teacher.engines.wait()
 
     def restart_trainer(self, numerics: NumericsConfig) -> None:
-        """Start other ranks in place of lost ones, at the weights that the experiment starts from, in `numerics`.
+        """Start new ranks in place of lost ones, in `numerics`, with the weights that the experiment starts from.
 
         The engines stay up, and have to be synced before anything is sampled.
         """
@@ -125,9 +125,9 @@ class Stack:
         return self.numerics.router_replay == "replay"
 
     def switch(self, numerics: NumericsConfig) -> None:
-        """Run other numerics of the same mode on both sides: the trainer as it stands, the engines as new ones.
+        """Change both sides to other numerics of the same mode: the trainer is kept, the engines are replaced.
 
-        Their handshake says what they run. A sync has to bring them the weights.
+        The handshake checks the new engines' numerics. A sync has to bring them the weights.
         """
         self.trainer.set_numerics(numerics)
         self.numerics = numerics
@@ -140,11 +140,11 @@ class Stack:
         return self.turns.turn(side)
 
     def metrics(self) -> dict[str, float]:
-        """`perf/...` of the engines, and `memory/...` of turns, since the last call."""
+        """Return `perf/...` of the engines and `memory/...` of turns since the last call."""
         return self.engines.metrics() | self.turns.metrics()
 
     def _serving(self) -> Serving:
-        """Write the served model without its weights, and return how engines are started from that."""
+        """Write the served model without its weights, and return the settings to start engines from it."""
         description = self.folder / "served" / "start"
         write_description(self.experiment.model.directory, description, self.numerics.rollout_spec)
         make = engine_maker(self.experiment, "policy", self.reservations, self.folder, self.numerics)
@@ -156,13 +156,13 @@ class Stack:
         return Bridge(self.trainer, spec, e.sync, e.model.directory, scratch, e.rollout.sleep, adapter)
 
     def _share_base(self) -> None:
-        """Have a trainer that shares its frozen weights with engines write and adopt them."""
+        """Have a trainer that shares its frozen weights with engines write the shared copy and adopt it."""
         if self.experiment.base_spec is not None:
             write_base(self.trainer, self.experiment.base_spec)
 
 
 def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None:
-    """Choose the canary of engines in these numerics, asked for after each sync of a run; None: nothing."""
+    """Choose the canary that engines in these numerics answer after each sync of a run; None: no canary."""
     if not (experiment.sync.canary and experiment.needs_engines):
         return None
     vocabulary = read_model(experiment.model.directory).sizes.vocab_size
@@ -171,7 +171,7 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
 
 
 def trainer_spec(experiment: Experiment, numerics: NumericsConfig) -> TrainerSpec:
-    """Return what each rank of the trainer is started with."""
+    """Return the specification that each rank of the trainer starts from."""
     algorithm = experiment.algorithm
     return TrainerSpec(
         experiment.model.directory,
@@ -193,11 +193,11 @@ def trainer_spec(experiment: Experiment, numerics: NumericsConfig) -> TrainerSpe
 def open_pair(
     experiment: Experiment, numerics: NumericsConfig | None = None, say: Callable[[str], object] = print
 ) -> Iterator[Stack]:
-    """Both sides with one engine, up and with the handshake passed but unsynced; all of it ends with the block.
+    """Start both sides, with one engine, until the block ends. The engine has passed the handshake, but is not synced.
 
-    There is no canary: whoever measures how far an engine is from the trainer wants to keep it.
+    There is no canary, since it would replace an engine that differs, and callers measure the difference.
 
-    numerics: if they are not those that the experiment gives its layout.
+    numerics: None: those of the experiment.
 
     Raises HandshakeError, and what the start of either side raises.
     """

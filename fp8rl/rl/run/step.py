@@ -1,4 +1,4 @@
-"""The passes and updates of one step: score the batch, plan its updates, forward_backward, update."""
+"""The passes and updates of a step: score the batch, plan its updates, run forward and backward, update."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class StepPass:
     version: int
     """The trainer's weight version in the pass."""
     plan: UpdatePlan | None
-    """The updates to come; None where a fault came before."""
+    """The updates that the batch gets; None if a fault came before they were planned."""
     result: PassResult
     scored: ScoredBatch | None
-    """The batch as both sides saw it; None where nothing was sampled."""
+    """The batch with both sides' scores; None if nothing was sampled."""
     fault: Fault | None
     ahead: ScoredBatch | None = None
-    """Answers to later steps as both sides saw them; None where there are none."""
+    """Answers to later steps with both sides' scores; None if there are none."""
 
     @cached_property
     def monitored(self) -> ScoredBatch | None:
@@ -60,7 +60,7 @@ class StepPass:
     def with_ahead(self, trainer: TrainerGroup, ahead: RolloutBatch | None) -> StepPass:
         """Score answers to later steps too, at the weights of this pass.
 
-        Where older weights have sampled the batch, these answers show whether both sides agree.
+        If older weights have sampled the batch, only these answers show whether both sides agree.
         """
         if ahead is None or ahead.versions is None or self.scored is None:
             return self
@@ -79,7 +79,7 @@ class StepPass:
 
 
 def forward_backward(trainer: TrainerGroup, rollouts: RolloutBatch, guard: Guard) -> StepPass:
-    """Score a batch and compute the gradients of its first update, by the algorithm and the routes in force."""
+    """Score a batch and compute the gradients of its first update, with the guard's present algorithm and replay."""
     batch, plan, fault = replace(rollouts.batch, replay=guard.replays), None, None
     version = trainer.weight_version
     try:
@@ -117,9 +117,9 @@ class UpdatePlan:
     parts: list[list[int]]
     """The rows of each update."""
     scored: Scored | None
-    """The policy's scoring before the first update; None where the first pass is that."""
+    """The policy's scores before the first update; None if the first pass computes them."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics that the algorithm has computed with the advantages."""
+    """Metrics that the algorithm has computed together with the advantages."""
 
     def forward_backward(self, trainer: TrainerGroup, number: int) -> PassResult:
         """Compute the gradients of update `number`, counted from 0, for policy and critic.
@@ -145,7 +145,7 @@ class UpdatePlan:
         return replace(result, logprobs=self.scored.logprobs, routes=self.scored.routes, draws=self.scored.draws)
 
     def update(self, trainer: TrainerGroup, step: int) -> dict[str, float]:
-        """Apply the last gradients and return the learning rates; while the critic warms up, apply only its own."""
+        """Apply the last gradients and return the learning rates; in the critic's warm-up apply only the critic's."""
         rates = {}
         if self.algorithm.learns(step):
             rates["train/lr"] = trainer.update()
@@ -159,8 +159,8 @@ class UpdatePlan:
         """Apply the gradients of the first update, then compute and apply those of the others.
 
         Returns:
-            `train/...` and `critic/...` as means over the updates, and the error of a later pass, whose update and all
-            after it are left out.
+            `train/...` and `critic/...` as means over the updates; and the error of a later pass, if one failed: its
+            update and all later ones are left out.
         """
         passes, rates, error = [first], self.update(trainer, step), None
         for number in range(1, len(self.parts)):
@@ -192,7 +192,7 @@ def plan_updates(
 ) -> UpdatePlan:
     """Score the batch as the algorithm asks, add the fields that it learns from, and split the rows into updates.
 
-    outcomes: of what was sampled; None for examples.
+    outcomes: the rewards of sampled answers; None for examples.
 
     Raises:
         NonFiniteLossError: a score of a used token is not finite.
@@ -219,7 +219,7 @@ def plan_updates(
 
 
 def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:
-    """Name what a pass over the batch, or the mean of several, gives as `train/...`."""
+    """Return `train/...` of a pass over the batch, or of the mean of several passes."""
     metrics = {
         "train/loss": result.loss,
         "train/grad_norm": result.grad_norm,
@@ -232,7 +232,7 @@ def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:
 
 
 def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
-    """Tokens per second of the phases that `metrics` has the seconds of."""
+    """Return the tokens per second of each phase whose seconds are in `metrics`."""
     rates = {"perf/train_tokens_per_second": float(batch.lengths.sum()) / metrics["perf/train_seconds"]}
     if metrics.get("perf/sampling_seconds"):  # 0 where a checkpoint brought all answers
         rates["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/sampling_seconds"]
@@ -240,12 +240,12 @@ def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - variance(returns - values) / variance(returns): 1 for a critic that foresees everything, 0 for one that knows
-    the mean alone; 0 where all returns are equal. float64 [N] each."""
+    """1 - variance(returns - values) / variance(returns): 1 for perfect predictions, 0 for a critic that only knows the
+    mean; 0 if all returns are equal. values, returns: float64 [N]."""
     spread = returns.var(correction=0)
     return 0.0 if spread == 0 else float(1.0 - (returns - values).var(correction=0) / spread)
 
 
 def _unrouted(batch: TokenBatch) -> TokenBatch:
-    """The batch for a model that did not sample it: its own routers choose, among all tokens, and nothing is drawn."""
+    """Return the batch for a model that did not sample it: without routes, truncated sampling or draws."""
     return replace(batch, routes=None, replay=False, seeds=None, truncation=EVERY_TOKEN, supports=None)

@@ -22,9 +22,9 @@ Side = Literal["rollout", "train"]
 class DeviceTurns:
     """Says which side, engines or trainer, may use the device now.
 
-    On shared GPUs the engines sleep while the trainer works, and the optimizer's state is in host memory while they
-    sample. Sleeping engines hold no weights: they get no groups until the next sync brings all weights and wakes them,
-    and no lost engine is replaced meanwhile.
+    On shared GPUs the engines sleep while the trainer works, and the optimizer's state is in host memory while engines
+    sample. Sleeping engines hold no weights. They get no groups until the next sync brings all weights and wakes them;
+    until then no lost engine is replaced.
 
     On separate GPUs nothing moves, and engines that sample ahead continue while the trainer trains.
     """
@@ -44,9 +44,9 @@ class DeviceTurns:
 
     @contextmanager
     def turn(self, side: Side) -> Iterator[None]:
-        """Give the device to one side for the block. A side may take it again inside its own turn.
+        """Give the device to one side for the block. A side may take the device again inside its own turn.
 
-        Raises RuntimeError: the other side has it, and would lose what it computes with.
+        Raises RuntimeError: the other side has the device, and would lose the memory that it computes with.
         """
         before = self._holder
         if before not in (None, side):
@@ -64,12 +64,12 @@ class DeviceTurns:
             self._holder = before
 
     def metrics(self) -> dict[str, float]:
-        """`memory/...` since the last call, of the rank or engine that holds most, and the seconds that turns took."""
+        """Return `memory/...` since the last call: of the rank or engine that holds most, and the seconds of turns."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def _make_room(self, side: Side, engines: Engines, trainer: TrainerGroup) -> None:
-        """Have the other side go, then this one come."""
+        """Have the other side free its memory, then have `side` take back its own."""
         if side == "train":
             slept = engines.sleep()
             trainer.onload()
@@ -92,17 +92,17 @@ class DeviceTurns:
 
 
 class Syncing:
-    """Keeps the engines at the trainer's weights. It owns the bridge, which is another one in other numerics."""
+    """Keeps the engines at the trainer's weights. It owns the bridge, which is replaced when the numerics change."""
 
     def __init__(
         self, bridge: Bridge, engines: Engines, events: Events, turns: DeviceTurns, canary: Canary | None = None
     ) -> None:
-        """canary: what each engine answers after a sync, to be compared with the trainer's; None: nothing."""
+        """canary: the sequence that each engine and the trainer score after a sync, to compare them; None: no check."""
         self.bridge, self.canary = bridge, canary
         self._engines, self._events, self._turns = engines, events, turns
 
     def renew(self, bridge: Bridge, canary: Canary | None) -> None:
-        """Sync by another bridge from now on, which begins with all weights."""
+        """Sync by another bridge from now on; its first sync sends all weights."""
         self.bridge, self.canary = bridge, canary
 
     @property
@@ -111,10 +111,10 @@ class Syncing:
         return self.bridge.trainer.weight_version
 
     def sync(self, manifest: Path | None = None) -> SyncReport:
-        """Bring the trainer's weights into every engine that is up, verified; save their digests to `manifest`.
+        """Send the trainer's weights to every engine that is up, and verify them; save their digests to `manifest`.
 
-        It is the engines' turn then, and those that slept are awake. An engine that is lost on the way is left to be
-        replaced. Raises SyncError, EngineError.
+        Afterwards it is the engines' turn, and sleeping engines are awake. An engine that is lost during the sync is
+        left out, and replaced later. Raises SyncError, EngineError.
         """
         with self._turns.turn("rollout"):
             self._engines.expect(self.version)
@@ -124,14 +124,14 @@ class Syncing:
         return report
 
     def sync_new_engines(self) -> None:
-        """Bring the trainer's weights into engines that have come up, or gone to sleep, since the last sync."""
+        """Send the trainer's weights to engines that have come up, or gone to sleep, since the last sync."""
         self._sync_with_retry(self._engines.waiting)
 
     def _sync_with_retry(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:
-        """Sync the engines that `to` names, and verify them. Return None if there are none.
+        """Sync the engines that `to` returns, and verify them. Return None if there are none.
 
-        If an engine is lost meanwhile, sync the others again. If a sync fails while all engines live, retry once with
-        all weights: the cause may have passed, or an engine did not hold the weights that a delta changes.
+        If an engine is lost meanwhile, sync the other engines again. If a sync fails while all engines live, retry once
+        with all weights: the cause may have passed, or an engine did not hold the weights that a delta changes.
         """
         failed = False
         while endpoints := to():

@@ -1,6 +1,6 @@
-"""Advantages: how much better an answer, or a token of it, did than was to be expected.
+"""Advantages: how much better an answer, or a token of an answer, did than expected.
 
-Groups are known by their number, never by position: their members may come in any order and in any count.
+A group is known by its number, never by position: its members may come in any order and any number.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool, gr
     """Advantage of each trajectory within its group, the others of its prompt.
 
     With `normalize_std` it is (R - mean) / (std + 1e-6) with the sample standard deviation (ddof 1), as in GRPO
-    (DeepSeekMath); without, it is R - mean, as in Dr. GRPO. A group of one has nothing to compare with: if groups are
-    of one, its mean counts as 0 and its std as 1; if the others of its group have failed, its advantage is 0.
+    (DeepSeekMath); without, it is R - mean, as in Dr. GRPO. A group of one has nothing to compare with. With
+    `group_size` 1 its mean counts as 0 and its std as 1; in a larger `group_size`, whose other answers have failed, its
+    advantage is 0.
 
     Args:
         rewards: float [N], finite.
@@ -45,7 +46,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool, gr
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """Reward less the mean of the *other* trajectories of the prompt, as in RLOO (Ahmadian et al. 2024, "Back to
-    Basics"). A group of one has no others and gives 0. Arguments, result and errors as of `group_advantages`.
+    Basics"). A group of one gives 0. Arguments and result: as in `group_advantages`.
     """
     group = _grouped(rewards, groups)
     return (group.centred * group.counts / (group.counts - 1).clamp(min=1)).float()
@@ -53,8 +54,12 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
 def relative_to_mean(rewards: Tensor, groups: Tensor) -> Tensor:
     """(R - mean) / mean, 0 in a group of mean 0, as in MaxRL (Tajwar et al. 2026, "Maximum Likelihood Reinforcement
-    Learning"): the fewer answers of a prompt are right, the more each of them counts. Arguments and result as of
-    `group_advantages`. Raises UserError: a reward is negative."""
+    Learning"): the fewer answers of a prompt are right, the more each right answer counts. Arguments and result: as in
+    `group_advantages`.
+
+    Raises:
+        UserError: a reward is negative.
+    """
     group = _grouped(rewards, groups)
     if bool((group.rewards < 0).any()):
         raise user_error(
@@ -67,7 +72,7 @@ def relative_to_mean(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def per_token(values: Tensor, batch_mask: Tensor) -> Tensor:
-    """float32 [B, S]: the value [B] of each row at each of its target tokens, bool [B, S]; 0 elsewhere."""
+    """float32 [B, S]: the row's value [B] at each target token, which `batch_mask` [B, S] marks; 0 elsewhere."""
     return torch.where(batch_mask, values.float()[:, None], 0.0)
 
 
@@ -84,7 +89,7 @@ def whitened(advantages: Tensor, used: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """Trajectories by group; float64 [N], each entry that of the trajectory's group where it is not its own."""
+    """The reward of each trajectory, and the index, size and mean reward of its group; all [N]."""
 
     rewards: Tensor
     member: Tensor
@@ -96,7 +101,7 @@ class _Grouped:
         return self.rewards - self.means
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums of the values [N] over each one's group."""
+        """Return for each trajectory the sum of `values` [N] over its group."""
         return _sums(values, self.member)
 
 
@@ -115,13 +120,13 @@ def _sums(values: Tensor, member: Tensor) -> Tensor:
 
 
 def last_of_each_row(used: Tensor) -> Tensor:
-    """bool [B, S], the last used token of each row; nowhere in a row without any."""
+    """bool [B, S], true at the last used token of each row; a row without used tokens has none."""
     seen = used.flip(1).cumsum(dim=1).flip(1)
     return used & (seen == 1)
 
 
 def rewards_to_go(values: Tensor) -> Tensor:
-    """[B, S], the sum over each token and all that follow it in its row."""
+    """[B, S], the sum of the values of each token and of all tokens after it in its row."""
     return values.flip(1).cumsum(dim=1).flip(1)
 
 
@@ -133,7 +138,7 @@ def generalised_advantages(rewards: Tensor, values: Tensor, used: Tensor, gamma:
 
     Args:
         rewards: [B, S] of each token.
-        values: [B, S], what was expected before the token.
+        values: [B, S], the return that the critic expected before the token.
         used: bool [B, S].
         gae_lambda: 1 sums up rewards, 0 looks at the next value alone.
 

@@ -35,16 +35,16 @@ from fp8rl.rl.mismatch.logprobs import clamp_exponent
 
 
 class RejectionSection(Section):
-    """Tokens outside [low, high] give no loss; the denominators of the loss stay those of the whole batch."""
+    """Tokens or sequences whose ratio is outside [low, high] give no loss; the loss's denominators still count them."""
 
     name: Literal["icepop", "geometric", "mis"]
-    """`icepop`: tokens by their ratio trainer / rollout, which is also their weight. `geometric`: sequences by the
-    geometric mean of their tokens' ratios. `mis`: sequences by the product of their tokens' ratios, which is also their
-    weight."""
+    """The rule. `icepop` rejects tokens by their ratio trainer / rollout, which is also their weight. `geometric`
+    rejects sequences by the geometric mean of their tokens' ratios. `mis` rejects sequences by the product of their
+    tokens' ratios, which is also their weight."""
     low: float | None = Field(default=None, ge=0.0)
-    """Null means 0.5 for icepop, 0.99 for geometric; mis has no lower bound."""
+    """Least accepted ratio. Null: 0.5 for icepop, 0.99 for geometric; mis has no lower bound."""
     high: float | None = None
-    """Null means 5.0 for icepop, 1.01 for geometric, 2.0 for mis."""
+    """Largest accepted ratio. Null: 5.0 for icepop, 1.01 for geometric, 2.0 for mis."""
 
     @model_validator(mode="before")
     @classmethod
@@ -68,12 +68,12 @@ BOUNDS = {"icepop": {"low": 0.5, "high": 5.0}, "geometric": {"low": 0.99, "high"
 """Default bounds: icepop's as in the INTELLECT-3 report, those of geometric and mis as in published recipes."""
 
 OWN_WEIGHT = ("icepop", "mis")
-"""Rejections that weigh what they keep, so that no further cap belongs to them as they were published."""
+"""Rejections whose ratio is also the weight of the tokens that they keep. As published, they have no cap besides."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """One choice of weight and rejection."""
+    """The importance weight and the rejection of a run."""
 
     tis_cap: float | None = None
     """Largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop, mis) all
@@ -87,7 +87,7 @@ class Correction:
     high: float | None = None
     """Largest accepted ratio; None: no upper bound."""
     veto: float | None = None
-    """A token of a ratio below it rejects its sequence; None rejects none."""
+    """A token with a ratio below this rejects its sequence; None: no such rule."""
 
     @classmethod
     def of(
@@ -114,7 +114,7 @@ class Correction:
 
     @property
     def summary(self) -> list[str]:
-        """What the correction does, in a few words each."""
+        """Say in a few words each what weight, rejection and veto do."""
         level = {"icepop": "token", "mis": "sequence"}.get(self.rejection or "", self.level)
         cap = "" if self.tis_cap is None else f", at most {self.tis_cap:g}"
         low, high = self.low or 0.0, math.inf if self.high is None else self.high
@@ -125,10 +125,11 @@ class Correction:
         ]
 
     def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [B, S] in old's dtype without gradient, 1 on unused tokens; and bool [B, S], used and not rejected.
+        """Return weights [B, S] in old's dtype without gradient, 1 on unused tokens; and the accepted tokens, bool
+        [B, S]: used and not rejected.
 
-        A token that the trainer gave no finite logprob gets the weight NaN and is not rejected, nor is its sequence: it
-        must make the loss NaN, where it is noticed, and not pass unseen.
+        A token whose trainer logprob is not finite gets the weight NaN. Neither the token nor its sequence is rejected,
+        so that the loss becomes NaN and the fault is noticed.
 
         Args:
             old: [B, S], the trainer's logprobs at the weights that sampled. Rows are whole sequences.

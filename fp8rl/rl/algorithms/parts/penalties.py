@@ -1,5 +1,5 @@
-"""Penalties. The KL divergence from the model that the run started from stands in the loss or in the reward. Overlong
-answers get a lower reward near the length limit, or a filter leaves truncated ones out (DAPO; Yu et al. 2025).
+"""Penalties: for the KL divergence from the model that the run started from, in the loss or in the reward; and for
+overlong answers, by a lower reward near the length limit, or a filter of truncated answers (DAPO; Yu et al. 2025).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k2": k2, "k3": k3}
 
 
 class KlLossSection(Section):
-    """A term of the loss."""
+    """The KL term of the loss."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
     """The loss of a token per nat of KL; 1e-3 to 1e-2 is usual. 0: no such term."""
@@ -52,15 +52,16 @@ class KlLossSection(Section):
 
 
 class KlRewardSection(Section):
-    """A penalty on each token's reward, k1 of the weights that sampled it, subtracted before advantages are made."""
+    """The KL penalty on each token's reward: the estimator k1 = logprob - reference logprob, at the weights that
+    sampled the token. It is subtracted before advantages are computed."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
     """The penalty on a token's reward per nat. 0: none."""
 
 
 class KlSection(Section):
-    """The reference is the model of `model.path`, frozen, in the trainer's own numerics and layout. It is loaded only
-    where a coefficient is not 0."""
+    """KL penalties against a reference: the model of `model.path`, frozen, in the trainer's own numerics and layout. It
+    is loaded only if a coefficient is not 0."""
 
     loss: KlLossSection = KlLossSection()
     """The KL term of the loss."""
@@ -74,16 +75,17 @@ class KlSection(Section):
 
 
 class OverlongSection(Section):
-    """The rewards by which advantages are measured; those that are logged, and that filters see, stay as they were."""
+    """Treatment of overlong answers. It changes the rewards that advantages are computed from, not the rewards that are
+    logged or that group filters see."""
 
     buffer: int | None = Field(default=None, ge=1)
-    """The length penalty begins this many tokens below the limit and grows with each token, an environment's included.
+    """How many tokens below the limit the length penalty begins. It grows with each token, also an environment's.
     Null: a fifth of `rollout.max_new_tokens`, as in the paper."""
     penalty: float = Field(default=1.0, ge=0.0)
     """The penalty of an answer at the limit."""
     filter: bool = False
-    """Do not learn from truncated answers: their advantage is 0, they have no KL term and no entropy bonus, and the
-    denominators stay."""
+    """Do not learn from truncated answers: their advantage is 0, and they have no KL term and no entropy bonus. The
+    loss's denominators still count their tokens."""
     limit: int | None = Field(default=None, ge=1)
     """The longest answer. Null: `rollout.max_new_tokens`."""
 

@@ -27,16 +27,16 @@ class Surrogate:
     below: Tensor
     """bool [B, S], where the lower bound of the clip changed a term."""
     above: Tensor
-    """bool [B, S], where the upper bound did."""
+    """bool [B, S], where the upper bound of the clip changed a term."""
 
 
 def token_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
-    """r, 1 on unused tokens so that neither their values nor their gradients can be NaN."""
+    """Return r; it is 1 on unused tokens, so that neither their values nor their gradients can be NaN."""
     return _log_ratio(logprobs, old, used).exp()
 
 
 def sequence_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
-    """s = e^(mean of d over the sequence) at each of its tokens, with the gradient of the token's own logprob.
+    """Return s = e^(mean of d over the sequence) at each of its tokens, with the gradient of the token's own logprob.
 
     sg(s) · e^(logprob - sg(logprob)): with one advantage per sequence and the mean over its tokens, the gradient is
     that of s itself (GSPO-token; Zheng et al. 2025, "Group Sequence Policy Optimization").
@@ -47,8 +47,8 @@ def sequence_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO; Schulman et al. 2017); where A < 0 at most -A dual, so that a
-    ratio that has run away does not rule the step (dual clip; Ye et al. 2020).
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO; Schulman et al. 2017). With `dual`, at most -A dual where A < 0,
+    so that one very large ratio does not dominate the step (dual clip; Ye et al. 2020).
     """
     plain, cut = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     losses, changed = torch.maximum(plain, cut), cut > plain
@@ -63,7 +63,7 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: fl
 def clipped_weight(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, used: Tensor, low: float, high: float
 ) -> Surrogate:
-    """-sg(clip(r, 1 - low, 1 + high)) · A · logprob: a clipped token keeps its gradient, its weight is bounded (CISPO;
+    """-sg(clip(r, 1 - low, 1 + high)) · A · logprob: a clipped token keeps its gradient, with a bounded weight (CISPO;
     MiniMax 2025, "MiniMax-M1").
     """
     detached = ratio.detach()
@@ -81,11 +81,11 @@ AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_s
 
 @dataclass(frozen=True)
 class Aggregation:
-    """A mean over the batch that adds up over rows, wherever they are computed.
+    """The mean of token losses over a batch. Each rank computes the share of its rows, and the shares add up to it.
 
-    `token_mean`: every token counts the same (DAPO). `seq_mean_token_mean`: every sequence does (GRPO as published,
-    GSPO). `seq_mean_token_sum`: so does every sequence, by the sum of its tokens. `seq_mean_token_sum_norm`: the same
-    over a constant length, so that the length of an answer does not weigh its tokens (Dr. GRPO).
+    `token_mean`: every token counts the same (DAPO). `seq_mean_token_mean`: every sequence counts the same, by the mean
+    of its tokens (GRPO as published, GSPO). `seq_mean_token_sum`: by the sum of its tokens. `seq_mean_token_sum_norm`:
+    by the sum of its tokens over a constant length, so that an answer's length does not weigh its tokens (Dr. GRPO).
     """
 
     mode: AggregationMode
@@ -98,11 +98,11 @@ class Aggregation:
 
     @classmethod
     def of(cls, used: Tensor, mode: AggregationMode, length: int = 1) -> Aggregation:
-        """used: bool [B, S] of the whole batch."""
+        """Take the denominators from the whole batch. used: bool [B, S]."""
         return cls(mode, int(used.sum()), int(used.any(dim=1).sum()), length)
 
     def __call__(self, losses: Tensor, used: Tensor) -> Tensor:
-        """The share of these rows: losses [b, S], 0 on tokens that are not used."""
+        """Return these rows' share of the mean. losses: [b, S], 0 on tokens that are not used."""
         if self.mode == "token_mean":
             return losses.sum() / self.tokens
         sums = losses.sum(dim=1)

@@ -1,1 +1,1 @@
-"""Bytes that a run takes of a GPU: one sum, which `train`, `doctor` and `plan` go by."""
+"""The GPU memory that a run takes: one calculation, which `train`, `doctor` and `plan` use."""

@@ -1,5 +1,5 @@
-"""The fit of a spec on GPUs of so many bytes; if it has none, the class that is too large, and the key that makes it
-smaller."""
+"""Checks whether a run fits on GPUs of a given memory. If it does not, the error names the class of bytes that is too
+large, and the key that makes the class smaller."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from fp8rl.trainer.device import has_transformer_engine
 from fp8rl.trainer.state_bytes import storage_on
 
 SLACK = 0.10
-"""Part of a GPU's memory that a real run needs beside what is calculated: peaks that were measured differ from the
-calculated ones by up to 10% (tests/diagnose/plan/test_peak.py), and fragmentation of the allocator comes on top."""
+"""Part of a GPU's memory that the calculated peak must leave free: measured peaks differ from calculated ones by up to
+10% (tests/diagnose/plan/test_peak.py), and fragmentation of the allocator comes on top."""
 
 
 NO_ENGINE_FITS: dict[Mode, str] = {
@@ -48,8 +48,8 @@ def fullest(job: Job, apart: bool) -> Memory:
 
 
 def with_cache(job: Job, experiment: Experiment, gpu_memory: float, apart: bool) -> Job:
-    """The job with as many tokens in an engine's KV cache as can be in use at a time, or as leave the slack, where the
-    spec does not say how many; one row at least."""
+    """Return the job with the size of an engine's KV cache, if the spec leaves it open: the tokens that can be in use
+    at a time, or fewer to leave the slack free; at least one row."""
     rollout = experiment.rollout
     if rollout.max_total_tokens is not None or not job.engines:
         return job
@@ -61,7 +61,7 @@ def with_cache(job: Job, experiment: Experiment, gpu_memory: float, apart: bool)
 
 
 def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
-    """Raises UserError: what a GPU would hold is more than it has. memory: of the fullest one. gpu: its name."""
+    """Raise `UserError` if the fullest GPU would hold more than it has. memory: its bytes. gpu: its name."""
     if memory.peak <= gpu_memory:
         return
     phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu_memory
@@ -84,10 +84,9 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
 
 
 def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: float = 0.0) -> int:
-    """Tokens of a micro-batch that still fit where `memory` is what a GPU holds; 0: not one.
+    """Return how many tokens of a micro-batch fit on a GPU that holds `memory` with the job's own; 0: none fits.
 
-    slack: part of the GPU's memory that stays free. Activations grow with the tokens, and logits up to a chunk; nothing
-    else does.
+    slack: part of the GPU's memory that stays free. Only activations, and logits up to a chunk, grow with the tokens.
     """
     stage = (memory.rank or 0) // job.layout.stage_size
     logits = stage == job.layout.pp - 1
@@ -105,16 +104,16 @@ def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: floa
 
 @dataclass(frozen=True)
 class Remedy:
-    """A key that makes a class smaller."""
+    """A key that makes a class of bytes smaller."""
 
     key: str
     remedy: str
     costly: bool = False
-    """It takes more GPUs than the run has, or costs something in every step."""
+    """The remedy takes more GPUs than the run has, or costs something in every step."""
 
 
 def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Remedy | None:
-    """The key that makes a class smaller; None where none does."""
+    """Return the key that makes a class of bytes smaller; None if no key does."""
     layout, in_fp8 = job.layout, job.storage == "transformer_engine" and job.fp8
     match held.kind:
         case "teacher":
@@ -163,8 +162,8 @@ def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Remedy | None:
 
 
 def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Remedy:
-    """Return what makes activations or logits smaller: the key, where it is not set; shorter micro-batches, as far as
-    rows are not longer."""
+    """Return the remedy for activations or logits: `key`, if it is not set; else smaller micro-batches, if one holds
+    several rows; else more ranks."""
     if unset:
         return Remedy(key, f"Set {key}={value}.")
     if job.micro_batch > job.length:
@@ -182,13 +181,13 @@ class OwnGpu:
 
     name: str
     memory: int
-    """Bytes of one."""
+    """Bytes of one GPU."""
     count: int
-    """How many there are."""
+    """How many GPUs the machine has."""
 
 
 def own_gpu() -> OwnGpu | None:
-    """Return what torch sees; None on a machine without."""
+    """Return the GPU that torch sees; None on a machine without GPUs."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
@@ -196,8 +195,8 @@ def own_gpu() -> OwnGpu | None:
 
 
 def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job, bool]:
-    """The job of a step here, with the KV cache that an engine gets; and whether the policy's engines have GPUs of
-    their own, as they do where enough are left. The teacher's come after them."""
+    """Return the job of a step on this machine, with the KV cache that an engine gets; and whether the policy's engines
+    have GPUs of their own, as they do if the trainer leaves enough. The teacher's engines come after them."""
     storage = storage_on(experiment.numerics_config(), True, has_transformer_engine())
     job = job_of(experiment, shape, storage, gpu.memory)
     left = gpu.count - job.layout.world_size
@@ -211,7 +210,8 @@ def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job
 
 
 def with_own_cache(experiment: Experiment) -> Experiment:
-    """The experiment with the KV cache that its engines get here, where the spec leaves it open and there is a GPU."""
+    """Return the experiment with the KV cache that its engines get here, if the spec leaves it open and there is a
+    GPU."""
     gpu = own_gpu()
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment

@@ -1,4 +1,4 @@
-"""A job that is planned: a model, a layout, numerics and a batch; and the GPUs that are known."""
+"""The job that a memory budget is for: a model, a layout, numerics and a batch. Also a table of GPUs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
+    """A model of GPU."""
+
     name: str
     capability: tuple[int, int]
     """Compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`)."""
@@ -30,7 +32,7 @@ class Gpu:
 
     @property
     def fp8(self) -> bool:
-        """Its products can be FP8's."""
+        """True if the GPU can multiply in FP8."""
         return self.capability >= (8, 9)
 
 
@@ -49,11 +51,11 @@ GPUS = {
 _SAYS_NOTHING = re.compile(
     r"nvidia|geforce|rtx|blackwell|server|workstation|edition|sxm\d?|nvl|(80|141|96|48|24)gb|[^a-z0-9]"
 )
-"""What people write into a GPU's name beside that which tells it from the others here."""
+"""The parts of a GPU's name that do not tell it from the other GPUs of the table."""
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of a name as people write it, such as `RTX-PRO-6000`. Raises UserError for one that is not known."""
+    """The GPU of a name as people write it, such as `RTX-PRO-6000`. Raises UserError: the table has no such GPU."""
     known = {_SAYS_NOTHING.sub("", key): key for key in GPUS}
     plain = _SAYS_NOTHING.sub("", name.lower())
     if plain not in known:
@@ -73,12 +75,12 @@ class TeacherBytes:
     cache: float
     graphs: float
     working: float
-    """Bytes that it wants to find free beside the others."""
+    """Bytes that the engine needs to be free in addition to its weights, cache and graphs."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training step of one trainer, and the engines beside it."""
+    """A training step of one trainer and its engines."""
 
     shape: Shape
     layout: TrainerSection
@@ -95,18 +97,18 @@ class Job:
     kv_tokens: int = 32768
     """Tokens that the KV cache of an engine holds."""
     states: int = 0
-    """Sequences whose states an engine holds beside the KV cache, where the model has some."""
+    """Sequence states that an engine holds in addition to the KV cache, if the model has states."""
     bucket_bytes: int = 256 << 20
     maps: bool = False
     """Engines map the buckets of every rank, so that each has a context on each GPU."""
     graph_bytes: float = 0.0
     """Bytes of an engine's CUDA graphs."""
     working_bytes: float = 0.0
-    """Bytes that an engine wants to find free beside its weights, KV cache and CUDA graphs."""
+    """Bytes that an engine needs to be free in addition to its weights, KV cache and CUDA graphs."""
     buffer_bytes: float = 0.0
     """Bytes of `working_bytes` that the engine keeps while it sleeps."""
     sleep: bool = False
-    """Trainer and engine share a GPU, and one makes room while the other works."""
+    """Trainer and engine share a GPU and take turns: each makes room while the other works."""
     may_sleep: bool = False
     """True if the spec allows `rollout.sleep`."""
     reference: bool = False
@@ -118,9 +120,9 @@ class Job:
     base: bool = False
     """Trainer and engines share one copy of the frozen weights (`sync.shared_base`)."""
     separate: bool = False
-    """Engines have adapters beside their weights."""
+    """Engines hold adapters separately from their weights."""
     group: int = 1
-    """Rows that begin with one prompt."""
+    """Rows that begin with the same prompt."""
     prompt: int = 0
     """Tokens of the shared prompt that is computed once per group; 0 without prefix sharing."""
 
@@ -136,13 +138,13 @@ class Job:
 
     @property
     def laid_tokens(self) -> int:
-        """Tokens of a step that the trainer computes: a shared prompt counts once."""
+        """Tokens of a step that the trainer computes; a shared prompt counts once."""
         return self.tokens - (self.rows - -(-self.rows // self.group)) * self.prompt
 
     @property
     def micro_batch(self) -> int:
-        """Tokens of one micro-batch: whole rows, as many as `micro_batch_tokens` allow, and one at least. Packed rows,
-        of which some are shorter, fill it."""
+        """Tokens of one micro-batch: as many whole rows as `micro_batch_tokens` allows, at least one. Packed rows of
+        different lengths fill it."""
         budget = max(self.layout.micro_batch_tokens, self.length)
         most = budget if self.layout.packs else budget // self.length * self.length
         if self.prompt:
@@ -164,8 +166,8 @@ class Job:
 
 
 def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: float, length: int | None = None) -> Job:
-    """The job of a step on GPUs of so many bytes. length: of each row; without one, as long as `rollout.context_length`
-    allows. Where the spec leaves the KV cache open it is 0 here (`fit.with_cache`)."""
+    """The job of a step on GPUs with `gpu_memory` bytes. length: tokens of each row; None: `rollout.context_length`.
+    If the spec leaves the KV cache open, the job has 0 tokens there, until `fit.with_cache`."""
     rollout, algorithm = experiment.rollout, experiment.algorithm
     length = length or rollout.context_length
     rows = algorithm.problems_per_step(rollout) * (rollout.group_size if algorithm.samples else 1)
@@ -201,8 +203,8 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
 
 
 def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> TeacherBytes | None:
-    """Return the bytes that one engine of the spec's teacher, a model of this shape, takes where it shares a trainer
-    rank's GPU of so many bytes; None where none does: with ranks of its own, or GPUs of the engines' own."""
+    """Return the bytes that an engine of the spec's teacher takes on a trainer rank's GPU. shape: the teacher's.
+    gpu_memory: bytes of the GPU. None if no such engine shares one: it has several ranks, or engines get own GPUs."""
     teacher = experiment.teacher
     if teacher is None or teacher.tp > 1 or experiment.sync.engines_own_gpus:
         return None
@@ -223,7 +225,7 @@ _LEAST_CHUNK, _CHUNK_MIB, _CONSTANT_MIB, _GRAPH_MIB, _FLOOR_MIB = 2048, 1.5, 512
 
 
 def engine_room(config: RolloutSection, gpu_memory: float) -> tuple[float, float]:
-    """Return the bytes of the CUDA graphs of one rank, and the bytes that it wants to find free beside them."""
+    """Return the bytes of an engine rank's CUDA graphs, and the bytes that it needs to be free in addition."""
     graphs = _GRAPH_MIB * _MIB * max(config.graphs)
     chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # its own
     wanted = (_CONSTANT_MIB + chunk * _CHUNK_MIB + config.tp / 8 * 1024) * _MIB + graphs
@@ -238,7 +240,7 @@ _SMS, _LEAN_ROWS = 132, 16  # of a Hopper GPU; of SGLang's `_LEAN_BLOCK_M`
 
 
 def graph_buffers(config: RolloutSection, shape: Shape) -> float:
-    """Return the bytes of what SGLang allocates for its CUDA graphs outside the regions that sleep, on one rank.
+    """Return the bytes that SGLang allocates on one rank for its CUDA graphs, and keeps while the engine sleeps.
 
     For each answer of the largest graph: logits in FP32, the slots of its context, and the workspace of one split of
     keys (`TritonAttnBackend.init_cuda_graph_state`, `GraphSharedOutput`), which exact mode's attention does not use.

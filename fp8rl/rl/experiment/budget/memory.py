@@ -1,4 +1,4 @@
-"""Bytes on a GPU: by class, by phase of a step, on the fullest rank; colocated with an engine, or apart."""
+"""Bytes on a GPU, by class of tensor and phase of a step: of a trainer rank, of an engine, or of both on one GPU."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from fp8rl.weight_sync.served import served_bytes
 Phase = Literal["rollout", "train", "update", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")
 RUNTIME_BYTES = 2 << 30
-"""Bytes of a GPU process beside tensors: CUDA context, NCCL's buffers, workspaces. Assumed: nobody has measured it."""
+"""Bytes that a process takes on a GPU besides tensors: CUDA context, NCCL's buffers, workspaces. Assumed, not
+measured."""
 CONTEXT_BYTES = 450 << 20
-"""Bytes of a CUDA context of a process that maps memory of a GPU on which it computes nothing. Assumed."""
+"""Bytes of the CUDA context of a process on a GPU whose memory it maps without computing there. Assumed."""
 CPU_PROCESS_BYTES = 715e6
-"""Bytes of a trainer rank's actor on a CPU beside tensors: Python, torch, Megatron, compiled code, and 110 MB for
-Ray and what a sync needs (measured)."""
+"""Bytes of a trainer rank's actor on a CPU besides tensors: Python, torch, Megatron, compiled code, and 110 MB for Ray
+and syncs (measured)."""
 CPU_KEPT = {
     ("exact", True): (0.0, 3.2, 3.9, 1.6),
     ("exact", False): (0.65, 1.95, 2.2, 0.0),
     ("native", True): (1.96, 4.75, 0.0, 0.0),
     ("native", False): (2.5, 1.86, 0.0, 0.0),
 }
-"""What is alive at the peak of a step on a CPU, by mode and FP8: bytes for each that the formula has of all layers'
-attention, of all MLPs, of one layer's attention, and for each parameter. Fitted to 2 to 6 measured steps of each mode;
-the ops in torch keep FP32 copies where kernels have registers."""
+"""Factors of `peak_on_a_cpu`, by mode and FP8. Three multiply the calculated activation bytes of all attentions, of all
+MLPs and of the first layer's attention; the fourth is bytes per parameter. Fitted to 2 to 6 measured steps of each
+mode; the ops in torch keep FP32 copies where kernels have registers."""
 LOGIT_BYTES = 6.0
-"""Bytes of one logit that are alive at a time."""
+"""Bytes that are alive at a time for each logit."""
 BUCKETS = 2
 """Buckets of a sync that are alive at a time: one is filled while the other travels."""
 
@@ -39,8 +40,8 @@ Kind = Literal[
     "state", "masters", "moments", "base", "activations", "logits", "weights", "cache", "states", "graphs", "workspace",
     "buckets", "contexts", "teacher", "teacher's cache", "rest",
 ]  # fmt: skip
-"""What a class of bytes is, as far as keys of a spec make it smaller (`fit.check_fits`). `state`: parameters, operands
-and gradients of what ranks of a trainer share."""
+"""The kinds of bytes that different keys of a spec make smaller (`fit.check_fits`). `state`: the parameters, operands
+and gradients that a trainer's ranks share."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,17 @@ class MemoryClass:
     bytes: Mapping[Phase, float]
     kind: Kind = "rest"
     leaves: bool = False
-    """It makes room for engines that sleep in turns with the trainer."""
+    """The trainer frees these bytes while engines work, if the two take turns."""
     on_host: bool = False
-    """It lies in the host's memory meanwhile; else it is given up."""
+    """Bytes that leave are kept in the host's memory meanwhile; otherwise they are discarded."""
     stays: bool = False
-    """A sleeping engine keeps it."""
+    """A sleeping engine keeps these bytes."""
 
     @classmethod
     def through(
         cls, name: str, size: float, kind: Kind = "rest", leaves: bool = False, on_host: bool = False
     ) -> MemoryClass:
-        """Bytes that are held in every phase."""
+        """Make a class of bytes that are held in every phase."""
         return cls(name, {phase: float(size) for phase in PHASES}, kind, leaves, on_host)
 
     def without(self, *away: Phase) -> MemoryClass:
@@ -70,15 +71,15 @@ class MemoryClass:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU by class of tensor, as long as they are held."""
+    """Bytes of one GPU, by class of tensor and phase."""
 
     rank: int | None
-    """The trainer's, whose stage holds most; None for a GPU with an engine alone."""
+    """The trainer rank on the GPU; None if only an engine is on it."""
     classes: tuple[MemoryClass, ...]
 
     @property
     def held(self) -> dict[str, Mapping[Phase, float]]:
-        """By class, in each phase. Classes of no bytes are left out."""
+        """Bytes in each phase, by class. Classes without bytes are left out."""
         return {each.name: each.bytes for each in self.classes if any(each.bytes.values())}
 
     def in_phase(self, phase: Phase) -> float:
@@ -96,32 +97,32 @@ class Memory:
 
 
 def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
-    """Return what a rank holds from step to step on its GPU, by `dense` and `experts`."""
+    """Return the bytes that a rank holds on its GPU between steps, for `dense` and `experts`."""
     return state_bytes(job.shape, job.layout, job.numerics, job.storage, rank, base=job.base)
 
 
 def fullest_rank(job: Job) -> int:
-    """The fullest rank of the first replica, where nothing is rounded down, in the stage with most bytes in
-    training."""
+    """Return the fullest trainer rank: in the stage with the most bytes, the rank of the first replica, whose shares
+    are rounded up."""
     stages = [stage * job.layout.stage_size for stage in range(job.layout.pp)]
     return max(stages, key=lambda rank: Memory(rank, _trainer(job, rank)).peak)
 
 
 def trainer_memory(job: Job, stage: int | None = None) -> Memory:
-    """Memory of a GPU with a trainer rank alone: the fullest one of all, or of a pipeline stage."""
+    """Memory of the fullest GPU that has only a trainer rank. stage: in this pipeline stage; None: in any."""
     rank = fullest_rank(job) if stage is None else stage * job.layout.stage_size
     return Memory(rank, (*_trainer(job, rank), MemoryClass.through("runtime", RUNTIME_BYTES)))
 
 
 def engine_memory(job: Job) -> Memory:
-    """Memory of a GPU with a rank of an engine alone, which is sent to, and receives in buckets."""
+    """Memory of a GPU that has only a rank of an engine, with the buckets in which it receives weights."""
     buckets = MemoryClass("engine buckets", {"sync": float(BUCKETS * job.bucket_bytes)}, "buckets")
     return Memory(None, (*_engine(job), buckets, MemoryClass.through("engine runtime", RUNTIME_BYTES)))
 
 
 def colocated_memory(job: Job) -> Memory:
-    """Memory of a GPU with a trainer rank and a rank of an engine, which share buckets; both stay, unless the job has
-    them sleep in turns."""
+    """Memory of a GPU with a trainer rank and a rank of an engine, which share buckets. Both stay there, unless the job
+    has them take turns."""
     rank = fullest_rank(job)
     trainer, engine = _trainer(job, rank), _engine(job)
     if job.sleep:
@@ -139,16 +140,15 @@ def colocated_memory(job: Job) -> Memory:
 
 
 def moved_bytes(job: Job, rank: int) -> float:
-    """Bytes of a rank that lie in the host's memory while engines sample: masters, moments, a reference's weights."""
+    """Bytes that a rank moves to the host's memory while engines sample: masters, moments, a reference's weights."""
     return sum(each.bytes["update"] for each in _trainer(job, rank) if each.on_host)
 
 
 def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
-    """Bytes of a pipeline stage's activations in training, without logits: those of all micro-batches that are under
-    way.
+    """Bytes of a pipeline stage's activations in training, without logits, for all micro-batches that are under way.
 
-    Stage s of p holds p - s of them (1F1B). tokens: of a micro-batch, if not the job's. Context-parallel ranks share
-    them, and gather those of one layer.
+    Stage s of p has p - s micro-batches under way (1F1B). tokens: of a micro-batch, if not the job's. Context-parallel
+    ranks share the activations, and gather those of one layer.
     """
     tokens = tokens or job.micro_batch
     stage_layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
@@ -160,9 +160,9 @@ def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> flo
 
 
 def peak_on_a_cpu(job: Job) -> tuple[float, float]:
-    """Bytes of a trainer rank's process at the peak of its first step on a CPU: of its tensors, and of all of it.
+    """Return the peak bytes of a trainer rank in its first step on a CPU: of its tensors, and of the whole process.
 
-    Of a process whose C library hands large blocks back (`MALLOC_MMAP_THRESHOLD_=262144`); left alone it keeps more.
+    For a C library that returns large blocks to the system (`MALLOC_MMAP_THRESHOLD_=262144`); by default it keeps more.
     """
     rank = fullest_rank(job)
     state = sum(each.total for each in trainer_state(job, rank).values())
@@ -179,8 +179,8 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
 
 
 def logit_bytes(job: Job, tokens: int | None = None) -> float:
-    """6 bytes for each of the whole vocabulary's logits of a micro-batch, or of a chunk, beside which the gradient of
-    the head's weight is added up in FP32; tensor parallelism shares the weight alone."""
+    """6 bytes for each logit of a micro-batch, over the whole vocabulary; or of a chunk, plus the head weight's
+    gradient, which is added up in FP32. Tensor parallelism shares only this gradient."""
     sizes, mine = job.shape.sizes, (tokens or job.micro_batch) / job.layout.cp
     chunk = job.layout.head_chunk_tokens
     total = 4.0 * sizes.vocab_size * sizes.hidden_size / job.layout.tp if mine > chunk else 0.0
@@ -188,8 +188,8 @@ def logit_bytes(job: Job, tokens: int | None = None) -> float:
 
 
 def _of_layer(job: Job, layer: int) -> tuple[float, float]:
-    """Bytes per token of a layer's activations that stay until its backward, and that come back in it. The shared
-    kernels keep inputs in BF16 and quantize them anew."""
+    """Return the bytes per token of a layer's activations: kept until the layer's backward, and recomputed in it. The
+    shared kernels keep inputs in BF16, and quantize them again."""
     sizes, kept = job.shape.sizes, job.shape.activations(layer)
     attention, mlp = (job.shape.activations(layer, part).bf16 for part in ("attention", "mlp"))
     quantized = job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized
@@ -253,12 +253,12 @@ _STATE: tuple[tuple[str, Kind, bool, bool], ...] = (
     ("moments", "moments", True, True),
     ("padding", "rest", False, False),
 )
-"""Bytes by kind as in StateBytes: their kind here, and whether they leave and lie on the host then."""
+"""For each field of `StateBytes`: its kind, and whether a class of it has `leaves` and `on_host`."""
 
 
 def _placeholders(job: Job) -> int:
-    """Bytes of the first sync, and before: of the largest parameter on either side, which all others share until they
-    are read from the base (`numerics.core.memory`)."""
+    """Bytes of placeholders until the first sync is over: on each side, all parameters share the memory of the largest
+    one until they are read from the base (`numerics.core.memory`)."""
     spec, weights = job.numerics.rollout_spec, job.shape.weights
     trainers = max(weight.size * weight.copies // _ranks(job, weight) * BF16_BYTES for weight in weights)
     engines = max(
@@ -270,8 +270,8 @@ def _placeholders(job: Job) -> int:
 
 
 def _operands_of_a_call(job: Job) -> int:
-    """Bytes of what the backward of a frozen weight makes of its codes, and forgets (`numerics.weight_cache`), for the
-    largest: their transpose, or where it computes in BF16 what they say, and the transpose of that."""
+    """Bytes that the backward of the largest frozen weight makes of its codes and then frees (`numerics.weight_cache`):
+    their transpose; or if it computes in BF16, the dequantized weight and its transpose."""
     spec = job.numerics.trainer_spec
     each = 1 if job.numerics.trainer == "fp8" else 2 * spec.weight.dequantized_dtype.itemsize
     quantized = (weight for weight in job.shape.weights if job.shape.quantized_layers(weight, spec))
@@ -279,12 +279,12 @@ def _operands_of_a_call(job: Job) -> int:
 
 
 def _ranks(job: Job, weight: WeightGroup) -> int:
-    """Return the number of a trainer's ranks that share the weights of a layer."""
+    """Return how many ranks of a trainer share the weights of a group."""
     return {"split": job.layout.tp, "experts": job.layout.ep, "replicated": 1}[weight.share]
 
 
 _WAKE_LATER: tuple[Kind, ...] = ("cache", "states", "graphs")
-"""What an engine gets back once it has its weights."""
+"""Kinds of bytes that a waking engine allocates only once it has its weights."""
 
 
 def _engine(job: Job) -> tuple[MemoryClass, ...]:

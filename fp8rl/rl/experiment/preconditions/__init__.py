@@ -1,4 +1,4 @@
-"""Everything about a run that can be checked before a process is started.
+"""Checks of a run before any process is started.
 
 :func:`check` raises one UserError with the key, the value found, the value expected and the remedy.
 """
@@ -38,12 +38,12 @@ __all__ = ["check", "read_model"]
 
 
 def check(experiment: Experiment, say: Callable[[str], object] = lambda text: None) -> Model:
-    """Check the spec against its model, its data and this machine; returns what was read of the model.
+    """Check the spec against its model, its data and this machine; return the model that was read.
 
-    say: told what the user should know and need not mend.
+    say: is told remarks that the user should know and need not act on.
 
     Raises:
-        UserError: the first thing that stands in the way.
+        UserError: for the first rule that the run breaks.
     """
     check_algorithm(experiment.algorithm)
     for remark in unused_rates(experiment):
@@ -79,8 +79,11 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
 
 
 def check_functions(experiment: Experiment) -> None:
-    """Check the environment and every reward function. Raises UserError: one is missing, or cannot be called with its
-    `kwargs`; or a tokenizer that it needs is missing."""
+    """Check the environment and every reward function.
+
+    Raises:
+        UserError: a function or its tokenizer is missing, or it cannot be called with its `kwargs`.
+    """
     load_environment(experiment.environment)
     for index, config in enumerate(experiment.rewards.functions):
         _check_reward(config, f"rewards.functions.{index}")
@@ -100,8 +103,11 @@ def _check_reward(config: RewardSection, key: str) -> None:
 
 
 def check_values(function: Callable[..., Any], kwargs: Mapping[str, Any], key: str) -> None:
-    """Check values by the annotations of the parameters that they are for. Raises UserError: naming one below `key`: it
-    has another type, or is out of bounds."""
+    """Check the values of `kwargs` against the annotations of the function's parameters.
+
+    Raises:
+        UserError: a value has another type or is out of bounds; the message names it below `key`.
+    """
     hints = get_type_hints(function, include_extras=True)
     for name, value in kwargs.items():
         try:

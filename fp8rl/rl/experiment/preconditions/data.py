@@ -1,4 +1,4 @@
-"""The data: every problem whole, every reference answer of the reward's kind, every prompt short enough."""
+"""Checks the data: every problem is complete, its reference answer fits the reward, its prompt is short enough."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ALL_READ, SAMPLED = 100_000, 10_000
-"""Problems of a source that are all looked at, and how many of those beyond them."""
+"""How many first problems of a source are all checked, and how many of its other problems are sampled for checks."""
 DECODED, _LONG = 16, 10_000
-"""Problems of a source whose answer is decoded again, and the characters that it may have."""
+"""How many answers of a source are tokenized and decoded as a check, and the most characters of such an answer."""
 Say = Callable[[str], object]
 
 
@@ -36,9 +36,9 @@ def check_data(
     say: Say = lambda text: None,
     pictures: Sequence[str] = (),
 ) -> None:
-    """Read each source and check its problems; of a very large one, many of them.
+    """Read each source and check its problems; in a very large source, a sample of them.
 
-    say: told what the user should know and need not mend. pictures: tokens that stand for a part of a picture.
+    say: is told remarks that the user need not act on. pictures: tokens that stand for a part of a picture.
 
     Raises:
         UserError: a source is missing or empty, or one of its problems (named by number) cannot be used.
@@ -78,7 +78,7 @@ def check_data(
 
 
 def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int, RewardsSection]]:
-    """Each evaluation set: its source, problems (None: all up to `eval.problems`), longest answer and rewards."""
+    """Yield source, number of problems (None: up to `eval.problems`), longest answer and rewards of each evaluation."""
     data, rollout, evaluation = experiment.data, experiment.rollout, experiment.eval
     if evaluation.problems == 0:
         return
@@ -99,7 +99,7 @@ def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int,
 
 
 def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
-    """The first `ALL_READ` problems, and `SAMPLED` of those that follow, always the same ones."""
+    """Yield the first `ALL_READ` problems, and a fixed sample of `SAMPLED` problems after them."""
     for index, problem in enumerate(problems):
         if index == ALL_READ:
             break
@@ -116,7 +116,7 @@ def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
 
 
 def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | None:
-    """Say of the first answer that the tokenizer does not give back as it was."""
+    """Return a remark on the first answer that the tokenizer changes when it encodes and decodes it; None if none."""
     for index in range(min(DECODED, len(problems))):
         answer = problems[index].answer
         if len(answer) > _LONG:
@@ -132,7 +132,7 @@ def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | 
 
 
 class _HeldOut:
-    """The problems that evaluation asks for, and which of them are trained on as well."""
+    """The problems that evaluation asks, and which of them are trained on as well."""
 
     def __init__(self) -> None:
         self._asked: dict[str, list[tuple[str, str]]] = {}
@@ -158,10 +158,10 @@ class _HeldOut:
 
 
 class _Check:
-    """Refuses what of a source cannot be used: a problem at a time.
+    """Checks the problems of a source one at a time.
 
-    after: tokens that must have room behind a prompt. rewards: that its answers must be references of; None: the
-    answers are what is trained on.
+    after: tokens that must have room after a prompt. rewards: those that the reference answers must fit; None: the
+    answers are trained on.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class _Check:
                 )
 
     def _check_pictures(self, problem: Problem, name: str) -> None:
-        """Positions of such tokens are of a picture's rows and columns, which no side computes."""
+        """Refuse tokens of pictures: their positions are a picture's rows and columns, which no side computes."""
         texts = [str(message["content"]) for message in problem.conversation]
         if found := [token for token in self._pictures if any(token in text for text in texts)]:
             raise user_error(
@@ -207,7 +207,7 @@ class _Check:
             )
 
     def _check_roles(self, problem: Problem, name: str) -> None:
-        """Templates refuse some orders of turns, and calls of other forms; each is rendered once."""
+        """Render each form of conversation once: templates refuse some orders of turns and some forms of calls."""
         said = ("user", "assistant", "tool")  # whose texts may be long
         turns = [{**turn, "content": "x"} if turn["role"] in said else turn for turn in problem.messages]
         form = tuple((turn["role"], _form(turn)) for turn in turns)
@@ -232,7 +232,7 @@ class _Check:
             ) from error
 
     def _check_length(self, problem: Problem, name: str) -> None:
-        """Prompt plus answer (given when supervised, else up to max_new_tokens) must fit rollout.context_length."""
+        """Prompt plus answer (the data's in supervised training, else max_new_tokens) must fit the context length."""
         supervised, tokenizer = self._rewards is None, self._tokenizer
         limit = self._experiment.rollout.context_length
         room = limit - self._after
@@ -261,8 +261,8 @@ class _Check:
 
 
 def _form(value: object) -> object:
-    """Return the names and types of nested values, and which are empty, without what they say: a template renders such
-    values alike."""
+    """Return the form of a nested value: names, types, and which values are empty. A template renders values of one
+    form alike."""
     if isinstance(value, dict):
         return tuple(sorted((name, _form(inner)) for name, inner in value.items()))
     if isinstance(value, list):

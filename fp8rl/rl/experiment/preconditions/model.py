@@ -1,4 +1,4 @@
-"""The model directories of the policy and its teacher, which knows the same tokens."""
+"""Checks the model directories of the policy and of its teacher, which must have the same tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ TEACHER = "teacher.path"
 
 
 def read_model(path: Path, key: str = "model.path") -> Model:
-    """Read config.json of the Hugging Face directory `path`; messages speak of it as `key`. Raises UserError: directory
-    or config are missing, broken, quantized or of another architecture."""
+    """Read config.json of the Hugging Face directory `path`. key: the name of the directory in messages.
+
+    Raises:
+        UserError: the directory or its config is missing, broken, quantized or of an unknown architecture.
+    """
     if not path.is_dir():
         raise user_error(
             key,
@@ -46,7 +49,7 @@ def read_model(path: Path, key: str = "model.path") -> Model:
 
 
 def check_architecture(model: Model, experiment: Experiment) -> None:
-    """Raise `UserError` if the architecture of a user's file is not the model's; a teacher may have it, too."""
+    """Raise `UserError` if the architecture in a user's file is not the model's; it may be a teacher's instead."""
     file = experiment.model.architecture
     if file is not None and experiment.teacher is None and (own := load_architecture(file)) is not model.architecture:
         raise user_error(
@@ -58,8 +61,12 @@ def check_architecture(model: Model, experiment: Experiment) -> None:
 
 
 def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
-    """Check that the teacher, if there is one, can be served and asked; returns its shape. Raises UserError: its
-    directory or layout is wrong, it has another vocabulary, or no room for the longest answer."""
+    """Check that the teacher, if there is one, can be served and can score answers; return its shape.
+
+    Raises:
+        UserError: the teacher's directory or layout is wrong, its vocabulary is another one, or it has no room for the
+            longest answer.
+    """
     if experiment.teacher is None:
         return None
     path = experiment.teacher.directory
@@ -71,7 +78,7 @@ def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrai
 
 
 def check_teacher_layout(experiment: Experiment, shape: Shape) -> None:
-    """Raise `UserError` if such a teacher does not divide over its engine's ranks, or has no room for the
+    """Raise `UserError` if a teacher of this shape does not divide over its engine's ranks, or has no room for the
     longest answer."""
     assert experiment.teacher is not None
     numerics = experiment.teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
@@ -93,7 +100,7 @@ def _check_vocabulary(
         token = min((t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=repr)
         found = f"{path} with a tokenizer that {_knows(token, theirs)}"
         expected = f"that of model.path = {policy_path}, which {_knows(token, ours)}"
-    remedy = "Give teacher.path a model of the same family: token ids are what it is asked about."
+    remedy = "Give teacher.path a model of the same family: a teacher scores the policy's token ids."
     raise user_error(TEACHER, found=found, expected=expected, remedy=remedy)
 
 
@@ -102,8 +109,8 @@ def _knows(token: str, vocabulary: dict[str, int]) -> str:
 
 
 def _no_room(teacher: TeacherSection, sizes: ModelSizes, asked: int, length: int) -> Iterator[UserError]:
-    """What keeps a teacher's engines from scoring the answers. asked: `rollout.context_length`. length: the context
-    length of its engines."""
+    """Yield an error if the teacher's engines have no room to score an answer. asked: `rollout.context_length`. length:
+    the context length of the teacher's engines."""
     key, least, most = "teacher.context_length", asked + SCORED_SHORT_OF, sizes.max_positions
     if length < least:
         kept = f"rollout.context_length = {asked}, and {SCORED_SHORT_OF} tokens that an engine keeps free"
@@ -126,12 +133,12 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         getattr(kind, method) is getattr(PolicyGradient, method) for method in methods
     ):
         error = UnwrittenMethodError(algorithm, methods[-1])
-        remedy = "Write it so; docs/api.md has all signatures."
+        remedy = "Write the method with this signature; docs/api.md has all signatures."
         raise user_error("algorithm.name", error.found, error.expected, remedy) from error
 
 
 def unused_rates(experiment: Experiment) -> Iterator[str]:
-    """Say which keys of a learning rate change nothing."""
+    """Yield a remark on each learning-rate key that has no effect."""
     critic = getattr(experiment.algorithm, "critic", None)
     for key, rate in (("trainer", experiment.trainer), ("algorithm.critic", critic)):
         if not isinstance(rate, RateSection) or rate.decay != "constant":

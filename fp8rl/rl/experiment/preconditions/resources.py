@@ -1,4 +1,4 @@
-"""The needs of a run on this machine: memory for its processes and KV caches, and a free port."""
+"""Checks that this machine has what a run needs: memory for its processes and KV caches, and a free port."""
 
 from __future__ import annotations
 
@@ -26,28 +26,26 @@ from fp8rl.weight_sync.served import served_bytes
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 8 * 2**20
-"""Where processes share memory, and what an engine keeps there at most beside the buckets of a sync."""
+"""Where processes share memory, and the most bytes that an engine keeps there besides the buckets of a sync."""
 RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
-"""Memory that a trainer rank and an engine share with no other process before they have a model (measured)."""
+"""Memory that a trainer rank, or an engine, takes for itself alone before it has a model (measured)."""
 
 
 def kv_cache_bytes(shape: Shape, engines: RolloutSection, each: int) -> int:
-    """Bytes of all these engines' caches of keys and values, of `each` bytes a number, and of the states beside them,
-    on a CPU."""
+    """Bytes of all engines' KV caches and sequence states on a CPU. each: bytes of a number in the cache."""
     return engines.engines * (
         engines.cache_tokens * shape.kv_bytes(each) + engines.states(cuda=False) * shape.request_bytes()
     )
 
 
 def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = None) -> None:
-    """Check that what a run holds fits: on GPUs all that `fp8rl plan` adds up; on CPUs the processes, the trainer's
-    state, and the engines' weights and KV caches, on top of which activations come. A cluster that is not ours knows
-    its machines.
+    """Check that a run fits into memory: on GPUs, all that `fp8rl plan` adds up; on CPUs, processes, the trainer's
+    state, and the engines' weights and KV caches, but not activations. A cluster's machines are not checked here.
 
-    teacher: its shape, if there is one.
+    teacher: the teacher's shape, if there is one.
 
     Raises:
-        UserError: it does not.
+        UserError: the run does not fit.
     """
     if "RAY_ADDRESS" in os.environ:
         return
@@ -100,7 +98,8 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
 
 
 def _check_processes(shape: Shape, experiment: Experiment, states: list[int], weights: int) -> int:
-    """Bytes that all processes leave free. states: bytes of a rank of each stage. weights: of an engine."""
+    """Return the bytes that all processes leave free. states: bytes of a rank, by stage. weights: bytes of an engine's
+    weights."""
     ranks, rollout = experiment.trainer.world_size, experiment.rollout
     engines = len(experiment.engine_ranks)
     available = available_memory()
@@ -120,8 +119,8 @@ def _check_processes(shape: Shape, experiment: Experiment, states: list[int], we
 
 
 def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
-    """Check that the machine's shared memory has room for what an engine keeps there, and on a CPU for the buckets of a
-    sync. Raises UserError."""
+    """Raise `UserError` if the machine's shared memory has no room for what an engine keeps there, and on a CPU for the
+    buckets of a sync."""
     if "RAY_ADDRESS" in os.environ or not experiment.needs_engines:
         return
     needed, sync, ranks = SHARED_BYTES, experiment.sync, experiment.trainer.world_size
@@ -141,7 +140,7 @@ def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
 
 
 def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
-    """Bytes that a rank of a pipeline stage holds from step to step on a CPU."""
+    """Bytes that a rank of a pipeline stage holds between steps on a CPU."""
     layout = experiment.trainer
     rank = stage * layout.stage_size
     states = state_bytes(shape, layout, experiment.numerics_config(), "torch", rank)
@@ -149,8 +148,8 @@ def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
 
 
 def _on_the_host(job: Job, stage: int) -> int:
-    """Bytes of the host that a rank takes beside its GPU: where its Adam runs there masters, two moments and gradients,
-    all FP32; where trainer and engines take turns what it offloads."""
+    """Bytes of host memory that a rank with a GPU takes. If Adam runs on the host: FP32 masters, two moments and
+    gradients. If trainer and engines take turns: also the bytes that the rank moves to the host."""
     layout = job.layout.model_copy(update={"optimizer": OptimizerSection()})
     rank = stage * layout.stage_size
     turns = int(moved_bytes(job, rank)) if job.sleep else 0
@@ -161,7 +160,7 @@ def _on_the_host(job: Job, stage: int) -> int:
 
 
 def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
-    """Check that engines that are to sleep share their GPUs with the trainer, as they do where no others are left."""
+    """Refuse `rollout.sleep` for engines that do not share GPUs with the trainer, because other GPUs are left."""
     ranks = experiment.trainer.world_size
     if experiment.rollout.sleep and experiment.needs_engines and gpu.count > ranks:
         raise user_error(
@@ -175,12 +174,12 @@ def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: the machine's, or less where a control group (v2) limits it."""
+    """Bytes that this process may still take: the machine's free memory, or less if a control group (v2) limits it."""
     return min([psutil.virtual_memory().available, *(_left_in(group) for group in _own_cgroups())])
 
 
 def _own_cgroups() -> list[Path]:
-    """The limited groups that hold this process, from its own up to the root; in a container only the root shows."""
+    """The control groups of this process, from its own up to the root; in a container only the root is visible."""
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:
@@ -196,15 +195,19 @@ def _own_cgroups() -> list[Path]:
 
 
 def _left_in(group: Path) -> int:
-    """The limit less what is in use, of which the kernel gives up file pages that were not read lately."""
+    """Return a control group's limit less its bytes in use. File pages not read lately are not in use: the kernel frees
+    them."""
     limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
     usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return max(0, limit - used + int(usage.get("inactive_file", 0)))
 
 
 def check_port(rollout: RolloutSection) -> None:
-    """Check that a port that the spec gives is free, and wanted by one engine only. Raises UserError: it is taken, or
-    several engines would share it."""
+    """Check that the spec's port, if it has one, is free and for one engine only.
+
+    Raises:
+        UserError: the port is taken, or several engines would share it.
+    """
     if rollout.port is None:
         return
     if rollout.engines > 1:

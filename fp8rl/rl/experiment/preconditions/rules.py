@@ -1,7 +1,6 @@
-"""Rules that tie a spec to the sizes of its model and to the machines that it is for.
+"""Rules between a spec, the sizes of its model, and the machines that it is for.
 
-They start nothing and read no file: `train` and `doctor` hold a spec to them on this machine, and `plan` on GPUs that
-nobody has yet.
+The checks start nothing and read no file. `train` and `doctor` apply them for this machine, `plan` for any GPUs.
 """
 
 from __future__ import annotations
@@ -38,27 +37,28 @@ class Target:
     """The machines that a run is for."""
 
     gpus: bool
-    """They have some."""
+    """The machines have GPUs."""
     transformer_engine: bool
-    """It is installed there; so is `deepgemm`."""
+    """TransformerEngine is installed there; `deepgemm` says the same of DeepGEMM."""
     deepgemm: bool = True
     capability: tuple[int, int] | None = None
-    """Compute capability of the GPUs; None: nobody knows it here."""
+    """Compute capability of the GPUs; None: not known."""
     expandable_segments: str | None = None
-    """The setting of torch's allocator that asks for them there."""
+    """The setting of torch's allocator there that asks for expandable segments; None: it does not."""
     other_compilers: str | None = None
-    """CUDA's compilers there, or `none`, where none is of the release that torch is built for; None: one is."""
+    """CUDA's compilers there (or `none`), if all are of other releases than torch is built for. None: one is of that
+    release."""
     known: bool = True
-    """False for a cluster that is not ours, whose machines are looked at when the run is placed on them."""
+    """False for the machines of a cluster that is not ours, which are checked when the run is placed on them."""
 
     @property
     def named(self) -> str:
-        """The GPUs, as messages name them."""
+        """The name of the GPUs in messages."""
         return f"on GPUs of compute capability {dotted(self.capability or ())}"
 
     @classmethod
     def here(cls) -> Target:
-        """Return this machine; where RAY_ADDRESS names a cluster, as far as it tells of that."""
+        """Return this machine. If RAY_ADDRESS names a cluster, its machines are not `known`."""
         gpus, known = torch.cuda.is_available(), "RAY_ADDRESS" not in os.environ
         capability = capability_of("cuda") if gpus and known else None
         compilers = other_compilers(torch.version.cuda) if gpus and known and torch.version.cuda else None
@@ -71,13 +71,13 @@ def dotted(capability: tuple[int, ...]) -> str:
 
 
 def check_target(experiment: Experiment, shape: Shape, target: Target) -> None:
-    """Raise `UserError` for the first rule that the spec does not keep with such a model on such machines."""
+    """Raise `UserError` for the first rule that the spec breaks with this model on these machines."""
     for check in CHECKS:
         raise_first(check(experiment, shape, target) or ())
 
 
 def broken_rules(experiment: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
-    """Return the first refusal of each check that the spec does not pass."""
+    """Yield the first error of each check that the spec does not pass."""
     for check in CHECKS:
         try:
             raise_first(check(experiment, shape, target) or ())
@@ -95,7 +95,7 @@ def check_model_layout(shape: Shape, experiment: Experiment) -> None:
 
 
 def engine_ranks(e: Experiment, gpus: bool) -> Iterator[UserError]:
-    """On GPUs no exact engine of several ranks has run yet; on CPUs, native engines have one."""
+    """Refuse exact engines of several ranks on GPUs, where none has run yet, and native ones on CPUs."""
     mode = e.numerics.mode
     for key, width in (("rollout.tp", e.rollout.tp), ("teacher.tp", 1 if e.teacher is None else e.teacher.tp)):
         if width > 1 and (mode == "exact") is gpus:
@@ -104,7 +104,7 @@ def engine_ranks(e: Experiment, gpus: bool) -> Iterator[UserError]:
 
 
 def shared_memory_refusals(target: Target) -> Iterator[UserError]:
-    """What keeps trainer and engine from sharing the memory of a GPU."""
+    """Yield an error if trainer and engine cannot share the memory of a GPU."""
     if target.gpus and target.known and (setting := target.expandable_segments):
         expected = (
             "no expandable segments: trainer and engine share memory by CUDA IPC, and a sleeping engine releases it"
@@ -114,7 +114,7 @@ def shared_memory_refusals(target: Target) -> Iterator[UserError]:
 
 
 def _deepgemm(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
-    """Its bits are compared where it is to run."""
+    """Check that DeepGEMM can run. Whether its bits are equal is checked later, where it runs."""
     asked = e.numerics.mode == "exact" and e.numerics.deepgemm and target.known
     if asked and (lacks := deepgemm_lacks(target.capability, target.deepgemm)):
         remedy = "Set numerics.deepgemm=false: products run on our kernels, with the same results."
@@ -151,7 +151,7 @@ def _base(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
 
 
 def _kernels(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
-    """Exact mode runs on kernels: the definitions in torch do not run in a CUDA graph."""
+    """Refuse GPUs on which exact mode's kernels do not run: the definitions in torch cannot run in a CUDA graph."""
     capability, spec = target.capability, e.numerics_config().spec
     if e.numerics.mode != "exact" or capability is None:
         return
@@ -184,7 +184,7 @@ def _kernels(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]
 
 
 def native_refusals(numerics: NumericsConfig, engines: bool, target: Target) -> Iterator[UserError]:
-    """SGLang and TransformerEngine compute the FP8 products of native mode, and ask for such GPUs."""
+    """Refuse native mode on GPUs where SGLang or TransformerEngine cannot compute its FP8 products."""
     capability = target.capability
     if numerics.mode != "native" or capability is None:
         return
@@ -285,4 +285,4 @@ CHECKS: tuple[Callable[[Experiment, Shape, Target], Iterable[UserError] | None],
     _context,
     _cpu_heads,
 )
-"""Each yields its refusals, or raises the first of them. No check relies on another one."""
+"""The checks. Each yields its errors, or raises the first of them. No check relies on another one."""

@@ -1,4 +1,4 @@
-"""The tokenizer beside the weights: readable, with a chat template, an end of sequence and ids that the model has."""
+"""Checks a model's tokenizer: it is readable, with a chat template, an end of sequence and ids that the model has."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ _SECONDS, _BYTES = 5.0, 1 << 30
 
 @contextmanager
 def rendering() -> Iterator[None]:
-    """Limit the time and the memory of a chat template, a program which may loop for ever or ask for gigabytes of
-    blanks; a sound one takes a millisecond and some kilobytes."""
+    """Limit the time and memory of a chat template inside the block. A template is a program, which may loop for ever
+    or ask for gigabytes of blanks; a sound template takes a millisecond and some kilobytes."""
     with time_limit(_SECONDS), memory_limit(_BYTES):
         yield
 
 
 def read_tokenizer(path: str | Path, vocab_size: int, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """The fast tokenizer in the model directory, with all that a run needs of it. Raises UserError: it is missing or
-    broken, or lacks something; the message speaks of the directory as `key`."""
+    """Read the fast tokenizer in the model directory, and check that it has all that a run needs.
+
+    Raises:
+        UserError: the tokenizer is missing or broken, or lacks something; the message names the directory as `key`.
+    """
     tokenizer = load_tokenizer(path, key)
     if not tokenizer.chat_template:
         raise _refusal(
@@ -66,7 +69,7 @@ def read_tokenizer(path: str | Path, vocab_size: int, key: str = "model.path") -
 
 
 def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
-    """The fast tokenizer in a directory. Raises `UserError`: it is missing or cannot be read."""
+    """Read the fast tokenizer in a directory. Raises `UserError`: the tokenizer is missing or cannot be read."""
     from transformers import AutoTokenizer
 
     check_path(path, key)
@@ -109,7 +112,7 @@ def _refusal(key: str, path: str | Path, found: str, expected: str, remedy: str)
 
 _PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""Tags of the library's own, which mark what the model writes."""
+"""Tags of `transformers` in a chat template, which mark the text that the model writes."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
@@ -142,9 +145,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
 def template_remarks(
     tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Message], source: Source, several_turns: bool
 ) -> Iterator[str]:
-    """Say what of the chat template a user should know.
+    """Yield remarks on the chat template that a user should know.
 
-    conversation: of a problem. several_turns: what the model has said is followed by messages.
+    conversation: that of a problem. several_turns: messages follow what the model has said.
     """
     key, options = source.key, source.chat_template
     if "strftime_now" in tokenizer.get_chat_template() and "date_string" not in options:
@@ -177,7 +180,7 @@ def template_remarks(
 
 
 def _reads(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The names of arguments that the chat template looks at; those of `apply_chat_template` are not among them."""
+    """The names of the arguments that the chat template reads, without those of `apply_chat_template`."""
     template = _GENERATION.sub("", tokenizer.get_chat_template())
     tree = Environment(extensions=[loopcontrols]).parse(template)
     special = set(tokenizer.special_tokens_map)

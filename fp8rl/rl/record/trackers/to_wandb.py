@@ -29,11 +29,11 @@ METRIC_GROUPS = tuple(dict.fromkeys(name.partition("/")[0] for name in METRICS))
 SUMMARIES = {name: row.summary for name, row in METRICS.items() if row.summary}
 
 BASICS = {label.replace("|d|", "_abs_d"): name for name, label in SHOWN_FIRST.items()}
-"""Metrics that wandb gets a second time as `basics/NAME`: its pages and `wandb leet` show groups by the alphabet, so
-that these come first, on one screen."""
+"""Metrics that wandb gets a second time as `basics/NAME`. wandb's pages and `wandb leet` sort groups by the alphabet,
+so this group comes first, on one screen."""
 
 _UPLOAD_SECONDS = 120.0
-"""Seconds at the end for what is not uploaded yet."""
+"""Seconds that wandb gets at the end of a run to upload the rest."""
 _KEY = "tracking.wandb"
 _STAGING = "WANDB_DATA_DIR"
 
@@ -42,15 +42,18 @@ class WandbSection(Section):
     """The `tracking.wandb:` section of an experiment."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` records into the run's directory. `online` uploads the record too, while the run goes on. `disabled`:
+    """`offline` records into the run's directory. `online` also uploads the record during the run. `disabled` records
     nothing."""
     project: str = Field(default="fp8rl", min_length=1)
     """The project of wandb that the run belongs to."""
 
 
 def check_wandb(config: WandbSection) -> None:
-    """Check that wandb takes the project's name and, online, knows who is there. Asks no server. Raises UserError: it
-    does not."""
+    """Check that wandb accepts the project's name and, online, has an API key. Asks no server.
+
+    Raises:
+        UserError: the name is not accepted, or there is no key.
+    """
     import wandb
 
     try:
@@ -75,7 +78,7 @@ def check_wandb(config: WandbSection) -> None:
 
 
 def leet(run: RunDir, *command: str) -> str:
-    """The command that shows a run's offline record in a terminal."""
+    """Return the command that shows a run's offline record in a terminal."""
     return " ".join([typed("wandb"), "leet", *command, str(latest(run))])
 
 
@@ -176,7 +179,7 @@ def _start(run: Tracked, place: Path) -> wandb.Run:
 
 
 def _end_service() -> None:
-    """End wandb's process as this one ends. It may be gone: `ray job stop` ends all processes of a job at once."""
+    """End wandb's process at the end of this process. It may be gone: `ray job stop` ends all processes of a job."""
     import wandb
 
     with suppress(Exception):

@@ -1,1 +1,1 @@
-"""The Ray cluster of a run: its nodes, what is placed where, jobs."""
+"""The Ray cluster of a run: its nodes, the placement of ranks and engines, and reservations."""

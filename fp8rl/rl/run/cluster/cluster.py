@@ -29,31 +29,31 @@ from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, remove_scratc
 from fp8rl.rollout.loopback import reach_loopback
 
 _PARENT = "/tmp"
-"""Paths of sockets must stay short."""
+"""Parent of a private cluster's folder. It is short, because paths of sockets must be short."""
 _ANSWER_SECONDS = 5.0
 _END_SECONDS = 120.0
 _SIGNALLED_SECONDS = 0.2
-"""After which this process has noticed a signal that has ended its Ray. Half a second after that, Ray would end it."""
+"""Time after which this process has noticed a signal that also ended Ray. Half a second later, Ray would end it."""
 _HEAD = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
 """The processes without which a cluster of one node cannot go on, by Ray's names for them."""
 
 
 def end_at_once(why: str) -> None:
-    """Say it and end this process: without Ray nothing can be unwound. All else dies with its owner."""
+    """Print why, and end this process: without Ray nothing can be unwound. Its children end with it."""
     say_error(f"error: {why}")
     os._exit(STOPPED)
 
 
 @contextmanager
 def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once) -> Iterator[None]:
-    """Join the cluster of RAY_ADDRESS (`ray job submit` sets it), else start one that nobody else uses.
+    """Join the cluster of RAY_ADDRESS (`ray job submit` sets it); otherwise start a private cluster for the block.
 
-    A cluster that merely happens to run on this machine is never joined, so that two runs stay apart. A private one
-    listens on loopback alone, lets in whoever has its token, and has a folder that nobody else can enter, with the
-    token in it; its logs are kept in `failure_logs` only if the block fails.
+    No other cluster that runs on this machine is joined, so that two runs stay apart. A private cluster listens only on
+    loopback, and requires a token, which is in a folder that no other user can enter. Its logs are kept in
+    `failure_logs` only if the block fails.
 
-    lost: told by another thread, in words, that a private cluster has lost its head. It has to end this process: Ray
-    does so too, a moment later or after a minute of retries, in its own words.
+    lost: called in another thread, with the reason, if a private cluster has lost its head. It has to end this process:
+    Ray does so too, a moment later or after a minute of retries, with messages of its own.
 
     Raises:
         UserError: RAY_ADDRESS names no cluster that lets this process in.
@@ -83,7 +83,7 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
 
 
 def _check_answers(address: str) -> None:
-    """Check that a gRPC server is there. Ray itself would try for two minutes, and then end the process."""
+    """Check that a gRPC server answers there. Ray itself would try for two minutes, and then end the process."""
     if not address.rpartition(":")[2].isdigit():
         return  # "auto": Ray looks for a cluster of this machine
     import grpc
@@ -150,7 +150,7 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
 
 @contextmanager
 def _head_watched(lost: Callable[[str], object]) -> Iterator[None]:
-    """Have `lost` told of the first of the head's processes that ends inside the block."""
+    """Call `lost` for the first of the head's processes that ends inside the block."""
     processes = ray._private.worker._global_node.all_processes
     names = {os.pidfd_open(info.process.pid): name for kind, name in _HEAD.items() for info in processes[kind]}
     over, end = os.pipe()
@@ -174,7 +174,7 @@ def _head_watched(lost: Callable[[str], object]) -> Iterator[None]:
 
 @contextmanager
 def _environment(settings: dict[str, str | None]) -> Iterator[None]:
-    """These variables (None: without it) for this process and the children that it starts meanwhile."""
+    """Set environment variables (None: remove) for this process, and for children that it starts, inside the block."""
     former = {name: os.environ.get(name) for name in settings}
     clustered = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray was imported
     _set(settings)
@@ -191,9 +191,9 @@ def _environment(settings: dict[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def _lean_head() -> Iterator[None]:
-    """Have Ray's agent listen at any free port: its default is one per machine, and a head without it takes no jobs.
-    Leave out what would show workers' logs here, what would ask a cloud for nodes, and a dashboard that would have
-    nothing but usage statistics: seconds of each start."""
+    """Have Ray's agent listen at any free port: its default port is one per machine, and a head without the agent takes
+    no jobs. Leave out three processes, which cost seconds at each start: the reader of workers' logs, the autoscaler,
+    and a dashboard that would have only usage statistics."""
     parameters, services = ray._private.parameter.RayParams, ray._private.services
     start_dashboard = services.start_api_server
     ray._private.parameter.RayParams = partial(
@@ -218,8 +218,11 @@ def _set(variables: dict[str, str | None]) -> None:
 
 
 def _start(folder: Path, **options: Any) -> None:
-    """Start Ray, with one more try, as on a busy machine its processes may not come up within its 30 seconds. Raises
-    UserError: it has not started the second time either."""
+    """Start Ray, and retry once: on a busy machine its processes may not come up within Ray's 30 seconds.
+
+    Raises:
+        UserError: Ray has not started the second time either.
+    """
     own = psutil.Process()
     for last in (False, True):
         before = own.children()
@@ -242,10 +245,10 @@ def _start(folder: Path, **options: Any) -> None:
 
 
 def _init(folder: Path, **options: Any) -> None:
-    """`ray.init`, without two of its habits.
+    """Call `ray.init`, and undo two of its side effects.
 
-    It puts a handler of SIGTERM that exits in place of ours. And it has workers import from the current directory,
-    where a folder `trainer` or a `random.py` would stand in the way: `folder` is that directory meanwhile.
+    It replaces our handler of SIGTERM by one that exits. It also has workers import from the current directory, where a
+    folder `trainer` or a `random.py` would shadow modules; so `folder` is the current directory during the call.
     """
     handler, here = signal.getsignal(signal.SIGTERM), Path.cwd()
     os.chdir(folder)

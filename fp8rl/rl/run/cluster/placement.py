@@ -1,4 +1,4 @@
-"""The nodes of the cluster, what each of them sees, and the placement of trainer ranks and engines on them."""
+"""Places trainer ranks and engines on the nodes of the cluster, and checks what each node sees."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Node:
     id: str
     address: str
     gpus: int | None = None
-    """GPUs that nobody has reserved; None on a node that has none at all, and computes on its CPU."""
+    """GPUs of the node that nobody has reserved; None on a node without GPUs, which computes on its CPU."""
     names: frozenset[str] = frozenset()
-    """Names that a spec may call it by, beside its address: custom resources (`rack1`) and labels (`side=engines`)."""
+    """Names of the node in a spec besides its address: custom resources (`rack1`) and labels (`side=engines`)."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class EnginePlacement:
 
     node: Node
     shares: int | None = None
-    """The trainer rank whose GPU it computes on, too; None: a GPU of its own, or a CPU."""
+    """The trainer rank whose GPU the engine shares; None: the engine has GPUs of its own, or computes on a CPU."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where all that a run starts runs."""
+    """The nodes of all trainer ranks and engines of a run."""
 
     ranks: tuple[Node, ...]
     """The node of each trainer rank."""
@@ -54,8 +54,11 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
-    """Return where everything of a run goes. nodes: of the cluster, the driver's first. Raises UserError: it does not
-    fit on the nodes that the spec lets it use."""
+    """Place all ranks and engines of a run. nodes: of the cluster, the driver's first.
+
+    Raises:
+        UserError: they do not fit on the nodes that the spec allows.
+    """
     raise_first(engine_ranks(experiment, any(node.gpus is not None for node in nodes)))
     ranks = place_ranks(nodes, experiment)
     taken = Counter(node.id for node in ranks)
@@ -71,7 +74,7 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
 
 
 def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
-    """The node of each rank; ranks of one node follow each other. Raises UserError."""
+    """Return the node of each rank; ranks on one node have consecutive numbers. Raises UserError."""
     count = experiment.trainer.world_size
     able = _able(nodes, experiment.cluster.trainer_nodes, "cluster.trainer_nodes")
     used: Counter[str] = Counter()
@@ -93,13 +96,13 @@ def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
 def place_engine(
     nodes: Sequence[Node], experiment: Experiment, ranks: Sequence[Node], others: Sequence[EnginePlacement], index: int
 ) -> EnginePlacement:
-    """Return the placement of one more engine beside these ranks and engines. Raises UserError.
+    """Return the placement of one more engine in addition to `ranks` and `others`. Raises UserError.
 
-    nodes: with the GPUs that are left. index: of the engine, the policy's before the teacher's.
+    nodes: with the GPUs that are left. index: of the engine; the policy's engines come before the teacher's.
 
-    It takes as many GPUs of one node. Where none is left it shares a rank's, one engine of the policy and one of the
-    teacher to a GPU. With the `distributed` transport it must not, as NCCL refuses two processes on one GPU. With a
-    shared base the first engine goes where the base lies, on the first rank's GPU.
+    An engine takes a GPU for each of its ranks, on one node. If no GPU is left it shares a trainer rank's, which one
+    engine of the policy and one of the teacher may do. With the `distributed` transport engines must not share, as NCCL
+    refuses two processes on one GPU. With a shared base the first engine is on the first rank's GPU, as the base is.
     """
     cluster, width = experiment.cluster, experiment.engine_ranks[index]
     shares_memory = experiment.sync.transport == "tensor" and index < experiment.rollout.engines
@@ -132,13 +135,13 @@ def place_engine(
         key,
         found=len(experiment.engine_ranks),
         expected=f"at most {len(others)}, for which {_listed(able)} have GPUs: {width} for each{own}",
-        remedy=f"Lower {key}, let them use other nodes (cluster.engine_nodes), or wait for GPUs that others "
-        "use. With sync.transport=tensor engines share the trainer's GPUs.",
+        remedy=f"Lower {key}, give engines other nodes (cluster.engine_nodes), or wait until other programs free "
+        "GPUs. With sync.transport=tensor engines share the trainer's GPUs.",
     )
 
 
 def _able(nodes: Sequence[Node], name: str | None, key: str) -> list[Node]:
-    """The nodes that a side may use: those of its name, and of a cluster that has GPUs those that have some."""
+    """Return the nodes that trainer or engines may use: those that `name` names, and only with GPUs if any node has."""
     named = [node for node in nodes if name in (None, node.address, *node.names)]
     if not named:
         raise user_error(
@@ -163,7 +166,7 @@ def _able(nodes: Sequence[Node], name: str | None, key: str) -> list[Node]:
 
 
 def _choose(nodes: Sequence[Node], used: Counter[str], width: int, experiment: Experiment) -> Node | None:
-    """The node for one more that takes `width` GPUs; the first of equals. None where they are not left."""
+    """Return the node for one more rank or engine with `width` GPUs, the first of equals; None if no node has room."""
     free = [node for node in nodes if node.gpus is None or node.gpus >= width]
     if experiment.cluster.placement == "spread":
         return min(free, key=lambda node: used[node.id], default=None)
@@ -180,7 +183,7 @@ def _listed(nodes: Sequence[Node]) -> str:
 
 
 def _misplaced(placed: Placement, experiment: Experiment) -> Iterator[UserError]:
-    """What a spec refuses of where the trainer and the engines that it syncs have been placed."""
+    """Yield an error for each way in which the placement of trainer and engines breaks the spec."""
     alone = sum(each.shares is None for each in placed.engines)
     if experiment.rollout.sleep and any(each.shares is None and each.node.gpus is not None for each in placed.engines):
         expected = "engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer"
@@ -192,7 +195,7 @@ def _misplaced(placed: Placement, experiment: Experiment) -> Iterator[UserError]
     if experiment.sync.transport == "tensor" and experiment.needs_engines and len(placed.nodes) > 1:
         engines = _listed([each.node for each in placed.engines])
         found = f"tensor, with the trainer on {_listed(placed.ranks)} and engines on {engines}"
-        remedy = "Set sync.transport=distributed (or disk, where the nodes share one), or put all of it on one node."
+        remedy = "Set sync.transport=distributed (or disk, if the nodes share one), or use one node for the whole run."
         yield user_error("sync.transport", found, "all on one node, whose memory they share", remedy)
 
 
@@ -200,13 +203,13 @@ def _misplaced(placed: Placement, experiment: Experiment) -> Iterator[UserError]
 
 _EVERY_NODE_HAS = ("CPU", "GPU", "memory", "object_store_memory")
 SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""Environment of a process that Ray is not to hide from what it has not reserved."""
+"""Environment of a process that is to see all GPUs of its node, not only those that it has reserved with Ray."""
 _LOOK_SECONDS = 120.0
-"""Seconds in which a node starts a process and looks."""
+"""Seconds in which a node has to start a process and report what it sees."""
 
 
 def nodes_up() -> list[Node]:
-    """The nodes that are up, the driver's first, with the GPUs that nobody has reserved."""
+    """Return the nodes that are up, the driver's first, with the GPUs that nobody has reserved."""
     here, free = ray.get_runtime_context().get_node_id(), available_resources_per_node()
     up = [
         Node(
@@ -228,19 +231,23 @@ def _names(resources: Mapping[str, float], labels: Mapping[str, str]) -> frozens
 
 @dataclass(frozen=True)
 class NodeView:
-    """What a node sees and has."""
+    """The hardware that a node has, and the files that it does not see."""
 
     interface: str | None
-    """The network interface that has its address."""
+    """The network interface that has the node's address."""
     capability: tuple[int, int] | None
-    """Compute capability of its GPUs, None on a CPU."""
+    """Compute capability of the node's GPUs; None on a CPU."""
     unseen: tuple[Path, ...]
-    """Files that it does not see as this process does."""
+    """Files that the node does not see, or sees with other contents than this process does."""
 
 
 def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, NodeView]:
-    """Return what each of these nodes sees, by its id. Raises UserError: one does not answer, or does not see `folder`,
-    which is on a disk that they have to share, or one of `files`, which are on such a disk or everywhere alike."""
+    """Return the view of each node, by the node's id.
+
+    Raises:
+        UserError: a node does not answer, or does not see `folder`, which must be on a shared disk, or does not see one
+            of `files`, which must be on a shared disk or the same everywhere.
+    """
     mark, text = folder / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
     mark.write_text(text)
     expected = {mark: text} | dict.fromkeys(files)
@@ -259,6 +266,7 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
 
 
 def _look(address: str, expected: Mapping[Path, str | None]) -> NodeView:
+    """Return the view of the node that this runs on. expected: files, and the text that each must have (None: any)."""
     unseen = [path for path, text in expected.items() if not path.is_file() or text not in (None, path.read_text())]
     return NodeView(interface_of(address), own_capability(), tuple(unseen))
 
@@ -288,12 +296,12 @@ def _checked(node: Node, call: ray.ObjectRef, answered: bool, mark: Path) -> Nod
 
 
 def own_capability() -> tuple[int, int] | None:
-    """Compute capability of this machine's GPUs, None where it computes on its CPU."""
+    """Return the compute capability of this machine's GPUs; None if it computes on its CPU."""
     return capability_of("cuda" if has_cuda() else "cpu")
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an address, None if none has: gloo listens where it is told to."""
+    """Return the network interface of this machine that has `address`, for gloo to listen on; None if none has it."""
     if address.startswith("127."):
         return "lo"
     return next(

@@ -1,4 +1,4 @@
-"""What a run reserves with Ray: placement groups that hold a GPU for each trainer rank and each engine."""
+"""Reserves the GPUs of a run with Ray, by placement groups for each trainer rank and each engine."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ from fp8rl.rl.run.cluster.placement import (
 from fp8rl.trainer.config import ActorPlacement
 
 _RESERVE_SECONDS = 10.0
-"""Seconds in which Ray reserves what a node has said to be free."""
+"""Seconds in which Ray has to reserve resources that a node has reported as free."""
 _ROOM_SECONDS = 60.0
-"""Seconds in which a trainer that was lost with its node waits for room on another one."""
+"""Seconds for which a trainer that was lost with its node waits for room on another node."""
 _AGAIN_SECONDS = 1.0
 _GIVING_BACK_SECONDS = 2.0
 _TOUCH = 0.001
-"""The amount of a resource that every node has, where there is no GPU to reserve: a placement group cannot be of
-nothing."""
+"""The amount of a node's own resource that is reserved where there is no GPU: a placement group cannot be empty."""
 
 
 class NoRoomError(RuntimeError):
-    """No node that is up has room for what a lost one held."""
+    """No node that is up has room for the ranks or engines of a lost node."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +51,17 @@ class _Reservation:
 
 
 class Reservations:
-    """Reserves with Ray a GPU for each trainer rank and engine, and reserves another when a node has left.
+    """Reserves with Ray the GPUs of each trainer rank and engine, and reserves others when a node has left.
 
-    Everything that shares one node with the driver is on loopback; else all use their nodes' addresses.
+    If the whole run is on the driver's node, its processes use loopback; otherwise they use their nodes' addresses.
     """
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
-        """Decide where everything goes and reserve all of it. folder: that all nodes have to see.
+        """Place and reserve all ranks and engines. folder: a folder that all nodes have to see.
 
         Raises:
-            UserError: it does not fit on the nodes, or one of them does not see what it has to.
-            NoRoomError: another run was faster.
+            UserError: the run does not fit on the nodes, or a node does not see the folder or a file.
+            NoRoomError: another run has reserved the GPUs first.
         """
         self._experiment, self._folder = experiment, folder
         self._views: dict[str, NodeView] = {}
@@ -91,7 +90,7 @@ class Reservations:
         ]
 
     def engine(self, role: Role, index: int) -> ActorPlacement:
-        """Return the placement of this engine of a role. Raises NoRoomError."""
+        """Return the placement of the engine `index` of a role. Raises NoRoomError."""
         index = self._number(role, index)
         placement = self._placement(index)
         if not self._is_up([placement.node]):
@@ -107,14 +106,14 @@ class Reservations:
         return self._actor_placement(placement.node, self._engines[index].group, 0, width, all_gpus=all_gpus)
 
     def capability(self, role: Role, index: int) -> tuple[int, int] | None:
-        """The capability of the GPU that this engine of a role computes on; None: a CPU."""
+        """Return the compute capability of the GPU of the engine `index` of a role; None: it computes on a CPU."""
         node = self._placement(self._number(role, index)).node
         return self._views[node.id].capability if self._spans else own_capability()
 
     def close(self) -> None:
-        """Give all of it back, which ends the actors that still run there.
+        """Release all reservations, which ends the actors that still run on them.
 
-        A head that is gone is not waited for: a signal to the whole foreground group ends it before this process.
+        This does not wait for a head that is gone: a signal to the whole foreground group ends it before this process.
         """
         groups = [reserved.group for reserved in (self._ranks, *self._engines.values())]
         self._engines.clear()
@@ -133,28 +132,28 @@ class Reservations:
         return ActorPlacement(node.address if self._spans else LOOPBACK, environment, options)
 
     def _share(self, rank: int) -> float:
-        """The part of a rank's GPU that each process on it gets; Ray counts to four decimal places."""
+        """Return the part of a rank's GPU that each process on it reserves; Ray counts to four decimal places."""
         return 10_000 // (1 + [placement.shares for placement in self._placements.values()].count(rank)) / 10_000
 
     def _number(self, role: Role, index: int) -> int:
-        """The number of an engine among those of all roles: the policy's come first."""
+        """Return the number of an engine among the engines of all roles; the policy's engines come first."""
         return index if role == "policy" else self._experiment.rollout.engines + index
 
     def _is_up(self, nodes: Sequence[Node]) -> bool:
         return {node.id for node in nodes} <= {node.id for node in nodes_up()}
 
     def _reserve(self, index: int, placement: EnginePlacement) -> None:
-        """Reserve an engine's GPUs, unless it has them or shares a rank's."""
+        """Reserve an engine's GPUs, unless they are reserved already or the engine shares a rank's."""
         if placement.shares is None and index not in self._engines:
             self._engines[index] = _reservation((placement.node,), self._experiment.engine_ranks[index])
 
     def _placement(self, index: int) -> EnginePlacement:
-        """The placement of an engine. Where it shares a rank's GPU, its node is that of the rank now."""
+        """Return the placement of an engine. If it shares a rank's GPU, its node is the rank's present node."""
         placement = self._placements[index]
         return placement if placement.shares is None else replace(placement, node=self._ranks.nodes[placement.shares])
 
     def _move_engine(self, index: int) -> EnginePlacement:
-        """Return where an engine goes whose node has left. Raises NoRoomError."""
+        """Return a new placement for an engine whose node has left. Raises NoRoomError."""
         old = self._placement(index)
         tensor = self._experiment.sync.transport == "tensor" and index < self._experiment.rollout.engines
         if (old.shares is not None or tensor) and not self._is_up(self._ranks.nodes):
@@ -174,7 +173,7 @@ class Reservations:
         return placement
 
     def _move_ranks(self) -> _Reservation:
-        """Reserve a GPU for each rank on nodes that are up. It waits a while for such nodes."""
+        """Reserve a GPU for each rank on nodes that are up; wait for such nodes for a while."""
         deadline = time.monotonic() + _ROOM_SECONDS
         while True:
             try:
@@ -190,14 +189,14 @@ class Reservations:
             time.sleep(_AGAIN_SECONDS)
 
     def _look_at(self, nodes: Sequence[Node]) -> None:
-        """Check that these see what they have to; a run on the driver's node alone does."""
+        """Check that these nodes see the folder and files of the run, unless it is on the driver's node alone."""
         new = [node for node in nodes if self._spans and node.id not in self._views]
         if new:
             self._views |= views(new, self._folder, [self._experiment.model.directory / "config.json"])
 
 
 def _reservation(nodes: Sequence[Node], gpus: int = 1) -> _Reservation:
-    """Return a placement group with a bundle of `gpus` GPUs on each of these, where it has any. Raises NoRoomError."""
+    """Return a placement group with a bundle on each node: `gpus` GPUs, if the node has GPUs. Raises NoRoomError."""
     group = placement_group(
         [{"GPU": float(gpus)} if node.gpus is not None else {f"node:{node.address}": _TOUCH} for node in nodes],
         bundle_label_selector=[{"ray.io/node-id": node.id} for node in nodes],

@@ -1,4 +1,4 @@
-"""The engines of a run as one: gives each group to an engine, and replaces engines that are lost."""
+"""All engines of a run behind one interface, which gives each group to an engine and replaces lost engines."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, S
 Result = TypeVar("Result")
 
 _END_SECONDS = 30.0
-"""Bound of the end of all engines; each is told to, and killed a few seconds later."""
+"""Longest time in which all engines end. Each is told to end, and killed a few seconds later."""
 _PULSE_SECONDS = 2.0
-"""Between two looks at an engine."""
+"""Interval at which each engine's health is checked."""
 _DYING_SECONDS = 2.0
-"""A connection breaks a moment before its process is gone."""
+"""How long `any_lost` watches an engine, whose connection breaks a moment before its process is gone."""
 _HOUR = 3600.0
 
 
 class Engines:
-    """Ray actors that own one server each, watched and replaced in a thread of their own, while the trainer trains too.
+    """The engines of a run: Ray actors that own a server each. A thread watches and replaces them, in training too.
 
-    Any engine answers any group, and a group comes back whole whatever happens to the engine that it was given to.
+    Any engine answers any group. A group's answers come back complete, even if its engine is lost.
 
-    A new engine gets no group before a sync: the owner of the trainer's weights asks `up` whom to send them, and says
-    `verified`. One whose weights never change has its digests compared with those of its files instead
-    (`Serving.manifest`). If an engine cannot be replaced, all who wait get the error.
+    A new engine gets no group before a sync: the owner of the trainer's weights sends them to the engines that `up`
+    returns, and then calls `verified`. An engine whose weights never change is checked against the digests of its files
+    instead (`Serving.manifest`). If an engine cannot be replaced, every waiting call raises the error.
 
-    Nothing but their event loop writes the `slots`, their places.
+    Only the event loop of this object writes the `slots`, which hold one engine each.
 
     Raises:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
@@ -57,7 +57,7 @@ class Engines:
     def __init__(
         self, count: int, serving: Serving, config: RolloutSection, events: Events, *, awake: bool = True
     ) -> None:
-        """Begin to start `count` engines; `wait` for them. awake: now, not only when they are to `wake`."""
+        """Begin to start `count` engines; `wait` waits for them. awake: start them now; otherwise at `wake`."""
         self._serving, self._config, self._events = serving, config, events
         self._name = "engine" if serving.role == "policy" else f"{serving.role} engine"
         self._newest = serving.version
@@ -72,7 +72,7 @@ class Engines:
 
     @classmethod
     def none(cls) -> Engines:
-        """No engines: of a run that samples nothing."""
+        """Return an object without engines, for a run that samples nothing."""
         return cls(0, Serving(lambda index: None, Path()), RolloutSection(), Events())
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class Engines:
 
     @waited
     async def _open(self, count: int, awake: bool) -> None:
-        """Begin to start so many engines, unless they sleep for now."""
+        """Begin to start `count` engines, unless they are to sleep for now."""
         self._change, self._awake = asyncio.Event(), asyncio.Event()
         if awake:
             self._awake.set()
@@ -122,7 +122,7 @@ class Engines:
 
     @blocking_with_events
     async def up(self) -> list[Endpoint]:
-        """Every engine that can be sent weights; waits until there is one."""
+        """Return every engine that can be sent weights; wait until there is one."""
         assert self.slots, "there are no engines"
         while True:
             self._raise_failure()
@@ -132,24 +132,24 @@ class Engines:
 
     @waited
     async def waiting(self) -> list[Endpoint]:
-        """Engines that are up and get no groups until a sync has verified their weights."""
+        """Return the engines that are up, but get no groups until a sync has verified their weights."""
         return [slot.endpoint for slot in self.slots if slot.endpoint and slot.is_up and not slot.serving]
 
     @waited
     async def expect(self, version: int) -> None:
-        """Expect that answers from now on may come from weights up to `version`."""
+        """Accept answers from weights up to `version` from now on."""
         self._newest = version
 
     @waited
     async def verified(self, endpoints: Sequence[Endpoint]) -> None:
-        """These engines hold the trainer's weights: they get groups."""
+        """Note that these engines hold the trainer's weights, so that they get groups."""
         for slot in self.slots:
             slot.serving = slot.serving or (slot.endpoint in endpoints and slot.is_up)
         self._changed()
 
     @waited
     async def run_canaries(self, endpoints: Sequence[Endpoint], check: CanaryCheck) -> None:
-        """Have these engines, which a sync has just verified, answer a canary; no answer of theirs is used before."""
+        """Have engines that a sync has just verified answer a canary. Other answers of theirs have to wait for it."""
         scored = asyncio.create_task(asyncio.to_thread(check.scored))
         # A canary task raises its error. If a run ends and no such task is left, asyncio would print a traceback.
         scored.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -159,21 +159,21 @@ class Engines:
 
     @waited
     async def canaries(self) -> dict[str, float]:
-        """`sync/canary_diff` of the canaries that were answered since this was last asked."""
+        """Return `sync/canary_diff` of the canaries that were answered since the last call."""
         found = canary_metrics(self._differences)
         self._differences.clear()
         return found
 
     @waited
     async def held(self) -> list[dict[str, str]]:
-        """Return the digests of what each engine holds that gets groups; nothing of one that does not answer."""
+        """Return the tensor digests of each engine that gets groups and answers this request."""
         asked = [answered(s.actor, call(s.actor.held.remote()), self._config) for s in self.slots if s.serving]
         found = await asyncio.gather(*asked, return_exceptions=True)
         return [each for each in found if isinstance(each, dict)]
 
     @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
-        """Return whether one of these engines is gone. Looks for a while before it says no."""
+        """Return whether one of these engines is gone; watch them for a while before returning False."""
         deadline = time.monotonic() + _DYING_SECONDS
         while time.monotonic() < deadline:
             held = {slot.endpoint: slot for slot in self.slots if slot.is_up}
@@ -193,11 +193,11 @@ class Engines:
 
     @begun
     async def admit(self, group: Group, sampling: SamplingParams, oldest: int, near: object = None) -> list[Trajectory]:
-        """Have a group answered, by the engine with the least to do. An engine's loss is not noticed in the answer.
+        """Have a group answered by the engine with the least to do. If that engine is lost, another one answers.
 
-        near: groups with the same one go to the same engine, as long as it is there and has room.
+        near: groups with the same `near` go to the same engine, as long as it is there and has room.
 
-        Raises StaleWeightsError, in time, for a token of weights before `oldest` or after those of `expect`.
+        The future raises StaleWeightsError for a token of weights before `oldest`, or after the version of `expect`.
         """
         longest = len(group.prompt.token_ids) + sampling.max_new_tokens
         answers: list[Trajectory]
@@ -210,7 +210,7 @@ class Engines:
 
     @begun
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Have sequences scored, see `EngineClient.score`, by the engine with the least to do."""
+        """Have the engine with the least to do score sequences; see `EngineClient.score`."""
         longest = max(map(len, sequences))
         scores: list[list[float]]
         _, scores = await self._request(len(sequences), longest, lambda actor: actor.score.remote(sequences))
@@ -218,10 +218,10 @@ class Engines:
 
     @blocking_with_events
     async def sleep(self) -> list[Slept]:
-        """Have every engine give up its memory, and start none until `wake`; what each has given up.
+        """Have every engine release its memory, and start none until `wake`; return what each has released.
 
-        They get no groups until a sync has woken them. Those that are on their way up are waited for. One that does not
-        answer is lost, and replaced once the others wake.
+        Engines get no groups until a sync has woken them. Engines that are starting are waited for. An engine that does
+        not answer counts as lost, and is replaced once the others wake.
         """
         self._awake.clear()
         for slot in self.slots:
@@ -234,12 +234,12 @@ class Engines:
 
     @waited
     async def wake(self) -> None:
-        """Let engines start again in place of those that are lost. The others wake by a sync."""
+        """Let engines start again in place of lost ones. Sleeping engines are woken by a sync."""
         self._awake.set()
 
     @blocking_with_events
     async def switch(self, serving: Serving) -> None:
-        """Replace all engines by ones of `serving`. The new engines answer the groups that are under way."""
+        """Replace all engines by engines with `serving`. The new engines answer the groups that are under way."""
         self._serving, self._newest = serving, serving.version
         for slot in self.slots:
             slot.endpoint = None
@@ -248,7 +248,7 @@ class Engines:
 
     @waited
     async def metrics(self) -> dict[str, float]:
-        """`perf/engine_...` since this was last asked; nothing without engines."""
+        """Return `perf/engine_...` since the last call; nothing without engines."""
         now = time.monotonic()
         idle = [slot.idle + (0.0 if slot.answers else now - slot.idle_since) for slot in self.slots]
         tokens = [slot.tokens for slot in self.slots]
@@ -265,7 +265,7 @@ class Engines:
             await self._change.wait()
 
     async def _run_slot(self, slot: EngineSlot) -> None:
-        """Keep an engine running in this slot. An error that another engine cannot repair is raised by all who wait."""
+        """Keep an engine running in this slot. All waiting calls raise an error that another engine cannot repair."""
         try:
             await self._keep_engine_running(slot)
         except Exception as error:
@@ -328,7 +328,7 @@ class Engines:
                 return str(error)
 
     async def _make_actor(self, serving: Serving, slot: EngineSlot, patient: bool) -> Any:
-        """Make the actor of an engine. patient: wait until a node has room, and say so once."""
+        """Start the actor of an engine. patient: wait until a node has room, and add one event about it."""
         waits = False
         while True:
             try:
@@ -361,7 +361,7 @@ class Engines:
         """Return the slot of the engine that answers a request for `count` sequences, and its answer. If an engine is
         lost or fails its canary, another one is asked.
 
-        longest: tokens that one of them may have in the end. near: see `admit`.
+        longest: most tokens of one of the sequences at its end. near: see `admit`.
         """
         while True:
             slot = await self._choose_slot(count, longest, near)
@@ -382,10 +382,10 @@ class Engines:
                 self._changed()
 
     async def _choose_slot(self, count: int, longest: int, near: object) -> EngineSlot:
-        """Return the slot of a serving engine: the one that `near` has been at; else the one with the fewest answers
-        under way, and among equals with the fewest tokens.
+        """Return the slot of a serving engine: the engine that `near` went to before; else the engine with the fewest
+        answers under way, and among equals the fewest tokens.
 
-        No engine is given more than twice what its KV cache holds: the rest waits for whichever is free first.
+        No engine gets more than twice what its KV cache holds. Further requests wait for the first engine with room.
         """
         room = max(2 * self._config.cache_tokens // longest, count)
         while True:
@@ -405,6 +405,6 @@ class Engines:
             raise self._failure
 
     def _changed(self) -> None:
-        """Wake whoever waits for an engine to be free, up or lost."""
+        """Wake the calls that wait for an engine to be free, up or lost."""
         self._change.set()
         self._change = asyncio.Event()

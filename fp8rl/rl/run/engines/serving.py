@@ -1,4 +1,4 @@
-"""Settings that the engines of a run are started with, and what each must say before it is used."""
+"""Settings that the engines of a run are started with, and the report that each must give before it is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineRepo
 from fp8rl.weight_sync.manifest import Manifest
 
 _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
-"""How the logs of the engines of a role begin."""
+"""How the names of the engines' logs begin, by role."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,21 @@ class Serving:
     """Settings that engines are started with."""
 
     make: Callable[[int], Any]
-    """Makes the actor of the engine of this index, where it has room; it may block."""
+    """Starts the actor of the engine with this index, on a node with room; it may block."""
     checkpoint: Path
     """An HF directory in the served format."""
     version: int = 0
-    """Version of its weights, or `NO_WEIGHTS`."""
+    """Version of the checkpoint's weights, or `NO_WEIGHTS`."""
     manifest: Manifest | None = None
-    """Digests of what it holds, for engines that work as soon as they hold the same; None: they wait for a sync."""
+    """Digests of the checkpoint's tensors: an engine works as soon as it holds the same. None: it waits for a sync."""
     role: Role = "policy"
+    """The role of the engines' model."""
 
 
 def engine_maker(
     experiment: Experiment, role: Role, reservations: Reservations, folder: Path, numerics: NumericsConfig
 ) -> Callable[[int], Any]:
-    """Makes the actor of an engine of this role, by its index, on `numerics`; folder: for its log."""
+    """Return a function that starts the actor of an engine of this role, by index. folder: of the engines' logs."""
     config, adapter = engine_config(experiment, role), engine_adapter(experiment, role)
     base = experiment.base_spec if role == "policy" else None
     plugin = {
@@ -69,7 +70,7 @@ def engine_maker(
 
 
 def engine_config(experiment: Experiment, role: Role) -> RolloutSection:
-    """Return what engines of this role are configured with; the experiment has some."""
+    """Return the rollout section of the engines of a role that the experiment has."""
     if role == "policy":
         return experiment.rollout
     assert role == "teacher" and experiment.teacher is not None, role
@@ -77,7 +78,7 @@ def engine_config(experiment: Experiment, role: Role) -> RolloutSection:
 
 
 def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterSection | None:
-    """Return what stands beside the weights of an engine: of adapters that are merged, nothing does."""
+    """Return the adapters that an engine holds separately from its weights; None if there are none, or merged ones."""
     adapter = experiment.adapter
     return adapter if adapter is not None and role == "policy" and adapter.mode == "separate" else None
 
@@ -85,7 +86,7 @@ def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterSect
 def expected_report(
     numerics: NumericsConfig, adapter: AdapterSection | None = None, architecture: str | None = None
 ) -> EngineReport:
-    """Return what an engine's plugin must say before the engine is used, on this machine."""
+    """Return the report that an engine's plugin must give on this machine before the engine is used."""
     return report_on(numerics, own_capability(), adapter=adapter, architecture=architecture)
 
 
@@ -96,7 +97,7 @@ def report_on(
     adapter: AdapterSection | None = None,
     architecture: str | None = None,
 ) -> EngineReport:
-    """Return the report expected of an engine on a GPU of this compute capability; None: on a CPU."""
+    """Return the report expected of an engine. capability: the compute capability of its GPU; None: it is on a CPU."""
     hooks = hooks_for(numerics, cuda=capability is not None)
     return EngineReport(
         role=role,

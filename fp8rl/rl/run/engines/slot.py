@@ -1,4 +1,4 @@
-"""The slot of one engine of a run, in which a new engine replaces a lost one; and the calls of its actor."""
+"""The slot of one engine of a run, in which a new engine replaces a lost one; and calls to the engine's actor."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ Result = TypeVar("Result")
 
 _STOP_SECONDS = 6.0
 _WORKING = 0.01
-"""The part of a core that a scheduler which computes has at least, on a busy machine; one that waits has none."""
+"""Least part of a core that a computing scheduler uses, even on a busy machine. A waiting scheduler uses none."""
 
 
 @dataclass
 class EngineSlot:
-    """The state of one engine, and of those that replace it. Only the event loop of `Engines` writes it."""
+    """The state of one engine, and of the engines that replace it. Only the event loop of `Engines` writes it."""
 
     index: int
     lost: asyncio.Future[str]
-    """Done once the present engine has to be replaced: the reason."""
+    """Gets the reason, once the present engine has to be replaced."""
     actor: Any = None
     endpoint: Endpoint | None = None
-    """The endpoint of its engine; None until it answers and has passed the handshake."""
+    """The endpoint of the engine; None until the engine answers and has passed the handshake."""
     serving: bool = False
-    """A sync has verified its weights, so that it gets groups."""
+    """A sync has verified the engine's weights, so that the engine gets groups."""
     starts: bool = False
+    """An engine is starting."""
     engines: int = 0
-    """Engines that were here before."""
+    """Number of earlier engines in this slot."""
     answers: int = 0
     """Answers under way."""
     load: Load | None = None
-    """Its load as of the last pulse."""
+    """The engine's load at the last health check."""
     tokens: int = 0
-    """Tokens that it has generated."""
+    """Tokens that the engine has generated."""
     idle: float = 0.0
-    """Seconds that it had nothing to do."""
+    """Seconds in which the engine had nothing to do."""
     idle_since: float = field(default_factory=time.monotonic)
-    """Monotonic seconds, of its last answer."""
+    """Monotonic time of the engine's last answer, in seconds."""
     canary_task: asyncio.Task[None] | None = None
-    """The comparison after the last sync, running or done."""
+    """The canary check after the last sync, running or done."""
     rejected_actor: Any = None
     """The last actor whose canary failed."""
 
@@ -74,7 +75,7 @@ class EngineSlot:
             self.idle_since = time.monotonic()
 
     def lose(self, actor: Any, reason: str) -> None:
-        """Give up the engine of this actor, if it is still this slot's."""
+        """Give up the engine of this actor, if it is still the engine of this slot."""
         if actor is self.actor and not self.lost.done():
             self.serving = False
             self.lost.set_result(reason)
@@ -109,7 +110,7 @@ class EngineSlot:
             self.lose(actor, fault)
 
     async def sleep(self, config: RolloutSection, name: str) -> Slept | None:
-        """Have the engine give up its memory. One that does not answer is lost and ended; None then."""
+        """Have the engine release its memory. If it does not answer, give it up, end it, and return None."""
         actor = self.actor
         try:
             slept: Slept = await answered(actor, call(actor.sleep.remote()), config)
@@ -123,10 +124,9 @@ class EngineSlot:
 
 
 async def call(reference: Any) -> Any:
-    """Await an actor's answer, or raise its exception as what it was.
+    """Await an actor's answer, or raise its exception with its own type.
 
-    An error of Ray's own is an EngineDiedError: whether the actor has ended, or Ray's memory monitor has ended it, its
-    engine is no good any more.
+    An error of Ray's own is raised as EngineDiedError: the actor has ended, or Ray's memory monitor has ended it.
     """
     try:
         return await reference
@@ -137,10 +137,10 @@ async def call(reference: Any) -> Any:
 
 
 async def answered(actor: Any, answer_of: Coroutine[Any, Any, Result], config: RolloutSection) -> Result:
-    """Return what an engine answers. One that computes is waited for: its schedulers hear nothing meanwhile.
+    """Return an engine's answer to a request. While its schedulers compute they read no requests, so it is waited for.
 
-    Raises TimeoutError, which says for how long nothing came: in the second half of `hung_after_s`, or later, the
-        schedulers have not worked; or it took longer than the longest pass, as where they wait for a GPU in a loop.
+    Raises TimeoutError, which says for how long nothing came: the schedulers did not work in the second half of
+        `hung_after_s`, or later; or it took longer than the longest pass, as if they wait for a GPU in a loop.
     """
     half = config.hung_after_s / 2
 
@@ -167,7 +167,7 @@ async def answered(actor: Any, answer_of: Coroutine[Any, Any, Result], config: R
 
 
 async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:
-    """End an engine whatever state it is in. A process that is stopped would not notice that its owner died."""
+    """End an engine in whatever state it is. A stopped process would not notice that its owner has died."""
     if actor is None:
         return
     try:

@@ -1,1 +1,1 @@
-"""The source of a step's batch."""
+"""The source of each step's batch."""

@@ -1,4 +1,4 @@
-"""Answers that come about between the engines and the environment of an experiment."""
+"""Runs an experiment's environment: conversations between the engines' model and the environment."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeights
 
 ENVIRONMENT_FAILURES = "rollout/environment_failures"
 REWARD = "reward"
-"""What the one number is called that an environment returns without a name."""
+"""The name of the number, if an environment returns a single one without a name."""
 
 _END_SECONDS = 20.0
-"""Bound of the end of what an environment has started."""
+"""Longest time in which an environment may end the conversations that are under way."""
 
 Ask = Callable[[Group, SamplingParams, int, object], "Future[list[Trajectory]]"]
 """Has engines answer a group; see `Engines.admit`."""
 
 
 class BlockedEnvironmentError(RuntimeError):
-    """An environment keeps all others from their turn."""
+    """An environment blocks all others, because it never awaits."""
 
 
 class Conversations:
-    """The environment of an experiment, in as many conversations at a time as there are answers under way.
+    """The environment of an experiment. It has a conversation for each answer that is under way.
 
-    They take turns in a thread of their own, beside sampling and training.
+    The conversations take turns in a thread of their own, during sampling and training.
     """
 
     def __init__(
         self, config: EnvironmentSection, tokenizer: PreTrainedTokenizerBase, ask: Ask, longest: int | None = None
     ) -> None:
-        """longest: tokens of a row that the engines take."""
+        """longest: most tokens of a row that the engines take."""
         self._longest = longest
         self._config, self._tokenizer, self._ask = config, tokenizer, ask
         self._environment = load_environment(config)
@@ -60,12 +60,12 @@ class Conversations:
         )
 
     def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
-        """One conversation for each of the group's answers, in their order, each with all of its rows; see
-        `Engines.admit`."""
+        """Begin a conversation for each answer of the group. The future gives the rows of all of them, in the answers'
+        order; see `Engines.admit`."""
         return self._background.begin(self._group(group, sampling, oldest))
 
     def check(self) -> None:
-        """Raise BlockedEnvironmentError if an environment never awaits. Who waits calls this at times."""
+        """Raise BlockedEnvironmentError if an environment never awaits. Called from time to time during a wait."""
         now = time.monotonic()
         if self._turn.done():
             self._turn, self._asked = self._background.begin(asyncio.sleep(0)), now
@@ -77,7 +77,7 @@ class Conversations:
             )
 
     def close(self) -> None:
-        """Give up what is under way. A second call does nothing."""
+        """Give up the conversations that are under way. A second call does nothing."""
         if isinstance(self._environment, Harness) and not self._background.closed:
             with suppress(TimeoutError):  # one that never awaits, or what ends with this process
                 self._background.run(self._environment.close(), _END_SECONDS)

@@ -27,10 +27,10 @@ from fp8rl.rollout.types import Group, Problem, Prompt, Trajectory, prompt_ids
 from fp8rl.trainer.step.batch import TokenBatch
 
 FRESH_ANSWERS = 24
-"""Finished answers of later steps that the trainer scores before each update of a run that samples ahead: its own batch
-is older than its weights, and cannot show whether both sides agree."""
+"""How many finished answers of later steps the trainer scores before each update, if sampling runs ahead. Older weights
+have sampled the step's own batch, so the batch cannot show whether both sides agree."""
 Meanwhile = Callable[[], object]
-"""What there is to do while engines sample."""
+"""Work to do while engines sample."""
 
 
 def _nothing() -> None: ...
@@ -42,15 +42,15 @@ class FilterError(RuntimeError):
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A batch of sampled answers or of examples: a step trains on it, or only scores it."""
+    """A batch of sampled answers or of examples. A step trains on the batch, or only scores it."""
 
     batch: TokenBatch
     versions: Tensor | None = None
     """int64 [B, S], the weight version that sampled each token; None where nothing was sampled."""
     outcomes: Outcomes | None = None
-    """Rewards of the rows, from which advantages are made; None where nobody learns from them."""
+    """Rewards of the rows, for the advantages; None if the batch is only scored, or has examples."""
     answers: tuple[JudgedAnswer, ...] = ()
-    """Answers by row of the batch; empty where nobody learns from them."""
+    """The answers by row of the batch; empty if the batch is only scored, or has examples."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`rollout/...`."""
 
@@ -58,7 +58,7 @@ class RolloutBatch:
 class Feed:
     """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume.
 
-    One that samples nothing has nothing but `take`.
+    A feed that samples nothing has only `take`; its other methods do nothing.
     """
 
     def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
@@ -69,25 +69,25 @@ class Feed:
         raise NotImplementedError
 
     def ahead(self, clock: StepClock) -> RolloutBatch | None:
-        """Some finished answers to later steps, for the trainer to score before it updates; None: there are none."""
+        """Return some finished answers to later steps, for the trainer to score before it updates; None if none are."""
         return None
 
     def drain(self, clock: StepClock) -> None:
-        """Wait for every answer that was admitted, where updates do not land in flight."""
+        """Wait for every answer that was admitted, unless weights may be updated while answers are sampled."""
 
     def state(self) -> FeedState:
-        """Return what a checkpoint must keep for the steps to come."""
+        """Return the state that a checkpoint must keep for later steps."""
         return FeedState(0, [], [])
 
     def restore(self, state: FeedState) -> None:
-        """Go on where a checkpoint has kept `state`; what is answered in it is not asked for again."""
+        """Continue from the state of a checkpoint; groups that it has answers of are not sampled again."""
 
     def renew(self) -> None:
-        """Ask again for what is there already: the engines compute in other numerics now."""
+        """Sample all admitted groups again, because the engines compute in other numerics now."""
 
 
 def open_feed(experiment: Experiment, sampling: Sampling) -> Feed:
-    """The feed of an experiment's algorithm."""
+    """Make the feed that the experiment's algorithm needs."""
     if experiment.algorithm.samples:
         return SampledFeed(experiment, sampling)
     return ExampleFeed(experiment, sampling.tokenizer)
@@ -96,8 +96,8 @@ def open_feed(experiment: Experiment, sampling: Sampling) -> Feed:
 class SampledFeed(Feed):
     """Groups of answers, admitted in the order of the run's problems and up to `rollout.staleness` steps ahead.
 
-    A step trains on the oldest groups, and with `rollout.oversample` on the oldest that are judged; groups that the
-    algorithm does not keep are replaced by further ones.
+    A step trains on the oldest groups; with `rollout.oversample`, on the oldest groups that are judged. Further groups
+    replace groups that the algorithm does not keep.
     """
 
     def __init__(self, experiment: Experiment, sampling: Sampling) -> None:
@@ -108,7 +108,7 @@ class SampledFeed(Feed):
         self._ready: dict[int, Group] = {}
         self._admitted: list[PendingGroup] = []
         self._probes: list[PendingGroup] = []
-        """Groups beyond the last step, which the trainer looks at and does not train on."""
+        """Groups beyond the last step, which the trainer scores, but does not train on."""
 
     def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
         self._fill(step)
@@ -179,7 +179,7 @@ class SampledFeed(Feed):
         self._probes = [self._admit(item.number) for item in self._probes]
 
     def _collect_fresh(self, asked: Sequence[PendingGroup], count: int) -> None:
-        """Wait for the oldest groups that have `count` answers of the trainer's weights; meanwhile the others go on."""
+        """Wait until the oldest groups give `count` answers of the trainer's weights; other groups go on meanwhile."""
         version = self._sampling.syncing.version
         for item in asked:
             (answers,) = self._sampling.collect([item])
@@ -188,7 +188,7 @@ class SampledFeed(Feed):
                 return
 
     def _fill(self, step: int) -> None:
-        """Admit what staleness allows and the steps to come need."""
+        """Admit the groups that staleness allows and that the next steps need."""
         rollout, to_come = self._experiment.rollout, self._experiment.run.steps - step + 1
         wanted = math.ceil(min(rollout.staleness + 1, to_come) * self._size * rollout.oversample)
         self._admit_next(wanted - len(self._admitted))
@@ -198,7 +198,7 @@ class SampledFeed(Feed):
             self._probes = [self._admit(number) for number in range(first, first + min(count, self._size))]
 
     def _admit_in_place_of(self, dropped: list[list[JudgedAnswer]], count: int) -> None:
-        """Further groups. Raises FilterError once too many were dropped."""
+        """Admit further groups in place of dropped ones. Raises FilterError: too many were dropped."""
         patience = self._experiment.rollout.filter_patience
         if len(dropped) >= patience * self._size:
             rewards = [answer.reward for group in dropped for answer in group]
@@ -223,7 +223,7 @@ class SampledFeed(Feed):
             self._next += 1
 
     def _prepare(self) -> None:
-        """Make the groups that the next step will most likely ask for, while the engines are busy with others."""
+        """Prepare the groups that the next step will most likely admit, while the engines sample other groups."""
         for number in range(self._next, self._next + self._size):
             if number not in self._ready:
                 self._ready[number] = self._group(number)
@@ -235,7 +235,7 @@ class SampledFeed(Feed):
         return Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
 
     def _admit(self, number: int, before: SavedGroup | None = None) -> PendingGroup:
-        """before: the group's answers, if they are those that are asked for."""
+        """Admit group `number`. before: its saved answers, which are used if they fit the group."""
         group = self._ready.pop(number, None) or self._group(number)
         drawn, judge = self._sampling.at(self._experiment.rollout.temperature), self._sampling.judge
         if before is not None and before.answers(group):
@@ -244,7 +244,7 @@ class SampledFeed(Feed):
         return asked
 
     def _answered(self, count: int) -> list[PendingGroup]:
-        """The `count` oldest groups; where more were admitted than a step needs, the oldest that are judged."""
+        """Return the `count` oldest groups; if more were admitted than a step needs, the oldest that are judged."""
         if self._experiment.rollout.oversample > 1.0:
             self._sampling.wait_for_some(self._admitted, count)
             chosen = [item for item in self._admitted if item.awaited is None][:count]
@@ -270,7 +270,7 @@ class SampledFeed(Feed):
         return RolloutBatch(tokens, versions, outcomes, tuple(answers), metrics)
 
     def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[TokenBatch, Tensor]:
-        """The batch, and the version of each of its tokens."""
+        """Return the batch, and the weight version of each of its tokens."""
         temperature, redraws = self._experiment.rollout.temperature, self._experiment.redraws
         truncation = self._experiment.rollout.truncation
         batch = batch_from_trajectories(trajectories, temperature, redraws=redraws, truncation=truncation)
@@ -278,7 +278,7 @@ class SampledFeed(Feed):
 
 
 class ExampleFeed(Feed):
-    """Questions with the answers of the data."""
+    """A feed for supervised training: questions with the answers of the data."""
 
     def __init__(self, experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> None:
         self._experiment, self._tokenizer = experiment, tokenizer
@@ -297,16 +297,17 @@ class ExampleFeed(Feed):
 
 
 def to_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Prompt]:
-    """Each problem with the tokens of its question, in the tokenizer's chat template."""
+    """Return each problem with its question's tokens, rendered by the tokenizer's chat template."""
     return [Prompt(problem, prompt_ids(tokenizer, problem)) for problem in problems]
 
 
 def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int) -> list[Group]:
-    """`size` answers to each prompt, seeded as those that `step` asks for, whose prompts these are in their order."""
+    """Return a group of `size` answers for each prompt of `step`, in order, with the seeds that the step gives them."""
     return [Group(prompt, answer_seeds(run_seed, step, number, size)) for number, prompt in enumerate(prompts)]
 
 
 def answer_seeds(run_seed: int, step: int, number: int, size: int) -> tuple[int, ...]:
+    """Return the seeds of the `size` answers to prompt `number` of `step`."""
     return tuple(answer_seed(run_seed, step, number, answer) for answer in range(size))
 
 
@@ -335,7 +336,7 @@ def rollout_metrics(
 
 
 def reward_metrics(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
-    """The mean of each part of the reward, over the answers that have it, if there is more than one."""
+    """Return the mean of each part of the reward over the answers that have it, if there are several parts."""
     parts: dict[str, list[float]] = {}
     for answer in answers:
         for name, value in answer.parts.items():
@@ -345,7 +346,7 @@ def reward_metrics(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
 
 
 def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`rollout/...` of what environments said and did; a mean is over the answers that have such a number."""
+    """Return the `rollout/...` metrics of environments; a mean is over the answers that have the number."""
     outcomes: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.outcome.items():
@@ -360,7 +361,7 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 
 
 def dropped_metrics(groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float]:
-    """`rollout/dropped_...` of the groups that the algorithm did not keep."""
+    """Return the `rollout/dropped_...` metrics of the groups that the algorithm did not keep."""
     lengths = [len(answer.trajectory.logprobs) for group in groups for answer in group]
     rewards = [answer.reward for group in groups for answer in group]
     metrics = {"rollout/dropped_groups": float(len(groups))}
@@ -371,7 +372,7 @@ def dropped_metrics(groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float
 
 
 def teacher_logprobs(scored: Sequence[JudgedAnswer], batch: TokenBatch) -> Tensor:
-    """float32 [B, S]: the teacher's log-probability of each target token, 0 elsewhere; scored: by row of the batch.
+    """float32 [B, S]: the teacher's log-probability of each target token, 0 elsewhere. scored: the answers by row.
 
     Raises ValueError: a row was not scored.
     """

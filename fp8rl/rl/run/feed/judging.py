@@ -1,4 +1,4 @@
-"""Answers to rewards, beside whatever the engines and the trainer do meanwhile."""
+"""Judges answers by the reward functions, in the background of sampling and training."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ REWARD_FAILURES = "rollout/reward_failures"
 
 
 class RewardError(RuntimeError):
-    """A reward function keeps all others from their turn."""
+    """A reward function blocks all others, because it never awaits."""
 
 
 @dataclass(frozen=True)
 class JudgedAnswer:
-    """A sampled answer and what became of it."""
+    """A sampled answer and its reward."""
 
     problem: Problem
     trajectory: Trajectory
     said: list[Said]
-    """(model or environment, text) by turn."""
+    """The turns of the answer: (model or environment, text)."""
     reward: float
     """The weighted sum of the parts."""
     parts: Numbers
-    """Values of each function, unweighted: by its name, and `name/part` where it gave named numbers."""
+    """Unweighted values of the functions: by a function's name, and as `name/part` if it returned named numbers."""
     teacher_logprobs: list[float] | None = None
-    """The teacher's log-probability of each token; None where it was not asked."""
+    """The teacher's log-probability of each token; None if the teacher was not asked."""
 
     @property
     def text(self) -> str:
-        """All that was said, without the stop token."""
+        """The text of all turns, without the stop token."""
         return "".join(text for _, text in self.said)
 
 
 class Judge:
-    """The reward functions of an experiment, and its teacher if it has one, asked as answers come in."""
+    """Has answers judged as they come in, by the experiment's reward functions and its teacher, if it has one."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Judge:
         key: str = "rewards",
         teacher: Teacher | None = None,
     ) -> None:
-        """key: where the spec has the functions."""
+        """key: the key of the functions in the spec."""
         self._config, self._tokenizer, self._teacher = config, tokenizer, teacher
         self._functions = [load_function(c, f"{key}.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
@@ -74,14 +74,13 @@ class Judge:
     def begin(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, taught: bool = False
     ) -> Future[list[JudgedAnswer]]:
-        """The verdict on each answer to a prompt, in time, for `wait`. taught: ask the teacher too, if there is one."""
+        """Begin to judge the answers to a prompt; `wait` takes the future. taught: ask the teacher too, if any."""
         return self._background.begin(self._judged(prompt, trajectories, self._teacher if taught else None))
 
     def wait(self, verdict: Future[list[JudgedAnswer]]) -> list[JudgedAnswer]:
-        """Return what was begun.
+        """Wait for the answers of `begin` and return them.
 
-        Raises RewardError: a function that is `async` never awaits; TooManyFailuresError; EngineError: no teacher is
-        left.
+        Raises RewardError: an `async` function never awaits; TooManyFailuresError; EngineError: no teacher is left.
         """
         while not futures.wait([verdict], self.patience).done:
             self.check_turns()
@@ -93,7 +92,7 @@ class Judge:
         return max(config.timeout_s for config in self._config.functions)
 
     def check_turns(self) -> None:
-        """Raise RewardError if a function that is `async` never awaits."""
+        """Raise RewardError if an `async` function never awaits."""
         if not self._background.takes_turns():
             named = ", ".join(function.config.label for function in self._functions if function.is_async)
             raise RewardError(
@@ -102,7 +101,7 @@ class Judge:
             )
 
     def close(self) -> None:
-        """End the processes; what is under way is given up. A second call does nothing."""
+        """End the processes and give up the calls that are under way. A second call does nothing."""
         self._workers.close()
         self._background.close()
 
@@ -111,7 +110,7 @@ class Judge:
     async def _judged(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], teacher: Teacher | None = None
     ) -> list[JudgedAnswer]:
-        """The verdicts in order; an answer whose environment failed is worth 0, and no function sees it."""
+        """Judge the answers, in their order. An answer whose environment failed gets reward 0; no function sees it."""
         if teacher is not None:
             judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teacher.logprobs(trajectories))
             return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
@@ -146,7 +145,7 @@ class Judge:
         ]
 
     async def _of_all(self, index: int, offered: list[dict[str, Any]]) -> list[Numbers | None]:
-        """Return what one function says of each answer of a group; None where it failed."""
+        """Return one function's values for each answer of a group; None where the function failed."""
         if not self._functions[index].of_group:
             each = await asyncio.gather(*(self._called(index, one, 1) for one in offered))
             return [None if parts is None else parts[0] for parts in each]
@@ -175,7 +174,7 @@ class Judge:
         return None
 
     def _summed(self, verdicts: list[Numbers | None]) -> tuple[float, Numbers]:
-        """Reward and parts of one answer, of what each function said of it."""
+        """Return reward and parts of one answer, from the values of each function."""
         parts, reward = {}, 0.0
         for function, of_function in zip(self._functions, verdicts):
             for name, value in (of_function or {}).items():

@@ -1,4 +1,4 @@
-"""Groups of answers: asked of the engines, waited for, judged."""
+"""Has engines sample groups of answers, waits for the groups, and has them judged."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from fp8rl.rollout.tasks.chat import end_ids
 from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError, Trajectory
 
 _LOOK_SECONDS = 0.1
-"""Between two looks at whether a new engine waits for weights."""
+"""Interval of the check whether a new engine waits for weights."""
 
 
 class PendingGroup:
-    """A group that engines have been asked to answer since `began` (monotonic), and what becomes of it.
+    """A group that engines were asked for at the monotonic time `began`, and its answers and verdicts as they come.
 
-    Its `answers` come in time, in the order of the group's seeds. Its `number` is that of the prompt in the run, or in
-    its set, from 0.
+    The future `answers` has the order of the group's seeds. `number`: the prompt's in the run or its set, from 0.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class PendingGroup:
         number: int,
         judge: Judge | None,
     ) -> None:
-        """judge: asked as soon as the answers are there; None: nobody is."""
+        """judge: judges the answers as soon as they are there; None: they are not judged."""
         self.group, self.sampling, self.number = group, sampling, number
         self.began = time.monotonic()
         self._judge, self._lock = judge, threading.Lock()
@@ -48,24 +47,24 @@ class PendingGroup:
         self.expect(answers)
 
     def expect(self, answers: Future[list[Trajectory]]) -> None:
-        """Wait for these, in place of others that are no good."""
+        """Wait for these answers in place of former ones, which cannot be used."""
         self.answers = answers
         if self._judge is not None:
             answers.add_done_callback(lambda answers: self._begin(answers) if _are_there(answers) else None)
 
     @property
     def answered(self) -> bool:
-        """Return whether all answers are there, and are what they should be."""
+        """Return whether all answers are there without an error."""
         return _are_there(self.answers)
 
     @property
     def awaited(self) -> Future[Any] | None:
-        """Return what comes next: the answers, then the verdicts on them; None: all are there."""
+        """The next future of the group: the answers, then the verdicts on them; None if all are there."""
         pending = self._begin(self.answers) if self.answered else self.answers
         return None if self.answered and pending.done() else pending
 
     def judged(self) -> list[JudgedAnswer]:
-        """The verdict on each answer, once it is there; the answers are."""
+        """Wait for the verdict on each answer. The answers must be there."""
         assert self._judge is not None
         return self._judge.wait(self._begin(self.answers))
 
@@ -80,41 +79,41 @@ class PendingGroup:
 
 @dataclass
 class Sampling:
-    """Has groups answered. While it waits, it brings the trainer's weights into new engines."""
+    """Has engines sample groups. During a wait it also sends the trainer's weights to new engines."""
 
     rollout: RolloutSection
-    """The section of the spec: how answers are drawn and counted."""
+    """The `rollout` section of the spec."""
     tokenizer: PreTrainedTokenizerBase
     engines: Engines
     conversations: Conversations | None
-    """The environment, where an answer is more than one turn of the model."""
+    """The environment's conversations; None if an answer is one turn of the model."""
     judge: Judge
     """Gives answers their rewards."""
     syncing: Syncing
     events: Events
     turns: DeviceTurns
     carries_supports: bool = False
-    """See `Experiment`."""
+    """See `Experiment.carries_supports`."""
 
     def __post_init__(self) -> None:
         self._ends = end_ids(self.tokenizer)
 
     @property
     def failures(self) -> list[Failures]:
-        """The failures of the user's functions that every answer meets."""
+        """The failure counts of the run's environment and rewards."""
         return [self.judge.failures] + ([] if self.conversations is None else [self.conversations.failures])
 
     def at(self, temperature: float) -> SamplingParams:
-        """Return how the experiment draws answers at a temperature; 0 is greedy."""
+        """Return the experiment's sampling parameters at a temperature; 0 is greedy."""
         drawn = self.rollout.sampling(temperature, self._ends)
         return replace(drawn, supports=self.carries_supports and temperature > 0)
 
     def admit(
         self, groups: Sequence[Group], sampling: SamplingParams, judge: Judge | None = None, first: int = 0
     ) -> list[PendingGroup]:
-        """Have groups answered at the trainer's weights or those of later syncs.
+        """Ask engines for groups, at the trainer's present weights or the weights of later syncs.
 
-        judge: asked as soon as a group is answered. first: number of the first group.
+        judge: judges each group as soon as it is answered. first: number of the first group.
         """
         return [
             PendingGroup(group, sampling, self._answers(group, sampling), number, judge)
@@ -122,9 +121,9 @@ class Sampling:
         ]
 
     def collect(self, asked: Sequence[PendingGroup]) -> list[list[Trajectory]]:
-        """The answers of each group, once all are there.
+        """Wait for all groups, and return the answers of each.
 
-        Groups that were sampled at other weights than they may be are asked for again, once, after a sync.
+        Groups with tokens of weights that are not allowed are sampled again, once, after a sync.
 
         Raises StaleWeightsError at the second time, EngineError.
         """
@@ -134,7 +133,7 @@ class Sampling:
         return [item.answers.result() for item in asked]
 
     def sample(self, groups: Sequence[Group], temperature: float) -> list[Trajectory]:
-        """The answers of all groups at the trainer's weights; `group` is the index of their group."""
+        """Return the answers of all groups at the trainer's weights; `Trajectory.group` is the index of the group."""
         answers = self.collect(self.admit(groups, self.at(temperature)))
         return [replace(answer, group=index) for index, group in enumerate(answers) for answer in group]
 
@@ -152,7 +151,7 @@ class Sampling:
         self.events.deliver()
 
     def wait_for_fresh(self, asked: Sequence[PendingGroup]) -> None:
-        """Wait until a group has a sound answer with a token of the trainer's weights, or all are there (`collect`)."""
+        """Wait until a group has a sound answer with a token of the trainer's weights, or all groups are there."""
         version = self.syncing.version
 
         def fresh(item: PendingGroup) -> bool:
@@ -170,8 +169,8 @@ class Sampling:
         return ask(group, sampling, self.syncing.version)
 
     def _ask_again(self, asked: Sequence[PendingGroup]) -> bool:
-        """Sync, and ask again for the groups whose answers are of other weights than they may be. Return whether there
-        were any. Raises StaleWeightsError for one that was asked for again before."""
+        """Sync, and ask again for the groups with tokens of weights that are not allowed. Return whether there are any.
+        Raises StaleWeightsError: a group was asked for again before."""
         stale = [item for item in asked if item.answers.done() and _is_stale(item.answers)]
         if not stale:
             return False
@@ -209,7 +208,7 @@ class Sampling:
 
 
 def done(answers: list[Trajectory]) -> Future[list[Trajectory]]:
-    """Answers that are there already."""
+    """Return a future of answers that are there already."""
     future: Future[list[Trajectory]] = Future()
     future.set_result(answers)
     return future

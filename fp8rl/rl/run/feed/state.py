@@ -1,6 +1,6 @@
 """The state of the feed in a checkpoint: its place in the data, and groups that were answered before their step.
 
-The groups stand in a file of the checkpoint, one JSON line each, the rest in its `extra`.
+The groups are in a file of the checkpoint, one JSON line each; the rest is in the checkpoint's `extra`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fp8rl.rollout.types import Group, KeptTokens, Trajectory
 from fp8rl.trainer.checkpoint.files import read_about
 
 GROUPS = "groups.jsonl"
-"""Name of the file in a checkpoint."""
+"""Name of the groups' file in a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedGroup:
-    """The answers to one prompt of a step to come."""
+    """The answers to one prompt of a later step."""
 
     number: int
     prompt_ids: list[int]
-    """[P]."""
+    """[P], the tokens of the prompt."""
     seeds: list[int]
-    """Seeds of the group. The fields below are by row, in their order; see `rollout.types.Trajectory`."""
+    """Seeds of the group. The fields below are by row, in the seeds' order; see `rollout.types.Trajectory`."""
     token_ids: list[list[int]]
     logprobs: list[list[float]]
     weight_versions: list[list[int]]
@@ -41,7 +41,7 @@ class SavedGroup:
     outcome: list[dict[str, float]]
     failed: list[bool]
     row_prompts: list[list[int]] = dataclasses.field(default_factory=list)
-    """Prompts of the rows; this and the next two are empty where each seed has one row, of the prompt."""
+    """Prompts of the rows. This field and the next two are empty if each seed has one row, with the group's prompt."""
     row_seeds: list[int] = dataclasses.field(default_factory=list)
     branches: list[int] = dataclasses.field(default_factory=list)
     supports: list[list[list[int]] | None] | None = None
@@ -69,7 +69,7 @@ class SavedGroup:
         )
 
     def answers(self, group: Group) -> bool:
-        """Return whether this is what `group` asks for."""
+        """Return whether these are the answers that `group` asks for."""
         return self.prompt_ids == group.prompt.token_ids and tuple(self.seeds) == group.seeds
 
     def trajectories(self) -> list[Trajectory]:
@@ -95,28 +95,28 @@ class SavedGroup:
 
 @dataclasses.dataclass(frozen=True)
 class FeedState:
-    """Position of a feed."""
+    """The position of a feed in the data, and its groups under way."""
 
     next: int
     """Number of the first prompt that was not admitted yet."""
     admitted: list[int]
     """Numbers of prompts that were admitted and are not trained on yet, oldest first."""
     answered: list[SavedGroup]
-    """Those of them whose answers are there."""
+    """The admitted groups whose answers are there."""
 
     @property
     def extra(self) -> dict[str, Any]:
-        """All but the answers, as JSON values."""
+        """The state without the answers, as JSON values."""
         return {"next": self.next, "admitted": self.admitted}
 
     @property
     def texts(self) -> dict[str, str]:
-        """The files of the answers, by name."""
+        """The texts of the checkpoint's files of answers, by file name."""
         return {GROUPS: "".join(map(_line, self.answered))} if self.answered else {}
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> FeedState:
-        """The state as the checkpoint at `path` has it. Raises `UserError` for a damaged line."""
+        """Read the state from the checkpoint at `path`. Raises `UserError` for a damaged line."""
         feed = read_about(path).extra.get("feed")
         values = feed | {"answered": []} if isinstance(feed, dict) else feed
         state = validated(_STATE.validate_python, values, f"{path}: feed", "Go on from an older checkpoint.")
@@ -127,12 +127,12 @@ _STATE = TypeAdapter(FeedState)
 
 
 def read_answered(path: Path) -> list[SavedGroup]:
-    """The groups of a checkpoint's file; none if it has no such file. Raises `UserError` for a damaged line."""
+    """Read the groups of a checkpoint; none if it has no file of groups. Raises `UserError` for a damaged line."""
     return whole_json_lines(path, "groups", _parse) if path.is_file() else []
 
 
 def _line(group: SavedGroup) -> str:
-    """A line of the file; a log-probability that is not finite is null."""
+    """Return a group as a line of the file; a log-probability that is not finite is null."""
     logprobs = [[x if math.isfinite(x) else None for x in answer] for answer in group.logprobs]
     values = {**vars(group), "logprobs": logprobs}
     if not any(group.supports or ()):
