@@ -53,11 +53,7 @@ class Listing:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """Find the runs of a folder, in the order of their names.
-
-    Raises:
-        UserError: the folder has no run.
-    """
+    """Find the runs of a folder, in the order of their names. Raises UserError: the folder has no run."""
     found = [Run(path.parent) for path in sorted(folder.glob("*/spec.yaml"))]
     if not found:
         raise user_error("--dir", str(folder), "a folder with runs", "Give another, or train first.")

@@ -64,11 +64,8 @@ class Run:
         return _whole(self._files.metrics, metrics_found(self._files.metrics))
 
     def metric(self, name: str) -> dict[int, float]:
-        """The values of one metric by step; empty if the run has not measured the metric.
-
-        Raises:
-            UserError: no run has such a metric, or this run has no reward, outcome or evaluation set of that name.
-        """
+        """The values of one metric by step; empty if the run has not measured the metric. Raises UserError: no run has
+        such a metric, or this run has no reward, outcome or evaluation set of that name."""
         rows = self.metrics
         values = {row["step"]: row[name] for row in rows if name in row}
         known = is_fixed(name) if rows else describe(name) is not None

@@ -41,12 +41,8 @@ from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 
 def check_open(host: str, api_key: str | None) -> None:
-    """Check the address and the key of a server.
-
-    Raises:
-        UserError: the address is not this machine's, no HTTP header can carry the key, or other machines could connect
-            without a key.
-    """
+    """Check the address and the key of a server. Raises UserError: the address is not this machine's, no HTTP header
+    can carry the key, or other machines could connect without a key."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.split() == [api_key]):
         raise user_error("--api-key", "another text", "printable ASCII without spaces", "Choose another key.")
     try:
@@ -146,11 +142,7 @@ def convert_model(
 
 def pad_model(model: Path, out: Path, pad: bool, architecture: Path | None) -> dict[str, Any]:
     """Write a model padded to whole quantization blocks, or without its padding (pad=False). Return the changed keys of
-    its config.json.
-
-    Raises:
-        UserError: the model cannot be padded, has no padding to remove, or `out` exists.
-    """
+    its config.json. Raises UserError: the model cannot be padded, has no padding to remove, or `out` exists."""
     model = model_given(model, architecture, "MODEL")
     check_stored(model, read_model(model, "MODEL"), "MODEL", say=lambda _: None)
     _check_new(out)

@@ -5,22 +5,22 @@ import pytest
 from tests.support.paths import ROOT
 
 LINES = {
-    "numerics": 10_808,
-    "models": 4_867,
-    "trainer": 9_207,
-    "rollout": 8_817,
-    "weight_sync": 1_451,
-    "rl": 14_071,
-    "diagnose": 5_247,
-    "cli": 1_752,
-    "tests": 43_180,
+    "numerics": 10_787,
+    "models": 4_864,
+    "trainer": 9_214,
+    "rollout": 8_785,
+    "weight_sync": 1_448,
+    "rl": 13_947,
+    "diagnose": 5_219,
+    "cli": 1_736,
+    "tests": 41_614,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 62_464
+WORDS = 62_701
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""

@@ -94,10 +94,7 @@ def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperat
 @contextmanager
 def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layout]:
     """Open the process groups of a one-rank trainer with `numerics`, which may have a larger layout's reduction order.
-
-    Raises:
-        UserError: exact mode, on a machine where a token's result depends on its batch.
-    """
+    Raises UserError: exact mode, on a machine where a token's result depends on its batch."""
     from fp8rl.trainer.distributed import parallel
 
     parallel.start(0, numerics)

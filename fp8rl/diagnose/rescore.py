@@ -78,11 +78,8 @@ class Rescored:
 
 
 def rescore(path: Path, model: Path | None = None) -> Rescored:
-    """Score a capsule's sequences with the capsule's numerics, and its weights or the weights in `model`.
-
-    Raises:
-        UserError: the capsule is damaged or incomplete, or the weights are not the weights in the manifest.
-    """
+    """Score a capsule's sequences with the capsule's numerics, and its weights or the weights in `model`. Raises
+    UserError: the capsule is damaged or incomplete, or the weights are not the weights in the manifest."""
     capsule = read_capsule(path)
     load_architecture_of(capsule.experiment)
     if model is not None:

@@ -62,11 +62,8 @@ class Subject:
 
 
 def read_subject(path: Path, key: str) -> Subject:
-    """Read a run's folder, at its newest weights, or a capsule. key: what messages call the argument.
-
-    Raises:
-        UserError: `path` is neither a run nor a capsule, has no weights, or is damaged.
-    """
+    """Read a run's folder, at its newest weights, or a capsule. key: what messages call the argument. Raises UserError:
+    `path` is neither a run nor a capsule, has no weights, or is damaged."""
     check_path(path, key)
     path = Path(path).absolute()
     if (path / "capsule.json").is_file():
@@ -122,10 +119,7 @@ def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) ->
 
 def load_architecture_of(experiment: Experiment) -> None:
     """Import the file of `model.architecture`, if a run's spec names a file: whatever computes with the model needs it.
-
-    Raises:
-        UserError: the file cannot be imported, or the scope names a module kind that no architecture has.
-    """
+    Raises UserError: the file cannot be imported, or the scope names a module kind that no architecture has."""
     if experiment.model.architecture is not None:
         load_architecture(experiment.model.architecture)
     check_scope(experiment.numerics_config().spec)
@@ -145,11 +139,8 @@ _KEY = "RUN|MODEL"
 
 def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = None) -> Subject:
     """Read a model that is to be served: a run's trained model, with the run's numerics; or a model directory, with
-    this mode and preset. The architecture of a model directory may be in a user's file.
-
-    Raises:
-        UserError: `path` is neither a run nor a model directory, or the run has no trained model yet.
-    """
+    this mode and preset. The architecture of a model directory may be in a user's file. Raises UserError: `path` is
+    neither a run nor a model directory, or the run has no trained model yet."""
     check_path(path, _KEY)
     run = RunDir(path.absolute())
     if not run.experiment.is_file():

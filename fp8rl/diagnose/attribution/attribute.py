@@ -298,10 +298,7 @@ class EngineAnswer:
 
 async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> EngineAnswer:
     """Run the engine's own ops on the trainer's inputs, and its own forward pass on the tokens, over a shared disk.
-
-    Raises:
-        EngineError: the engine failed, or its answer is damaged.
-    """
+    Raises EngineError: the engine failed, or its answer is damaged."""
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
         recording = Path(folder) / "trainer.safetensors"
         save_file(trace.tensors, recording, {"temperature": repr(temperature)})

@@ -62,11 +62,8 @@ class Rates:
 
 
 def read_bench(path: Path, mode: Mode) -> Rates:
-    """Read the rates from a `gpu.json` for specs of this mode.
-
-    Raises:
-        UserError: the file cannot be read as such a report, or has no rate.
-    """
+    """Read the rates from a `gpu.json` for specs of this mode. Raises UserError: the file cannot be read as such a
+    report, or has no rate."""
     remedy = "Make one with `python -m lab.bench.gpu gemms grouped quantizers launch` on such a GPU."
     return parsed(path, "--bench", lambda report: _rates(report, path, mode, remedy), remedy)
 

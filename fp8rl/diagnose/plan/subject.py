@@ -44,11 +44,8 @@ class PlanSubject:
 
 
 def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> PlanSubject:
-    """Read the spec or model that is to be planned.
-
-    Raises:
-        UserError: there is no such spec or model, or a key or value of the spec is wrong.
-    """
+    """Read the spec or model that is to be planned. Raises UserError: there is no such spec or model, or a key or value
+    of the spec is wrong."""
     path = Path(subject := subject or "")
     check_path(path, "SPEC|MODEL")
     if path.is_file():

@@ -87,11 +87,8 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
 
 
 def read_config(path: Path, model: Model, key: str) -> AdapterSection:
-    """Return the section that describes the adapters of a PEFT directory: their matrices, rank and scale.
-
-    Raises:
-        UserError: no such directory, another method than plain LoRA, or matrices that the model lacks.
-    """
+    """Return the section that describes the adapters of a PEFT directory: their matrices, rank and scale. Raises
+    UserError: no such directory, another method than plain LoRA, or matrices that the model lacks."""
     described = read_peft_config(path, key)
     found = _adapted(path, model, described, key)
     config = AdapterSection(

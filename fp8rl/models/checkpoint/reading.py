@@ -95,10 +95,7 @@ def starting_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of the table's tensors as both sides start from them: finite, and rounded to the dtype that
     the sides hold. device: the tensors' device. part, parts: yield share `part` of `parts` shares of the tensors.
-
-    Raises:
-        UserError: some values are not finite.
-    """
+    Raises UserError: some values are not finite."""
     mine = set(sorted(model.tensors.rows)[part::parts])
     for name, tensor in _tensors(path, "model.path", mine.__contains__):
         here = tensor.to(device)

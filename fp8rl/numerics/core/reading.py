@@ -127,11 +127,7 @@ def check_file(path: Path, key: str, expected: str) -> None:
 
 def check_regular(directory: Path, key: str) -> None:
     """Refuse a directory with a pipe, a device or a socket in it, which a library would open and wait at, or with more
-    files than a model or a data set has.
-
-    Raises:
-        UserError: it is such a directory; the message calls it `key`.
-    """
+    files than a model or a data set has. Raises UserError: it is such a directory; the message calls it `key`."""
     count = 0
     for folder, _, names in os.walk(directory):
         count += len(names)

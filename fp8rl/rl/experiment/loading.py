@@ -154,11 +154,8 @@ def _as_yaml(spec: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a path, mapping, section or numpy number to JSON's types, for `json.dumps(default=plain)`.
-
-    Raises:
-        UserError: the value is something else.
-    """
+    """Convert a path, mapping, section or numpy number to JSON's types, for `json.dumps(default=plain)`. Raises
+    UserError: the value is something else."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Section):

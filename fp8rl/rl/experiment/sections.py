@@ -71,11 +71,8 @@ class ModelSection(Section):
 
     @property
     def directory(self) -> Path:
-        """The model's directory on this machine. A model of the hub is fetched first.
-
-        Raises:
-            UserError: the hub does not give the model.
-        """
+        """The model's directory on this machine. A model of the hub is fetched first. Raises UserError: the hub does
+        not give the model."""
         return model_directory(self.path, self.revision, "model.path")
 
     def at(self, directory: Path) -> ModelSection:

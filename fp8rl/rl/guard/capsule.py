@@ -163,12 +163,8 @@ def write_capsule(
 
 
 def read_capsule(path: Path) -> Capsule:
-    """Read a capsule and check it.
-
-    Raises:
-        UserError: `path` is no capsule or one of another format, a file is missing or damaged, or its parts are of
-            different quantization specs.
-    """
+    """Read a capsule and check it. Raises UserError: `path` is no capsule or one of another format, a file is missing
+    or damaged, or its parts are of different quantization specs."""
     check_path(path, "capsule")
     path = Path(path)
     if not (path / _SUMS).is_file():

@@ -37,11 +37,8 @@ class MetricsLog:
         self._path, self._file = path, path.open("ab", buffering=0)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write the row of `step`. Return its finite metrics, and the number of metrics that were dropped.
-
-        Raises:
-            ValueError: `step` is not above the last row's.
-        """
+        """Write the row of `step`. Return its finite metrics, and the number of metrics that were dropped. Raises
+        ValueError: `step` is not above the last row's."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(
                 f"step: found {step}, expected more than {self._last_step}, the last row's; log a step once"

@@ -188,11 +188,8 @@ def _steps(directory: Path, pattern: str) -> list[int]:
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of the run at `path` while the block lasts. The lock file of a killed driver holds nothing.
-
-    Raises:
-        UserError: another process holds the lock; the message names the process.
-    """
+    """Hold the lock of the run at `path` while the block lasts. The lock file of a killed driver holds nothing. Raises
+    UserError: another process holds the lock; the message names the process."""
     file = path.with_name(f".{path.name}.lock")
     descriptor = _take(file, path)
     try:

@@ -78,10 +78,7 @@ def batch_from_trajectories(
 
 def batch_from_examples(examples: Sequence[SftExample]) -> TokenBatch:
     """Make a batch with a row per example: prompt, then target, whose tokens are the loss's targets; temperature 1.
-
-    Raises:
-        ValueError: there is no example, or an example has an empty prompt or target.
-    """
+    Raises ValueError: there is no example, or an example has an empty prompt or target."""
     for row, example in enumerate(examples):
         if not example.target_ids:
             raise ValueError(f"example {row}: found no target token, expected at least one (the EOS)")

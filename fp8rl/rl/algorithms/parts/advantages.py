@@ -55,11 +55,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 def relative_to_mean(rewards: Tensor, groups: Tensor) -> Tensor:
     """(R - mean) / mean, 0 in a group of mean 0, as in MaxRL (Tajwar et al. 2026, "Maximum Likelihood Reinforcement
     Learning"): the fewer answers of a prompt are right, the more each right answer counts. Arguments and result: as in
-    `group_advantages`.
-
-    Raises:
-        UserError: a reward is negative.
-    """
+    `group_advantages`. Raises UserError: a reward is negative."""
     group = _grouped(rewards, groups)
     if bool((group.rewards < 0).any()):
         raise user_error(

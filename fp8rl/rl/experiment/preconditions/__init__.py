@@ -79,11 +79,8 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
 
 
 def check_functions(experiment: Experiment) -> None:
-    """Check the environment and every reward function.
-
-    Raises:
-        UserError: a function or its tokenizer is missing, or it cannot be called with its `kwargs`.
-    """
+    """Check the environment and every reward function. Raises UserError: a function or its tokenizer is missing, or it
+    cannot be called with its `kwargs`."""
     load_environment(experiment.environment)
     for index, config in enumerate(experiment.rewards.functions):
         _check_reward(config, f"rewards.functions.{index}")
@@ -103,11 +100,8 @@ def _check_reward(config: RewardSection, key: str) -> None:
 
 
 def check_values(function: Callable[..., Any], kwargs: Mapping[str, Any], key: str) -> None:
-    """Check the values of `kwargs` against the annotations of the function's parameters.
-
-    Raises:
-        UserError: a value has another type or is out of bounds; the message names it below `key`.
-    """
+    """Check the values of `kwargs` against the annotations of the function's parameters. Raises UserError: a value has
+    another type or is out of bounds; the message names it below `key`."""
     hints = get_type_hints(function, include_extras=True)
     for name, value in kwargs.items():
         try:

@@ -30,11 +30,8 @@ TEACHER = "teacher.path"
 
 
 def read_model(path: Path, key: str = "model.path") -> Model:
-    """Read config.json of the Hugging Face directory `path`. key: the name of the directory in messages.
-
-    Raises:
-        UserError: the directory or its config is missing, broken, quantized or of an unknown architecture.
-    """
+    """Read config.json of the Hugging Face directory `path`. key: the name of the directory in messages. Raises
+    UserError: the directory or its config is missing, broken, quantized or of an unknown architecture."""
     if not path.is_dir():
         raise user_error(
             key,
@@ -61,12 +58,9 @@ def check_architecture(model: Model, experiment: Experiment) -> None:
 
 
 def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
-    """Check that the teacher, if there is one, can be served and can score answers; return its shape.
-
-    Raises:
-        UserError: the teacher's directory or layout is wrong, its vocabulary is another one, or it has no room for the
-            longest answer.
-    """
+    """Check that the teacher, if there is one, can be served and can score answers; return its shape. Raises UserError:
+    the teacher's directory or layout is wrong, its vocabulary is another one, or it has no room for the longest
+    answer."""
     if experiment.teacher is None:
         return None
     path = experiment.teacher.directory

@@ -203,11 +203,8 @@ def _left_in(group: Path) -> int:
 
 
 def check_port(rollout: RolloutSection) -> None:
-    """Check that the spec's port, if it has one, is free and for one engine only.
-
-    Raises:
-        UserError: the port is taken, or several engines would share it.
-    """
+    """Check that the spec's port, if it has one, is free and for one engine only. Raises UserError: the port is taken,
+    or several engines would share it."""
     if rollout.port is None:
         return
     if rollout.engines > 1:

@@ -34,11 +34,8 @@ def rendering() -> Iterator[None]:
 
 
 def read_tokenizer(path: str | Path, vocab_size: int, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Read the fast tokenizer in the model directory, and check that it has all that a run needs.
-
-    Raises:
-        UserError: the tokenizer is missing or broken, or lacks something; the message names the directory as `key`.
-    """
+    """Read the fast tokenizer in the model directory, and check that it has all that a run needs. Raises UserError: the
+    tokenizer is missing or broken, or lacks something; the message names the directory as `key`."""
     tokenizer = load_tokenizer(path, key)
     if not tokenizer.chat_template:
         raise _refusal(

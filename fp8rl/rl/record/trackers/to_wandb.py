@@ -49,11 +49,8 @@ class WandbSection(Section):
 
 
 def check_wandb(config: WandbSection) -> None:
-    """Check that wandb accepts the project's name and, online, has an API key. Asks no server.
-
-    Raises:
-        UserError: the name is not accepted, or there is no key.
-    """
+    """Check that wandb accepts the project's name and, online, has an API key. Asks no server. Raises UserError: the
+    name is not accepted, or there is no key."""
     import wandb
 
     try:

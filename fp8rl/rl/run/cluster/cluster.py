@@ -218,11 +218,8 @@ def _set(variables: dict[str, str | None]) -> None:
 
 
 def _start(folder: Path, **options: Any) -> None:
-    """Start Ray, and retry once: on a busy machine its processes may not come up within Ray's 30 seconds.
-
-    Raises:
-        UserError: Ray has not started the second time either.
-    """
+    """Start Ray, and retry once: on a busy machine its processes may not come up within Ray's 30 seconds. Raises
+    UserError: Ray has not started the second time either."""
     own = psutil.Process()
     for last in (False, True):
         before = own.children()

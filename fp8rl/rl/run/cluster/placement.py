@@ -54,11 +54,8 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
-    """Place all ranks and engines of a run. nodes: of the cluster, the driver's first.
-
-    Raises:
-        UserError: they do not fit on the nodes that the spec allows.
-    """
+    """Place all ranks and engines of a run. nodes: of the cluster, the driver's first. Raises UserError: they do not
+    fit on the nodes that the spec allows."""
     raise_first(engine_ranks(experiment, any(node.gpus is not None for node in nodes)))
     ranks = place_ranks(nodes, experiment)
     taken = Counter(node.id for node in ranks)
@@ -242,12 +239,9 @@ class NodeView:
 
 
 def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, NodeView]:
-    """Return the view of each node, by the node's id.
-
-    Raises:
-        UserError: a node does not answer, or does not see `folder`, which must be on a shared disk, or does not see one
-            of `files`, which must be on a shared disk or the same everywhere.
-    """
+    """Return the view of each node, by the node's id. Raises UserError: a node does not answer, or does not see
+    `folder`, which must be on a shared disk, or does not see one of `files`, which must be on a shared disk or the same
+    everywhere."""
     mark, text = folder / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
     mark.write_text(text)
     expected = {mark: text} | dict.fromkeys(files)

@@ -142,11 +142,8 @@ class ServedWeights:
 
     def map_base(self, base: SharedBase) -> None:
         """Put the parameters of a base, which engines share and do not write, in place of this engine's own. Nothing
-        may be computed with them until `commit`.
-
-        Raises:
-            RuntimeError: this is one of several ranks, which hold parts; or the base has other parameters.
-        """
+        may be computed with them until `commit`. Raises RuntimeError: this is one of several ranks, which hold parts;
+        or the base has other parameters."""
         if self.rank.ranks > 1:
             raise RuntimeError(
                 "fp8rl plugin: found a base for a rank of several, expected it for a whole engine; send the weights"

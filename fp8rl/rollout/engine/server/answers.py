@@ -28,11 +28,7 @@ class RouteShape:
 
 
 def route_shape(sizes: ModelSizes) -> RouteShape:
-    """Return the shape of a model's routes.
-
-    Raises:
-        UserError: the model is dense.
-    """
+    """Return the shape of a model's routes. Raises UserError: the model is dense."""
     if not sizes.moe:
         raise UserError(
             "numerics.router_replay: found it on for a dense model, expected off: it has no experts. Set "

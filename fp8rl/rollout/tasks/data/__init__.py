@@ -36,12 +36,9 @@ class Source:
 
 
 def load_problems(source: Source) -> Problems:
-    """Return the problems of a source in its order, each read when it is asked for.
-
-    Raises:
-        UserError: the path does not exist, has no rows, or has no such column. The message names the source's key. A
-            row that is no problem is refused when it is read.
-    """
+    """Return the problems of a source in its order, each read when it is asked for. Raises UserError: the path does not
+    exist, has no rows, or has no such column. The message names the source's key. A row that is no problem is refused
+    when it is read."""
     rows = open_rows(Path(source.path), source.split, source.key, source.name, (source.question, source.answer))
     if not rows:
         raise user_error(
