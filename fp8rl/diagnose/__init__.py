@@ -1,2 +1,1 @@
-"""Questions about a run before, during and after it: plan, doctor, preflight, audit, attribution, certification,
-rescoring of capsules."""
+"""Questions about a run before, during and after it: plan, doctor, preflight, audit, attribution and rescoring."""

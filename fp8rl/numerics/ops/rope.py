@@ -166,11 +166,12 @@ class _Rope(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(positions)
         ctx.form = theta, rotary_dim, scaling, pairs
-        return rotated(x, positions, *ctx.form)
+        return rotated(x, positions, theta, rotary_dim, scaling, pairs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return rotated(grads[0], ctx.saved_tensors[0], *ctx.form, back=True), None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        theta, rotary_dim, scaling, pairs = ctx.form
+        return rotated(grads[0], ctx.saved_tensors[0], theta, rotary_dim, scaling, pairs, True), *(None,) * 5
 
 
 @op
