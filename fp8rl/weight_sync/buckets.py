@@ -138,9 +138,9 @@ def changes(
 ) -> Iterator[Named]:
     """Yield deltas between `tensors` (HF names) and the tensors sent last, for engines of `ranks` ranks.
 
-    A tensor that has changed too much is sent whole. If the engines hold another version (`since`), all tensors are
-    sent whole. A delta covers the part that one rank of an engine holds, and has the part's label as its name. last: is
-    updated to `version`.
+    A tensor that has changed too much is sent whole. All tensors are sent whole if `since`, the engines' version, is
+    not the version of `last`. A delta covers the part that one rank of an engine holds, and has the part's label as its
+    name. `last` is updated to `version`.
     """
     usable = since is not None and since == last.version
     last.version = None  # until all of it is through

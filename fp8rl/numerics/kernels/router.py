@@ -66,8 +66,8 @@ def route_sigmoid(
     choose: Callable[[Tensor, int], Tensor] = by_definition,
     ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.experts.route_sigmoid`; another `choose` than the default as in `route`. Raises UserError: k is not
-    from 1 to the experts of the kept groups."""
+    """Route as `numerics.ops.experts.route_sigmoid`. `choose` works as in `route`, but is given the scores. Raises
+    UserError: k is below 1, or above the number of experts in the kept groups."""
     logits, bias, given = logits.contiguous(), bias.contiguous(), None
     _checked(top_k, logits[:, : logits.shape[1] // groups * kept_groups])
     grouping = {"GROUPS": groups, "KEPT": kept_groups}

@@ -124,7 +124,7 @@ class Syncing:
         return report
 
     def sync_new_engines(self) -> None:
-        """Send the trainer's weights to engines that have come up, or gone to sleep, since the last sync."""
+        """Send the trainer's weights to engines that have started since the last sync, and to sleeping ones."""
         self._sync_with_retry(self._engines.waiting)
 
     def _sync_with_retry(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:
