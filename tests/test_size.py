@@ -13,7 +13,7 @@ LINES = {
     "rl": 13_947,
     "diagnose": 5_218,
     "cli": 1_736,
-    "tests": 41_614,
+    "tests": 41_600,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

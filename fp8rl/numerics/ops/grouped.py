@@ -135,7 +135,7 @@ class _GroupedProduct(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x if any(ctx.needs_input_grad[7:]) else None)
-        ctx.constants = spans, operand, spec, backward, gradients
+        ctx.constants, ctx.operands = (spans, operand, spec, backward, gradients), operand if spec is None else ()
         return grouped_product(x, spans, operand, spec, weights[0].shape[-2], plus)
 
     @staticmethod

@@ -92,7 +92,7 @@ def kernels():
 
 def test_a_decode_step_of_one_sequence_one_head_and_one_expert_compiles():
     """Triton makes constants of arguments that are 1, its interpreter does not."""
-    names = "blocks forward merge rows product route tiles draw combine".split()
+    names = "blocks forward merge rows product route tiles draw combine swiglu".split()
     found = {kernel["name"] for kernel in compiled_elsewhere(SCRIPT.partition("with compiled_only")[0] + ONE)}
     assert found == {"_kernel", *(f"_{name}_kernel" for name in names)}
 

@@ -14,7 +14,7 @@ OF_A_LAYER, BESIDE_LAYERS = 14, 7
 OF_64_ANSWERS = {"norm._forward_kernel": 2, "gemm._product_kernel": 5} | dict.fromkeys(
     [f"{each}_kernel" for each in "rope._heads forward._forward chunks._merge quantize._rows router._route".split()], 1
 )
-OF_64_ANSWERS |= {f"{each}_kernel": 1 for each in ("gather._gather", "swiglu._forward", "combine._combine")}
+OF_64_ANSWERS |= {f"{each}_kernel": 1 for each in ("pairs._gather", "gates._swiglu", "pairs._combine")}
 """Of a layer in FP8, whose answers have up to 4,096 tokens. With 256 answers no chunks are merged."""
 VARIANTS = 36
 """Compiled kernels: 15 of attention, for 9 powers of two of sequences, 2 heights of tiles, and chunks of keys spread

@@ -14,7 +14,7 @@ from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.kernels.products import tiles as heights
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
-from fp8rl.numerics.kernels.products.low_rank import low_rank_term
+from fp8rl.numerics.kernels.products.low_rank import low_rank_product
 from fp8rl.numerics.kernels.products.tiles import Tiles
 from tests.support.hopper import compiled_only
 
@@ -63,7 +63,7 @@ with compiled_only(loops=True) as found:
     note("FP8, short", grouped_gemm, tensor(256, 2048), stack, short, half)
     note("FP8 plus, short", gemm, few, weight, half, plus=plus[:32])
     for rank, parts in ((8, 3), (64, 2)):
-        note("adapter", low_rank_term, *(y[:, : rank * parts].contiguous() for y in (x, x[:1536])), 2.0, parts)
+        note("adapter", low_rank_product, *(y[:, : rank * parts].contiguous() for y in (x, x[:1536])), 2.0, parts, None)
 """
 
 
