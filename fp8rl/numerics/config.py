@@ -43,7 +43,7 @@ class NumericsConfig:
     kv: KVPrecision = "bf16"
     """The format of keys and values, on both sides: `bf16` or `fp8`, which is E4M3. Exact mode only."""
     key_scale: float = 1.0
-    """The power of two that divides keys, and latent rows (key and value in one), before they are rounded."""
+    """The power of two that divides keys, and rows that are key and value in one, before they are rounded."""
     value_scale: float = 1.0
     """The power of two that divides values before they are rounded."""
     k_splits: int = 1

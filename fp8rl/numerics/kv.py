@@ -1,6 +1,6 @@
 """The format of keys and values: what the engine's cache holds, and what the trainer attends to.
 
-In FP8 a rotated key, a value, or a latent row (key and value in one) is divided by a static scale and rounded to E4M3
+In FP8 a rotated key, a value, or a row that is both is divided by a static scale and rounded to E4M3
 once, when it is made. So an entry of the cache depends on its token alone, and a token's result does not depend on its
 batch. The engine keeps the codes, the trainer the same numbers in BF16. Neither multiplies them by the scales again:
 the scale of keys goes into the scale of the scores, the scale of values into the result. Scales are powers of two, so
@@ -30,7 +30,7 @@ class KVFormat:
     quantized: bool = False
     """True: keys and values are in E4M3. False: they are in BF16, and both scales are 1."""
     key_scale: float = 1.0
-    """The power of two that divides keys, and latent rows (key and value in one), before they are rounded."""
+    """The power of two that divides keys, and rows that are key and value in one, before they are rounded."""
     value_scale: float = 1.0
     """The power of two that divides values before they are rounded."""
 
@@ -44,7 +44,7 @@ class KVFormat:
         return str(self.dtype).removeprefix("torch.")
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return keys, or latent rows, as attention reads them, in x's dtype.
+        """Return keys, or rows that are key and value in one, as attention reads them, in x's dtype.
 
         The gradient is that of a division: straight through the rounding.
         """
@@ -59,7 +59,7 @@ class KVFormat:
         return out if self.value_scale == 1.0 else out * self.value_scale
 
     def result_of_keys(self, out: Tensor) -> Tensor:
-        """Multiply `out`, the result of attention over latent rows, by the scale of keys."""
+        """Multiply `out`, the result of attention over rows that are key and value in one, by the scale of keys."""
         return out if self.key_scale == 1.0 else out * self.key_scale
 
 
