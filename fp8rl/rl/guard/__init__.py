@@ -1,2 +1,1 @@
-"""Guards that watch a run and step in: gates and their actions, the record of them, and capsules to look at
-afterwards."""
+"""Guards that watch a run and step in: gates with their actions and their record, and capsules of a step."""

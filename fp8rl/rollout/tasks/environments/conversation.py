@@ -240,18 +240,19 @@ class Conversation:
             raise self._lost
         return returned
 
+    def trajectory(self, outcome: dict[str, float], *, failed: bool = False) -> Trajectory:
+        """Return the row that `sample` wrote, as a trajectory."""
+        return self._main.trajectory(outcome, failed=failed)
+
     def trajectories(self, outcome: dict[str, float], *, failed: bool = False) -> list[Trajectory]:
         """Return every row in which the model has a turn; at least one.
 
-        The row with the model's last turn comes first, the others in an order that does not depend on when they were
-        opened.
+        The row with the model's last turn comes first; the order of the others does not depend on time.
         """
         spoken = [branch for branch in (self._main, *self._branches) if branch.turns]
         others = sorted(spoken, key=lambda branch: (branch is not self._last, branch.prompt_ids, branch.seed))
-        return [
-            branch.trajectory(outcome, failed=failed, number=number)
-            for number, branch in enumerate(others or [self._main])
-        ]
+        rows = enumerate(others or [self._main])
+        return [branch.trajectory(outcome, failed=failed, number=number) for number, branch in rows]
 
     def _open(self, ids: list[int]) -> None:
         self._main.prompt_ids, self._main.limit = ids, self._limit(ids)
