@@ -58,6 +58,8 @@ def rehearse(call: str, told: Told, tree: Path, room: Path) -> None:
     told.say("```\n")
     ended = done.returncode == 0 and done.stdout.rstrip().endswith("end")
     told.check(f"call {call} came to its end", ended, done.stderr[-2000:])
+    failed = [line for line in done.stdout.splitlines() if "exit code" in line and not line.endswith("exit code 0")]
+    told.check("every part and run of it has exit code 0", not failed, "; ".join(failed))
     told.parts(json.loads((out / "gpu.json").read_text()))
     files = [path for path in out.rglob("*") if path.is_file()]
     fine = len(files) <= MOST_FILES and all(path.stat().st_size <= MOST_BYTES for path in files)
