@@ -123,16 +123,16 @@ def head_product(
     plus: Tensor | None = None,
 ) -> Tensor:
     """Compute `head_linear` without a gradient."""
-    matrices = _matrices(weight, operand, x.shape[1], first, count)
-    right = matrices.transpose(1, 2) if transposed else matrices
+    right = _matrices(weight, operand, x.shape[1], first, count, transposed)
     more = [None] * len(right) if plus is None else plus.unbind(1)
     each = zip(x.unbind(1), right, more, strict=True)
     return torch.stack([product(part.contiguous(), w.contiguous(), x.dtype, d) for part, w, d in each], 1)
 
 
-def _matrices(weight: Tensor, operand: Any, heads: int, first: int, count: int) -> Tensor:
-    """Return the W of each head [heads, count, R]."""
-    return dense(weight if operand is None else operand).unflatten(0, (heads, -1))[:, first : first + count]
+def _matrices(weight: Tensor, operand: Any, heads: int, first: int, count: int, transposed: bool) -> Tensor:
+    """Return the W of each head [heads, count, R]; transposed: [heads, R, count]."""
+    found = dense(weight if operand is None else operand).unflatten(0, (heads, -1))[:, first : first + count]
+    return found.transpose(1, 2) if transposed else found
 
 
 class _HeadProduct(torch.autograd.Function):
@@ -150,8 +150,8 @@ class _HeadProduct(torch.autograd.Function):
         (x, weight), dy, (first, count) = ctx.saved_tensors, grads[0], (ctx.first, ctx.count)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            matrices = _matrices(weight, ctx.operand, x.shape[1], first, count)
-            right = matrices.transpose(1, 2) if ctx.transposed else matrices
+            right = _matrices(weight, ctx.operand, x.shape[1], first, count, ctx.transposed)
+            right = right.to(x.dtype) if x.is_cuda else right  # FP32 scales would make it a product of FP32
             dx = torch.stack([wide_mm(d, w) for d, w in zip(dy.unbind(1), right, strict=True)], 1).to(x.dtype)
         if ctx.needs_input_grad[1]:
             left, right = (x, dy) if ctx.transposed else (dy, x)
