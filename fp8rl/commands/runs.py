@@ -102,10 +102,10 @@ def submit(
         except (AuthenticationError, OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
             raise user_error(
                 "--address",
-                found=f"{address} ({(str(error) or repr(error)).splitlines()[0]})",
+                found=address,
                 expected="the dashboard of a Ray cluster that accepts jobs, as http://HOST:PORT",
-                remedy="Correct it; `ray start --head` prints it. Where a cluster asks for a token, set RAY_AUTH_MODE "
-                "and RAY_AUTH_TOKEN_PATH here too.",
+                remedy=f"The error was: {(str(error) or repr(error)).splitlines()[0].rstrip('.')}. "
+                "Correct it; `ray start --head` prints it. For a token set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH here too.",
             ) from None
         if wait:
             show(f"job      {job}: {status}", soft_wrap=True)
