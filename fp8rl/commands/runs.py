@@ -105,7 +105,7 @@ def submit(
                 found=address,
                 expected="the dashboard of a Ray cluster that accepts jobs, as http://HOST:PORT",
                 remedy=f"The error was: {(str(error) or repr(error)).splitlines()[0].rstrip('.')}. "
-                "Correct it; `ray start --head` prints it. For a token set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH here too.",
+                "Correct it; `ray start --head` prints it. For a token set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH.",
             ) from None
         if wait:
             show(f"job      {job}: {status}", soft_wrap=True)
