@@ -15,10 +15,10 @@ from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import FIRST_OPS, LAST_OPS, Family, families_of_layer, first_tensors, last_tensors
 from fp8rl.models.multimodal import Multimodal
+from fp8rl.models.program import Forward
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import TensorRow, TensorTable
-from fp8rl.models.trace import Forward
+from fp8rl.models.tensors import TensorRow, TensorTable, held_together
 from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.files import module_of_file
 from fp8rl.numerics.spec import ALL, QuantSpec
@@ -89,6 +89,8 @@ class Model:
     architecture: Architecture
     sizes: ModelSizes
     adapter: AdapterSection | None = None
+    own: bool = False
+    """The engine runs our model of it, not SGLang's."""
 
     @property
     def multimodal(self) -> Multimodal | None:
@@ -103,6 +105,8 @@ class Model:
     @functools.cached_property
     def tensors(self) -> TensorTable:
         rows = list(self.architecture.tensors(self.sizes))
+        if self.own:
+            rows = list(held_together(rows, self.architecture.kinds))
         adapters = adapter_rows(rows, self.adapter) if self.adapter else ()
         return TensorTable((*rows, *adapters), self.sizes.kv_heads // self.sizes.joined)
 

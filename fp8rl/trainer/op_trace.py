@@ -13,7 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from fp8rl.models import Model
-from fp8rl.models.trace import EACH, LENGTHS, LOGPROBS, TARGETS, TOKENS, Forward, OpForm, OpSite, OpTrace, recorded
+from fp8rl.models.program import LOGPROBS, TOKENS, Forward, OpForm, OpSite
+from fp8rl.models.trace import EACH, LENGTHS, TARGETS, OpTrace, recorded
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer import device

@@ -31,7 +31,7 @@ from fp8rl.diagnose.subject import read_subject
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
 from fp8rl.models.families.mlp import EXPERTS, TOPK
-from fp8rl.models.trace import ADD_NORM, EMBED, LINEAR, Forward, Op
+from fp8rl.models.program import ADD_NORM, EMBED, LINEAR, Forward, Op
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.models import Model
+from fp8rl.models.program import LINEAR, OpForm
 from fp8rl.models.tensors import TensorRow, base_name
-from fp8rl.models.trace import LINEAR, OpForm
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding, format_of
 from fp8rl.numerics.precision_map import Planned, precision_map

@@ -8,9 +8,9 @@ from dataclasses import replace
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
+from fp8rl.models.program import Op
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Op
 
 PLACE = "block_sparse_moe."
 EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from fp8rl.models.families import Activations, Family, PartNames, Widths, attention_activations, norm
 from fp8rl.models.families.attention import O_PROJ, o_proj
+from fp8rl.models.program import ADD_NORM, LINEAR, NORM, ROPE_FACTOR, THETA, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import ADD_NORM, LINEAR, NORM, ROPE_FACTOR, THETA, Op, OpForm
 from fp8rl.numerics import ops
 
 
@@ -27,10 +30,24 @@ class Latent:
     """Width of a head's value."""
 
 
+def _latent_attention(host: Host, site: OpSite, q: Tensor, kv_row: Tensor) -> Sequence[Tensor]:
+    sizes, own, of_heads = host.sizes, host.sizes.of(Latent), host.product_of_heads(site)
+    rank, plain = own.kv_rank, sizes.plain_dim
+    latents = ops.rms_norm(kv_row[..., :rank].contiguous(), host.tensor(site), sizes.norm_eps)
+    rows = host.whole(torch.cat((latents, kv_row[..., rank:]), -1))
+    rows = torch.cat((rows[..., :rank], host.rotate_pairs(rows[..., None, rank:])[..., 0, :]), -1)
+    heads = q.unflatten(-1, (-1, sizes.head_dim))
+    inside = of_heads(heads[..., :plain], 0, plain, True)
+    queries = torch.cat((inside, host.rotate_pairs(heads[..., plain:])), -1)
+    out = host.attend_rows(site, queries, rows, rank)
+    return (of_heads(out, plain, own.value_dim, False).flatten(-2),)
+
+
 LATENT_DOWN = OpForm(
     name="latent_down",
     shapes="[T, H] -> the narrow rows of queries [T, q rank], and of keys and values [T, kv rank + rope]",
     definition=ops.linear,
+    compute=lambda host, site, x, rows=None: host.products(site, x, rows),
 )
 LATENT_ATTENTION = OpForm(
     name="latent_attention",
@@ -39,6 +56,7 @@ LATENT_ATTENTION = OpForm(
     definition=ops.latent_attention,
     constants=(THETA, ROPE_FACTOR),
     part="attention",
+    compute=_latent_attention,
 )
 
 

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rl.models.families import Activations, Family, PartNames, Widths, mlp_activations, norm
+from fp8rl.models.program import ADD_NORM, LINEAR, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import ADD_NORM, LINEAR, Op, OpForm
 from fp8rl.numerics import ops
 
-SWIGLU = OpForm(name="swiglu", shapes="[T, 2F] -> [T, F]", definition=ops.swiglu)
-ROUTER = OpForm(name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", definition=ops.linear_partial)
+
+def _router(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
+    """A router's weight is BF16 in the checkpoint, and held in FP32 by some engines."""
+    return (ops.linear_partial(x, host.tensor(site).to(x.dtype)),)
+
+
+def _topk(host: Host, site: OpSite, logits: Tensor) -> Sequence[Tensor]:
+    return host.choose(site, partial(ops.route, logits.flatten(0, -2), host.sizes.top_k, host.sizes.renormalize))
+
+
+def _sigmoid_topk(host: Host, site: OpSite, logits: Tensor) -> Sequence[Tensor]:
+    how, bias = host.sizes.sigmoid_router, host.tensor(site)
+    assert how is not None
+    arguments = host.sizes.top_k, how.groups, how.kept_groups, host.sizes.renormalize, how.factor
+    return host.choose(site, partial(ops.route_sigmoid, logits.flatten(0, -2), bias, *arguments))
+
+
+def _with_shared(
+    host: Host, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, shared: Tensor, rows: Any = None
+) -> Sequence[Tensor]:
+    return (host.experts(site, x, probs, chosen, rows) + shared,)
+
+
+SWIGLU = OpForm(
+    name="swiglu",
+    shapes="gate and up [T, 2F], or one each [T, F] -> [T, F]",
+    definition=ops.swiglu,
+    compute=lambda host, site, gate_up: (ops.swiglu(gate_up),),
+)
+ROUTER = OpForm(
+    name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", definition=ops.linear_partial, compute=_router
+)
 TOPK = OpForm(
     name="topk",
     shapes="logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending",
     definition=ops.route,
     compared=1,  # the probabilities say the choice
     part="router",
+    compute=_topk,
 )
 SIGMOID_TOPK = OpForm(
     name="sigmoid_topk",
@@ -27,18 +61,21 @@ SIGMOID_TOPK = OpForm(
     definition=ops.route_sigmoid,
     compared=1,
     part="router",
+    compute=_sigmoid_topk,
 )
 EXPERTS = OpForm(
     name="experts",
     shapes="x [T, H], probabilities, chosen -> [T, H]; recorded too: `each` [T, k, H], one expert's share of it",
     definition=ops.experts,
     part="experts",
+    compute=lambda host, site, x, probs, chosen, rows=None: (host.experts(site, x, probs, chosen, rows),),
 )
 EXPERTS_AND_SHARED = OpForm(
     name="experts_and_shared",
     shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> the sum [T, H]; `each` as of experts",
     definition=ops.experts,
     part="experts",
+    compute=_with_shared,
 )
 
 SHARED_GATE = OpForm(
@@ -46,6 +83,7 @@ SHARED_GATE = OpForm(
     shapes="x [T, H], output of shared experts [T, H] -> the output times the sigmoid of the token's gate",
     definition=ops.token_gate,
     part="gate",
+    compute=lambda host, site, x, shared: (ops.token_gate(shared, x, host.tensor(site)),),
 )
 
 _READS, _SHARED = ("x", "residual"), "shared_experts"

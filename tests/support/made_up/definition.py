@@ -10,9 +10,9 @@ from torch import Tensor
 from fp8rl.models.architectures import qwen3_moe
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import Family, PartNames, attention, mlp
+from fp8rl.models.program import LINEAR, NORM, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import LINEAR, NORM, Op, OpForm
 from fp8rl.numerics.ops.experts import sigmoid
 
 EXPERTS = "specialists"
@@ -30,10 +30,15 @@ def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
     return (heads * sigmoid(gates.float()).unsqueeze(-1)).to(x.dtype).flatten(-2)
 
 
+def gated(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor]:
+    keys, values = (x.repeat_interleave(q.shape[-2] // x.shape[-2], -2) for x in (k, v))
+    return (gate_heads(host.attend(site, q, keys, values), gates),)
+
+
 GATED = OpForm(
     name="gated_attention",
     shapes="q, k, v, gates [T, heads] -> [T, heads * D]; each query has a key of its own in the cache",
-    definition=gate_heads, part="attention",
+    definition=gate_heads, compute=gated, part="attention",
 )  # fmt: skip
 
 

@@ -17,19 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8rl.models import Model
-from fp8rl.models.trace import (
-    CHOSEN,
-    EACH,
-    LENGTHS,
-    LOGITS,
-    LOGPROBS,
-    RESIDUAL,
-    TARGETS,
-    TOKENS,
-    OpSite,
-    inputs,
-    recorded,
-)
+from fp8rl.models.program import CHOSEN, LOGITS, LOGPROBS, RESIDUAL, TOKENS, OpSite
+from fp8rl.models.trace import EACH, LENGTHS, TARGETS, inputs, recorded
 from fp8rl.numerics.core.files import file_sha256
 from fp8rl.rollout.engine.plugin.families import Probed, Read, sides
 from fp8rl.rollout.engine.plugin.state import state

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fp8rl.models.architecture import Model
 from fp8rl.models.families import Family, families_of_layer
+from fp8rl.models.program import ADD_NORM, EMBED, LINEAR, LOGPROBS, NORM, OpForm
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.trace import ADD_NORM, EMBED, LINEAR, LOGPROBS, NORM, OpForm
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer.modules.precision import LayerPrecision

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.models.trace import Forward, Op, OpForm
+from fp8rl.models.program import Forward, Op, OpForm
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine import plugin
@@ -144,7 +144,7 @@ def test_without_a_configuration_the_plugin_does_nothing(
 
 
 EXACT = NumericsConfig(spec=FP8)
-HASHED = OpForm(name="hash_topk", shapes="logits -> probs, chosen", definition=max)
+HASHED = OpForm(name="hash_topk", shapes="logits -> probs, chosen", definition=max, compute=max)
 STRANGE = Forward((), ((Op("topk", HASHED, ("logits",), ("probs", "chosen")),),), ())
 
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fp8rl.models.program import Forward, OpForm
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.trace import Forward, OpForm
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import TensorSpec
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rl.models.program import ADD_NORM, EMBED, LINEAR, NORM
 from fp8rl.models.tensors import SCALE_SUFFIX
-from fp8rl.models.trace import ADD_NORM, EMBED, LINEAR, NORM
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops import LowRank

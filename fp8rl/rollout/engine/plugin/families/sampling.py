@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.trace import LOGPROBS
+from fp8rl.models.program import LOGPROBS
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import GREEDY
