@@ -18,7 +18,7 @@ from fp8rl.models.multimodal import Multimodal
 from fp8rl.models.program import Forward
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import TensorRow, TensorTable, held_together
+from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.files import module_of_file
 from fp8rl.numerics.spec import ALL, QuantSpec
@@ -89,8 +89,6 @@ class Model:
     architecture: Architecture
     sizes: ModelSizes
     adapter: AdapterSection | None = None
-    own: bool = False
-    """The engine runs our model of it, not SGLang's."""
 
     @property
     def multimodal(self) -> Multimodal | None:
@@ -105,8 +103,6 @@ class Model:
     @functools.cached_property
     def tensors(self) -> TensorTable:
         rows = list(self.architecture.tensors(self.sizes))
-        if self.own:
-            rows = list(held_together(rows, self.architecture.kinds))
         adapters = adapter_rows(rows, self.adapter) if self.adapter else ()
         return TensorTable((*rows, *adapters), self.sizes.kv_heads // self.sizes.joined)
 

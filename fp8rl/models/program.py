@@ -2,13 +2,13 @@
 
 Each op reads some values and writes some, which later ops may read. A form of op says once how it is computed
 (`OpForm.compute`). What it needs of its surroundings it asks a host: an engine over its paged cache, a trainer over its
-rows. A host may run neighbouring ops as one (`Fusion`), or have a norm quantize its result for the products behind it
-(`with_rows`): both make another program with the same bits. A recorder runs the program as it is.
+rows. A lowered program (`models.lowering`) runs neighbouring ops as one, with the same bits. A recorder runs the
+program as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -47,6 +47,8 @@ class OpForm:
     """Names of constants of the op, which both sides report."""
     compute: Callable[..., Sequence[Any]]
     """A function of a host, the site and the inputs, which returns the outputs."""
+    takes_rows: bool = False
+    """Its products may take the quantized rows of the norm before them, as a last input."""
     part: Part | None = None
     """The row of the precision map for a module that computes the op; None: it is part of a product, or has no row."""
 
@@ -74,6 +76,14 @@ class Op:
     def compared(self) -> tuple[str, ...]:
         """Names of the written values that are compared."""
         return self.writes[: self.form.compared]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Ops in a row, by their forms, that may run as one op, which takes the weights of all of them."""
+
+    forms: tuple[OpForm, ...]
+    fused: OpForm
 
 
 @dataclass(frozen=True)
@@ -184,6 +194,12 @@ EPS, THETA, ROPE_FACTOR = "norm_eps", "rope_theta", "the factor of the rope scal
 """Constants that several forms have."""
 
 
+def constants(sizes: ModelSizes) -> dict[str, float]:
+    """Return the constants of the ops by name."""
+    factor = 1.0 if sizes.rope_scaling is None else sizes.rope_scaling.factor
+    return {EPS: sizes.norm_eps, THETA: sizes.rope_theta, ROPE_FACTOR: factor}
+
+
 def norm_weight(host: Host, site: OpSite, of: str = "") -> Tensor:
     """Return the factor of a norm of the residual stream or of heads."""
     weight = host.tensor(site, of=of)
@@ -227,6 +243,7 @@ LINEAR = OpForm(
     shapes="[T, K] -> [T, N]; a router's product too, whose module is the router",
     definition=ops.linear,
     compute=lambda host, site, x, rows=None: (host.product(site, x, rows),),
+    takes_rows=True,
 )
 LOGPROBS = OpForm(
     name="logprobs",
@@ -234,44 +251,3 @@ LOGPROBS = OpForm(
     definition=ops.token_logprobs,
     compute=lambda host, site, logits: (host.logprobs(site, logits),),
 )
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """Ops in a row, by their forms, that a host may run as one op, which takes weights of all of them."""
-
-    forms: tuple[OpForm, ...]
-    fused: OpForm
-
-    def within(self, ops: Sequence[Op]) -> tuple[Op, ...]:
-        """Fuse what can be fused in the ops of a layer."""
-        for first in range(len(ops)):
-            some = ops[first : first + len(self.forms)]
-            if tuple(op.form for op in some) == self.forms:
-                reads: dict[str, None] = {}
-                made: set[str] = set()
-                for op in some:
-                    reads |= dict.fromkeys(name for name in op.reads if name not in made)
-                    made |= {*op.writes}
-                op = replace(some[-1], form=self.fused, reads=tuple(reads))
-                return (*ops[:first], op, *ops[first + len(some) :])
-        return tuple(ops)
-
-
-def with_rows(ops: Sequence[Op], takes: Container[str]) -> tuple[Op, ...]:
-    """Have a norm of the residual stream quantize its result for the ops behind it whose names `takes` has."""
-    found = list(ops)
-    for place, norm in enumerate(ops):
-        if norm.form is not ADD_NORM:
-            continue
-        value, readers = norm.writes[0], []
-        for behind in range(place + 1, len(ops)):
-            if value in ops[behind].reads and ops[behind].name in takes:
-                readers.append(behind)
-            if value in ops[behind].writes:
-                break
-        if readers:
-            found[place] = replace(norm, form=NORM_ROWS, writes=(*norm.writes, value + ROWS))
-        for reader in readers:
-            found[reader] = replace(found[reader], reads=(*found[reader].reads, value + ROWS))
-    return tuple(found)

@@ -7,8 +7,8 @@ which. The functions below cut such a parameter, or its scales, into its tensors
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -99,32 +99,6 @@ class TensorRow:
         if not self.parts:
             return [tensor]
         return tensor.split([part * tensor.shape[0] // self.shape[0] for part in self.parts])
-
-
-def held_together(rows: Iterable[TensorRow], kinds: Iterable[Sequence[str]]) -> Iterator[TensorRow]:
-    """Rows as our own model of an engine holds them: what one product reads end to end, experts stacked.
-
-    kinds: of an architecture. The parameter of several is called by their names, that of one as it.
-    """
-    rows, fused = list(rows), {kind: of for of in kinds for kind in of}
-    kind_of = {row.name: row.kind for row in rows}
-    keys, groups = {}, {}
-    for row in rows:
-        place, _, end = row.name.rpartition(".")
-        kind = kind_of.get(f"{place}.weight")
-        # A bias beside its matrix; small products of one op; else a tensor by itself.
-        key = (fused[kind] if kind else row.op) if row.product or end == "bias" else row.name
-        keys[row.name] = key = (row.layer, key if row.layer is not None else row.name, end)
-        if row.expert is not None:
-            before, _, matrix = place.rpartition(f".{row.expert}.")
-            place = f"{before}.*.{matrix}"
-        groups.setdefault(key, []).append(place)
-    for row in rows:
-        key = keys[row.name]
-        names = list(dict.fromkeys(groups[key]))
-        before, dot, _ = names[0].rpartition(".")
-        parameter = f"{before}{dot}{','.join(name.rpartition('.')[2] for name in names)}.{key[2]}"
-        yield replace(row, engine=replace(row.engine, parameter=parameter, fused=False))
 
 
 class TensorTable:

@@ -155,7 +155,7 @@ def _checks_of_spec(stack: Stack, batch: TokenBatch, found: PreflightReport) -> 
         yield same_spec.scale_formats(scales, names, numerics.rollout_spec.weight.scale)
     routers = [pair for rank in observed for pair in rank.routers]
     if routers:
-        yield same_spec.router_precision(numerics.mode, routers, report.provides)
+        yield same_spec.router_precision(numerics.mode, routers)
 
 
 def rendered(report: PreflightReport) -> RenderableType:

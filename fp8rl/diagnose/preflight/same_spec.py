@@ -12,7 +12,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.families.mlp import TOPK
 from fp8rl.models.shape import Shape
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics import kv
@@ -159,20 +158,19 @@ def served_scales(checkpoint: Path, manifest: Mapping[str, str]) -> Iterator[tup
                         yield name, tensor
 
 
-def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: Iterable[str]) -> Check:
-    """Check the dtypes of the trainer's router logits and probabilities, and whose router the engine runs.
+def router_precision(mode: str, trainer: Iterable[tuple[str, str]]) -> Check:
+    """Check the dtypes of the trainer's router logits and probabilities, which are `Observed.routers`.
 
-    trainer: as `Observed.routers`. provides: as in the engine's report. If it names our router, the engine runs
-    `numerics.ops.route`, which computes the softmax of BF16 logits in FP32, and keeps FP32. Megatron's own router
-    rounds the probabilities to BF16.
+    In exact mode both sides run `numerics.ops.route`, which computes the softmax of BF16 logits in FP32, and keeps
+    FP32. Megatron's own router rounds the probabilities to BF16.
     """
-    seen, shared, exact = sorted(set(trainer)), TOPK.name in provides, mode == "exact"
+    seen, exact = sorted(set(trainer)), mode == "exact"
     sides = [f"trainer: {logits} logits, {probs} probabilities" for logits, probs in seen]
-    sides.append(f"engine: {'the shared op' if shared else 'its own router'}")
+    sides.append(f"engine: {'the shared op' if exact else 'its own router'}")
     expected = "each library's own router; Megatron's rounds probabilities to BF16, SGLang's keeps them in FP32"
     if exact:
         expected = "the shared router op on both sides: BF16 logits, FP32 probabilities"
-    ok = shared == exact and seen == [("bfloat16", "float32" if exact else "bfloat16")]
+    ok = seen == [("bfloat16", "float32" if exact else "bfloat16")]
     remedy = "Reinstall this distribution on both sides: a router of another precision is in place."
     return judged("spec", "router precision", ok, "; ".join(sides), expected, remedy)
 

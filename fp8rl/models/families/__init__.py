@@ -1,8 +1,8 @@
 """Families of ops, of which the layers of decoders consist: sizes, tensors and costs of each family.
 
-A family is a part of a layer, such as attention. One file here has its tensors, its ops, its cache, its cost and how
-ranks share it. The trainer has a file of the same name for it (`trainer.modules.families`), and so has the engine
-(`rollout.engine.plugin.families`). An architecture lists its families; no table lists them all.
+A family is a part of a layer, such as attention. One file here has its tensors, its piece of the program, its cache,
+its cost and how ranks share it. An engine runs the program by a host of its own. The trainer has a file of the same
+name (`trainer.modules.families`). An architecture lists its families; no table lists them all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from fp8rl.models.program import ADD_NORM, EMBED, LINEAR, LOGPROBS, TOKENS, Op
+from fp8rl.models.program import ADD_NORM, EMBED, LINEAR, LOGPROBS, TOKENS, Fusion, Op
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
 
@@ -61,6 +61,8 @@ class Family:
     ops: Callable[[ModelSizes], tuple[Op, ...]]
     """The ops of one layer."""
     activations: Callable[[ModelSizes], Activations]
+    fusions: tuple[Fusion, ...] = ()
+    """Ops that run as one in a lowered program, the longest fusions first."""
     widths: Callable[[ModelSizes], Widths] = lambda sizes: Widths()
     within: Callable[[ModelSizes, int], bool] = lambda sizes, layer: True
     """True if a layer, counted from 0, has the family."""

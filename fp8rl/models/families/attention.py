@@ -69,6 +69,7 @@ QKV = OpForm(
     shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",
     definition=ops.linear,
     compute=_qkv,
+    takes_rows=True,
 )
 ROPE = OpForm(
     name="rope",
@@ -91,7 +92,6 @@ FUSIONS = (
     Fusion((HEAD_NORM, HEAD_NORM, ROPE, ATTENTION), NORMED_ATTENTION),
     Fusion((ROPE, ATTENTION), ROTATED_ATTENTION),
 )
-
 INPUT_NORM = Op(
     "input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "self_attention.linear_qkv"
 )
@@ -176,6 +176,7 @@ FAMILY = Family(
     tensors=attention_tensors,
     ops=attention_ops,
     activations=_activations,
+    fusions=FUSIONS,
     widths=_widths,
     unshared=_unshared,
     cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.kv_heads // min(ranks, sizes.kv_heads),

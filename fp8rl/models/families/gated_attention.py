@@ -30,6 +30,7 @@ GATED_QKV = OpForm(
     shapes="[T, H] -> q [T, heads, D], its gates [T, heads * D], k and v [T, kv heads, D]",
     definition=ops.linear,
     compute=_gated_qkv,
+    takes_rows=True,
 )
 OUTPUT_GATE = OpForm(
     name="output_gate",

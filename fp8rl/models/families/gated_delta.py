@@ -116,6 +116,7 @@ IN_PROJ = OpForm(
     shapes="[T, H] -> queries, keys and values of all heads [T, C], and z [T, heads * value]",
     definition=ops.linear,
     compute=_in_proj,
+    takes_rows=True,
 )
 GATES = OpForm(name="delta_gates", shapes="[T, H] -> b and a [T, heads]", definition=ops.linear, compute=_gates)
 CONV = OpForm(name="short_conv", shapes="[T, C] -> [T, C]", definition=ops.causal_conv, compute=_conv)

@@ -48,6 +48,7 @@ LATENT_DOWN = OpForm(
     shapes="[T, H] -> the narrow rows of queries [T, q rank], and of keys and values [T, kv rank + rope]",
     definition=ops.linear,
     compute=lambda host, site, x, rows=None: host.products(site, x, rows),
+    takes_rows=True,
 )
 LATENT_ATTENTION = OpForm(
     name="latent_attention",

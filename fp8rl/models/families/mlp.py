@@ -69,6 +69,7 @@ EXPERTS = OpForm(
     definition=ops.experts,
     part="experts",
     compute=lambda host, site, x, probs, chosen, rows=None: (host.experts(site, x, probs, chosen, rows),),
+    takes_rows=True,
 )
 EXPERTS_AND_SHARED = OpForm(
     name="experts_and_shared",
@@ -76,6 +77,7 @@ EXPERTS_AND_SHARED = OpForm(
     definition=ops.experts,
     part="experts",
     compute=_with_shared,
+    takes_rows=True,
 )
 
 SHARED_GATE = OpForm(
