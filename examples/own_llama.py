@@ -2,9 +2,7 @@
 
     fp8rl train SPEC model.path=DIR model.architecture=examples/own_llama.py
 
-It is Qwen3 without norms of the heads. What the shared ops do not define is refused: biases, a scaled rotation. Engines
-need a model of the name in SGLang, here one line in a package that SGLANG_EXTERNAL_MODEL_PACKAGE names: `class
-OurLlamaForCausalLM(LlamaForCausalLM)`.
+It is Qwen3 without norms of the heads. What the shared ops do not define is refused: biases, a scaled rotation.
 """
 
 from dataclasses import replace
