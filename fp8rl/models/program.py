@@ -66,8 +66,6 @@ class Op:
     form: OpForm
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    engine: str = ""
-    """The dotted path of the op's module in the engine's layer, or, outside the layers, in the engine's whole model."""
     megatron: str = ""
     """The dotted path of the op's module in Megatron. If a linear module contains a norm, or attention contains rope,
     it is the path of the containing module."""
@@ -163,7 +161,7 @@ class Host(Protocol):
         here, and normed before that if there are norms."""
 
     def attend_rows(self, site: OpSite, q: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """`ops.latent_attention`."""
+        """Attention of q [T, heads, D] to rows [T, D] that are keys, and values in their first `rank` channels."""
 
     def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
         """`ops.causal_conv`."""

@@ -131,14 +131,6 @@ def test_an_engine_that_reports_something_else_is_told() -> None:
     assert not check.ok and "spec_digest" in check.found and expected.hooks[0] in check.found
 
 
-def test_router_precision_is_the_shared_ops_in_exact_mode() -> None:
-    for mode, probabilities, ok in (
-        ("exact", "float32", True), ("exact", "bfloat16", False), ("native", "bfloat16", True),
-        ("native", "float32", False),
-    ):  # fmt: skip
-        assert same_spec.router_precision(mode, [("bfloat16", probabilities)]).ok is ok
-
-
 def test_the_kv_cache_is_in_the_format_of_the_spec() -> None:
     for numerics, expected in ((EXACT, "bfloat16"), (dataclasses.replace(EXACT, kv="fp8"), "float8_e4m3fn")):
         for kind in ("bfloat16", "float8_e4m3fn", "float16"):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
-from fp8rl.models.program import Op
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 from fp8rl.models.tensors import TensorRow
 
@@ -58,14 +57,10 @@ def _tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
         yield row
 
 
-def _ops(sizes: ModelSizes) -> tuple[Op, ...]:
-    return tuple(replace(op, engine=op.engine.replace("mlp.", PLACE)) for op in mlp.moe_ops(sizes))
-
-
 ARCHITECTURE = Architecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     sizes=sizes,
-    families=(attention.FAMILY, replace(mlp.MOE, tensors=_tensors, ops=_ops)),
+    families=(attention.FAMILY, replace(mlp.MOE, tensors=_tensors)),
     engine_extras=CACHE_SCALES,
 )

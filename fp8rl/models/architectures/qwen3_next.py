@@ -84,10 +84,7 @@ def engine_config(config: dict[str, Any], sizes: ModelSizes) -> dict[str, Any]:
 GATED_ATTENTION = replace(gated_attention.FAMILY, within=lambda sizes, layer: layer not in sizes.of(GatedDelta).layers)
 SHARED_EXPERT = "shared_expert"
 GATED_MOE = replace(
-    mlp.MOE,
-    kinds=(*mlp.MOE.kinds, *mlp.DENSE.kinds),
-    tensors=partial(mlp.moe_tensors, shared=SHARED_EXPERT),
-    ops=partial(mlp.moe_ops, shared=SHARED_EXPERT),
+    mlp.MOE, kinds=(*mlp.MOE.kinds, *mlp.DENSE.kinds), tensors=partial(mlp.moe_tensors, shared=SHARED_EXPERT)
 )
 """The family of experts, with the name that these checkpoints have for the expert that every token takes."""
 ARCHITECTURE = Architecture(

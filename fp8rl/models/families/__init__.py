@@ -177,10 +177,10 @@ def mlp_activations(sizes: ModelSizes, *mlps: tuple[int, int], experts: int = 0)
 
 # Both ends of a decoder, which all architectures share: the embedding, the last norm, the head, log-probabilities.
 
-FIRST_OPS = (Op("embed", EMBED, (TOKENS,), ("x",), "model.embed_tokens", "embedding"),)
+FIRST_OPS = (Op("embed", EMBED, (TOKENS,), ("x",), "embedding"),)
 LAST_OPS = (
-    Op("final_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "model.norm", "decoder.final_layernorm"),
-    Op("lm_head", LINEAR, ("x",), ("logits",), "lm_head", "output_layer"),
+    Op("final_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "decoder.final_layernorm"),
+    Op("lm_head", LINEAR, ("x",), ("logits",), "output_layer"),
     Op("logprobs", LOGPROBS, ("logits",), ("logprobs",)),
 )
 

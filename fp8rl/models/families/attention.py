@@ -92,17 +92,15 @@ FUSIONS = (
     Fusion((HEAD_NORM, HEAD_NORM, ROPE, ATTENTION), NORMED_ATTENTION),
     Fusion((ROPE, ATTENTION), ROTATED_ATTENTION),
 )
-INPUT_NORM = Op(
-    "input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "self_attention.linear_qkv"
-)
-O_PROJ = Op("o_proj", LINEAR, ("x",), ("x",), "self_attn.o_proj", "self_attention.linear_proj")
+INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "self_attention.linear_qkv")
+O_PROJ = Op("o_proj", LINEAR, ("x",), ("x",), "self_attention.linear_proj")
 OPS = (
     INPUT_NORM,
-    Op("qkv", QKV, ("x",), ("q", "k", "v"), "self_attn.qkv_proj", "self_attention.linear_qkv"),
-    Op("q_norm", HEAD_NORM, ("q",), ("q",), "self_attn.q_norm", "self_attention.q_layernorm"),
-    Op("k_norm", HEAD_NORM, ("k",), ("k",), "self_attn.k_norm", "self_attention.k_layernorm"),
-    Op("rope", ROPE, ("q", "k"), ("q", "k"), "self_attn.rotary_emb", "self_attention.core_attention"),
-    Op("attention", ATTENTION, ("q", "k", "v"), ("x",), "self_attn.attn", "self_attention.core_attention"),
+    Op("qkv", QKV, ("x",), ("q", "k", "v"), "self_attention.linear_qkv"),
+    Op("q_norm", HEAD_NORM, ("q",), ("q",), "self_attention.q_layernorm"),
+    Op("k_norm", HEAD_NORM, ("k",), ("k",), "self_attention.k_layernorm"),
+    Op("rope", ROPE, ("q", "k"), ("q", "k"), "self_attention.core_attention"),
+    Op("attention", ATTENTION, ("q", "k", "v"), ("x",), "self_attention.core_attention"),
     O_PROJ,
 )
 """The ops of attention with a norm for each head of queries and keys."""

@@ -1,7 +1,7 @@
 """Grouped-query attention whose output is gated: each channel is multiplied by the sigmoid of a gate of its own.
 
-`q_proj` has a head's query and then its gate. In the engine the family's modules and parameters are in the layer
-itself, not in `self_attn`.
+`q_proj` has a head's query and then its gate. SGLang's model has the family's parameters in the layer itself, not in
+`self_attn`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,9 @@ OUTPUT_GATE = OpForm(
 
 def gated_ops(sizes: ModelSizes) -> tuple[Op, ...]:
     input_norm, qkv, *between, o_proj = attention.attention_ops(sizes)
-    gate = Op("gate", OUTPUT_GATE, ("x", "gate"), ("x",), "self_attn.o_proj", "self_attention.linear_proj")
+    gate = Op("gate", OUTPUT_GATE, ("x", "gate"), ("x",), "self_attention.linear_proj")
     qkv = replace(qkv, form=GATED_QKV, writes=("q", "gate", "k", "v"))
-    return tuple(
-        replace(op, engine=op.engine.removeprefix("self_attn.")) for op in (input_norm, qkv, *between, gate, o_proj)
-    )
+    return input_norm, qkv, *between, gate, o_proj
 
 
 def gated_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:

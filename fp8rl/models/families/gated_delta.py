@@ -135,15 +135,15 @@ GATED_NORM = OpForm(
     compute=_gated_norm,
 )
 
-INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "input_layernorm")
+INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm")
 OPS = (
     INPUT_NORM,
-    Op("in_proj", IN_PROJ, ("x",), ("qkv", "z"), "linear_attn.in_proj_qkvz", "self_attention.in_proj"),
-    Op("gates", GATES, ("x",), ("b", "a"), "linear_attn.in_proj_ba", "self_attention.gate_proj"),
-    Op("conv", CONV, ("qkv",), ("qkv",), "linear_attn.conv1d", "self_attention.conv1d"),
-    Op("delta", DELTA, ("qkv", "b", "a"), ("x",), "linear_attn.attn", "self_attention.core_attention"),
-    Op("gated_norm", GATED_NORM, ("x", "z"), ("x",), "linear_attn.norm", "self_attention.out_norm"),
-    Op("out_proj", LINEAR, ("x",), ("x",), "linear_attn.out_proj", "self_attention.out_proj"),
+    Op("in_proj", IN_PROJ, ("x",), ("qkv", "z"), "self_attention.in_proj"),
+    Op("gates", GATES, ("x",), ("b", "a"), "self_attention.gate_proj"),
+    Op("conv", CONV, ("qkv",), ("qkv",), "self_attention.conv1d"),
+    Op("delta", DELTA, ("qkv", "b", "a"), ("x",), "self_attention.core_attention"),
+    Op("gated_norm", GATED_NORM, ("x", "z"), ("x",), "self_attention.out_norm"),
+    Op("out_proj", LINEAR, ("x",), ("x",), "self_attention.out_proj"),
 )
 
 

@@ -62,23 +62,21 @@ LATENT_ATTENTION = OpForm(
 
 
 def latent_attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
-    inside, there = "self_attn.", "self_attention."
-    first = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "input_layernorm")
+    there = "self_attention."
+    first = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm")
     if sizes.of(Latent).q_rank:
-        fused, up = f"{inside}fused_qkv_a_proj_with_mqa", f"{there}linear_q_up_proj"
+        up = f"{there}linear_q_up_proj"
         queries: tuple[Op, ...] = (
-            Op("qkv_a", LATENT_DOWN, ("x",), ("q_row", "kv_row"), fused, "self_attention"),
-            Op("q_a_norm", NORM, ("q_row",), ("q_row",), f"{inside}q_a_layernorm", up),
-            Op("q_b", LINEAR, ("q_row",), ("q",), f"{inside}q_b_proj", up),
+            Op("qkv_a", LATENT_DOWN, ("x",), ("q_row", "kv_row"), "self_attention"),
+            Op("q_a_norm", NORM, ("q_row",), ("q_row",), up),
+            Op("q_b", LINEAR, ("q_row",), ("q",), up),
         )
     else:
-        down = f"{there}linear_kv_down_proj"
         queries = (
-            Op("q", LINEAR, ("x",), ("q",), f"{inside}q_proj", f"{there}linear_q_proj"),
-            Op("kv_a", LINEAR, ("x",), ("kv_row",), f"{inside}kv_a_proj_with_mqa", down),
+            Op("q", LINEAR, ("x",), ("q",), f"{there}linear_q_proj"),
+            Op("kv_a", LINEAR, ("x",), ("kv_row",), f"{there}linear_kv_down_proj"),
         )
-    attended = f"{there}core_attention"
-    return first, *queries, Op("attention", LATENT_ATTENTION, ("q", "kv_row"), ("x",), "self_attn", attended), O_PROJ
+    return first, *queries, Op("attention", LATENT_ATTENTION, ("q", "kv_row"), ("x",), f"{there}core_attention"), O_PROJ
 
 
 def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:

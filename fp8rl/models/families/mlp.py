@@ -90,37 +90,36 @@ SHARED_GATE = OpForm(
 
 _READS, _SHARED = ("x", "residual"), "shared_experts"
 DENSE_OPS = (
-    Op("post_norm", ADD_NORM, _READS, _READS, "post_attention_layernorm", "mlp.linear_fc1"),
-    Op("gate_up", LINEAR, ("x",), ("x",), "mlp.gate_up_proj", "mlp.linear_fc1"),
-    Op("swiglu", SWIGLU, ("x",), ("x",), "mlp.act_fn", "mlp.linear_fc2"),
-    Op("down", LINEAR, ("x",), ("x",), "mlp.down_proj", "mlp.linear_fc2"),
+    Op("post_norm", ADD_NORM, _READS, _READS, "mlp.linear_fc1"),
+    Op("gate_up", LINEAR, ("x",), ("x",), "mlp.linear_fc1"),
+    Op("swiglu", SWIGLU, ("x",), ("x",), "mlp.linear_fc2"),
+    Op("down", LINEAR, ("x",), ("x",), "mlp.linear_fc2"),
 )
-_NORM = Op("post_norm", ADD_NORM, _READS, _READS, "post_attention_layernorm", "pre_mlp_layernorm")
-_EXPERTS = Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",), "mlp.experts", "mlp")
-_WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "shared"), ("x",), "mlp.experts", "mlp")
+_NORM = Op("post_norm", ADD_NORM, _READS, _READS, "pre_mlp_layernorm")
+_EXPERTS = Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",), "mlp")
+_WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "shared"), ("x",), "mlp")
 
 
-def moe_ops(sizes: ModelSizes, shared: str = _SHARED) -> tuple[Op, ...]:
+def moe_ops(sizes: ModelSizes) -> tuple[Op, ...]:
     """Return the ops of shared experts, then of the choice of routed experts, by softmax or by sigmoid, and of their
-    sum. shared: as in `moe_tensors`."""
+    sum."""
     logits, choice = (LINEAR, TOPK) if sizes.sigmoid_router is None else (ROUTER, SIGMOID_TOPK)
     return (
         _NORM,
-        *(_shared_ops(f"mlp.{shared}", sizes.shared_gate) if sizes.shared_size else ()),
-        Op("router", logits, ("x",), ("logits",), "mlp.gate", "mlp.router"),
-        Op("topk", choice, ("logits",), ("probs", "chosen"), "mlp.topk", "mlp.router"),
+        *(_shared_ops(sizes.shared_gate) if sizes.shared_size else ()),
+        Op("router", logits, ("x",), ("logits",), "mlp.router"),
+        Op("topk", choice, ("logits",), ("probs", "chosen"), "mlp.router"),
         _WITH_SHARED if sizes.shared_size else _EXPERTS,
     )
 
 
-def _shared_ops(at: str, gated: bool) -> Iterator[Op]:
-    """Yield the ops of shared experts. at: the path of their module in the engine's layer."""
+def _shared_ops(gated: bool) -> Iterator[Op]:
     there = f"mlp.{_SHARED}"
-    yield Op("shared_gate_up", LINEAR, ("x",), ("shared",), f"{at}.gate_up_proj", f"{there}.linear_fc1")
-    yield Op("shared_swiglu", SWIGLU, ("shared",), ("shared",), f"{at}.act_fn", f"{there}.linear_fc2")
-    yield Op("shared_down", LINEAR, ("shared",), ("shared",), f"{at}.down_proj", f"{there}.linear_fc2")
+    yield Op("shared_gate_up", LINEAR, ("x",), ("shared",), f"{there}.linear_fc1")
+    yield Op("shared_swiglu", SWIGLU, ("shared",), ("shared",), f"{there}.linear_fc2")
+    yield Op("shared_down", LINEAR, ("shared",), ("shared",), f"{there}.linear_fc2")
     if gated:
-        yield Op("shared_gate", SHARED_GATE, ("x", "shared"), ("shared",), f"{at}_gate", there)
+        yield Op("shared_gate", SHARED_GATE, ("x", "shared"), ("shared",), there)
 
 
 def _post_norm(sizes: ModelSizes, layer: int, megatron: str) -> TensorRow:

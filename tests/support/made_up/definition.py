@@ -55,10 +55,10 @@ def ops(sizes: ModelSizes) -> tuple[Op, ...]:
     input_norm, qkv, *norms_and_rope, attended, o_proj = attention.attention_ops(sizes)
     assert attended.form is attention.ATTENTION
     return (
-        input_norm, qkv, Op("gates", LINEAR, ("x",), ("gates",), "self_attn.head_gates", "self_attention.gates"),
-        *norms_and_rope, replace(attended, form=GATED, reads=("q", "k", "v", "gates"), engine="self_attn"),
+        input_norm, qkv, Op("gates", LINEAR, ("x",), ("gates",), "self_attention.gates"),
+        *norms_and_rope, replace(attended, form=GATED, reads=("q", "k", "v", "gates")),
         replace(o_proj, megatron="self_attention.linear_proj.proj"),
-        Op("out_norm", NORM, ("x",), ("x",), "self_attn.out_norm", "self_attention.linear_proj.norm"),
+        Op("out_norm", NORM, ("x",), ("x",), "self_attention.linear_proj.norm"),
     )  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,35 +19,8 @@ Slots = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """The table of slots, the rows of the table, new tokens (None: one each) and all tokens of each sequence."""
 
 
-class Rotation(Protocol):
-    def __call__(self, cache: NewSlots | None) -> tuple[Tensor, Tensor]:
-        """Return rotated queries and keys; put keys and values into a cache if there is one."""
-
-
-class Tokens(Protocol):
-    """The new tokens of some sequences, end to end: [T]. Keys and values come in the format of the cache."""
-
-    positions: Tensor
-    """int64 [T]"""
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, kv: KVFormat, rotated: Rotation | None
-    ) -> Tensor:
-        """`ops.paged_attention` [T, heads, D]. rotated: gives q and k, which come as they were projected."""
-
-    def attend_rows(self, layer: int, q: Tensor, rows: Tensor, rank: int, scale: float, kv: KVFormat) -> Tensor:
-        """`ops.paged_latent_attention` [T, heads, rank] over rows [T, rank + rope]."""
-
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """`ops.causal_conv`"""
-
-    def recur(self, layer: int, *inputs: Tensor) -> Tensor:
-        """`ops.gated_delta_rule`"""
-
-    def note_experts(self, layer: int, chosen: Tensor) -> None:
-        """Note each token's experts for a request that asks for them."""
-
-    def logprobs(self, logits: Tensor) -> Tensor: ...
+Rotation = Callable[[NewSlots | None], tuple[Tensor, Tensor]]
+"""Gives queries and keys that are rotated, and puts keys and values into a cache if there is one."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +60,7 @@ class Paged:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, kv: KVFormat, rotated: Rotation | None
     ) -> Tensor:
+        """Attend to the keys of each sequence: [T, heads, D]. rotated: gives q and k, which come as products."""
         pool = self._attention.token_to_kv_pool
         keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
         one_launch = rotated is not None and not kv.quantized  # rotates, and writes numbers as they are
@@ -182,3 +157,6 @@ class Recorded:
 
     def logprobs(self, logits: Tensor) -> Tensor:
         return ops.token_logprobs(logits.float(), self.targets, self.temperature)[0]
+
+
+Tokens = Paged | Recorded
