@@ -7,7 +7,7 @@ It is Qwen3 without norms of the heads. What the shared ops do not define is ref
 
 from dataclasses import replace
 
-from fp8rl.models import CACHE_SCALES, ModelSizes, checked, family_sizes
+from fp8rl.models import ModelSizes, checked, family_sizes
 from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 
@@ -24,6 +24,4 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return checked(config, ModelSizes(**own, ffn_size=config.size("intermediate_size"), head_norms=None))
 
 
-ARCHITECTURE = replace(
-    qwen3.ARCHITECTURE, name="OurLlamaForCausalLM", model_type="llama", sizes=sizes, engine_extras=CACHE_SCALES
-)
+ARCHITECTURE = replace(qwen3.ARCHITECTURE, name="OurLlamaForCausalLM", model_type="llama", sizes=sizes)

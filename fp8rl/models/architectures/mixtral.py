@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
@@ -62,5 +62,4 @@ ARCHITECTURE = Architecture(
     model_type="mixtral",
     sizes=sizes,
     families=(attention.FAMILY, replace(mlp.MOE, tensors=_tensors)),
-    engine_extras=CACHE_SCALES,
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import gated_attention, gated_delta, mlp
 from fp8rl.models.families.gated_delta import GatedDelta
@@ -92,6 +92,5 @@ ARCHITECTURE = Architecture(
     model_type="qwen3_next",
     sizes=sizes,
     families=(gated_delta.JOINED, GATED_ATTENTION, GATED_MOE),
-    engine_extras=CACHE_SCALES,
     engine_config=engine_config,
 )

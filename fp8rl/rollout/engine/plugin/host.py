@@ -98,6 +98,15 @@ class EngineHost(nn.Module):
     def whole(self, x: Tensor) -> Tensor:
         return x
 
+    def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return function(x)
+
+    def in_rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def by_rows(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        return function(*values)
+
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([part.flatten(-2) for part in parts], -1)
 

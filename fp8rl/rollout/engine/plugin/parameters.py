@@ -14,6 +14,8 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
 from fp8rl.numerics.ops import Fused, LowRank
 
+CACHE_SCALES = {"k_scale", "v_scale"}
+"""Parameters that SGLang adds to attention in some quantized models, for a cache in FP8. Nothing here uses them."""
 Served = tuple[str, Tensor, Tensor]
 """A tensor of the checkpoint in an engine: its name (of a rank's part, the rank's label), the engine's parameter that
 holds it, and the view of that parameter that is the tensor."""
@@ -48,8 +50,7 @@ def check_table(model: nn.Module, definition: Model) -> None:
     # An engine that starts without weights has made up whatever is saved with a model, its buffers too.
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     held |= model.state_dict().keys() - tied
-    extras = definition.architecture.engine_extras
-    spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in extras)
+    spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in CACHE_SCALES)
     missing = sorted(expected - held)
     if spare or missing:
         raise RuntimeError(
