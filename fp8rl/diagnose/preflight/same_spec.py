@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.families.mlp import TOPK
+from fp8rl.models.program import CHOSEN, OpSite
 from fp8rl.models.shape import Shape
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics import kv
@@ -200,26 +201,40 @@ def observe(trainer: Trainer, batch: TokenBatch) -> Observed:
     """Score the batch on a rank, and record the dtypes of its routers and the weights that it quantizes."""
     from megatron.core.transformer.moe.router import TopKRouter
 
+    from fp8rl.trainer.modules.program import ProgramLayer
+
     seen: set[tuple[str, str]] = set()
+
+    def note(logits: Any, result: Any) -> None:
+        logits_dtype, probs_dtype = (str(each.dtype).removeprefix("torch.") for each in (logits, result[0]))
+        seen.add((logits_dtype, probs_dtype))
+
+    def note_op(site: OpSite, read: Sequence[Any], made: Sequence[Any]) -> None:
+        if CHOSEN in site.op.writes:
+            note(read[0], made)
 
     def watched(routing: Callable[..., Any]) -> Callable[..., Any]:
         def route(logits: Any, *args: Any, **kwargs: Any) -> Any:
             result = routing(logits, *args, **kwargs)
-            logits_dtype, probs_dtype = (str(each.dtype).removeprefix("torch.") for each in (logits, result[0]))
-            seen.add((logits_dtype, probs_dtype))
+            note(logits, result)
             return result
 
         return route
 
     routers: list[Any] = [module for module in trainer.model.modules() if isinstance(module, TopKRouter)]
+    layers = [layer for layer in trainer.model.decoder.layers if isinstance(layer, ProgramLayer)]
     trainer.weights_changed()  # so that the cache holds what this pass asks for, and no more
     for router in routers:
         router.routing = watched(router.routing)  # hides the class's method until it is deleted
+    for layer in layers:
+        layer.watch = note_op
     try:
         trainer.score(batch)
     finally:
         for router in routers:
             del router.routing
+        for layer in layers:
+            layer.watch = None
     rows = trainer.weights.rows(trainer.model)
     quantized = [row.name for name in trainer.quantized_parameters() for row in rows[name]]
     return Observed(sorted(quantized), sorted(seen))

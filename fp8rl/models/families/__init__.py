@@ -1,8 +1,8 @@
 """Families of ops, of which the layers of decoders consist: sizes, tensors and costs of each family.
 
 A family is a part of a layer, such as attention. One file here has its tensors, its ops, its cache, its cost and how
-ranks share it. The trainer has a file of the same name for it (`trainer.modules.families`), and so has the engine
-(`rollout.engine.plugin.families`). An architecture lists its families; no table lists them all.
+ranks share it. The trainer has a file of the same name for its native mode (`trainer.modules.families`), and the engine
+has one in `rollout.engine.plugin.families`. An architecture lists its families; no table lists them all.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ class Family:
     """By kind of ranks that cannot share the family: the reason, as a statement about the model."""
     kernels: tuple[tuple[int, int], str] | None = None
     """The least compute capability of GPUs for the family's exact kernels, and why; None: the least of all kernels."""
-    megatron: Callable[[], Any] | None = None
-    """A function that imports the family's `trainer.modules.families.MegatronFamily`; None: its file there has it."""
 
 
 def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int) -> list[Family]:

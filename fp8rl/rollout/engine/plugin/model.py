@@ -198,6 +198,9 @@ class ProgramHost(nn.Module):
     def whole(self, x: Tensor) -> Tensor:
         return x
 
+    def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return function(x)
+
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([part.flatten(-2) for part in parts], -1)
 
@@ -223,6 +226,12 @@ class ProgramHost(nn.Module):
     def attend_rows(self, site: OpSite, q: Tensor, rows: Tensor, rank: int) -> Tensor:
         scale = self.sizes.attention_scale * self.kv.key_scale
         return self.kv.result_of_keys(self.tokens.attend_rows(site.layer, q, self.kv.keys(rows), rank, scale))
+
+    def in_rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def by_rows(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        return function(*values)
 
     def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
         return self.tokens.convolve(site.layer, x, weight)
