@@ -49,6 +49,11 @@ class OpForm:
     """A function of a host, the site and the inputs, which returns the outputs."""
     takes_rows: bool = False
     """Its products may take the quantized rows of the norm before them, as a last input."""
+    across_tokens: bool = False
+    """True if tokens of a sequence depend on each other in it: what `recompute=attention` computes again."""
+    channels: Callable[[ModelSizes], tuple[int, ...]] | None = None
+    """Widths of a head's parts in the first output, which `Host.joined` put in the host's order. Recordings have all
+    heads' first parts, then all heads' second ones, and so on; None: the first output is in no order of the host's."""
     part: Part | None = None
     """The row of the precision map for a module that computes the op; None: it is part of a product, or has no row."""
 
@@ -143,6 +148,9 @@ class Host(Protocol):
     def whole(self, x: Tensor) -> Tensor:
         """All tokens of a value of which ranks that share the sequence have a part."""
 
+    def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply a function to a value of all heads [T, C], of which a rank has the part x of its own heads."""
+
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Parts of heads [T, heads, ...] in one value [T, C], in the host's order of channels."""
 
@@ -163,11 +171,17 @@ class Host(Protocol):
     def attend_rows(self, site: OpSite, q: Tensor, rows: Tensor, rank: int) -> Tensor:
         """Attention of q [T, heads, D] to rows [T, D] that are keys, and values in their first `rank` channels."""
 
+    def in_rows(self, x: Tensor) -> Tensor:
+        """A value as `convolve` and `recur` take it, which go from token to token."""
+
+    def by_rows(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        """Apply a function to values whose tokens lie row after row: a gradient is a sum in this order."""
+
     def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
-        """`ops.causal_conv`."""
+        """`ops.causal_conv` of a value that is `in_rows`, and stays so."""
 
     def recur(self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """`ops.gated_delta_rule`."""
+        """`ops.gated_delta_rule` of values that are `in_rows`; the result is for the tokens again."""
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """A token's experts, by `ops.route` or its like without `choose` and `ids`: replayed, or noted."""

@@ -1,8 +1,8 @@
 """Families of ops, of which the layers of decoders consist: sizes, tensors and costs of each family.
 
 A family is a part of a layer, such as attention. One file here has its tensors, its piece of the program, its cache,
-its cost and how ranks share it. An engine runs the program by a host of its own. The trainer has a file of the same
-name (`trainer.modules.families`). An architecture lists its families; no table lists them all.
+its cost and how ranks share it. Engine and trainer run the program by hosts of their own; for native mode the trainer
+has a file of the same name (`trainer.modules.families`). An architecture lists its families; no table lists them all.
 """
 
 from __future__ import annotations
@@ -82,8 +82,6 @@ class Family:
     """By kind of ranks that cannot share the family: the reason, as a statement about the model."""
     kernels: tuple[tuple[int, int], str] | None = None
     """The least compute capability of GPUs for the family's exact kernels, and why; None: the least of all kernels."""
-    megatron: Callable[[], Any] | None = None
-    """A function that imports the family's `trainer.modules.families.MegatronFamily`; None: its file there has it."""
 
 
 def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int) -> list[Family]:

@@ -32,7 +32,8 @@ def _head_norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
 
 
 def _heads_norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
-    return (ops.rms_norm(x.flatten(-2), norm_weight(host, site), host.sizes.norm_eps).view(x.shape),)
+    weight, eps = norm_weight(host, site), host.sizes.norm_eps
+    return (host.over_heads(lambda heads: ops.rms_norm(heads, weight, eps), x.flatten(-2)).view(x.shape),)
 
 
 def _qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
@@ -83,6 +84,7 @@ ATTENTION = OpForm(
     shapes="q, k, v -> [T, heads * D]",
     definition=ops.attention,
     part="attention",
+    across_tokens=True,
     compute=lambda host, site, q, k, v: (host.attend(site, q, k, v),),
 )
 NORMED_ATTENTION = replace(ATTENTION, name="normed_attention", compute=_normed_attention)

@@ -70,9 +70,18 @@ class GatedDelta:
         return self.value_heads // self.key_heads
 
     @property
+    def of_head(self) -> tuple[int, int, int]:
+        """Widths of the query, the key and the values of one head of keys."""
+        return self.key_dim, self.key_dim, self.shares * self.value_dim
+
+    @property
     def state(self) -> int:
         """The number of elements of a request's state in one layer."""
         return self.value_heads * self.key_dim * self.value_dim
+
+
+def _of_head(sizes: ModelSizes) -> tuple[int, int, int]:
+    return sizes.of(GatedDelta).of_head
 
 
 def _in_proj(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
@@ -80,7 +89,7 @@ def _in_proj(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[
     own, found = host.sizes.of(GatedDelta), host.products(site, x, rows)
     if len(found) == 2:
         return found
-    widths = own.key_dim, own.key_dim, own.shares * own.value_dim, own.shares * own.value_dim
+    widths = *own.of_head, own.shares * own.value_dim
     *channels, z = found[0].unflatten(-1, (-1, sum(widths))).split(widths, -1)
     return host.joined(channels), z.flatten(-2)
 
@@ -94,36 +103,49 @@ def _gates(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
 
 
 def _conv(host: Host, site: OpSite, qkv: Tensor) -> Sequence[Tensor]:
-    return (host.convolve(site, qkv, host.tensor(site).flatten(1)),)
+    return (host.convolve(site, host.in_rows(qkv), host.tensor(site).flatten(1)),)
 
 
 def _delta(host: Host, site: OpSite, qkv: Tensor, b: Tensor, a: Tensor) -> Sequence[Tensor]:
-    own = host.sizes.of(GatedDelta)
-    q, k, v = host.apart(qkv, (own.key_dim, own.key_dim, own.shares * own.value_dim))
+    own, b, a = host.sizes.of(GatedDelta), host.in_rows(b), host.in_rows(a)
+    q, k, v = host.apart(qkv, own.of_head)
     g, beta = ops.delta_gates(a, b, host.tensor(site, "A_log"), host.tensor(site, "dt_bias"))
     v = v.unflatten(-1, (own.shares, -1)).flatten(-3, -2)
     return (host.recur(site, q, k, v, g, beta).flatten(-2),)
 
 
 def _gated_norm(host: Host, site: OpSite, x: Tensor, z: Tensor) -> Sequence[Tensor]:
-    weight = host.tensor(site)
-    heads, gates = (each.unflatten(-1, (-1, len(weight))) for each in (x, z))
-    return (ops.gated_rms_norm(heads, gates, weight, host.sizes.norm_eps).flatten(-2),)
+    weight, eps = host.tensor(site), host.sizes.norm_eps
+
+    def normed(*values: Tensor) -> Tensor:
+        heads, gates = (each.unflatten(-1, (-1, len(weight))) for each in values)
+        return ops.gated_rms_norm(heads, gates, weight, eps).flatten(-2)
+
+    return (host.by_rows(normed, x, z),)
 
 
 IN_PROJ = OpForm(
     name="delta_in_proj",
     shapes="[T, H] -> queries, keys and values of all heads [T, C], and z [T, heads * value]",
     definition=ops.linear,
+    channels=_of_head,
     compute=_in_proj,
     takes_rows=True,
 )
 GATES = OpForm(name="delta_gates", shapes="[T, H] -> b and a [T, heads]", definition=ops.linear, compute=_gates)
-CONV = OpForm(name="short_conv", shapes="[T, C] -> [T, C]", definition=ops.causal_conv, compute=_conv)
+CONV = OpForm(
+    name="short_conv",
+    shapes="[T, C] -> [T, C]",
+    definition=ops.causal_conv,
+    across_tokens=True,
+    channels=_of_head,
+    compute=_conv,
+)
 DELTA = OpForm(
     name="gated_delta",
     shapes="queries, keys and values [T, C], b, a [T, heads] -> [T, heads * value]: `ops.delta_gates`, and the rule",
     definition=ops.gated_delta_rule,
+    across_tokens=True,
     compute=_delta,
 )
 GATED_NORM = OpForm(

@@ -57,6 +57,7 @@ LATENT_ATTENTION = OpForm(
     definition=ops.latent_attention,
     constants=(THETA, ROPE_FACTOR),
     part="attention",
+    across_tokens=True,
     compute=_latent_attention,
 )
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 
 from torch import Tensor
 
@@ -66,7 +65,6 @@ FAMILY = Family(
     name="gated", part="attention", kinds=attention.FAMILY.kinds, tensors=tensors, ops=ops,
     activations=attention.FAMILY.activations, widths=attention.FAMILY.widths,
     cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.heads // ranks, scored=attention.FAMILY.scored,
-    megatron=lambda: import_module("tests.support.made_up.megatron").FAMILY,
 )  # fmt: skip
 ARCHITECTURE = replace(
     qwen3_moe.ARCHITECTURE, name="MadeUpForCausalLM", sizes=sizes,
