@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.hub import HubPath, Revision, model_directory
+from fp8rl.models.plain_yaml import write_yaml
 from fp8rl.numerics.config import NumericsConfig, RolloutPrecision
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.spec import QuantSpec
@@ -153,4 +153,4 @@ class Experiment(Section):
 
     def to_yaml(self) -> str:
         """Return the experiment as YAML, below a comment with its loss. `read_resolved` gives an equal object."""
-        return f"# {self.formula}\n" + yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return f"# {self.formula}\n" + write_yaml(self.to_dict())
