@@ -74,6 +74,8 @@ def _problems(serving: Any, request: Any, sent: dict[str, Any]) -> Iterator[tupl
         found = getattr(request, parameter, None)
         if found is not None and not least <= found <= most:
             yield parameter, f"found {found}, expected {least} to {most}"
+    if "" in ([request.stop] if isinstance(request.stop, str) else request.stop or ()):  # SGLang stops at once
+        yield "stop", "found an empty text, expected at least one character"
     if sent.get("echo") and sent.get("logprobs") == 0:  # SGLang fails
         yield "logprobs", "found 0 with echo, expected 1 to 20"
     if chat and request.tools and serving.tool_call_parser is None:
