@@ -44,9 +44,7 @@ def test_a_model_is_asked_every_problem_of_a_file(data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data, capsys) -> None:
     run = new_run(Path("it"))
     spec = load_experiment(EXAMPLES / "arithmetic.yaml", ["numerics.trainer=bf16", "eval.problems=7"])
     run.experiment.write_text(spec.to_yaml())

@@ -21,7 +21,6 @@ from fp8rl.numerics.core.section import Section, sections_in
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.sections import DataSource
 from fp8rl.rl.experiment.validation import named_architecture, parse_experiment, without_removed
-from fp8rl.rl.record.metrics import describe
 from fp8rl.rl.record.run_dir import RunDir
 
 Say = Callable[[str], object]
@@ -32,6 +31,8 @@ _HERE = Path("(a mapping)")
 """The name in messages for a spec that is a mapping and not a file; its paths are relative to the current directory."""
 LARGEST_SPEC = 16 << 20
 """The largest file of a spec, in bytes."""
+_GONE = ("tracking/wandb_lost", "perf/accepted_per_forward", "perf/drafted_per_forward")
+"""Metrics that runs had once; a gate of an old run may name one."""
 
 
 def note(text: str) -> None:
@@ -110,8 +111,7 @@ def _without_what_went(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tracking, dict) and isinstance(tracking.get("to"), list):  # MLflow and Trackio were trackers once
         tracking["to"] = [name for name in tracking["to"] if name not in ("mlflow", "trackio")]
     if isinstance(gates, list):
-        known = [gate for gate in gates if not isinstance(gate, dict) or describe(str(gate.get("metric"))) is not None]
-        values["gates"] = known
+        values["gates"] = [gate for gate in gates if not isinstance(gate, dict) or gate.get("metric") not in _GONE]
     return values
 
 

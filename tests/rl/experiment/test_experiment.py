@@ -63,7 +63,7 @@ def test_a_removed_key_is_refused_in_a_sentence_and_left_out_of_an_old_run(write
         load_experiment(path, ["rollout.gone.a=1"])
     spec = load_experiment(path)
     written = spec.to_yaml().replace("\nrollout:", "\nrollout:\n  gone: {a: 1}")
-    old = write("old/spec.yaml", written.replace("\ngates:", "\ngates:\n- {metric: train/gone, above: 0.0}"))
+    old = write("old/spec.yaml", written.replace("\ngates:", "\ngates:\n- {metric: tracking/wandb_lost, above: 0.0}"))
     write("old/.fp8rl", "")  # which marks the folder of a run
     assert "gone: {" in old.read_text() and read_resolved(old) == spec == load_experiment(old)
 

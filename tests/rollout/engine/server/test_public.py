@@ -89,7 +89,6 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "a.png"}}]
         (PATHS, {"n": 0}, "n: found 0, expected 1 to 128"),
         (PATHS, {"seed": -1}, "seed: found -1, expected 0 to 9223372036854775807"),
         (PATHS, {"top_k": 2**31}, f"top_k: found {2**31}, expected -1 to {2**31 - 1}"),
-        (PATHS, {"logit_bias": {"1": 1.0}}, "logit_bias: is not served. Leave it out"),
         (PATHS, {"stop": ["a", ""]}, "stop: found an empty text, expected at least one character"),
         (PATHS, {"temprature": 0.0}, "temprature: is not served. Leave it out"),
         (PATHS, {"stop_token_ids": [1, 10]}, "stop_token_ids: found the token 10, expected 0 to 9"),
