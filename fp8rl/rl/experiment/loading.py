@@ -47,7 +47,8 @@ def load_experiment(
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
     Mappings are merged and lists are replaced. Where a layer names another algorithm, environment, rejection or data
-    path, the settings of the former one are dropped; `say` is told which settings.
+    path, the settings of the former one are dropped; `say` is told which settings. The spec in a run's directory may
+    have keys that specs had once: they are left out.
     A relative path is relative to the directory of the file that it is written in. In an override, in a mapping, and
     for the default of `run.dir`, it is relative to the current directory. In the experiment all paths are absolute.
 
