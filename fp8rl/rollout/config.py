@@ -87,8 +87,9 @@ class RolloutSection(Section):
     """Seconds that a server may take to load the model and become healthy. Its imports alone take about ten. If a
     server exits, the run notices this at once."""
     hung_after_s: float = Field(default=120.0, ge=1.0)
-    """Seconds without a response, even to a health check, after which an engine counts as hung and is replaced. Ten
-    times as long while its schedulers use a processor, as in a long forward pass."""
+    """Seconds without a response, even to a health check, after which an engine counts as hung and is replaced. An
+    engine does not respond while it loads weights. While its schedulers use a processor, as in a long forward pass, the
+    limit is ten times as long."""
     restarts_per_hour: int = Field(default=8, ge=0)
     """Number of lost engines that are replaced within an hour. One more ends the run."""
     port: int | None = Field(default=None, ge=1024, le=65535)

@@ -42,7 +42,7 @@ class TeacherSection(Section):
     run's quantization spec. Its weights never change."""
 
     path: HubPath
-    """Hugging Face directory in BF16, or the name of a model of the hub. It has the same tokenizer as `model.path`."""
+    """Hugging Face directory in BF16, or the name of a model of the hub. It must have the tokenizer of `model.path`."""
     revision: Revision | None = None
     """Branch, tag or commit of a model of the hub, as `model.revision`."""
     engines: int = Field(default=1, ge=1, le=4096)
