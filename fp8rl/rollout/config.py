@@ -31,8 +31,8 @@ class RolloutSection(Section):
     prompts_per_step: int = Field(default=32, ge=1)
     """Problems drawn for each training step."""
     staleness: int = Field(default=0, ge=0, le=64)
-    """How many steps sampling may be ahead of training. 0: a step samples, then trains. S: the groups of at most S + 1
-    steps are admitted and not yet trained on. Groups are trained on in order."""
+    """How many steps sampling may be ahead of training. 0: a step samples, then trains. S: the groups of up to S + 1
+    steps may be requested before they are trained on. Groups are trained on in order."""
     in_flight: bool | None = None
     """True: weights may change while an answer is sampled, so its tokens may come from several versions. False: all
     admitted groups are answered before the update, so timing does not decide which weights sample a token. Null: false
