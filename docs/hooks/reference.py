@@ -45,7 +45,8 @@ _SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")
 
 def reference() -> str:
     """The page, in Markdown."""
-    parts, shown = [_HEAD], {}
+    parts = [_HEAD]
+    shown: dict[type[Section], str] = {}
     for name, field in Experiment.model_fields.items():
         if name == "algorithm":
             parts.append(_algorithms())
