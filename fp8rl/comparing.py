@@ -99,11 +99,13 @@ def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
     every: list equal metrics too; otherwise only metrics that differ, and the metrics that are always shown first.
     """
     both = (one.metrics, other.metrics)
-    steps = sorted({row["step"] for row in both[0]} & {row["step"] for row in both[1]})
+    one_by_step, other_by_step = ({row["step"]: row for row in metrics} for metrics in both)
+    steps = sorted(one_by_step.keys() & other_by_step.keys())
     names = {name for metrics in both for row in metrics for name in row} - {"step"}
     rows, equal = [], 0
     for name in sorted(names, key=lambda name: (not metric(name).shown_as, name)):
-        before, after = (_at_the_end(metrics, name, steps) for metrics in both)
+        shared = [step for step in steps if name in one_by_step[step] and name in other_by_step[step]] or steps
+        before, after = (_at_the_end(metrics, name, shared) for metrics in both)
         if before is None and after is None:
             continue
         if before == after and not every and not metric(name).shown_as:

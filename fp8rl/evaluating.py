@@ -61,7 +61,8 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
         asked = [f"data.train={unused}", "data.eval=null", f"eval.sets={json.dumps(given)}", every]
     files = RunDir(subject.absolute())
     if files.experiment.is_file():
-        experiment = load_experiment(files.experiment, [*asked, *overrides])
+        own = load_experiment(files.experiment, asked, lambda text: None) if asked else files.experiment
+        experiment = load_experiment(own, overrides)
     elif not given:
         raise UserError(_NOTHING_TO_ASK)
     else:

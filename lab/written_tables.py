@@ -26,8 +26,8 @@ _SPEC = {
     "wire": "`gradient_wire`",
     "gather": "`weight_gather`",
     "kv": "`kv`",
-    "operand": "what holds it",
-    "dequantized": "what holds it",
+    "operand": "a format that holds it",
+    "dequantized": "a format that holds it",
 }
 """Words for a key of a spec: the key of the numerics or the trainer section, or the narrowest format that is exact."""
 _TITLE = "# The plan, `fp8rl plan SPEC --gpu {}`: GB on the fullest GPU in each phase of a step"

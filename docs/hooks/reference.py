@@ -14,7 +14,8 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen
@@ -32,11 +33,11 @@ _HEAD = """# Every key of a spec
 `make pages` generates this page and `fp8rl/spec.schema.json` from the sections. Editors complete and check a spec that
 begins with `# yaml-language-server: $schema=PATH/spec.schema.json`.
 
-A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier files, mappings are merged,
-and lists are replaced. On the command line `section.key=value` overrides all files. If a file or an override names
-another algorithm, environment or rejection, the settings of the former one go, and a note names them. A path is
-relative to the file that it is written in; on the command line it is relative to the current directory. It may begin
-with `~`. The error for a misspelt key names the nearest valid key. *required* says that there is no default.
+A spec is YAML. It inherits from a file, or a list of files, with `defaults: FILE`. Later files override earlier files,
+mappings are merged, and lists are replaced. On the command line `section.key=value` overrides all files. If a file or
+an override names another algorithm, environment or rejection, the settings of the replaced one are dropped, and a note
+names them. A path is relative to its file; on the command line it is relative to the current directory. It may begin
+with `~`. The error for a misspelt key names the nearest valid key. *required* means that there is no default.
 """
 _NAMES = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text", types.NoneType: "null"}
 _SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
@@ -45,13 +46,15 @@ _SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")
 def reference() -> str:
     """The page, in Markdown."""
     parts = [_HEAD]
+    shown: dict[type[Section], str] = {}
     for name, field in Experiment.model_fields.items():
         if name == "algorithm":
             parts.append(_algorithms())
             continue
         (section,) = sections_in(field.annotation)
         entry = " (a list; these are the keys of an entry)" if typing.get_origin(field.annotation) is tuple else ""
-        parts += [f"## {name}{entry}\n", f"{_text(section)}\n", _table(section)]
+        shown[section] = name
+        parts += [f"## {name}{entry}\n", f"{_text(section)}\n", _table(section, shown=shown, home=f"{name}.")]
     return "\n".join(parts)
 
 
@@ -108,11 +111,11 @@ def descriptions(section: type[Section]) -> dict[str, str]:
 
 
 def rows(
-    section: type[Section], prefix: str = "", shown: dict[type[Section], str] | None = None
+    section: type[Section], prefix: str = "", shown: dict[type[Section], str] | None = None, home: str = ""
 ) -> Iterator[tuple[str, FieldInfo, str]]:
     """Key, field and description of each value in a section; those of a section inside it once, where it is first.
 
-    shown: the sections inside it that were there before, and under which key.
+    shown: the sections that were there before, and under which key. home: what precedes the key in a spec.
     """
     said = descriptions(section)
     shown = {} if shown is None else shown
@@ -122,26 +125,26 @@ def rows(
         yield key, field, said[name] + again
         for each in inner:
             if each not in shown:
-                shown[each] = key
-                yield from rows(each, f"{key}.", shown)
+                shown[each] = home + key
+                yield from rows(each, f"{key}.", shown, home)
 
 
 def _algorithms() -> str:
     shared = {name for name in PolicyGradient.model_fields if name != "name"}
     nested: dict[type[Section], str] = {}
-    list(rows(PolicyGradient, "", nested))
+    known = {key: said for key, _, said in rows(PolicyGradient, "", nested, "algorithm.")}
     parts = [
         "## algorithm\n",
         f"`name` is {', '.join(f'`{name}`' for name in ALGORITHMS)}, or a class of your own, `path/to/file.py:Class` "
-        "([extending.md](extending.md)); `grpo` unless it is given. More of each in [algorithms.md](algorithms.md).\n",
-        f"All that learn from rewards have these keys. {_text(PolicyGradient)}\n",
+        "([extending.md](extending.md)). The default is `grpo`. [algorithms.md](algorithms.md) has more.\n",
+        f"{_text(PolicyGradient)}\n",
         _table(PolicyGradient, only=shared),
     ]
     for name, kind in ALGORITHMS.items():
         base = PolicyGradient.model_fields
         own = {key for key, field in kind.model_fields.items() if key != "name" and not _alike(field, base.get(key))}
         parts += [f"### {name}\n", f"{_text(kind)} The loss of a token: `{kind.formula}`.\n"]
-        parts += [_table(kind, only=own, shown={**nested})] if own else []
+        parts += [_table(kind, only=own, shown={**nested}, known=known)] if own else []
     return "\n".join(parts)
 
 
@@ -149,10 +152,18 @@ def _alike(field: FieldInfo, other: FieldInfo | None) -> bool:
     return other is not None and (field.annotation, field.get_default()) == (other.annotation, other.get_default())
 
 
-def _table(section: type[Section], only: set[str] | None = None, shown: dict[type[Section], str] | None = None) -> str:
+def _table(
+    section: type[Section],
+    only: set[str] | None = None,
+    shown: dict[type[Section], str] | None = None,
+    home: str = "",
+    known: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return the table of a section's keys. known: texts of keys that another table has, with another default."""
     lines = ["| key | values | default | |", "|---|---|---|---|"]
-    for key, field, said in rows(section, shown=shown):
+    for key, field, said in rows(section, shown=shown, home=home):
         if only is None or key.partition(".")[0] in only:
+            said = "As above, with another default." if known.get(key) == said else said
             cells = [f"`{key}`", _values(field.annotation, field.metadata), _default(field), said]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -176,6 +176,10 @@ def attribute(
         given = read_subject(subject, "attribute")
         page, key = out or attribution.page_of(given), "--out" if out else "report"
         check_page(page, key)
+        numbers = page.with_suffix(".json")
+        if numbers == page or (os.path.lexists(numbers) and not page.exists()):
+            said = f"{numbers}, which is no page and would be replaced by numbers"
+            raise user_error(key, said, "a name of which neither .html nor .json exists", "Give another name.")
         with interruptible():
             found = attribution.attribute_offline(given, say=progress())
         compared = attribution.compared(given)

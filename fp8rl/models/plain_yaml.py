@@ -1,4 +1,4 @@
-"""Reads YAML that has only plain values: mappings, lists, text, numbers, true, false and null."""
+"""Reads and writes YAML that has only plain values: mappings, lists, text, numbers, true, false and null."""
 
 from __future__ import annotations
 
@@ -33,9 +33,18 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that `_Loader` would read as a number, such as the name 1e-3."""
+
+
+for _end in (_Loader, _Dumper):
+    _end.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
 
 
 def parse_yaml(text: str) -> Any:
@@ -45,6 +54,12 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(_problem(error)) from error
+
+
+def write_yaml(value: Any) -> str:
+    """Return the YAML text of a value of plain values. `parse_yaml` gives an equal value."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def parse_override(text: str) -> dict[str, Any]:

@@ -27,25 +27,25 @@ class RolloutSection(Section):
     """SGLang server processes. A group goes to the least busy engine. An engine that dies or hangs is replaced."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks of one engine; each rank holds whole experts. On GPUs several ranks run only in native
-    mode. On CPUs they run in exact mode too; trainer and engine then sum row-parallel products in `tp` parts."""
+    mode. On CPUs they also run in exact mode; then trainer and engine sum row-parallel products in `tp` parts."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Problems drawn for each training step."""
     staleness: int = Field(default=0, ge=0, le=64)
-    """Steps that sampling runs ahead of training. 0: a step samples, then trains. S: at most the groups of S + 1 steps
-    are admitted and not trained on yet. Groups are trained on in order."""
+    """How many steps sampling may be ahead of training. 0: a step samples, then trains. S: the groups of up to S + 1
+    steps may be requested before they are trained on. Groups are trained on in order."""
     in_flight: bool | None = None
-    """Weights may change while an answer is sampled, whose tokens then come from several versions. False: all admitted
-    groups are answered before the update, so that the spec fixes which weights sample which token. Null: false with a
-    staleness of at most 1, true above, where it cannot be false."""
+    """True: weights may change while an answer is sampled, so its tokens may come from several versions. False: all
+    admitted groups are answered before the update, so timing does not decide which weights sample a token. Null: false
+    with a staleness of 0 or 1, else true. Only a staleness of 1 allows both."""
     oversample: float = Field(default=1.0, ge=1.0, le=8.0)
-    """Groups that are admitted for each group that a step trains on. Above 1, a step takes the oldest complete groups
-    and waits for no straggler. The other groups continue under the new weights, which needs updates in flight."""
+    """Number of admitted groups for each group that a step trains on. Above 1, a step takes the oldest complete groups
+    and does not wait for the others, which continue under the new weights. This needs updates in flight."""
     filter_patience: int = Field(default=10, ge=1)
-    """A step gives up once the algorithm's filter has dropped filter_patience · `prompts_per_step` groups."""
+    """A step that has dropped filter_patience · `prompts_per_step` groups ends the run."""
     group_size: int = Field(default=8, ge=1)
     """Answers sampled for each problem."""
     max_new_tokens: int = Field(default=20, ge=1)
-    """Longest answer, EOS included."""
+    """Largest number of tokens of an answer, EOS included."""
     temperature: float = Field(default=1.0, gt=0.0, le=10.0)
     """The temperature of sampling and of all log-probabilities of a run."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -61,19 +61,19 @@ class RolloutSection(Section):
     """Tokens that the KV cache of one engine holds. Null, on a GPU: the tokens that can be in use at once, if they
     fit (`fp8rl plan`). Null, on a CPU: 32,768, or `context_length` if that is larger."""
     memory_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """The part of a GPU's memory that SGLang may fill with weights and cache; the rest has to be free when it starts,
-    for prefills and CUDA graphs. Null: SGLang's default, which follows from `chunked_prefill_size` and
+    """The part of a GPU's memory that SGLang may fill with weights and cache. The rest must be free when SGLang starts,
+    for prefills and CUDA graphs. Null: SGLang's default, which depends on `chunked_prefill_size` and
     `graph_batches`."""
     max_running_requests: int | None = Field(default=None, ge=1)
-    """Answers that one engine works on at a time. On a GPU at most the largest of `graph_batches`, since a larger batch
-    would run kernel by kernel. Null, on a GPU: the largest of `graph_batches`. Null, on a CPU: SGLang's own number,
-    which follows from the cache; 64 with a model with linear attention. Each answer of such a model takes a state, and
-    prefixes take two more."""
+    """Largest number of answers that one engine samples at the same time. On a GPU it is at most the largest of
+    `graph_batches`, because a larger batch would run kernel by kernel. Null, on a GPU: the largest of `graph_batches`.
+    Null, on a CPU: SGLang's own number, which depends on the cache; 64 for a model with linear attention, in which each
+    answer takes a state, and prefixes take two more."""
     # Strictness would refuse the list that YAML gives.
     graph_batches: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1, strict=False)
-    """Batch sizes, in answers, for which a decode step is captured as a CUDA graph, on a GPU. The graphs take 2 MiB for
-    each answer of the largest batch. Null: eleven sizes up to 256, or up to `max_running_requests`. SGLang's own 36
-    sizes take three times as long to capture."""
+    """Batch sizes, in answers, for which a GPU captures a decode step as a CUDA graph. The graphs take 2 MiB for each
+    answer of the largest batch. Null: eleven sizes up to 256, or up to `max_running_requests`. SGLang's own 36 sizes
+    take three times as long to capture."""
     sleep: bool = False
     """Trainer and engines take turns on the GPUs that they share. While the trainer works, engines release weights, KV
     cache and CUDA graphs. While engines sample, the trainer has no gradients, and its masters, moments and reference
@@ -84,14 +84,14 @@ class RolloutSection(Section):
     prefix_cache: bool = True
     """Reuse the KV cache of common prefixes within one weight version."""
     start_timeout_s: float = Field(default=600.0, ge=10.0)
-    """Seconds that a server may take to load the model and become healthy. Its imports alone take about ten. A server
-    that ends is noticed at once."""
+    """Seconds that a server may take to load the model and become healthy. Its imports alone take about ten. If a
+    server exits, the run notices this at once."""
     hung_after_s: float = Field(default=120.0, ge=1.0)
-    """Seconds without a response, even to a health check, after which an engine counts as hung and is replaced although
-    its process is alive. An engine sends none while it loads weights. While its schedulers use a processor, as in a
-    long forward pass, it has ten times as long."""
+    """Seconds without a response, even to a health check, after which an engine counts as hung and is replaced. An
+    engine does not respond while it loads weights. While its schedulers use a processor, as in a long forward pass, the
+    limit is ten times as long."""
     restarts_per_hour: int = Field(default=8, ge=0)
-    """Engines that may be lost and replaced within an hour; one more ends the run."""
+    """Number of lost engines that are replaced within an hour. One more ends the run."""
     port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the server on the loopback interface; null takes a free one."""
 

@@ -16,13 +16,14 @@ class SyncSection(Section):
     """How weights are sent from the trainer to the engines."""
 
     transport: Literal["tensor", "distributed", "disk"] = "tensor"
-    """`tensor`: memory that the engines map, if they compute on the trainer's CPU or GPU. `distributed`: a broadcast
-    (NCCL, or gloo on a CPU), if the engines have GPUs of their own. `disk`: safetensors files."""
+    """How bytes reach the engines. `tensor`: memory that the engines map, if they compute on the trainer's CPU or GPU.
+    `distributed`: a broadcast (NCCL, or gloo on a CPU), if the engines have GPUs of their own. `disk`: safetensors
+    files."""
     pause: Literal["retract", "abort", "in_place"] = "retract"
     """What happens to unfinished answers when weights change. `retract`: they wait, and continue after their prefix is
-    prefilled again. `abort`: they are aborted and continued by a new request, which takes a second longer. In both
-    cases each token belongs to one weight version. `in_place`: they continue with the KV cache of the old weights, so
-    that later tokens come from a mixture of weights; native mode only."""
+    prefilled again. `abort`: they are aborted and continued by a new request, which takes a second longer. With both,
+    each token belongs to one weight version. `in_place`: they continue with the KV cache of the old weights, so that
+    later tokens come from a mixture of weights; native mode only."""
     delta: bool = False
     """Send only the bytes that have changed, if every engine holds the last version. Otherwise, and if the proof finds
     a difference, send all bytes. Each trainer rank keeps a copy of what it sends."""
@@ -32,9 +33,9 @@ class SyncSection(Section):
     and, on GPUs, one trainer rank and one engine on the same GPU. Products then read their weights from the codes in
     every call, which costs time on a CPU."""
     canary: bool = True
-    """Prove after each sync that each engine computes with the weights that it holds. The engine's log-probabilities of
-    a few known tokens are compared with the trainer's before an answer of the engine is used. Nothing else waits for
-    this. In exact mode an engine that differs is replaced."""
+    """Prove after each sync that each engine computes with the weights that it holds: its log-probabilities of a few
+    known tokens are compared with the trainer's. Only the use of the engine's answers waits for this. In exact mode an
+    engine that differs is replaced."""
     bucket_mib: int = Field(default=256, ge=1)
     """Size of a send buffer in MiB. There are a few buffers. A larger tensor gets a buffer of its own."""
     answer_within_s: float = Field(default=ANSWER_WITHIN_S, ge=1.0)

@@ -299,13 +299,14 @@ def test_a_page_replaces_nothing_else(run: Path, tmp_path: Path, kind: str) -> N
     before = os.lstat(run / "report.html")
     check(iter([["report", run]]))
     assert result_of("report", run).exit_code == 2 and os.lstat(run / "report.html").st_ino == before.st_ino
-    dump = tmp_path / "dump.jsonl"
+    dump, own = tmp_path / "dump.jsonl", tmp_path / "dump.json"
+    own.write_text("{}")
     dump.write_text('{"prompt_ids": [1], "response_ids": [2], "logprobs": [-1.0]}\n')
     for command, mine in (
         (["runs", run, run, "--page"], run / "metrics.jsonl"), (["certify", dump, "--page"], dump),
-        (["attribute", run, "--out"], run / "spec.yaml"),
+        (["attribute", run, "--out"], run / "spec.yaml"), (["attribute", run, "--out", dump.with_suffix(".html")], own),
     ):  # fmt: skip
-        whole, result = mine.read_bytes(), result_of(*command, mine)
+        whole, result = mine.read_bytes(), result_of(*command, *[mine] * (mine != own))
         assert result.exit_code == 2 and "which is no page" in result.output and mine.read_bytes() == whole
 
 

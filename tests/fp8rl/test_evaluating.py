@@ -44,7 +44,7 @@ def test_a_model_is_asked_every_problem_of_a_file(data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data: Path) -> None:
+def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data, capsys) -> None:
     run = new_run(Path("it"))
     spec = load_experiment(EXAMPLES / "arithmetic.yaml", ["numerics.trainer=bf16", "eval.problems=7"])
     run.experiment.write_text(spec.to_yaml())
@@ -57,6 +57,7 @@ def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data: Path
     experiment = read_evaluated(run.path, [several, str(data)], ["rollout.max_new_tokens=9"]).experiment
     assert [one.name for one in experiment.eval.sets] == ["many", "sums"]
     assert experiment.eval.sets[0].pass_at == (1, 4) and experiment.rollout.max_new_tokens == 9
+    assert "left out" not in capsys.readouterr().err, "of the training data, which an evaluation does not read"
 
 
 def test_a_run_whose_gate_fell_back_to_bf16_is_asked_in_bf16(data: Path) -> None:

@@ -52,6 +52,8 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"rollout/reward_mean": reward, LARGEST: 0.0, "perf/step_seconds": time, "rollout/tokens": 7.0}
             for reward, time in zip(rewards, seconds, strict=True)
         ]
+        for row in rows[: 1 + (name == "a")]:  # both were evaluated after step 1, and one after step 2 as well
+            row["eval/hard/accuracy"] = row["rollout/reward_mean"]
         made_run(tmp_path, name, rate, [*rows, {"perf/step_seconds": 3.0, "train/lr": rate}])
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -69,6 +71,7 @@ def test_runs_are_listed_with_one_number_for_the_time_of_a_step(two_runs: Path) 
     assert code == 0 and lines["a"] == ["3/9", "0.5", "0", "3"] and lines["b[red]"][-1] == "4"
     code, printed = invoke("runs", "a", "b[red]")
     assert table_of(printed)["perf/step_seconds"] == ["s", "3", "4", "1"]
+    assert table_of(printed)["eval/hard/accuracy"] == ["0.25", "0.25", "0"], "of the last step that both evaluated"
     assert invoke("runs", "--dir", two_runs / "none")[0] == 2
 
 

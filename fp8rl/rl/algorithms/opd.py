@@ -16,8 +16,9 @@ from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 
 class Opd(GroupRelative):
-    """The gradient of KL(policy || teacher), estimated on the policy's own tokens (Agarwal et al. 2024, "On-Policy
-    Distillation of Language Models"), by an advantage of each token (Thinking Machines 2025, slime, miles)."""
+    """On-policy distillation (Agarwal et al. 2024): the policy learns from a teacher's log-probabilities of tokens that
+    the policy has sampled. Each token has its own advantage (Thinking Machines 2025, slime, miles), which estimates the
+    gradient of KL(policy || teacher)."""
 
     name: Literal["opd"]
     compares_in_group: ClassVar[bool] = False

@@ -98,7 +98,7 @@ RatioSource = Literal["recompute", "bypass", "on_policy"]
 
 
 class PolicyGradient(AlgorithmConfig):
-    """The settings of all algorithms that learn from rewards."""
+    """Settings of every algorithm that learns from rewards."""
 
     token_rewards: ClassVar[bool] = False
     """True if tokens have their own rewards, from which a penalty can be subtracted."""
@@ -115,39 +115,39 @@ class PolicyGradient(AlgorithmConfig):
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(default=0.28, gt=0.0)
-    """See `clip_low`."""
+    """The upper bound of the clip; see `clip_low`."""
     clip_dual: float | None = Field(default=None, gt=1.0)
-    """Where the advantage A is negative, the loss is at most clip_dual · |A| (dual clip). Null: off, as in PPO's paper;
+    """If the advantage A is negative, the loss is at most clip_dual · |A| (dual clip). Null: off, as in PPO's paper;
     verl has 3.0."""
     entropy: float = Field(default=0.0, ge=0.0)
-    """Entropy bonus: a token's loss is lowered by this times the policy's entropy in nats, so that the policy stays
-    varied. The entropy is over the tokens that top-p, top-k and min-p leave. 0: the entropy is only a metric."""
+    """Entropy bonus: entropy · H is subtracted from a token's loss, so that the policy stays varied. H is the policy's
+    entropy in nats, over the tokens that top-p, top-k and min-p keep. 0: H is only a metric."""
     kl: KlSection = KlSection()
     """Penalties that keep the policy near the model that the run started from: in the loss, or in the reward."""
     updates_per_batch: int = Field(default=1, ge=1)
-    """Mini-batches of a batch, each with an optimizer step. They are whole groups in the batch's order. From the second
-    on, the policy differs from the one that scored the batch, and the clip acts."""
+    """Number of mini-batches of a batch. Each gets an optimizer step, and consists of whole groups in the batch's
+    order. From the second mini-batch on, the policy differs from the one that scored the batch, so the clip acts."""
     epochs: int = Field(default=1, ge=1)
-    """Passes over all mini-batches of a batch."""
+    """Number of passes over all mini-batches of a batch."""
     ratio: RatioSource | None = None
-    """The old log-probabilities in the policy ratio. `recompute`: the trainer's, before the first update of the batch;
-    with one update the training pass gives them, and the ratio is 1. `bypass`: the engine's, so that the clip acts on
-    the change of the policy since a token was sampled; there is no importance weight then. `on_policy`: the ratio is 1
-    by definition. On tokens that the trainer's current weights have sampled the three are equal, in exact mode bit for
-    bit. Null: `bypass` with `rollout.staleness`, else `recompute`."""
+    """Where the old log-probabilities of the policy ratio come from. `recompute`: from the trainer, before the first
+    update of the batch. With one update they are the training pass's own, and the ratio is 1. `bypass`: from the
+    engine, so that the clip acts on the change of the policy since a token was sampled; no importance weight is used.
+    `on_policy`: the ratio is 1 by definition. On tokens that the trainer's current weights have sampled all three are
+    equal, in exact mode bit for bit. Null: `bypass` with `rollout.staleness`, else `recompute`."""
     tis_cap: float | None = Field(default=2.0, ge=1.0)
-    """Cap of the importance weight trainer / rollout. Null: no weight. With the rejections `icepop` and `mis`, null is
-    the default: their own weight has no cap."""
+    """Cap of the importance weight trainer / rollout. Null: no importance weight. With the rejections `icepop` and
+    `mis`, which have their own weight, the default is null: their weight has no cap."""
     tis_level: Literal["token", "sequence"] = "token"
-    """The importance weight: a token's own ratio, or the product of the ratios of its sequence's tokens."""
+    """The importance weight is a token's own ratio, or the product of the ratios of its sequence's tokens."""
     rejection: RejectionSection | None = None
     """Tokens or sequences that are not trained on because trainer and engine disagree too much."""
     veto: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """A sequence is not trained on if a token's ratio trainer / rollout is below this; 1e-4 is usual."""
+    """If a token's ratio trainer / rollout is below this number, its sequence is not trained on; 1e-4 is usual."""
     loss_aggregation: AggregationMode = "token_mean"
-    """How token losses become one number. `token_mean`: the mean over all tokens of a batch. The others are means over
-    answers. `seq_mean_token_mean`: of each answer's mean over its tokens. `seq_mean_token_sum`: of each answer's sum.
-    `seq_mean_token_sum_norm`: of each answer's sum / `loss_length`."""
+    """How token losses become one number. `token_mean`: the mean over all tokens of a batch. Otherwise each answer gets
+    a number, and the loss is the mean over answers: `seq_mean_token_mean`, the mean over the answer's tokens;
+    `seq_mean_token_sum`, their sum; `seq_mean_token_sum_norm`, their sum / `loss_length`."""
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
     _group_size: int = PrivateAttr(default=1)

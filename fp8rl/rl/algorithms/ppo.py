@@ -43,11 +43,11 @@ class Ppo(PolicyGradient):
     critic: CriticSection = CriticSection()
     """How the critic is trained."""
     critic_warmup: int = Field(default=0, ge=0)
-    """Steps at the start in which only the critic learns. The policy's learning-rate schedule covers the updates after
+    """Number of steps at the start in which only the critic learns. The policy's learning-rate schedule starts after
     them."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """Bound, in the clipped term of the critic's loss, on the change of a value since before its batch's first update.
-    Null: no such term."""
+    """The critic's loss also has a term in which a value differs by at most this number from the value before the
+    batch's first update. Null: no such term."""
 
     @property
     def needs(self) -> Needs:

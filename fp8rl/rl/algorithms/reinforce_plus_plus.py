@@ -14,7 +14,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 
 class ReinforcePlusPlus(PolicyGradient):
-    """Rewards, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++")."""
+    """REINFORCE++ (Hu et al. 2025): an answer's reward is whitened over all tokens of the batch."""
 
     name: Literal["reinforce++"]
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R"
@@ -32,8 +32,8 @@ class ReinforcePlusPlus(PolicyGradient):
 
 
 class ReinforcePlusPlusBaseline(PolicyGradient):
-    """Rewards less the mean reward of their prompt, whitened over all tokens of the batch (Hu et al. 2025,
-    "REINFORCE++"). They are not divided by the prompt's standard deviation."""
+    """REINFORCE++ with a baseline (Hu et al. 2025): an answer's reward minus the mean reward of its prompt is whitened
+    over all tokens of the batch. It is not divided by the prompt's standard deviation."""
 
     name: Literal["reinforce++-baseline"]
     compares_in_group: ClassVar[bool] = True

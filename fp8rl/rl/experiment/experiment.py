@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.hub import HubPath, Revision, model_directory
+from fp8rl.models.plain_yaml import write_yaml
 from fp8rl.numerics.config import NumericsConfig, RolloutPrecision
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.spec import QuantSpec
@@ -38,11 +38,11 @@ from fp8rl.weight_sync.config import SyncSection
 
 
 class TeacherSection(Section):
-    """A model on engines of its own, for `algorithm.name=opd`. It computes as the policy's engines do: in
-    `numerics.mode`, by the quantization spec. Its weights never change."""
+    """The model that `algorithm.name=opd` learns from, on engines of its own. It computes in `numerics.mode`, by the
+    run's quantization spec. Its weights never change."""
 
     path: HubPath
-    """Hugging Face directory in BF16, or the name of a model of the hub. Its tokenizer is that of `model.path`."""
+    """Hugging Face directory in BF16, or the name of a model of the hub. It must have the tokenizer of `model.path`."""
     revision: Revision | None = None
     """Branch, tag or commit of a model of the hub, as `model.revision`."""
     engines: int = Field(default=1, ge=1, le=4096)
@@ -52,8 +52,8 @@ class TeacherSection(Section):
     precision: RolloutPrecision | None = None
     """`fp8` or `bf16`. Null: as `numerics.rollout`."""
     context_length: int | None = Field(default=None, ge=1)
-    """Context length of an engine, which scores sequences that are at least 6 tokens shorter.
-    Null: `rollout.context_length` + 6."""
+    """Context length of an engine. The longest sequence that it can score is 6 tokens shorter. Null:
+    `rollout.context_length` + 6."""
     max_total_tokens: int = Field(default=32768, ge=1)
     """Tokens that the KV cache of one engine holds."""
 
@@ -153,4 +153,4 @@ class Experiment(Section):
 
     def to_yaml(self) -> str:
         """Return the experiment as YAML, below a comment with its loss. `read_resolved` gives an equal object."""
-        return f"# {self.formula}\n" + yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return f"# {self.formula}\n" + write_yaml(self.to_dict())

@@ -20,28 +20,29 @@ WITHHOLDING: frozenset[Action] = frozenset({"skip_step", "resync", "bf16_both", 
 
 
 class GateSection(Section):
-    """Fires when `metric` is beyond its bound for `for_steps` steps in a row; again only after the metric recovered."""
+    """A gate fires when `metric` is beyond its bound for `for_steps` steps in a row. It fires again only after the
+    metric has recovered."""
 
     metric: str
-    """A metric of [metrics.md](metrics.md). A metric that is measured after the decision whether to update is judged in
-    the next step, and cannot withhold an update: without updates it would be missing, or never change."""
+    """A metric of [metrics.md](metrics.md). A *late* metric is judged in the next step. A gate on it cannot withhold
+    updates, because without updates it would be missing, or never change."""
     above: float | None = None
     """The gate fires above this value. A gate has either `above` or `below`."""
     below: float | None = None
     """The gate fires below this value."""
     recover: float | None = None
-    """The gate is armed again once the metric is back at this value or better; null means within the bound."""
+    """The gate can fire again when the metric is back at this value or better. Null: when it is within the bound."""
     for_steps: int = Field(default=1, ge=1)
-    """Steps in a row that the metric has to be beyond its bound."""
+    """Number of steps in a row in which the metric must be beyond its bound."""
     cooldown_steps: int = Field(default=0, ge=0)
-    """Steps after a firing in which the gate does not fire again. It still withholds updates meanwhile."""
+    """Number of steps after a firing in which the gate does not fire again. It still withholds updates in them."""
     action: Action = "warn"
-    """`warn` reports the firing. `tighten_tis` lowers the cap of the importance weight, `enable_r3` replays the
-    engine's experts, both from this batch to the end of the run. `skip_step` withholds updates until the metric has
-    recovered; so do `resync`, with a verified sync, and `bf16_both`, where both sides also fall back to BF16.
-    `checkpoint_and_stop` ends the run."""
+    """`warn`: reports the firing. `tighten_tis`: lowers the cap of the importance weight, from this batch to the end of
+    the run. `enable_r3`: replays the engine's experts, also to the end of the run. `skip_step`: withholds updates until
+    the metric has recovered. `resync`: as `skip_step`, with a verified sync. `bf16_both`: as `skip_step`, and both
+    sides fall back to BF16. `checkpoint_and_stop`: ends the run."""
     tis_cap: float | None = Field(default=None, ge=1.0)
-    """The lower cap of `tighten_tis`; null means 1."""
+    """The new cap of `tighten_tis`. Null: 1."""
 
     @property
     def bound(self) -> str:
@@ -77,14 +78,16 @@ class GateSection(Section):
 
 
 class GuardSection(Section):
-    """The reaction to a loss that is not finite, and the capsules that are kept when that happens or a gate fires."""
+    """What to do when a loss is not finite, and which capsules to keep. A loss that is not finite writes a capsule, and
+    so does a gate that fires."""
 
     nonfinite_loss: Literal["stop", "skip"] = "stop"
-    """`stop` writes a checkpoint and ends the run; `skip` goes on with the next batch. Neither trains on this batch."""
+    """`stop`: writes a checkpoint and ends the run. `skip`: continues with the next batch. Neither trains on this
+    batch."""
     redraws: int = Field(default=8, ge=0)
-    """How many answers of a step are audited, spread over the step: the trainer draws their tokens again, from its own
-    logits and the tokens' seeds. Exact mode only; 0 turns the audit off."""
+    """Number of answers of a step, spread over the step, whose tokens the trainer draws again from its own logits and
+    the tokens' seeds. Exact mode only; 0 turns this check off."""
     capsules: int = Field(default=5, ge=2)
-    """Most capsules that stay on disk: the first of the run, and the newest."""
+    """Largest number of capsules that stay on disk: the first of the run, and the newest ones."""
     capsule_weights: bool = True
-    """Keep the trainer's weights in a capsule too. Without them, `fp8rl rescore` needs `--model`."""
+    """Whether a capsule also has the trainer's weights. Without them, `fp8rl rescore` needs `--model`."""

@@ -14,15 +14,14 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union
 
-import yaml
-
-from fp8rl.models.plain_yaml import comment_behind, parse_override, parse_yaml
+from fp8rl.models.plain_yaml import comment_behind, parse_override, parse_yaml, write_yaml
 from fp8rl.numerics.core.errors import UserError, say_error, shown, user_error
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section, sections_in
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.sections import DataSource
 from fp8rl.rl.experiment.validation import named_architecture, parse_experiment, without_removed
+from fp8rl.rl.record.run_dir import RunDir
 
 Say = Callable[[str], object]
 MEMBERS = {"algorithm": "name", "algorithm.rejection": "name", "environment": "function"}
@@ -32,6 +31,8 @@ _HERE = Path("(a mapping)")
 """The name in messages for a spec that is a mapping and not a file; its paths are relative to the current directory."""
 LARGEST_SPEC = 16 << 20
 """The largest file of a spec, in bytes."""
+_GONE = ("tracking/wandb_lost", "perf/accepted_per_forward", "perf/drafted_per_forward")
+"""Metrics that runs had once; a gate of an old run may name one."""
 
 
 def note(text: str) -> None:
@@ -46,7 +47,8 @@ def load_experiment(
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
     Mappings are merged and lists are replaced. Where a layer names another algorithm, environment, rejection or data
-    path, the settings of the former one are dropped; `say` is told which settings.
+    path, the settings of the former one are dropped; `say` is told which settings. The spec in a run's directory may
+    have keys that specs had once: they are left out.
     A relative path is relative to the directory of the file that it is written in. In an override, in a mapping, and
     for the default of `run.dir`, it is relative to the current directory. In the experiment all paths are absolute.
 
@@ -59,7 +61,10 @@ def load_experiment(
         return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, say)
     check_path(spec, "spec")
     path = Path(at_home(str(spec)))
-    return _overridden(_inherited(_read_yaml(path), path, (), say), overrides, say)
+    values = _read_yaml(path)
+    if RunDir(path.absolute().parent).mark.is_file():  # a run wrote all its keys out, some of which may have gone since
+        values = _without_what_went(values)
+    return _overridden(_inherited(values, path, (), say), overrides, say)
 
 
 def compose_experiment(values: dict[str, Any], overrides: Sequence[str], say: Say = note) -> Experiment:
@@ -94,14 +99,21 @@ def read_resolved(path: str | Path) -> Experiment:
     Raises:
         UserError: the file cannot be read, or a key or value is wrong; the message names the file.
     """
-    values = without_removed(_read_yaml(Path(path)))
-    tracking = values.get("tracking")
-    if isinstance(tracking, dict) and isinstance(tracking.get("to"), list):  # MLflow and Trackio were trackers once
-        tracking["to"] = [name for name in tracking["to"] if name not in ("mlflow", "trackio")]
     try:
-        return parse_experiment(values, imports=False)
+        return parse_experiment(_without_what_went(_read_yaml(Path(path))), imports=False)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _without_what_went(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of an old run's spec without what specs can no longer have."""
+    values = without_removed(values)
+    tracking, gates = values.get("tracking"), values.get("gates")
+    if isinstance(tracking, dict) and isinstance(tracking.get("to"), list):  # MLflow and Trackio were trackers once
+        tracking["to"] = [name for name in tracking["to"] if name not in ("mlflow", "trackio")]
+    if isinstance(gates, list):
+        values["gates"] = [gate for gate in gates if not isinstance(gate, dict) or gate.get("metric") not in _GONE]
+    return values
 
 
 def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], say: Say) -> dict[str, Any]:
@@ -144,7 +156,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _as_yaml(spec: Mapping[str, Any]) -> str:
     """Return a mapping as YAML text."""
     try:
-        return yaml.safe_dump(json.loads(json.dumps(dict(spec), default=plain)), allow_unicode=True)
+        return write_yaml(json.loads(json.dumps(dict(spec), default=plain)))
     except UserError:
         raise
     except (TypeError, ValueError, RecursionError) as error:  # keys that are no text, a mapping that holds itself

@@ -40,7 +40,7 @@ class RunSection(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """The seed of every draw of the run: the order of the problems and each sampled token."""
     steps: int = Field(default=60, ge=1)
-    """Steps of the run: a batch is sampled, judged, trained on and synced in each."""
+    """Number of steps. In each step a batch is sampled, judged, trained on and synced."""
     restarts: int = Field(default=2, ge=0)
     """How often a run restarts by itself from its last checkpoint after the loss of a trainer rank."""
 
@@ -61,13 +61,13 @@ class ModelSection(Section):
     """The model that is trained."""
 
     path: HubPath
-    """Hugging Face directory: config.json, safetensors weights, tokenizer; or the name of a model of the hub, such as
-    `Qwen/Qwen3-0.6B`. Quantized dimensions are multiples of 128."""
+    """Hugging Face directory with config.json, safetensors weights and tokenizer, or the name of a model of the hub,
+    such as `Qwen/Qwen3-0.6B`. Quantized dimensions must be multiples of 128."""
     revision: Revision | None = None
     """Branch, tag or commit of a model of the hub. Null: the default branch. A run's `spec.yaml` has the commit."""
     architecture: SpecPath | None = None
-    """File of Python with an architecture of your own ([models.md](models.md#how-to-add-the-next)). Null: one of
-    ours."""
+    """Python file with an architecture of your own ([models.md](models.md#how-to-add-the-next)). Null: a built-in
+    one."""
 
     @property
     def directory(self) -> Path:
@@ -84,25 +84,26 @@ class TensorOverride(Section):
     """Settings that replace the preset's for one kind of tensor: weights, activations or gradients."""
 
     format: Format | None = None
-    """The format of the numbers. Null, in this key and the others of the section: the preset's value."""
+    """The format of the numbers. In every key of this section null means the preset's value."""
     granularity: Granularity | None = None
     """The numbers that share a scale: the whole tensor, a row, `group` numbers of a row, or a square block."""
     group: int | None = Field(default=None, ge=1)
-    """How many numbers of a row share a scale; for blocks, how many along each side."""
+    """How many numbers of a row share a scale. For blocks: the length of a block's side."""
     scale: Scale | None = None
     """Type of the scales: `fp32`, `pow2` (powers of two in FP32), or `e8m0` (powers of two in a byte)."""
     fixed: float | None = Field(default=None, gt=0.0)
-    """A static range, -fixed to fixed, in place of scales by each block's largest value. Values beyond it saturate."""
+    """A static range, -fixed to fixed, instead of a range from each block's largest value. Values beyond it
+    saturate."""
     rounding: Rounding | None = None
-    """`nearest`, or `stochastic`: up or down at random, with the value as the mean."""
+    """`nearest`: to the nearest code. `stochastic`: up or down at random, so that the mean is the value itself."""
 
 
 class NumericsSection(Section):
     """The quantization spec of both sides, and the precision that each side runs."""
 
     mode: Mode = "exact"
-    """`exact`: both sides run the shared ops, so that their logprobs are equal. `native`: each runs its library's own
-    ops, and only the FP8 products are shared."""
+    """`exact`: both sides run the shared ops, so that their logprobs are equal. `native`: each side runs its library's
+    own ops, and only the FP8 products are shared."""
     preset: Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"] = "fp8_block_pow2"
     """`fp8_block_pow2`: E4M3, power-of-two scales, weights in blocks of 128 × 128, activations and gradients in groups
     of 128. `fp8_block_fp32`: the same with FP32 scales. `ironwood`: a static range of ±224, gradients in E5M2 with a
@@ -116,32 +117,32 @@ class NumericsSection(Section):
     """Changes of the preset for gradients."""
     # Strictness would refuse the list that YAML gives.
     scope: Literal["all"] | Annotated[tuple[str, ...], Field(strict=False)] | None = None
-    """Module kinds whose products are quantized: `all`, or some by exact name (`q_proj`, ..., `experts.down_proj`);
-    null leaves the preset's. An FP8 engine quantizes all kinds, so a smaller scope needs `rollout: bf16`."""
+    """Module kinds whose products are quantized: `all`, or a list of exact names (`q_proj`, ..., `experts.down_proj`).
+    Null: the preset's. An FP8 engine quantizes all kinds, so a smaller scope needs `rollout: bf16`."""
     first_layers_bf16: int = Field(default=0, ge=0)
-    """Decoder layers at the start whose products stay in BF16, on both sides."""
+    """Number of decoder layers at the start whose products stay in BF16, on both sides."""
     last_layers_bf16: int = Field(default=0, ge=0)
-    """Decoder layers at the end whose products stay in BF16, on both sides."""
+    """Number of decoder layers at the end whose products stay in BF16, on both sides."""
     trainer: TrainerPrecision = "fp8"
     """The trainer's precision. `fp8`: quantized forward and backward. `fp8_forward`: quantized forward, BF16 gradients.
     `bf16`: nothing is quantized."""
     rollout: RolloutPrecision = "fp8"
-    """The engines' precision: the spec, or BF16."""
+    """The engines' precision. `fp8`: quantized by the spec. `bf16`: nothing is quantized."""
     kv: KVPrecision = "bf16"
     """The format of keys and values: `fp8` halves the engines' caches, and the trainer attends to the same rounded
     numbers. Each number is divided by a static scale and stored as an E4M3 code. Exact mode only."""
     key_scale: float = 1.0
-    """With `kv: fp8`, the scale of keys, and of the rows that MLA has as key and value in one: a power of two. Numbers
-    beyond 448 times the scale saturate."""
+    """The scale of keys with `kv: fp8`, a power of two. Numbers beyond 448 times the scale saturate. In MLA it is also
+    the scale of values, because one row is both key and value."""
     value_scale: float = 1.0
-    """With `kv: fp8`, the scale of values, a power of two. MLA has no separate values."""
+    """The scale of values with `kv: fp8`, a power of two. MLA does not use it."""
     router_replay: RouterReplay = "off"
-    """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
-    the trainer takes the engine's experts (R3)."""
+    """`record`: the engine reports each token's experts, and metrics compare them with the trainer's. `replay`: the
+    trainer also takes the engine's experts (R3)."""
     deepgemm: bool | None = None
-    """Run FP8 products on DeepGEMM, which computes the formula of the Triton kernels; on Hopper GPUs, in exact mode.
-    Null: in each process that has DeepGEMM and finds equal bits at its start. True: a process without DeepGEMM does not
-    start. False: never."""
+    """Whether FP8 products run on DeepGEMM (Hopper GPUs, exact mode). Null: in each process that has DeepGEMM and finds
+    at its start that DeepGEMM gives the Triton kernels' bits. True: a process without DeepGEMM does not start. False:
+    never."""
 
     @field_validator("router_replay", mode="before")
     @classmethod
@@ -218,15 +219,15 @@ class DataSource(Section):
     revision: Revision | None = None
     """Branch, tag or commit of a data set of the hub, as `model.revision`."""
     name: str | None = Field(default=None, min_length=1)
-    """The configuration to read, where a data set has several."""
+    """The configuration to read, if a data set has several."""
     split: str | None = Field(default=None, min_length=1)
-    """The split to read, where a data set has several."""
+    """The split to read, if a data set has several."""
     keys: DataKeys = DataKeys()
-    """Columns of this source, where they differ from `data.keys`."""
+    """Columns of this source that differ from `data.keys`."""
     system_prompt: str | None = None
     """The system prompt instead of `data.system_prompt`; empty: none."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
-    """Arguments that extend and override `data.chat_template`."""
+    """Arguments of the chat template, in addition to `data.chat_template` or instead of its values."""
 
     @property
     def configuration(self) -> str | None:
@@ -253,7 +254,7 @@ class DataSection(Section):
     ]
     """The training problems: a path, a source, or a list of them."""
     eval: DataSource | None = None
-    """Held-out problems; needed unless `eval.problems` is 0 or `eval.sets` has some."""
+    """Held-out problems. Not needed if `eval.problems` is 0, or if `eval.sets` has sets."""
     keys: DataKeys = DataKeys()
     """The columns to read from a source, unless the source has `keys` of its own."""
     system_prompt: str | None = None
@@ -291,23 +292,23 @@ class CheckpointSection(Section):
     every: int = Field(default=20, ge=1)
     """Steps between checkpoints; the last step always gets one."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay on disk."""
+    """Number of checkpoints that stay on disk: the newest ones."""
     content: Literal["all", "weights"] = "all"
-    """`weights`: without the optimizer, 2 bytes a parameter instead of 14. A run that resumes from it starts Adam
-    again from the BF16 weights, so it differs from an uninterrupted run."""
+    """`weights`: without the optimizer, 2 bytes a parameter instead of 14. A run that resumes from such a checkpoint
+    starts Adam again from the BF16 weights, so it differs from an uninterrupted run."""
 
 
 class EvalSet(DataSource):
     """Held-out problems with a name, rewards and sampling of their own. Its metrics are `eval/NAME/...`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
-    """The name in its metrics."""
+    """The name in the set's metrics, `eval/NAME/...`."""
     subset: str | None = Field(default=None, min_length=1)
-    """The configuration, where a data set has several: what other sources call `name`."""
+    """The configuration, if a data set has several. (Other sources call this key `name`.)"""
     problems: int | None = Field(default=None, ge=1)
-    """How many problems are asked, from the first on. Null: `eval.problems`, or all there are."""
+    """The first N problems are used. Null: `eval.problems`, or all."""
     rewards: RewardsSection | None = None
-    """Rewards in place of the run's; the first one decides."""
+    """Rewards instead of the run's. Only the first one counts."""
     samples: int = Field(default=1, ge=1, le=1024)
     """Answers to each problem."""
     temperature: float = Field(default=0.0, ge=0.0, le=10.0)
@@ -354,7 +355,7 @@ class EvalSection(Section):
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     problems: int = Field(default=200, ge=0)
-    """How many problems of `data.eval` are asked, or all if there are fewer. 0 turns all evaluation off."""
+    """The first N problems of `data.eval` are used. 0 turns all evaluation off."""
     sets: tuple[EvalSet, ...] = Field(default=(), strict=False)
     """Further sets, each with a name."""
 
@@ -370,8 +371,8 @@ class TrackingSection(Section):
     """Records of a run, and the trackers that show them."""
 
     rollouts: Literal["all", "shown"] = "all"
-    """Trajectories that rollouts/step_N.jsonl keeps. `all`: every one, so that the step can be recomputed from the file
-    (about 60 bytes a generated token). `shown`: those that the report shows."""
+    """Trajectories that rollouts/step_N.jsonl keeps. `all`: every trajectory, so that the step can be recomputed from
+    the file (about 60 bytes a generated token). `shown`: only the trajectories of the report."""
     # Strictness would refuse the list that YAML gives.
     to: tuple[Literal["wandb", "tensorboard"], ...] = Field(default=("wandb",), strict=False)
     """Trackers that get the run's metrics. TensorBoard needs the extra `tensorboard`; its files are in `tensorboard/`

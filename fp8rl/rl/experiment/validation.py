@@ -27,6 +27,8 @@ REMOVED: dict[str, str] = {
 }
 """Keys that specs had once, without the indices of lists, and what to do: a spec that has one is refused, the spec of
 an old run is read without it. Below a removed section, no key needs a row."""
+_REFERENCE = re.compile(rf"(?<!\\)\$\{{(oc|{'|'.join(Experiment.model_fields)})\.[\w.]+[:}}]")
+"""A reference to another key or to the environment, as specs had once. Taken as text it would name a wrong file."""
 _LONGEST_NUMBER = 1024
 """The longest whole number that a spec may have, in bits."""
 _LONGEST_KEY = 160
@@ -70,7 +72,7 @@ def named_architecture(values: dict[str, Any]) -> str | None:
 
 def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
     """Refuse values that no file or command line could hold: text with NUL or half a surrogate pair (which an escape
-    may spell), and numbers of more than 1024 bits."""
+    may spell), and numbers of more than 1024 bits. Refuse references such as ${run.name}, too."""
     if isinstance(value, dict):
         for name, inner in value.items():
             check_plain(name, key)
@@ -82,6 +84,9 @@ def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
         where = ".".join(key).encode("utf-8", "backslashreplace").decode()
         expected = "text without NUL" if "\0" in value else "text that UTF-8 can encode"
         raise user_error(where or "spec", found=value, expected=expected, remedy="Correct the text.")
+    elif isinstance(value, str) and _REFERENCE.search(value):
+        expected = "the value itself: a spec has no references any more, see CHANGELOG.md"
+        raise user_error(".".join(key), value, expected, "Write the value, or use an anchor of YAML.")
     elif isinstance(value, int) and value.bit_length() > _LONGEST_NUMBER:
         expected = f"a number of at most {_LONGEST_NUMBER} bits"
         raise user_error(".".join(key), found=f"one of {value.bit_length()}", expected=expected, remedy="Correct it.")

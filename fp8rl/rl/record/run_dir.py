@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, say_error, user_error
 
 _NOTE = re.compile(rb"(process \d+ on \S+)?")
 """What the file of a run's lock may contain."""
@@ -174,9 +174,10 @@ def _prepare(run: RunDir, resume: bool, overwrite: bool, reads: Collection[Path]
 
 
 def set_aside(path: Path) -> None:
-    """Rename the file or directory `path`, if there is one, to NAME.replaced-TIME."""
+    """Rename the file or directory `path`, if there is one, to NAME.replaced-TIME, and say so."""
     if path.exists():
-        path.rename(path.with_name(f"{path.name}.replaced-{time.strftime('%Y%m%d-%H%M%S')}"))
+        kept = path.rename(path.with_name(f"{path.name}.replaced-{time.strftime('%Y%m%d-%H%M%S')}"))
+        say_error(f"note: the earlier {path} is now {kept.name}; remove it when you like")
 
 
 def _steps(directory: Path, pattern: str) -> list[int]:

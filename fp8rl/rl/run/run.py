@@ -147,15 +147,15 @@ class LiveRun:
     def _load(self, step: int | None) -> None:
         """Load the checkpoint of the step that the run resumes from, cut later records, and wait for the engines."""
         files, stack = self.files, self.stack
-        if step is not None:
-            if step > 0:
-                try:
-                    stack.trainer.load(files.checkpoint(step))
-                except DamagedCheckpointError as error:
-                    raise with_older(error, files, step) from None
-            cut_events(files.events, step)
-            cut_capsules(files, step)
-            files.cut(step)
+        if step is not None and step > 0:
+            try:
+                stack.trainer.load(files.checkpoint(step))
+            except DamagedCheckpointError as error:
+                raise with_older(error, files, step) from None
+        last = BEFORE_THE_FIRST if step is None else step  # an earlier start in this directory may have reached no step
+        cut_events(files.events, last)
+        cut_capsules(files, last)
+        files.cut(last)
         if stack.engines:
             stack.wait_for_engines()
             self.console.note("the engine is up; its report matches the spec")

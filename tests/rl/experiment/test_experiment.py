@@ -62,8 +62,10 @@ def test_a_removed_key_is_refused_in_a_sentence_and_left_out_of_an_old_run(write
     with pytest.raises(UserError, match=re.escape(said)):
         load_experiment(path, ["rollout.gone.a=1"])
     spec = load_experiment(path)
-    old = write("old.yaml", spec.to_yaml().replace("\nrollout:", "\nrollout:\n  gone: {a: 1}"))
-    assert "gone" in old.read_text() and read_resolved(old) == spec
+    written = spec.to_yaml().replace("\nrollout:", "\nrollout:\n  gone: {a: 1}")
+    old = write("old/spec.yaml", written.replace("\ngates:", "\ngates:\n- {metric: tracking/wandb_lost, above: 0.0}"))
+    write("old/.fp8rl", "")  # which marks the folder of a run
+    assert "gone: {" in old.read_text() and read_resolved(old) == spec == load_experiment(old)
 
 
 def test_file_inherits_merges_and_overrides_win(write):
@@ -255,11 +257,11 @@ def test_resolved_spec_round_trips(write):
         [
             *("numerics.weight.scale=fp32", "trainer.adam_eps=1e-8", "algorithm={name: sft}", "gates=[]"),
             *("numerics.last_layers_bf16=2", "numerics.scope=[experts.gate_proj,experts.up_proj]"),
-            "numerics.rollout=bf16",
+            *("numerics.rollout=bf16", "run.name=1e-4"),
         ],
     )
     again = read_resolved(write("resolved.yaml", spec.to_yaml()))
-    assert again == spec and parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
+    assert again == spec == load_experiment(spec) and parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
     assert again.trainer.adam_eps == 1e-8 and again.numerics.overrides()["weight"] == {"scale": "fp32"}
     assert "warmup_steps" in spec.to_yaml(), "defaults are written out"
 
@@ -272,6 +274,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4, "temperature": 1.0, "pass_at": [8]}]}}, "pass_at 8"),
     ({"eval": {"sets": [{"name": "a", "path": "/t", "min_p": 0.1}]}}, "found min_p=0.1 with temperature=0"),
     ({"eval": {"sets": [{"name": "a", "path": "/t"}, {"name": "a", "path": "/u"}]}}, "two sets called a"),
+    ({"run": {"dir": "${oc.env:HOME}/x"}}, "run.dir: found '${oc.env:HOME}/x', expected the value itself"),
     ({"trainr": {}}, "trainr: found an unknown key with value {}, expected one of run, "),
     ({"trainer": {"learning_rate": 1}}, "Did you mean trainer.lr? "),
     ({"rollout": {"warmup_step": 1}}, "Did you mean trainer.warmup_steps? "),

@@ -47,7 +47,7 @@ def test_an_existing_run_is_not_touched_without_a_flag(tmp_path: Path) -> None:
             folder.rmdir()
 
 
-def test_resume_keeps_and_overwrite_renames(tmp_path: Path) -> None:
+def test_resume_keeps_and_overwrite_renames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = old_run(tmp_path)
     (run.path / "notes.md").touch()
     assert opened(tmp_path, resume=True).path == run.path
@@ -56,6 +56,7 @@ def test_resume_keeps_and_overwrite_renames(tmp_path: Path) -> None:
     assert opened(tmp_path, overwrite=True).path == run.path
     assert files(run.path) == [".fp8rl"]
     (replaced,) = tmp_path.glob("demo.replaced-*")
+    assert f"note: the earlier {run.path} is now {replaced.name}" in capsys.readouterr().err
     assert files(replaced) == kept
 
 

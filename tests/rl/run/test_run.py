@@ -8,7 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -17,6 +17,7 @@ import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.restarts as restarts_module
 import fp8rl.rl.run.stack as stack_module
 from fp8rl.numerics.core.errors import UserError, typed
+from fp8rl.rl.record.history import Event, append_event, read_events
 from fp8rl.rl.run.background import Background
 from fp8rl.rl.run.checkpoints import how_to_go_on
 from fp8rl.rl.run.restarts import commands_after_a_stop, run_with_restarts
@@ -37,8 +38,6 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
         """A part whose start and end are noted."""
 
         class Part:
-            nodes: ClassVar[dict[object, None]] = {}
-
             def __init__(self, *_: object, awake: bool = True) -> None:
                 events.append(name)
 
@@ -69,6 +68,14 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
     assert events == [*begun, *(f"{name} ended" for name in reversed(begun))]
     assert not (files.path / "served").exists(), "the description is only for the start"
     assert "found no room" in files.log.read_text()
+
+
+def test_a_run_has_no_record_of_a_start_before_it_that_reached_no_step(tmp_path: Path) -> None:
+    files = new_run(tmp_path / "it")
+    append_event(files.events, Event(1, "train/loss", 2.0, "above 1", "warn", None, "train/loss is 2"))
+    files.capsule(1).mkdir(parents=True)
+    LiveRun._load(SimpleNamespace(files=files, stack=SimpleNamespace(engines=())), None)  # type: ignore[arg-type]
+    assert read_events(files.events) == [] and files.capsule_steps() == []
 
 
 @pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])

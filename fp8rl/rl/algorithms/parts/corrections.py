@@ -38,11 +38,11 @@ class RejectionSection(Section):
     """Tokens or sequences whose ratio is outside [low, high] give no loss; the loss's denominators still count them."""
 
     name: Literal["icepop", "geometric", "mis"]
-    """The rule. `icepop` rejects tokens by their ratio trainer / rollout, which is also their weight. `geometric`
-    rejects sequences by the geometric mean of their tokens' ratios. `mis` rejects sequences by the product of their
-    tokens' ratios, which is also their weight."""
+    """The rule. `icepop`: rejects a token by its ratio trainer / rollout, and weights it by this ratio. `geometric`:
+    rejects a sequence by the geometric mean of its tokens' ratios. `mis`: rejects a sequence by the product of its
+    tokens' ratios, and weights it by this product."""
     low: float | None = Field(default=None, ge=0.0)
-    """Least accepted ratio. Null: 0.5 for icepop, 0.99 for geometric; mis has no lower bound."""
+    """Smallest accepted ratio. Null: 0.5 for icepop, 0.99 for geometric; mis has no lower bound."""
     high: float | None = None
     """Largest accepted ratio. Null: 5.0 for icepop, 1.01 for geometric, 2.0 for mis."""
 

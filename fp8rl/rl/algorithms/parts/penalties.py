@@ -36,9 +36,9 @@ class KlLossSection(Section):
     """The KL term of the loss."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
-    """The loss of a token per nat of KL; 1e-3 to 1e-2 is usual. 0: no such term."""
+    """The factor of the KL, in nats, in a token's loss; 1e-3 to 1e-2 is usual. 0: no KL term."""
     estimator: Estimator = "k2"
-    """`k2` has the gradient of the KL, `k3` its value."""
+    """`k2` has the gradient of the KL. `k3` has the value of the KL."""
 
     @field_validator("estimator", mode="before")
     @classmethod
@@ -56,7 +56,7 @@ class KlRewardSection(Section):
     sampled the token. It is subtracted before advantages are computed."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
-    """The penalty on a token's reward per nat. 0: none."""
+    """The factor of logprob - reference logprob, in nats, that is subtracted from a token's reward. 0: no penalty."""
 
 
 class KlSection(Section):
@@ -79,15 +79,15 @@ class OverlongSection(Section):
     logged or that group filters see."""
 
     buffer: int | None = Field(default=None, ge=1)
-    """How many tokens below the limit the length penalty begins. It grows with each token, also an environment's.
-    Null: a fifth of `rollout.max_new_tokens`, as in the paper."""
+    """Number of tokens before the limit at which the length penalty begins. The penalty grows with each token, also an
+    environment's. Null: a fifth of `rollout.max_new_tokens`, as in the paper."""
     penalty: float = Field(default=1.0, ge=0.0)
     """The penalty of an answer at the limit."""
     filter: bool = False
-    """Do not learn from truncated answers: their advantage is 0, and they have no KL term and no entropy bonus. The
-    loss's denominators still count their tokens."""
+    """True: truncated answers are not trained on. Their advantage is 0, and they have no KL term and no entropy bonus.
+    The loss's denominators still count their tokens."""
     limit: int | None = Field(default=None, ge=1)
-    """The longest answer. Null: `rollout.max_new_tokens`."""
+    """The limit in tokens. Null: `rollout.max_new_tokens`."""
 
     def resolved(self, max_new_tokens: int) -> Self:
         limit = self.limit or max_new_tokens

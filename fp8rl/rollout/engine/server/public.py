@@ -7,6 +7,7 @@ SGLang's own.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from functools import lru_cache
@@ -73,12 +74,18 @@ def _problems(serving: Any, request: Any, sent: dict[str, Any]) -> Iterator[tupl
         found = getattr(request, parameter, None)
         if found is not None and not least <= found <= most:
             yield parameter, f"found {found}, expected {least} to {most}"
+    if "" in ([request.stop] if isinstance(request.stop, str) else request.stop or ()):  # SGLang stops at once
+        yield "stop", "found an empty text, expected at least one character"
     if sent.get("echo") and sent.get("logprobs") == 0:  # SGLang fails
         yield "logprobs", "found 0 with echo, expected 1 to 20"
     if chat and request.tools and serving.tool_call_parser is None:
         yield "tools", "found some, expected a server that knows the model's format of calls: --tool-parser"
     if chat and request.continue_final_message and len(chat[-1]) > 2:
         yield "continue_final_message", "found more than a content in the last message, expected that alone"
+    taken = inspect.signature(serving.tokenizer_manager.tokenizer.apply_chat_template).parameters
+    for name in sorted(taken.keys() & (getattr(request, "chat_template_kwargs", None) or {})):
+        # A template of the client's could compute for ever, and no other request would be answered.
+        yield "chat_template_kwargs", f"found {name}, expected only what the model's own template reads"
     prompt: Any = sent.get("prompt") if isinstance(sent.get("prompt"), list) else []
     tokens = [("stop_token_ids", token) for token in request.stop_token_ids or ()]
     tokens += [("prompt", token) for part in prompt for token in (part if isinstance(part, list) else [part])]

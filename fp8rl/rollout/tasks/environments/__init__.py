@@ -20,15 +20,15 @@ class HarnessSection(Section):
 
     # Strictness would refuse the lists that YAML gives.
     command: tuple[str, ...] = Field(default=(), strict=False)
-    """The program and its arguments, one process for each conversation. A program with a slash is a path like any
-    other in a spec; one without is looked for in PATH. Arguments stay as they are."""
+    """The program and its arguments, one process for each conversation. A program with a slash is a path, like all
+    paths of a spec. A program without a slash is looked for in PATH. Arguments stay as they are."""
     program: SpecFunction | None = None
-    """An async function in place of a command, `package.module:name` or `path/to/file.py:name`, of a base URL, a
-    key and the problem. It runs in the run's own process."""
+    """Instead of a command: an async function, `package.module:name` or `path/to/file.py:name`. It is called in the
+    run's own process with a base URL, a key and the problem."""
     directory: SpecPath | None = None
     """The working directory of a command. Null: the run's directory."""
     variables: tuple[str, ...] = Field(default=(), strict=False)
-    """Environment variables of the run that a command gets in addition to the usual ones, by name."""
+    """Names of the run's environment variables that a command gets in addition to the usual ones."""
     tool_parser: str | None = None
     """The format in which the model calls tools, as SGLang names it (`qwen25`, `llama3`, `glm45`, ...)."""
     override: tuple[
@@ -37,13 +37,13 @@ class HarnessSection(Section):
         ],
         ...,
     ] = Field(default=(), strict=False)
-    """Request settings that are ignored; others that differ from the run's are refused. A `tool_choice` that forces a
-    call is treated as `auto`: smolagents sends one in every request."""
+    """Request settings that are ignored. Without this key a request whose settings differ from the run's is refused.
+    With `tool_choice` a forced call is treated as `auto`; smolagents sends one in every request."""
     max_requests: int = Field(default=64, ge=1)
-    """Most turns of the model that a program may request."""
+    """Largest number of model turns that a program may request."""
     deadline_s: float = Field(default=1800.0, gt=0.0)
-    """Seconds that a program may take from its beginning to its end, the engine's time included. `timeout_s` bounds the
-    time between two turns."""
+    """Seconds that a program may take in all, the engine's time included. `timeout_s` bounds the time between two
+    turns."""
 
     @classmethod
     def located(cls, values: Any, directory: Path) -> Any:
@@ -56,21 +56,19 @@ class HarnessSection(Section):
 
 
 class EnvironmentSection(Section):
-    """The environment that owns the conversation of an answer. A text is the short form of `function`."""
+    """The environment, which controls the conversation of an answer. A text is the short form of `function`."""
 
     shorthand: ClassVar[str] = "function"
 
     function: SpecFunction = SINGLE_TURN
-    """`single_turn`, `harness` for a program that speaks OpenAI's API, `package.module:name` or
-    `path/to/file.py:name`."""
+    """`single_turn`, `harness` (a program that calls OpenAI's API), `package.module:name` or `path/to/file.py:name`."""
     harness: HarnessSection | None = None
     """The program of `function: harness`."""
     timeout_s: float = Field(default=60.0, gt=0.0)
-    """An environment that takes longer between two turns of the model, or before the first or after the last, has
-    failed."""
+    """Seconds that an environment may take between two turns of the model, before the first turn, or after the last."""
     max_failures: int = Field(default=32, ge=0)
-    """Answers of a run whose environment may raise, take too long or return no number, before the run ends. Nothing is
-    learnt from them."""
+    """Number of failures that a run survives: an environment raises, takes too long or returns no number. One more ends
+    the run. The answer of a failed environment is not trained on."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function."""
 

@@ -30,14 +30,14 @@ class RewardSection(Section):
     """One reward function and its weight."""
 
     function: SpecFunction
-    """One of ours (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`), `package.module:name`, or
-    `path/to/file.py:name`."""
+    """A built-in function (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`),
+    `package.module:name`, or `path/to/file.py:name`."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
     """The name in metrics, `rollout/reward/NAME`. Null: the function's name."""
     weight: float = 1.0
-    """The factor of the function's number in the reward."""
+    """The factor by which the function's number is multiplied in the reward."""
     timeout_s: float = Field(default=5.0, gt=0.0)
-    """A call that takes longer has failed."""
+    """Seconds that a call may take. A longer call has failed."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function."""
 
@@ -71,8 +71,8 @@ class RewardsSection(Section):
     )
     """The functions that judge an answer."""
     max_failures: int = Field(default=32, ge=0)
-    """Calls of a run that may fail before the run ends: they raise, take too long or return no number. Each failed call
-    counts as a reward of 0."""
+    """Number of failed calls that a run survives: a call raises, takes too long or returns no number. One more ends the
+    run. A failed call counts as a reward of 0."""
     workers: int = Field(default=2, ge=1, le=256)
     """Processes for plain functions. Functions that wait should be `async`: hundreds of them wait at the same time."""
 
