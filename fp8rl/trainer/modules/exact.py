@@ -103,6 +103,9 @@ class Product(Held):
             return self._over_ranks(x)
         if self.axis == 0:
             x = whole_sequence(x, self.config.sequence_parallel, self.tp_group)
+            # The gradients that the product and its adapter give x are added up by a node of their own, as where ranks
+            # gather x, and then added to those of other readers.
+            x = x.view_as(x)
         return ops.add_bias(p.product(self.kind, x, self.weight, self.adapter), self.bias)
 
     def _over_ranks(self, x: Tensor) -> Tensor:

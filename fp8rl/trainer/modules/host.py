@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -19,9 +19,6 @@ from fp8rl.trainer.modules.exact import whole_sequence
 from fp8rl.trainer.modules.precision import Adapter
 from fp8rl.trainer.modules.router import on_their_ranks, rows_of_pairs
 from fp8rl.trainer.modules.rows import PackedRows, own_positions, shared_attention
-
-if TYPE_CHECKING:
-    from fp8rl.trainer.modules.program import ProgramLayer
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,11 @@ class OfHeads:
 class LayerHost:
     """The host of a layer (`models.program.Host`).
 
-    packed: the layout of rows that lie end to end; None: rows are padded on the right, so that a token's position is
+    layer: a `ProgramLayer`. packed: the layout of rows that lie end to end; None: rows are padded on the right, so that a token's position is
     its index, and padding is never a key of a real query.
     """
 
-    def __init__(self, layer: ProgramLayer, packed: PackedRows | None) -> None:
+    def __init__(self, layer: Any, packed: PackedRows | None) -> None:
         self.layer, self.packed, self.sizes, self.kv = layer, packed, layer.sizes, layer.kv.format
         self._batch = 1
         self._known: Tensor | None = None

@@ -173,8 +173,13 @@ def norms_in_products(ops: Sequence[Op], takes: Callable[[Op], bool]) -> list[Op
     found = list(ops)
     for at, norm in enumerate(ops[:-1]):
         value, behind = norm.writes[0], ops[at + 1]
-        later = [op for op in ops[at + 2 :] if value in op.reads]
-        alone = value in behind.writes or not later
+        alone = value in behind.writes or not _is_read(value, ops[at + 2 :])
         if norm.form in (NORM, ADD_NORM) and behind.reads == (value,) and alone and takes(behind):
             found[at] = replace(norm, form=replace(norm.form, compute=_left_to_product))
     return found
+
+
+def _is_read(value: str, ops: Sequence[Op]) -> bool:
+    """Return whether an op reads a value before one replaces it."""
+    touching = next((op for op in ops if value in (*op.reads, *op.writes)), None)
+    return touching is not None and value in touching.reads

@@ -15,7 +15,6 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import OptimizerSection, TrainerSection
 from fp8rl.trainer.megatron.lowering import Lowering, lower, lower_optimizer
-from tests.support.definitions import SIZES, shape_of
 from tests.support.lowering import DEFAULT, FP8, FUSED, RECIPE, native
 from tests.support.paths import CONFIGS
 
@@ -102,22 +101,20 @@ def test_the_config_is_one_that_megatron_takes(layout, monkeypatch: pytest.Monke
     from megatron.core.transformer import transformer_config as megatron_config
 
     from fp8rl.trainer.megatron.model import transformer_config
-    from fp8rl.trainer.modules.families import megatron_families, megatron_family
 
     monkeypatch.setattr(megatron_config, "is_te_min_version", lambda *_, **__: True)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
     lowering = lower(native(first_layers_bf16=1, gradient={"format": "e5m2"}), True)
-    families = [megatron_family(each) for each in shape_of(SIZES).families]
-    config = transformer_config(SIZES, families, TrainerSection(), torch.bfloat16, "native", lowering)
+    config = transformer_config(
+        read_model(CONFIGS / "qwen3_30b_a3b"), TrainerSection(), torch.bfloat16, "native", lowering
+    )
     assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
     assert [is_first_last_bf16_layer(config, layer) for layer in range(4)] == [True, False, False, False]
     assert DistributedDataParallelConfig(**lowering.ddp).fp8_param_gather
     assert OptimizerConfig(**lowering.optimizer).fp8_recipe == "blockwise"
     for name in ("deepseek_v3", "glm_4_7_flash", "moonlight_16b_a3b"):
         model = read_model(CONFIGS / name)
-        config = transformer_config(
-            model.sizes, megatron_families(model), TrainerSection(), torch.bfloat16, "native", lowering
-        )
+        config = transformer_config(model, TrainerSection(), torch.bfloat16, "native", lowering)
         assert not config.apply_rope_fusion
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,24 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
         return lambda *_: calls.update({name: calls[name] + 1})
 
     layer = trainer.model.decoder.layers[0]
-    experts = "mlp.experts" if hasattr(layer.mlp, "experts") else "mlp"
-    names = {"attention": "self_attention.core_attention", "experts": experts, "layer": ""}
-    hooks = [layer.get_submodule(path).register_forward_hook(count(name)) for name, path in names.items()]
-    result = trainer.forward_backward(batch, cross_entropy(batch)).result
-    for hook in hooks:
-        hook.remove()
+    counts = {name: count(name) for name in ("attention", "experts", "layer")}
+    places = {"attention": "attention", "delta": "attention", "experts": "experts", "gate_up": "experts"}
+    with ExitStack() as stack:
+        stack.callback(layer.register_forward_hook(counts["layer"]).remove)
+        if hasattr(layer, "around_ops"):
+
+            def around(site: Any, compute: Any) -> Any:
+                if site.op.name in places:
+                    counts[places[site.op.name]]()
+                return compute()
+
+            stack.enter_context(layer.around_ops(around))
+        else:
+            modules = {"attention": "self_attention.core_attention"}
+            modules["experts"] = "mlp.experts" if hasattr(layer.mlp, "experts") else "mlp"
+            for name, path in modules.items():
+                stack.callback(layer.get_submodule(path).register_forward_hook(counts[name]).remove)
+        result = trainer.forward_backward(batch, cross_entropy(batch)).result
     return result, gradients(trainer), calls
 
 
