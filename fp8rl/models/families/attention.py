@@ -163,7 +163,7 @@ def _widths(sizes: ModelSizes) -> Widths:
 
 
 def _unshared(sizes: ModelSizes) -> Mapping[Ranks, str]:
-    whole = "that norms queries and keys over all heads: SGLang does not shard this norm"
+    whole = "that norms queries and keys over all heads: an engine's ranks do not share this norm"
     return {"engine": whole} if sizes.head_norms == "together" else {}
 
 
