@@ -49,17 +49,11 @@ def _rotated_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor
 
 
 HEAD_NORM = OpForm(
-    name="head_norm",
-    shapes="[T, heads, D] -> the same",
-    definition=ops.rms_norm,
-    constants=(EPS,),
-    part="norm",
-    compute=_head_norm,
+    name="head_norm", shapes="[T, heads, D] -> the same", constants=(EPS,), part="norm", compute=_head_norm
 )
 HEADS_NORM = OpForm(
     name="heads_norm",
     shapes="[T, heads, D] -> the same, normed over all heads of a token together",
-    definition=ops.rms_norm,
     constants=(EPS,),
     part="norm",
     compute=_heads_norm,
@@ -67,21 +61,18 @@ HEADS_NORM = OpForm(
 QKV = OpForm(
     name="qkv",
     shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",
-    definition=ops.linear,
     compute=_qkv,
     takes_rows=True,
 )
 ROPE = OpForm(
     name="rope",
     shapes="q, k -> q, k",
-    definition=ops.rope,
     constants=(THETA, ROPE_FACTOR),
     compute=lambda host, site, q, k: host.rotate(q, k),
 )
 ATTENTION = OpForm(
     name="attention",
     shapes="q, k, v -> [T, heads * D]",
-    definition=ops.attention,
     part="attention",
     compute=lambda host, site, q, k, v: (host.attend(site, q, k, v),),
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8rl.numerics import ops
 from fp8rl.trainer.modules.exact import RMSNorm
 from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily, MegatronSide, attention, output
-from tests.support.made_up.definition import GATED
+from tests.support.made_up.definition import GATED, gate_heads
 
 
 class Gates(nn.Module):
@@ -33,7 +33,7 @@ class GatedCore(attention.CoreAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         each = query.shape[-2] // key.shape[-2]
         key, value = (x.repeat_interleave(each, -2) for x in (key, value))
-        return GATED.definition(super().forward(query, key, value, *args, **kwargs), self.gates)
+        return gate_heads(super().forward(query, key, value, *args, **kwargs), self.gates)
 
 
 class GatedAttention(SelfAttention):
