@@ -40,8 +40,8 @@ def _qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tens
 
 
 def _normed_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    weights = (norm_weight(host, site, of) for of in ("q_norm", "k_norm"))
-    return (host.attend(site, q, k, v, True, ops.HeadNorms(*weights, host.sizes.norm_eps)),)
+    queries, keys = (norm_weight(host, site, of) for of in ("q_norm", "k_norm"))
+    return (host.attend(site, q, k, v, True, ops.HeadNorms(queries, keys, host.sizes.norm_eps)),)
 
 
 def _rotated_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
