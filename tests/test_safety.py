@@ -81,7 +81,6 @@ CODE = {
     "fp8rl/numerics/probe.py": {"import_module"},  # files in fp8rl/numerics/ops
     "fp8rl/numerics/kernels/kernels.py": {"import_module"},  # files in fp8rl/numerics/kernels
     "fp8rl/trainer/modules/families/__init__.py": {"import_module"},  # files in fp8rl/trainer/modules/families
-    "fp8rl/rollout/engine/plugin/families/__init__.py": {"import_module"},  # files beside it
     "fp8rl/rl/algorithms/__init__.py": {"import_module"},  # files in fp8rl/rl/algorithms
     "fp8rl/rl/record/trackers/__init__.py": {"import_module"},  # names of its table
     "fp8rl/numerics/core/files.py": {"exec_module"},  # files of Python that a spec names

@@ -38,9 +38,6 @@ class OpForm:
     name: str
     shapes: str
     """The shapes of inputs and outputs. T is the number of tokens of some sequences, end to end."""
-    definition: Callable[..., Any] | None
-    """The function by which both sides compute it in exact mode, `ops.fp8_linear` in place of `ops.linear` where a
-    product is quantized; None where nothing is computed."""
     compared: int | None = None
     """The number of leading outputs that are compared; None: all."""
     constants: tuple[str, ...] = ()
@@ -56,11 +53,6 @@ class OpForm:
     heads' first parts, then all heads' second ones, and so on; None: the first output is in no order of the host's."""
     part: Part | None = None
     """The row of the precision map for a module that computes the op; None: it is part of a product, or has no row."""
-
-    @property
-    def defined_by(self) -> str:
-        """The dotted name of the definition."""
-        return "" if self.definition is None else f"{self.definition.__module__}.{self.definition.__name__}"
 
 
 @dataclass(frozen=True)
@@ -234,32 +226,26 @@ def _norm_rows(host: Host, site: OpSite, x: Tensor, residual: Tensor | None) -> 
 EMBED = OpForm(
     name="embed",
     shapes="tokens int64 [T] -> [T, H]",
-    definition=None,
     part="embedding",
     compute=lambda host, site, tokens: (host.embed(site, tokens),),
 )
-NORM = OpForm(
-    name="norm", shapes="[T, H] -> [T, H]", definition=ops.rms_norm, constants=(EPS,), part="norm", compute=_norm
-)
+NORM = OpForm(name="norm", shapes="[T, H] -> [T, H]", constants=(EPS,), part="norm", compute=_norm)
 ADD_NORM = OpForm(
     name="add_norm",
     shapes="x, residual [T, H] -> normed, and the sum that was normed; the first of a model has no residual",
-    definition=ops.add_rms_norm,
     constants=(EPS,),
     part="norm",
     compute=_add_norm,
 )
-NORM_ROWS = replace(ADD_NORM, name="norm_rows", definition=ops.norm_rows, compute=_norm_rows)
+NORM_ROWS = replace(ADD_NORM, name="norm_rows", compute=_norm_rows)
 LINEAR = OpForm(
     name="linear",
     shapes="[T, K] -> [T, N]; a router's product too, whose module is the router",
-    definition=ops.linear,
     compute=lambda host, site, x, rows=None: (host.product(site, x, rows),),
     takes_rows=True,
 )
 LOGPROBS = OpForm(
     name="logprobs",
     shapes="logits [T, V] -> FP32 [T], of the sequence's next token",
-    definition=ops.token_logprobs,
     compute=lambda host, site, logits: (host.logprobs(site, logits),),
 )

@@ -216,11 +216,9 @@ def _op_finding(clues: Evidence, group: list[OpDifference]) -> Finding:
     where = f" in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else ""
     if len(layers) > 1 and len(layers) == sum(d.op == op for d in clues.ops):
         where = " in every layer"
-    form = next(site.op.form for site in clues.model.forward.sites() if site.op.name == op)
-    definition = f"; it is {form.defined_by}" if form.definition else ""
     text = (
         f"{subject} {verb}{where} on equal inputs (relative RMS {worst.relative_rms:.2g}, "
-        f"{worst.differing:.0%} of the elements{definition})"
+        f"{worst.differing:.0%} of the elements)"
     )
     if op in clues.settings:
         name, ours, theirs = clues.settings[op]

@@ -41,8 +41,8 @@ def _qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tens
 
 
 def _normed_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    weights = (norm_weight(host, site, of) for of in ("q_norm", "k_norm"))
-    return (host.attend(site, q, k, v, True, ops.HeadNorms(*weights, host.sizes.norm_eps)),)
+    queries, keys = (norm_weight(host, site, of) for of in ("q_norm", "k_norm"))
+    return (host.attend(site, q, k, v, True, ops.HeadNorms(queries, keys, host.sizes.norm_eps)),)
 
 
 def _rotated_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -50,17 +50,11 @@ def _rotated_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor
 
 
 HEAD_NORM = OpForm(
-    name="head_norm",
-    shapes="[T, heads, D] -> the same",
-    definition=ops.rms_norm,
-    constants=(EPS,),
-    part="norm",
-    compute=_head_norm,
+    name="head_norm", shapes="[T, heads, D] -> the same", constants=(EPS,), part="norm", compute=_head_norm
 )
 HEADS_NORM = OpForm(
     name="heads_norm",
     shapes="[T, heads, D] -> the same, normed over all heads of a token together",
-    definition=ops.rms_norm,
     constants=(EPS,),
     part="norm",
     compute=_heads_norm,
@@ -68,21 +62,18 @@ HEADS_NORM = OpForm(
 QKV = OpForm(
     name="qkv",
     shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",
-    definition=ops.linear,
     compute=_qkv,
     takes_rows=True,
 )
 ROPE = OpForm(
     name="rope",
     shapes="q, k -> q, k",
-    definition=ops.rope,
     constants=(THETA, ROPE_FACTOR),
     compute=lambda host, site, q, k: host.rotate(q, k),
 )
 ATTENTION = OpForm(
     name="attention",
     shapes="q, k, v -> [T, heads * D]",
-    definition=ops.attention,
     part="attention",
     across_tokens=True,
     compute=lambda host, site, q, k, v: (host.attend(site, q, k, v),),
@@ -165,7 +156,7 @@ def _widths(sizes: ModelSizes) -> Widths:
 
 
 def _unshared(sizes: ModelSizes) -> Mapping[Ranks, str]:
-    whole = "that norms queries and keys over all heads: SGLang does not shard this norm"
+    whole = "that norms queries and keys over all heads: an engine's ranks do not share this norm"
     return {"engine": whole} if sizes.head_norms == "together" else {}
 
 

@@ -28,14 +28,12 @@ def _gated_qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequenc
 GATED_QKV = OpForm(
     name="gated_qkv",
     shapes="[T, H] -> q [T, heads, D], its gates [T, heads * D], k and v [T, kv heads, D]",
-    definition=ops.linear,
     compute=_gated_qkv,
     takes_rows=True,
 )
 OUTPUT_GATE = OpForm(
     name="output_gate",
     shapes="[T, heads * D], gates -> [T, heads * D]",
-    definition=ops.sigmoid_gate,
     compute=lambda host, site, x, gate: (ops.sigmoid_gate(x, gate),),
 )
 

@@ -127,16 +127,14 @@ def _gated_norm(host: Host, site: OpSite, x: Tensor, z: Tensor) -> Sequence[Tens
 IN_PROJ = OpForm(
     name="delta_in_proj",
     shapes="[T, H] -> queries, keys and values of all heads [T, C], and z [T, heads * value]",
-    definition=ops.linear,
     channels=_of_head,
     compute=_in_proj,
     takes_rows=True,
 )
-GATES = OpForm(name="delta_gates", shapes="[T, H] -> b and a [T, heads]", definition=ops.linear, compute=_gates)
+GATES = OpForm(name="delta_gates", shapes="[T, H] -> b and a [T, heads]", compute=_gates)
 CONV = OpForm(
     name="short_conv",
     shapes="[T, C] -> [T, C]",
-    definition=ops.causal_conv,
     across_tokens=True,
     channels=_of_head,
     compute=_conv,
@@ -144,14 +142,12 @@ CONV = OpForm(
 DELTA = OpForm(
     name="gated_delta",
     shapes="queries, keys and values [T, C], b, a [T, heads] -> [T, heads * value]: `ops.delta_gates`, and the rule",
-    definition=ops.gated_delta_rule,
     across_tokens=True,
     compute=_delta,
 )
 GATED_NORM = OpForm(
     name="gated_norm",
     shapes="[T, heads * value], z -> the same, normed over each head",
-    definition=ops.gated_rms_norm,
     constants=(EPS,),
     part="norm",
     compute=_gated_norm,

@@ -46,7 +46,6 @@ def _latent_attention(host: Host, site: OpSite, q: Tensor, kv_row: Tensor) -> Se
 LATENT_DOWN = OpForm(
     name="latent_down",
     shapes="[T, H] -> the narrow rows of queries [T, q rank], and of keys and values [T, kv rank + rope]",
-    definition=ops.linear,
     compute=lambda host, site, x, rows=None: host.products(site, x, rows),
     takes_rows=True,
 )
@@ -54,7 +53,6 @@ LATENT_ATTENTION = OpForm(
     name="latent_attention",
     shapes="q [T, heads, D] and rows [T, kv rank + rope], neither rotated -> [T, heads * value]: the rows' norm, "
     "`ops.rope_pairs`, `ops.head_linear` into the latents and out of them, and the attention between",
-    definition=ops.latent_attention,
     constants=(THETA, ROPE_FACTOR),
     part="attention",
     across_tokens=True,

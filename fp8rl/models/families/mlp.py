@@ -41,16 +41,12 @@ def _with_shared(
 SWIGLU = OpForm(
     name="swiglu",
     shapes="gate and up [T, 2F], or one each [T, F] -> [T, F]",
-    definition=ops.swiglu,
     compute=lambda host, site, gate_up: (ops.swiglu(gate_up),),
 )
-ROUTER = OpForm(
-    name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", definition=ops.linear_partial, compute=_router
-)
+ROUTER = OpForm(name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", compute=_router)
 TOPK = OpForm(
     name="topk",
     shapes="logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending",
-    definition=ops.route,
     compared=1,  # the probabilities say the choice
     part="router",
     compute=_topk,
@@ -58,7 +54,6 @@ TOPK = OpForm(
 SIGMOID_TOPK = OpForm(
     name="sigmoid_topk",
     shapes="as topk, for experts that are chosen by sigmoid + bias",
-    definition=ops.route_sigmoid,
     compared=1,
     part="router",
     compute=_sigmoid_topk,
@@ -66,7 +61,6 @@ SIGMOID_TOPK = OpForm(
 EXPERTS = OpForm(
     name="experts",
     shapes="x [T, H], probabilities, chosen -> [T, H]; recorded too: `each` [T, k, H], one expert's share of it",
-    definition=ops.experts,
     part="experts",
     compute=lambda host, site, x, probs, chosen, rows=None: (host.experts(site, x, probs, chosen, rows),),
     takes_rows=True,
@@ -74,7 +68,6 @@ EXPERTS = OpForm(
 EXPERTS_AND_SHARED = OpForm(
     name="experts_and_shared",
     shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> the sum [T, H]; `each` as of experts",
-    definition=ops.experts,
     part="experts",
     compute=_with_shared,
     takes_rows=True,
@@ -83,7 +76,6 @@ EXPERTS_AND_SHARED = OpForm(
 SHARED_GATE = OpForm(
     name="shared_gate",
     shapes="x [T, H], output of shared experts [T, H] -> the output times the sigmoid of the token's gate",
-    definition=ops.token_gate,
     part="gate",
     compute=lambda host, site, x, shared: (ops.token_gate(shared, x, host.tensor(site)),),
 )

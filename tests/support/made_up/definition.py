@@ -37,7 +37,7 @@ def gated(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor, gates: Tens
 GATED = OpForm(
     name="gated_attention",
     shapes="q, k, v, gates [T, heads] -> [T, heads * D]; each query has a key of its own in the cache",
-    definition=gate_heads, compute=gated, part="attention",
+    compute=gated, part="attention",
 )  # fmt: skip
 
 

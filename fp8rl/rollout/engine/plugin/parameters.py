@@ -31,7 +31,7 @@ def hf_tensors(
     held = dict(model.named_parameters())  # a tied parameter once
     for name, by_index in table.in_engine.items():
         for suffix, rows in (("", 1), (SCALE_SUFFIX, block)):
-            parameter = held[name] if not suffix else held.get(name + suffix)
+            parameter = held.get(name + suffix)  # none of adapters before they are attached
             if parameter is not None and (within is None or parameter in within):
                 yield from _split(parameter, table, by_index, suffix, rows, rank)
 

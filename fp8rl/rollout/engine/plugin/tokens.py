@@ -97,10 +97,10 @@ class Paged:
         count, channels, rows = held.shape
         return ops.paged_causal_conv(x, weight, held.view(count, rows, channels), *self.states)
 
-    def recur(self, layer: int, *inputs: Tensor) -> Tensor:
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         held = self._states_of(layer).temporal
         count, heads, values, keys = held.shape
-        return ops.paged_gated_delta_rule(*inputs, held.view(count, heads, keys, values), *self.states)
+        return ops.paged_gated_delta_rule(q, k, v, g, beta, held.view(count, heads, keys, values), *self.states)
 
     def _states_of(self, layer: int) -> Any:
         return self.backend.linear_attn_backend.req_to_token_pool.mamba2_layer_cache(layer)
@@ -149,8 +149,8 @@ class Recorded:
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         return ops.causal_conv(x, weight, self.lengths)[0]
 
-    def recur(self, layer: int, *inputs: Tensor) -> Tensor:
-        return ops.gated_delta_rule(*inputs, self.lengths)[0]
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return ops.gated_delta_rule(q, k, v, g, beta, self.lengths)[0]
 
     def note_experts(self, layer: int, chosen: Tensor) -> None:
         """Leave the engine's record alone."""
