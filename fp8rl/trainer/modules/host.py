@@ -67,12 +67,9 @@ class LayerHost:
 
     def __init__(self, layer: Any, packed: PackedRows | None) -> None:
         self.layer, self.packed, self.sizes, self.kv = layer, packed, layer.sizes, layer.kv.format
+        self.spec: QuantSpec = layer.precision.spec
         self._batch = 1
         self._known: Tensor | None = None
-
-    @property
-    def spec(self) -> QuantSpec:
-        return self.layer.precision.spec
 
     # Weights and products
 
