@@ -35,7 +35,7 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
         raise user_error("trainer", f"{trainer.config.world_size} ranks", expected, remedy)
     if trainer.numerics.mode == "native":
         expected = "exact: only there the trainer's layers run the program whose ops can be recorded"
-        remedy = "Compare native mode by its log-probabilities (fp8rl measure), or attribute with numerics.mode=exact."
+        remedy = "Compare native mode by log-probabilities and tensors, or attribute with numerics.mode=exact."
         raise user_error("numerics.mode", "native", expected, remedy)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for row in range(batch.rows):
