@@ -35,7 +35,7 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
         raise user_error("trainer", f"{trainer.config.world_size} ranks", expected, remedy)
     if trainer.numerics.mode == "native":
         expected = "exact: only there the trainer's layers run the program whose ops can be recorded"
-        remedy = "Compare native mode by its log-probabilities (fp8rl measure), or attribute with numerics.mode=exact."
+        remedy = "Compare native mode by log-probabilities and tensors, or attribute with numerics.mode=exact."
         raise user_error("numerics.mode", "native", expected, remedy)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for row in range(batch.rows):
@@ -81,8 +81,8 @@ def _watched(model: GPTModel, definition: Model) -> Iterator[tuple[Written, dict
 
     def note_op(site: OpSite, read: Sequence[Any], made: Sequence[Tensor]) -> None:
         found = [each.detach() if each.dim() == 2 else each.detach().flatten(0, 1) for each in made]
-        if (widths := site.op.form.channels) is not None:
-            widths = widths(definition.sizes)
+        if (channels := site.op.form.channels) is not None:
+            widths = channels(definition.sizes)
             parts = found[0].unflatten(-1, (-1, sum(widths))).split(widths, -1)
             found[0] = torch.cat([part.flatten(1) for part in parts], 1)
         if CHOSEN in site.op.writes:

@@ -23,7 +23,6 @@ from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import architectures
 from fp8rl.models.tensors import base_name
-from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import PRESETS
 from fp8rl.rl.run.batching import batch_from_trajectories
@@ -88,27 +87,29 @@ weights of the next trainer, so this stands last."""
 
 def wrong_yarn(trainer: Any) -> None:
     for layer in trainer.model.decoder.layers:
-        core = layer.self_attention.core_attention
-        core.rope_scaling = replace(core.rope_scaling, factor=2 * core.rope_scaling.factor)
+        scaling = layer.sizes.rope_scaling
+        layer.sizes = replace(layer.sizes, rope_scaling=replace(scaling, factor=2 * scaling.factor))
 
 
 def late_rows(trainer: Any) -> None:
     """The convolution reads each token's rows one place too early."""
+    from fp8rl.trainer.modules.host import LayerHost
 
-    def forward(conv: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return ops.causal_conv(torch.cat((x[:1], x[:-1])), conv.weight, lengths)[0]
+    plain = LayerHost.convolve
 
-    for layer in trainer.model.decoder.layers:
-        if (conv := getattr(layer.self_attention, "conv1d", None)) is not None:
-            conv.forward = forward.__get__(conv)
+    def late(host: Any, site: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return plain(host, site, torch.cat((x[:1], x[:-1])), weight)
+
+    late.plain = plain
+    LayerHost.convolve = late
 
 
 def restored(trainer: Any) -> None:
+    from fp8rl.trainer.modules.host import LayerHost
+
+    LayerHost.convolve = getattr(LayerHost.convolve, "plain", LayerHost.convolve)
     for layer in trainer.model.decoder.layers:
-        net = layer.self_attention
-        net.core_attention.rope_scaling = trainer.definition.sizes.rope_scaling
-        if hasattr(net, "conv1d"):
-            vars(net.conv1d).pop("forward", None)
+        layer.sizes = trainer.definition.sizes
 
 
 CUTS = {"top-p-top-k": Truncation(top_p=0.9, top_k=20), "min-p": Truncation(min_p=0.05)}

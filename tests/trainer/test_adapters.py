@@ -81,7 +81,7 @@ def test_adapters_of_linear_attention_are_float64s(mode: str, models: Models, ma
     assert (adapter.parts, n) == (2, 8) and trainer.definition.tensors["model.layers.0.linear_attn.in_proj_a.weight"]
     draw = torch.Generator().manual_seed(3)
     x, given = torch.randn(50, 1, k, generator=draw).bfloat16(), torch.randn(50, 1, n, generator=draw).bfloat16()
-    out = product(x.requires_grad_())[0]
+    out = product(x.requires_grad_())
     (out.float() * given.float()).sum().backward()
     low_rank = adapter.low_rank
     a, b, wide = (each.detach().double().requires_grad_() for each in (low_rank.a, low_rank.b, x))

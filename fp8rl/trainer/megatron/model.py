@@ -149,8 +149,12 @@ def _of_program(definition: Model) -> dict[str, Any]:
     checkpoints have a key for each layer, as layers differ."""
     sizes, families = definition.sizes, definition.architecture.families
     kinds = {tuple(each.name for each in families_of_layer(families, sizes, at)) for at in range(sizes.layers)}
-    of_experts = {"num_moe_experts": sizes.experts, "moe_router_topk": sizes.top_k}
-    of_experts["moe_ffn_hidden_size"] = sizes.expert_size
+    of_experts = {
+        "num_moe_experts": sizes.experts,
+        "moe_router_topk": sizes.top_k,
+        "moe_ffn_hidden_size": sizes.expert_size,
+        "moe_router_pre_softmax": True,  # without it Megatron refuses one expert a token
+    }
     own: dict[str, Any] = {"hetereogenous_dist_checkpoint": len(kinds) > 1}
     return own | (of_experts if sizes.moe else {})
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -28,7 +28,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.ops.experts import adapted_grouped_linear
 from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
-from fp8rl.trainer.modules.weights import StackedWeights, empty_weight, norm_weight, tag_split
+from fp8rl.trainer.modules.weights import empty_weight, norm_weight, tag_split
 
 BUILT_FIRST = ("linear_proj", "linear_q_down_proj", "linear_q_up_proj")
 """Modules that Megatron's attention makes before its others. The order of parameters is the order of a sum over all
@@ -49,7 +49,7 @@ class Held(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Return every tensor with the axis that tensor-parallel ranks split, for Megatron's checkpoints."""
-        held: dict[str, Tensor] = {}
+        held: dict[str, Any] = {}
         self._save_to_state_dict(held, "", keep_vars=True)
         split = {name for name, each in held.items() if getattr(each, "tensor_model_parallel", False)}
         sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
@@ -126,6 +126,33 @@ class Product(Held):
         return _MergeOverRanks.apply(partial, term, x.dtype, group)  # type: ignore[no-any-return]
 
 
+class StackedWeights(Held):
+    """One matrix of each of this rank's experts, as one parameter `weight` [experts, N, K].
+
+    The experts are not split over tensor-parallel ranks (expert_tensor_parallel_size is 1). kind: as in `TensorRow`.
+    """
+
+    adapter: Adapter | None = None
+    kind: str | None = None
+    weight: nn.Parameter
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return all experts of a layer under one key. `GroupedWeights` can read what this wrote, and the reverse."""
+        sharded, groups = super().sharded_state_dict(prefix, sharded_offsets, metadata), self.groups
+        for key, held in ((f"{prefix}{name}", each) for name, each in self.named_parameters() if each.dim() == 3):
+            sharded[key] = ShardedTensor.from_rank_offsets(
+                key,
+                held,
+                *sharded_offsets,
+                (len(sharded_offsets), groups.ep.rank(), groups.ep.size()),
+                replica_id=(0, 0, groups.expt_dp.rank()),
+                prepend_axis_num=len(sharded_offsets),
+            )
+        return sharded
+
+
 class Experts(Held):
     """The weights of this rank's experts, and `ops.experts` with them."""
 
@@ -182,7 +209,8 @@ def hold(layer: Held, rows: Iterable[TensorRow], precision: LayerPrecision) -> N
         return tops.index(top), BUILT_FIRST.index(name) if name in BUILT_FIRST else len(BUILT_FIRST)
 
     for path in sorted(held, key=order):
-        (first, *_), tensors = next(iter(held[path].values())), held[path]
+        tensors = held[path]
+        first = next(iter(tensors.values()))[0]
         *parents, last = path.split(".")
         owner: Any = layer
         for name in parents:
@@ -194,8 +222,7 @@ def hold(layer: Held, rows: Iterable[TensorRow], precision: LayerPrecision) -> N
             owner.add_module(last, _stacked(layer, tensors["weight"]))
             continue
         if not hasattr(owner, last):
-            rows = tensors.get("weight", (first,))
-            kind = Product if rows[0].product and "weight" in tensors else Held
+            kind = Product if any(row.product for row in tensors.get("weight", ())) else Held
             owner.add_module(last, kind(layer.config, layer.groups, precision))
         module = getattr(owner, last)
         for name in sorted(tensors, key=lambda name: (name != "weight", name != "bias")):  # as Megatron has them
@@ -210,12 +237,11 @@ def place(row: TensorRow) -> str:
 
 def _give(module: Held, name: str, rows: Sequence[TensorRow]) -> None:
     """Register this rank's part of the tensors end to end. Megatron holds matrices where checkpoints have more axes."""
-    first, axis = rows[0], rows[0].engine.split
+    first, axis, whole = rows[0], rows[0].engine.split, sum(row.shape[0] for row in rows)
+    shape: tuple[int, ...] = (whole, math.prod(first.shape[1:])) if first.shape[1:] else (whole,)
     if first.megatron.buffer:
-        shape = (sum(row.shape[0] for row in rows),)
         module.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=torch.cuda.current_device()))
         return
-    shape = (sum(row.shape[0] for row in rows), *((math.prod(first.shape[1:]),) if first.shape[1:] else ()))
     dtype = torch.float32 if first.trained == torch.float32 else None
     if axis is not None:
         ranks = module.tp_group.size()
@@ -241,7 +267,10 @@ def _stacked(layer: Held, rows: Sequence[TensorRow]) -> StackedWeights:
     experts = {row.expert for row in rows}
     of_one = [row for row in rows if row.expert == rows[0].expert]
     count, outputs = len(experts) // layer.groups.ep.size(), sum(row.shape[0] for row in of_one)
-    return StackedWeights(layer.config, layer.groups, rows[0].kind, (count, outputs, rows[0].shape[1]))
+    made = StackedWeights(layer.config, layer.groups, layer.precision)
+    made.kind = rows[0].kind
+    made.register_parameter("weight", empty_weight(layer.config, count, outputs, rows[0].shape[1]))
+    return made
 
 
 def whole_sequence(x: Tensor, in_parts: bool, group: dist.ProcessGroup) -> Tensor:

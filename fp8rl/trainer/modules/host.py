@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8rl.models.program import OpSite
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
+from fp8rl.numerics.ops import HeadNorms
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.modules.exact import whole_sequence
 from fp8rl.trainer.modules.precision import Adapter
@@ -46,7 +47,8 @@ class OfHeads:
         rows = x.flatten(0, 1)
         return self._of_rows(rows, first, count, transposed).unflatten(0, x.shape[:2])
 
-    def _of_rows(self, x: Tensor, *place: Any) -> Tensor:
+    def _of_rows(self, x: Tensor, first: int, count: int, transposed: bool) -> Tensor:
+        place = first, count, transposed
         if self.adapter is None:
             return ops.head_linear(x, self.weight, self.operand, *place)
         if self.adapter.merges:
@@ -59,18 +61,15 @@ class OfHeads:
 class LayerHost:
     """The host of a layer (`models.program.Host`).
 
-    layer: a `ProgramLayer`. packed: the layout of rows that lie end to end; None: rows are padded on the right, so that a token's position is
-    its index, and padding is never a key of a real query.
+    layer: a `ProgramLayer`. packed: the layout of rows that lie end to end; None: rows are padded on the right, so that
+    a token's position is its index, and padding is never a key of a real query.
     """
 
     def __init__(self, layer: Any, packed: PackedRows | None) -> None:
         self.layer, self.packed, self.sizes, self.kv = layer, packed, layer.sizes, layer.kv.format
+        self.spec: QuantSpec = layer.precision.spec
         self._batch = 1
         self._known: Tensor | None = None
-
-    @property
-    def spec(self) -> QuantSpec:
-        return self.layer.precision.spec
 
     # Weights and products
 
@@ -78,11 +77,11 @@ class LayerHost:
         rows = [row for row in self.layer.tensors_of[of or site.op.name] if row.name.endswith(name)]
         return self.layer.parameter(next((row for row in rows if not row.product), rows[0]))
 
-    def product(self, site: OpSite, x: Tensor | Normed, rows: None = None) -> Tensor:
+    def product(self, site: OpSite, x: Any, rows: Any = None) -> Tensor:
         (held,) = self._held(site).values()
         return self._product(held[0], x)
 
-    def products(self, site: OpSite, x: Tensor | Normed, rows: None = None) -> Sequence[Tensor]:
+    def products(self, site: OpSite, x: Any, rows: Any = None) -> Sequence[Tensor]:
         return [part for held in self._held(site).values() for part in self._cut(self._product(held[0], x), held)]
 
     def _held(self, site: OpSite) -> dict[str, list[TensorRow]]:
@@ -139,7 +138,12 @@ class LayerHost:
 
     # Attention
 
-    def rotate(self, q: Tensor, k: Tensor, norms: None = None) -> tuple[Tensor, Tensor]:
+    def embed(self, site: OpSite, tokens: Tensor) -> Tensor:
+        raise NotImplementedError("Megatron's GPTModel has both ends of the model")
+
+    logprobs = embed
+
+    def rotate(self, q: Tensor, k: Tensor, norms: HeadNorms | None = None) -> tuple[Tensor, Tensor]:
         sizes = self.sizes
         how = sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling
         q, k = (ops.rope(x.transpose(0, 1), self._positions(x), *how).transpose(0, 1) for x in (q, k))
@@ -148,7 +152,9 @@ class LayerHost:
     def rotate_pairs(self, x: Tensor) -> Tensor:
         return ops.rope_pairs(x, self._positions(x).t(), self.sizes.rope_theta, self.sizes.rope_scaling)
 
-    def attend(self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, *unused: None) -> Tensor:
+    def attend(
+        self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, rotates: bool = False, norms: HeadNorms | None = None
+    ) -> Tensor:
         kv, scale = self.layer.kv, self.sizes.head_dim**-0.5 * self.kv.key_scale
         if (rows := self.packed) is not None:
             q, k, v = q[:, 0], kv.keys(k[:, 0]), kv.values(v[:, 0])
@@ -211,8 +217,8 @@ class LayerHost:
     def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
         return ops.causal_conv(x, weight, self._lengths(x))[0]
 
-    def recur(self, site: OpSite, *inputs: Tensor) -> Tensor:
-        out, tree = ops.gated_delta_rule(*inputs, self._lengths(inputs[0]))[0], self.packed and self.packed.tree
+    def recur(self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        out, tree = ops.gated_delta_rule(q, k, v, g, beta, self._lengths(q))[0], self.packed and self.packed.tree
         out = out if tree is None else out[tree.first]
         return out.unflatten(0, (self._batch, -1)).transpose(0, 1)
 
@@ -231,7 +237,7 @@ class LayerHost:
         """The experts of a replay, if there is one."""
         return self.layer.router_replay.get_replay_topk(probs, top_k, default_compute_topk=_best)[1]
 
-    def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: None = None) -> Tensor:
+    def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Expert outputs come back unweighted, in the model's dtype. The rank that owns a token multiplies them by its
         probabilities, sums in FP32 in ascending expert order, and rounds once."""
         experts, group = self.layer.experts, self.layer.groups.ep

@@ -97,12 +97,8 @@ class NormColumnLinear(ColumnLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[S, B, H] -> ([S, B, N] with the bias in it, None)"""
-        return super().forward(self.normalized(input_), *args, **kwargs)
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """Return the norm's output, which the product takes: [..., H] -> [..., H]."""
-        config = self.config
-        return rms_norm(x, self.layer_norm_weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
+        how = self.config.layernorm_epsilon, self.config.layernorm_zero_centered_gamma
+        return super().forward(rms_norm(input_, self.layer_norm_weight, *how), *args, **kwargs)
 
 
 class RowLinear(RowParallelLinear):

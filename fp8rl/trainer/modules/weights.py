@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-
-from fp8rl.trainer.modules.precision import Adapter
 
 
 def tag_split(weight: Tensor, axis: int) -> None:
@@ -36,64 +32,6 @@ def norm_weight(config: TransformerConfig, size: int, dtype: torch.dtype | None 
     weight = nn.Parameter(torch.ones(size, dtype=dtype or config.params_dtype, device=torch.cuda.current_device()))
     setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
     return weight
-
-
-class StackedWeights(nn.Module):
-    """One matrix of each of this rank's experts, as one parameter `weight` [experts, N, K].
-
-    The experts are not split over tensor-parallel ranks (expert_tensor_parallel_size is 1). kind: as in `TensorRow`.
-    """
-
-    adapter: Adapter | None = None
-
-    def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, kind: str | None, shape: tuple[int, int, int]
-    ) -> None:
-        super().__init__()
-        self._groups, self.kind = groups, kind
-        self.weight = empty_weight(config, *shape)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Return all experts of a layer under one key. `GroupedWeights` can read what this wrote, and the reverse."""
-        groups = self._groups
-        sharded: ShardedStateDict = {}
-        for name, held in self._parameters.items():
-            if held is not None and held.dim() == 3:
-                sharded[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
-                    f"{prefix}{name}",
-                    held,
-                    *sharded_offsets,
-                    (len(sharded_offsets), groups.ep.rank(), groups.ep.size()),
-                    replica_id=(0, 0, groups.expt_dp.rank()),
-                    prepend_axis_num=len(sharded_offsets),
-                )
-        if self.adapter is not None and self.adapter.b.dim() == 2:  # of all experts together
-            sharded |= sharded_adapter(self.adapter, groups.tp, prefix, sharded_offsets, metadata)
-        return sharded
-
-
-def sharded_adapter(
-    adapter: Adapter | None,
-    tp_group: ProcessGroup,
-    prefix: str,
-    sharded_offsets: tuple,
-    metadata: dict[str, Any] | None,
-) -> ShardedStateDict:
-    """Return a module's adapter as sharded tensors for Megatron's checkpoints."""
-    if adapter is None:
-        return {}
-    held = {"lora_a": adapter.a, "lora_b": adapter.b}
-    split = {name for name, each in held.items() if getattr(each, "tensor_model_parallel", False)}
-    axes = {name: axis for name, axis in (("lora_a", 1), ("lora_b", 0)) if name in split}
-    sharded = make_sharded_tensors_for_checkpoint(
-        held, prefix, axes, sharded_offsets, tp_group=tp_group, dp_cp_group=(metadata or {})["dp_cp_group"]
-    )
-    if adapter.halves and "lora_b" in axes:
-        key = f"{prefix}lora_b"
-        sharded[key] = apply_swiglu_sharded_factory(sharded[key], sharded_offsets)
-    return sharded
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -170,9 +170,10 @@ def fp8_norm(trainer: Trainer) -> Any:
 def fp8_router(trainer: Trainer) -> Iterator[None]:
     """The router's product in FP8."""
     with ExitStack() as undo:
-        for module in trainer.model.modules():
-            if hasattr(module, "gating"):
-                undo.enter_context(_replaced(module, "gating", _fp8_product(module)))
+        for name, module in trainer.model.named_modules():
+            if name.endswith(".router"):
+                product = "gating" if hasattr(module, "gating") else "forward"
+                undo.enter_context(_replaced(module, product, _fp8_product(module)))
         yield
 
 

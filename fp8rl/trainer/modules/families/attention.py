@@ -25,24 +25,18 @@ class JoinedHeads(SelfAttention):
 
     def __init__(self, *args: Any, joined: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.linear_qkv.joined = joined
+        self.joined = joined
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **unused: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[S, B, H] -> queries [S, B, heads, D], keys and values [S, B, kv heads, D]"""
-        q, k, v = split_heads(self.linear_qkv(hidden_states)[0], self.config, self.linear_qkv.joined)
+        size, joined = self.config.kv_channels, self.joined
+        widths = joined * self.config.num_attention_heads // self.config.num_query_groups, joined, joined
+        parts = self.linear_qkv(hidden_states)[0].unflatten(-1, (-1, sum(widths), size)).split(widths, -2)
+        q, k, v = (part.flatten(-3, -2) for part in parts)
         q = q if self.q_layernorm is None else self.q_layernorm(q)
         return q, k if self.k_layernorm is None else self.k_layernorm(k), v
-
-
-def split_heads(fused: Tensor, config: TransformerConfig, joined: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut linear_qkv's output, of all ranks or of one, into queries, keys and values [..., heads, D]."""
-    size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
-    grouped = fused.unflatten(-1, (-1, joined * (queries + 2) * size))
-    parts = grouped.split((joined * queries * size, joined * size, joined * size), -1)
-    q, k, v = (part.flatten(-2).unflatten(-1, (-1, size)) for part in parts)
-    return q, k, v
 
 
 class HeadsNorm(nn.Module):

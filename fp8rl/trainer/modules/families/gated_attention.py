@@ -14,23 +14,16 @@ from fp8rl.models.sizes import ModelSizes
 from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily, attention
 
 
-def heads_of(mixed: Tensor, groups: int, size: int) -> tuple[Tensor, ...]:
-    """Cut [..., N] into q and its gates [..., heads, D], and k and v [..., groups, D]. size: D, the width of a head."""
-    grouped = mixed.unflatten(-1, (groups, -1, size))
-    pairs, key, value = grouped.split((grouped.shape[-2] - 2, 1, 1), -2)
-    query, gate = pairs.unflatten(-2, (-1, 2)).flatten(-4, -3).unbind(-2)
-    return query, gate, key.squeeze(-2), value.squeeze(-2)
-
-
 class GatedAttention(SelfAttention):
     """Megatron's attention with each gate next to its query. Megatron has a group's gates after all its queries."""
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """[S, B, H] -> q [S, B, heads, D], k and v [S, B, kv heads, D], and the gates of q"""
         mixed, _ = self.linear_qkv(hidden_states)
-        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        query, gate, key, value = heads_of(mixed, groups, size)
-        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+        grouped = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
+        pairs, key, value = grouped.split((grouped.shape[-2] - 2, 1, 1), -2)
+        query, gate = pairs.unflatten(-2, (-1, 2)).flatten(-4, -3).unbind(-2)
+        return self.q_layernorm(query), self.k_layernorm(key.squeeze(-2)), value.squeeze(-2), gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Apply Megatron's formula of the gate, which Megatron would compile with torch."""

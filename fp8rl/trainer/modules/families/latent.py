@@ -51,15 +51,13 @@ class NarrowLinear(nn.Module):
 
 
 class WholeNarrow(MLASelfAttention):
-    """Megatron's attention with `narrow` in place of its narrow products."""
+    """Megatron's attention with `NarrowLinear` in place of its narrow products."""
 
-    def __init__(
-        self, *args: Any, precision: LayerPrecision, narrow: type[NarrowLinear] = NarrowLinear, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, precision: LayerPrecision, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for name, kind in NARROW.items():
             if (split := getattr(self, name, None)) is not None:
-                setattr(self, name, narrow(self.config, split.input_size, split.output_size, precision, kind))
+                setattr(self, name, NarrowLinear(self.config, split.input_size, split.output_size, precision, kind))
 
 
 class ExpandedCore(nn.Module):
