@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from fp8rl.rollout.tasks.rewards.mathematics import math
+from fp8rl.rollout.tasks.rewards.mathematics import math, prepare
+
+Judge = Callable[..., float]
 
 # fmt: off
 RIGHT = {
@@ -155,16 +159,22 @@ WRONG = {
 # fmt: on
 
 
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    """`math` in a process of its own. `math` forks for each answer, and a fork of pytest's large process is slow."""
+    with multiprocessing.get_context("spawn").Pool(1, prepare) as pool:
+        yield lambda *case: pool.apply(math, case)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("reference", "answer"), [(each, own) for each, answers in RIGHT.items() for own in answers])
-def test_right_answers_are_right_however_they_are_written(reference: str, answer: str) -> None:
-    assert math(answer, reference, finished=True) == 1.0
-    assert math(answer, reference, finished=False) == 0.0
+def test_right_answers_are_right_however_they_are_written(reference: str, answer: str, judge: Judge) -> None:
+    assert (judge(answer, reference, True), math(answer, reference, finished=False)) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(("reference", "answer"), [(each, own) for each, answers in WRONG.items() for own in answers])
-def test_wrong_answers_are_wrong_however_near_they_are(reference: str, answer: str) -> None:
-    assert math(answer, reference, finished=True) == 0.0
+def test_wrong_answers_are_wrong_however_near_they_are(reference: str, answer: str, judge: Judge) -> None:
+    assert judge(answer, reference, True) == 0.0
 
 
 def test_a_reference_without_an_expression_is_named() -> None:
@@ -186,7 +196,7 @@ def test_a_reference_without_an_expression_is_named() -> None:
     ],
 )
 def test_an_answer_that_would_keep_the_judge_for_minutes_is_wrong_in_seconds(result: str) -> None:
-    for answer in (rf"\boxed{{{result}}}", f"#### {result}"):
+    for answer in (rf"\boxed{{{result}}}", f"#### {result}")[: 1 + (len(result) > 100)]:  # one is enough to evaluate
         before = os.times()
         assert math(answer, "5", finished=True) == 0.0
         after = os.times()
