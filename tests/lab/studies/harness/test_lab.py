@@ -17,7 +17,6 @@ import sys, time
 from pathlib import Path
 from fp8rl.rl.run.interrupts import interruptible
 from lab.studies.harness.lab import Lab
-
 def open_for_an_hour(folder, job):
     try:
         (Path(folder) / f"{job} opened").touch()
