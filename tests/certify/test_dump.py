@@ -349,10 +349,9 @@ def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) 
         text = b"{'descr': '<f8', 'fortran_order': False, 'shape': (%d,)}\n" % 10**40
         archive.writestr("input_ids.npy", b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
     assert "expected a whole file" in refusal("x.npz", None)
-    with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
-        with archive.open("input_ids.npy", "w", force_zip64=True) as member:
-            for _ in range(65):
-                member.write(bytes(64 << 20))
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w") as archive:
+        archive.writestr("input_ids.npy", b"")
+        archive.filelist[0].file_size = 65 << 26  # what the directory of a bomb says
     assert "bytes when it is unpacked', expected at most" in refusal("bomb.npz", None)
     sample = {"tokens": [3, 4, 5, 6], "response_length": 2, "rollout_log_probs": [-1.0, -2.0]}
     tensors = {name: torch.ones(2, 3) for name in ("input_ids", "attention_mask", "responses", "rollout_log_probs")}

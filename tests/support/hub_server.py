@@ -96,7 +96,7 @@ def hub_server() -> Iterator[Hub]:
         def log_message(self, *_: Any) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         hub.url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
             yield hub

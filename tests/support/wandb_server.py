@@ -113,7 +113,7 @@ def wandb_server() -> Iterator[WandbServer]:
 
     http = Server(("127.0.0.1", 0), Handler)
     server = WandbServer(http)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
+    threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield server
     finally:

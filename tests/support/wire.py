@@ -58,7 +58,7 @@ def proxied(url: str, touch: Touch) -> Iterator[str]:
             """A side that goes away is what the proxy is for."""
 
     with Proxy(("127.0.0.1", 0), Connection) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+        thread = threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{proxy.server_address[1]}"

@@ -90,7 +90,7 @@ def test_lists_that_are_kept_are_compiled_without_a_gpu_and_for_another_one(tmp_
     for name in ("arithmetic", "qwen3_30b_a3b"):
         lines = (EXAMPLES / f"kernels/{name}.jsonl").read_text().splitlines()
         assert len(lines) == len(set(lines)) > 140
-        few += sorted(set(lines) - set(few), key=len)[:40:20]
+        few += sorted(set(lines) - set(few), key=len)[:1]
     (tmp_path / "few.jsonl").write_text("\n".join(few) + "\n")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     first, again, other = map(json.loads, found_elsewhere(WARMED, str(tmp_path / "few.jsonl")))

@@ -177,7 +177,7 @@ def test_a_critic_learns_beside_the_policy_and_alone_while_it_warms_up(path: Pat
     assert group.calls.count(("update", "critic")) == 2 and ("score", "critic") in group.calls
     assert metrics["critic/explained_variance"] == 0.0, "a head of zeros knows nothing"
     losses = [metrics["critic/loss"]]
-    for _ in range(12):
+    for _ in range(7):
         plan = plan_updates(group, batch, outcomes, chosen)
         losses.append(plan.update_all(group, plan.forward_backward(group, 0), step=1)[0]["critic/loss"])
     assert losses[-1] < losses[0] / 4

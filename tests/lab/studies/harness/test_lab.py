@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,21 @@ from lab.studies.precision_cases import MIXED
 from tests.support.servers import wait_until
 
 STUDY = """
-import sys
+import sys, time
 from pathlib import Path
 from fp8rl.rl.run.interrupts import interruptible
 from lab.studies.harness.lab import Lab
-from tests.lab.studies.harness.test_lab import open_for_an_hour
-
-if __name__ == "__main__":
-    with interruptible():
-        Lab(True, (0,), Path("."), print).each(open_for_an_hour, [(sys.argv[1], n) for n in range(4)], "jobs")
-"""
-
-
-def open_for_an_hour(folder: str, job: int) -> None:
+def open_for_an_hour(folder, job):
     try:
         (Path(folder) / f"{job} opened").touch()
         time.sleep(3600)
     finally:
         (Path(folder) / f"{job} closed").touch()
+
+if __name__ == "__main__":
+    with interruptible():
+        Lab(True, (0,), Path("."), print).each(open_for_an_hour, [(sys.argv[1], n) for n in range(4)], "jobs")
+"""
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def uploaded(run: RunDir, server: WandbServer) -> list[int]:
 
 
 def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(to_wandb, "_UPLOAD_SECONDS", 5.0)
+    monkeypatch.setattr(to_wandb, "_UPLOAD_SECONDS", 2.0)
     said: list[str] = []
     steps = list(range(1, 22))
     with tracking(run, "wandb", online=True, lost=said.append) as tracker:
@@ -173,7 +173,7 @@ def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, mon
             tracker.log(step, {"train/loss": 1.0 / step})
     (sentence,) = said
     (folder,) = run.path.glob("wandb/run-*")
-    assert f"not all is uploaded after 5 s; `wandb sync --no-skip-online {folder}` does it" in sentence
+    assert f"not all is uploaded after 2 s; `wandb sync --no-skip-online {folder}` does it" in sentence
     assert [row["step"] for row in read_metrics(run.metrics)] == steps
     online.go_on.set()
     online.stalls.clear()

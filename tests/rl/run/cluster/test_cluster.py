@@ -148,7 +148,7 @@ def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(run: Cal
 @pytest.mark.parametrize("kind", ["nobody", "a web server", "a word"])
 def test_an_address_that_is_silent_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     address = {"nobody": "127.0.0.1:9", "a web server": f"127.0.0.1:{server.server_port}", "a word": "nowhere:6379"}
     monkeypatch.setenv("RAY_ADDRESS", address[kind])
     monkeypatch.setattr(cluster, "_ANSWER_SECONDS", 0.5)

@@ -61,7 +61,7 @@ class Dying(http.server.BaseHTTPRequestHandler):
 @pytest.mark.slow
 def test_a_head_that_dies_while_the_job_runs_is_one_message() -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dying)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     code, said = typed(SPEC, "--address", address, "--wait")
     server.shutdown()

@@ -217,7 +217,8 @@ def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
 
 
 @pytest.mark.slow
-def test_an_async_function_that_never_awaits_ends_the_run_instead_of_holding_it_up(make: Make, tokenizer: Any) -> None:
+def test_an_async_function_that_never_awaits_ends_the_run(make: Make, tokenizer: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("fp8rl.rl.run.background._TURN_SECONDS", 0.5)
     judge = make({"function": "mine:blocks", "timeout_s": 0.2}, "integer")
     began = time.monotonic()
     with pytest.raises(RewardError, match=r"found an async reward \(blocks\) that has blocked all others"):
