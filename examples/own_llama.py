@@ -2,14 +2,12 @@
 
     fp8rl train SPEC model.path=DIR model.architecture=examples/own_llama.py
 
-It is Qwen3 without norms of the heads. What the shared ops do not define is refused: biases, a scaled rotation. Engines
-need a model of the name in SGLang, here one line in a package that SGLANG_EXTERNAL_MODEL_PACKAGE names: `class
-OurLlamaForCausalLM(LlamaForCausalLM)`.
+It is Qwen3 without norms of the heads. What the shared ops do not define is refused: biases, a scaled rotation.
 """
 
 from dataclasses import replace
 
-from fp8rl.models import CACHE_SCALES, ModelSizes, checked, family_sizes
+from fp8rl.models import ModelSizes, checked, family_sizes
 from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 
@@ -26,6 +24,4 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return checked(config, ModelSizes(**own, ffn_size=config.size("intermediate_size"), head_norms=None))
 
 
-ARCHITECTURE = replace(
-    qwen3.ARCHITECTURE, name="OurLlamaForCausalLM", model_type="llama", sizes=sizes, engine_extras=CACHE_SCALES
-)
+ARCHITECTURE = replace(qwen3.ARCHITECTURE, name="OurLlamaForCausalLM", model_type="llama", sizes=sizes)

@@ -24,7 +24,7 @@ MAY_IMPORT = {
 """By the folder in fp8rl/; `fp8rl` is what lies there beside them. `lab` may import them all, and the command `study`
 imports it."""
 NUMERICS_THIRD_PARTY = {"torch", "triton"}
-FAMILIES = ("models.families", "trainer.modules.families", "rollout.engine.plugin.families")
+FAMILIES = ("models.families", "trainer.modules.families")
 FAMILY_FOLDERS = {ROOT / "fp8rl" / home.replace(".", "/") for home in ("models.architectures", *FAMILIES)}
 KNOW_A_FAMILY = {
     "fp8rl/models/sizes.py": "the numbers that several architectures read; sizes of one family are `ModelSizes.own`",
@@ -32,7 +32,8 @@ KNOW_A_FAMILY = {
     "fp8rl/numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
     "fp8rl/rollout/engine/plugin/state.py": "SGLang's names of its buffers",
     "fp8rl/trainer/megatron/patches.py": "the name of a module of Megatron's",
-    "fp8rl/diagnose/preflight/same_spec.py": "reads the dtype of router scores by the form of that op",
+    "fp8rl/rollout/engine/plugin/tokens.py": "attends over keys with and without their values in them",
+    "fp8rl/rollout/engine/plugin/native.py": "what SGLang's own models lack",
 }
 """Files outside the families' folders that name one, and why."""
 FLOORS = ("mismatch", "record", "algorithms", "experiment", "guard", "report", "run", "loop")

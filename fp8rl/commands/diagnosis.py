@@ -165,7 +165,6 @@ def attribute(
     subject: Annotated[Path, typer.Argument(metavar="RUN|CAPSULE", help="E.g. runs/demo, runs/demo/capsules/step_7.")],
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option(help="Page to write; its numbers are written beside it as .json.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip causes that need further engines.")] = False,
 ) -> None:
     """Start both sides and find out where their mismatch comes from: by op, by cause, by expert and by position."""
     with user_errors(), redirect_stdout(sys.stderr):
@@ -178,7 +177,7 @@ def attribute(
         page, key = out or attribution.page_of(given), "--out" if out else "report"
         check_page(page, key)
         with interruptible():
-            found = attribution.attribute_offline(given, quick=quick, say=progress())
+            found = attribution.attribute_offline(given, say=progress())
         compared = attribution.compared(given)
         with writing(page, key):
             write_page(found, given.name, page, compared)
@@ -186,8 +185,6 @@ def attribute(
         print(json.dumps(found.to_dict(), indent=1))
         return
     show(rendered(found, compared), f"\nreport   {page}", soft_wrap=True)
-    if quick and given.numerics.mode == "native":
-        show("left out  quantization and op definitions (--quick)")
 
 
 def rescore(

@@ -6,7 +6,6 @@ name.
 
 # ruff: noqa: F401
 from fp8rl.models.architecture import (
-    CACHE_SCALES,
     Architecture,
     Model,
     load_architecture,

@@ -15,10 +15,10 @@ from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import FIRST_OPS, LAST_OPS, Family, families_of_layer, first_tensors, last_tensors
 from fp8rl.models.multimodal import Multimodal
+from fp8rl.models.program import Forward
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
-from fp8rl.models.trace import Forward
 from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.files import module_of_file
 from fp8rl.numerics.spec import ALL, QuantSpec
@@ -31,8 +31,6 @@ Role = Literal["policy", "reference", "critic", "teacher"]
 
 MOST_EXPERTS = 1 << 20
 """The most experts that a model may have. With more, a wrong config.json would be noticed only after minutes."""
-CACHE_SCALES = frozenset({"k_scale", "v_scale"})
-"""Parameters that SGLang adds to attention in some quantized models, for a cache in FP8. Nothing here uses them."""
 _HOW_TO_ADD = (
     "Name a file of your own that has it, model.architecture=path/to/file.py; docs/models.md, 'How to add the next', "
     "says what stands in it."
@@ -51,8 +49,6 @@ class Architecture:
     """A function that reads the sizes in a config.json, and refuses what the shared ops do not define."""
     families: tuple[Family, ...]
     """The families of ops in the order of a layer's forward. Each says which layers have it."""
-    engine_extras: frozenset[str] = frozenset()
-    """Last parts of names of the engine's parameters that are no weights of the checkpoint."""
     engine_config: Callable[[dict[str, Any], ModelSizes], dict[str, Any]] = lambda config, sizes: config
     """A function that turns a config.json into the form that SGLang reads."""
     any_heads: Mapping[str, Any] = field(default_factory=dict)

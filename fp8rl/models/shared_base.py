@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.architecture import Model
-from fp8rl.models.tensors import PADDED_TO, SCALE_SUFFIX, WHOLE, TensorRow
+from fp8rl.models.tensors import PADDED_TO, SCALE_SUFFIX, SERVED_SCALES, WHOLE, EngineRank, TensorRow
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 
@@ -38,22 +38,30 @@ class ParameterSpan:
 
 
 def parameter_spans(model: Model, spec: QuantSpec) -> dict[str, ParameterSpan]:
-    """Return the span of each parameter of the engine, by its name in the engine. Scales follow their weight. Buffers
-    and adapters are left out."""
+    """Return the span of each parameter of the engine, by its name in the engine. Scales follow their weight. Adapters
+    are left out."""
     found: dict[str, ParameterSpan] = {}
     end = 0
+    for name, (shape, dtype) in engine_parameters(model, spec, scales=spec.weight.scale_dtype).items():
+        found[name] = ParameterSpan(-(-end // ALIGNMENT) * ALIGNMENT, shape, dtype)
+        end = found[name].stop
+    return found
+
+
+def engine_parameters(
+    model: Model, spec: QuantSpec, rank: EngineRank = WHOLE, scales: torch.dtype = SERVED_SCALES
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of each parameter of a rank of the engine, by name, without adapters. scales: the dtype of
+    the scales of a quantized weight, which follow it."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, by_index in model.tensors.in_engine.items():
         rows = next(iter(by_index.values()))
-        if rows[0].engine.buffer or rows[0].adapts is not None:
-            continue
-        quantized = model.quantizes(rows[0], spec)
-        shape = _shape(rows, None if None in by_index else len(by_index))
-        kinds = [("", shape, spec.weight.dtype if quantized else rows[0].served)]
-        if quantized:
-            kinds.append((SCALE_SUFFIX, scale_shape(shape, spec.weight), spec.weight.scale_dtype))
-        for suffix, its_shape, dtype in kinds:
-            found[name + suffix] = ParameterSpan(-(-end // ALIGNMENT) * ALIGNMENT, its_shape, dtype)
-            end = found[name + suffix].stop
+        if rows[0].adapts is None:
+            stacked = () if None in by_index else (len(by_index) // rank.ranks,)
+            shape, quantized = (*stacked, *_shape(rows, rank)), model.quantizes(rows[0], spec)
+            found[name] = shape, spec.weight.dtype if quantized else rows[0].served
+            if quantized:
+                found[name + SCALE_SUFFIX] = scale_shape(shape, spec.weight), scales
     return found
 
 
@@ -62,11 +70,14 @@ def base_bytes(model: Model, spec: QuantSpec) -> int:
     return max(span.stop for span in parameter_spans(model, spec).values())
 
 
-def _shape(rows: Sequence[TensorRow], stacked: int | None) -> tuple[int, ...]:
-    count = sum(row.shape[0] for row in rows)
-    if rows[0].engine.padded:
-        count = -(-count // PADDED_TO) * PADDED_TO
-    return (*(() if stacked is None else (stacked,)), count, *rows[0].shape[1:])
+def _shape(rows: Sequence[TensorRow], rank: EngineRank) -> tuple[int, ...]:
+    first, count = rows[0].engine, sum(rank.rows(row) for row in rows)
+    if first.padded:
+        count = -(-rows[0].shape[0] // PADDED_TO) * PADDED_TO // rank.ranks
+    rest = list(rows[0].shape[1:])
+    if first.split == 1:
+        rest[0] //= rank.ranks
+    return (count, *rest)
 
 
 class SharedBase:

@@ -152,7 +152,7 @@ class TensorTable:
         part of one rank.
         """
         if rows[0].megatron.layout == "heads":
-            grouped = fused.unflatten(0, (self._count(rows) // ranks, -1))
+            grouped = fused.unflatten(0, (self.groups_of(rows) // ranks, -1))
             of_group = self._rows_of_group(rows, block)
             parts = iter(grouped.split([size for sizes in of_group for size in sizes], 1))
             tensors = [[next(parts).flatten(0, 1) for _ in sizes] for sizes in of_group]
@@ -165,7 +165,7 @@ class TensorTable:
         """Undo `split`."""
         matrices = [tensor.flatten(1) if tensor.dim() > 2 else tensor for tensor in tensors]
         if rows[0].megatron.layout == "heads":
-            groups, of_group = self._count(rows) // ranks, self._rows_of_group(rows, block)
+            groups, of_group = self.groups_of(rows) // ranks, self._rows_of_group(rows, block)
             pieces = [
                 part.unflatten(0, (groups, size))
                 for matrix, row, sizes in zip(matrices, rows, of_group, strict=True)
@@ -174,13 +174,13 @@ class TensorTable:
             return torch.cat(pieces, 1).flatten(0, 1)
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
-    def _count(self, rows: Sequence[TensorRow]) -> int:
+    def groups_of(self, rows: Sequence[TensorRow]) -> int:
         return rows[0].megatron.groups or self._groups
 
     def _rows_of_group(self, rows: Sequence[TensorRow], block: int) -> list[list[int]]:
         """Return how many rows of each part of each tensor belong to one group of heads."""
         parts = (row.parts or (row.shape[0],) for row in rows)
-        return [[-(-part // self._count(rows) // block) for part in own] for own in parts]
+        return [[-(-part // self.groups_of(rows) // block) for part in own] for own in parts]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8rl.diagnose.attribution import page_of
+from fp8rl.diagnose.attribution.attribute import check_exact
 from fp8rl.diagnose.attribution.attribution_report import (
     Attribution,
     Cause,
@@ -31,7 +32,7 @@ from fp8rl.diagnose.subject import read_subject
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
 from fp8rl.models.families.mlp import EXPERTS, TOPK
-from fp8rl.models.trace import ADD_NORM, EMBED, LINEAR, Forward, Op
+from fp8rl.models.program import ADD_NORM, EMBED, LINEAR, Forward, Op
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
@@ -47,7 +48,6 @@ from tests.support.scored_batches import CapsuleRun, scored_batch
 MODEL = Model(QWEN3_MOE, replace(SIZES, layers=2))
 SITES = [(site.layer, site.op.name) for site in MODEL.forward.sites()]
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-NATIVE = replace(EXACT, mode="native")
 DOWN = "model.layers.1.mlp.experts.5.down_proj.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight_scale_inv"
 NORM = "model.norm.weight"
@@ -151,7 +151,7 @@ def test_the_temperature_of_a_record_is_found(true: float) -> None:
 NINE = {f"model.layers.{layer}.self_attn.q_proj.weight": f"{layer}@7" for layer in range(9)}
 OTHERS = {name: digest.replace("@7", "@6") for name, digest in NINE.items()}
 QKV = "layer 0 qkv: in the engine, q_proj scales were not"
-CAUSES = [Cause("routing", 0.04, 0.03, "R3"), Cause("quantization", 0.04, 0.01, ""), Cause("op definitions", 4, 0, "")]
+CAUSES = [Cause("routing", 0.04, 0.01, "R3"), Cause("sampler", 0.04, 0.0, "")]
 SMALL = differing((0, "post_norm", 0.003), (1, "experts", 0.02))
 EXPERTS_DIFFER = differing((1, "experts", 0.2))
 
@@ -178,21 +178,17 @@ EXPERTS_DIFFER = differing((1, "experts", 0.2))
         ({"fit": TemperatureFit(5.8, 3.8), "reproduced": 12.8}, ["^state"]),  # a temperature must explain all
         ({"fit": TemperatureFit(1.001, 0.0), "reproduced": 1e-6}, []),
         ({"ops": differing((0, "router", 0.002), (0, "rope", 0.3), (1, "rope", 0.6), (None, "embed", 0.1))},
-         [r"op: rope differs in every layer on equal inputs \(relative RMS 0.6, 100%.*; in exact mode it is fp8rl\.n",
+         [r"op: rope differs in every layer on equal inputs \(relative RMS 0.6, 100%.*; it is fp8rl\.n",
           "op: embed differs", "op: router differs in layer 0 on equal inputs"]),
         ({"ops": EXPERTS_DIFFER, "experts": [expert(1, 0, 0.0), expert(1, 1, 0.0), expert(1, 3, 0.3)]}, ["expert 3 "]),
         ({"ops": EXPERTS_DIFFER, "experts": [expert(1, index, 0.3) for index in range(3)]}, ["op: experts differ in "]),
         ({"ops": differing((1, "rope", 0.3)), "settings": {"rope": ("rope_theta", 2e4, 1e4)}},
          ["rope_theta is 20000 in the trainer and 10000 in the engine$"]),
         ({"ops": SMALL}, ["experts", "post_norm"]),
-        ({"ops": SMALL, "numerics": NATIVE}, ["experts"]),
-        ({"ops": differing((0, "attention", 0.003), (1, "post_norm", 0.001)), "numerics": NATIVE},
-         ["attention.*no op differs by more than roundings do$"]),
         ({"ops": differing((0, "qkv", 0.03), (1, "qkv", 0.04), (0, "router", 0.01)),
           "numerics": replace(EXACT, trainer="bf16")},
          ["quantization: .*the trainer multiplies in BF16 and the engine in FP8 .* of qkv by 0.04", "op: router"]),
-        ({"numerics": NATIVE, "ops": differing((0, "experts", 0.03)), "causes": CAUSES},
-         ["op: experts", "op definitions: ", "quantization: "]),
+        ({"ops": differing((0, "experts", 0.03)), "causes": CAUSES}, ["op: experts", "routing: R3 takes"]),
     ],
 )  # fmt: skip
 def test_findings_are_ranked_and_said(seen, says: list[str]) -> None:
@@ -266,5 +262,7 @@ def test_a_capsule_s_tokens_of_older_weights_are_not_attributed(tmp_path: Path) 
 
 
 def test_what_cannot_be_attributed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"found 'native', expected exact, in which both sides run one program"):
+        check_exact(replace(EXACT, mode="native"))
     refused = result_of("attribute", tmp_path)
     assert refused.exit_code == 2 and "expected the directory of a run or of a capsule" in refused.output

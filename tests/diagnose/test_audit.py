@@ -190,7 +190,7 @@ def test_a_layer_that_stays_in_bf16_is_planned_so_and_found_where_it_is_not(make
 
 def fp8_router(trainer: Any) -> None:
     router = trainer.model.decoder.layers[1].mlp.router
-    router.gating = lambda x: fp8_product(x, router.weight)
+    router.forward = lambda x: fp8_product(x, router.weight)
 
 
 def fp8_head(trainer: Any) -> None:
@@ -229,10 +229,10 @@ def fp8_residual(trainer: Any) -> None:
 
 
 PLANTS = {
-    "FP8 router": ("exact", fp8_router, "router.operands", "e4m3", "bf16", "decoder.layers.1.mlp.router"),
+    "FP8 router": ("exact", fp8_router, "router.operands", "e4m3", "bf16", "decoder.layers.1.router"),
     "FP8 head": ("native", fp8_head, "head.operands", "e4m3", "bf16", "output_layer"),
     "BF16 masters": ("native", bf16_masters, "master", "bf16", "fp32", "embedding.word_embeddings.weight"),
-    "E5M2 gradients": ("exact", e5m2_gradients, "product.gradient", "e5m2", "e4m3", f"{ATTENTION}.linear_qkv"),
+    "E5M2 gradients": ("exact", e5m2_gradients, "product.gradient", "e5m2", "e4m3", "decoder.layers.0.qkv"),
     "BF16 softmax": ("native", bf16_softmax, "softmax.reduction", "bf16", "fp32", f"{ATTENTION}.core_attention"),
     "FP8 residual": ("native", fp8_residual, "residual", "e4m3", "bf16", "decoder.layers.0"),
 }

@@ -21,7 +21,6 @@ from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment, load_experiment, parse_experiment
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
 from tests.support.commands import result_of
 from tests.support.definitions import SIZES, shape_of
 from tests.support.preconditions import edit_config, write_lines
@@ -130,17 +129,6 @@ def test_an_engine_that_reports_something_else_is_told() -> None:
     changed = expected.model_copy(update={"spec_digest": "0" * 16, "hooks": expected.hooks[1:]})
     check = same_spec.handshake(EXACT, None, changed)
     assert not check.ok and "spec_digest" in check.found and expected.hooks[0] in check.found
-
-
-@pytest.mark.parametrize("cuda", [False, True])
-def test_router_precision_is_the_shared_ops_in_exact_mode(cuda: bool) -> None:
-    ours, its_own = (provided(hooks_for(numerics, cuda)) for numerics in (EXACT, NATIVE))
-    for mode, probabilities, hooks, ok in (
-        ("exact", "float32", ours, True), ("exact", "bfloat16", ours, False), ("exact", "float32", [], False),
-        ("native", "bfloat16", its_own, True), ("native", "float32", its_own, False),
-        ("native", "bfloat16", ours, False),
-    ):  # fmt: skip
-        assert same_spec.router_precision(mode, [("bfloat16", probabilities)], hooks).ok is ok
 
 
 def test_the_kv_cache_is_in_the_format_of_the_spec() -> None:

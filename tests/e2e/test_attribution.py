@@ -98,33 +98,10 @@ def test_a_canary_is_answered_as_the_trainer_scores_it_alone_and_among_others(ri
     assert other.token_ids != CANARY.answer_ids, "what is drawn by an ordinary seed follows the logits"
 
 
-def largest_by_op(result: Attribution) -> dict[str, float]:
-    return {op: max(d.relative_rms for d in result.ops if d.op == op) for op in {d.op for d in result.ops}}
-
-
-def test_native_mode_s_own_ops_are_told_apart(rig: Rig) -> None:
-    """Megatron rounds the router's probabilities and the softmax of attention to BF16, SGLang keeps FP32; their norms,
-    their SwiGLU and their sums over experts round at other places. Products are the emulation on both sides."""
-    pipeline = rig.open(Setup("moe", mode="native"))
-    result = attributed(pipeline, pipeline.sample(1.0, count=6))
-    assert result.findings[0].cause == "op" and result.findings[0].op in ("topk", "attention", "experts")
-    largest = largest_by_op(result)
-    assert {op for op, size in largest.items() if size == 0} >= {"embed", "qkv", "o_proj", "rope", "router", "lm_head"}
-    assert all(1e-3 < largest[op] < 0.05 for op in ("topk", "attention", "experts"))
-    assert result.live_abs_diff_mean > 0.01
-
-
-def test_native_latent_attention_is_told_apart_and_its_copies_follow_a_delta(rig: Rig) -> None:
-    """Megatron expands keys and values from latents in FP8. SGLang multiplies by copies of kv_b_proj, and does not
-    quantize latents; its factor of the experts' probabilities stands behind their sum."""
+def test_native_latent_attention_s_copies_follow_a_delta(rig: Rig) -> None:
+    """SGLang multiplies by copies of kv_b_proj."""
     pipeline = rig.open(Setup("latent", mode="native"))
     batch = pipeline.sample(1.0, count=6)
-    result = attributed(pipeline, batch)
-    assert (result.findings[0].cause, result.findings[0].op) == ("op", "attention")
-    largest = largest_by_op(result)
-    equal = {"embed", "qkv_a", "q_a_norm", "q_b", "o_proj", "gate_up", "shared_gate_up", "shared_down", "lm_head"}
-    assert {op for op, size in largest.items() if size == 0} >= equal
-    assert 0.02 < largest["attention"] < 0.08 and max(largest["topk"], largest["experts"]) < 0.01
     for _ in range(2):
         pipeline.train_step(batch)
         report = pipeline.sync(delta=True)

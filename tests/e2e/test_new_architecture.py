@@ -1,4 +1,4 @@
-"""A new family of ops is one file on each floor, and edits none: it loads, syncs, traces, is planned and audited."""
+"""A new family of ops is one file, and edits none: it loads, syncs, traces, is planned and audited."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.job import job_of
 from fp8rl.rl.experiment.budget.memory import cache_bytes, engine_memory
+from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import SamplingParams
 from fp8rl.trainer.config import TrainerSection
@@ -37,6 +38,7 @@ from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.batches import batch_of_answers, cross_entropy, random_batch
 from tests.support.experiments import experiment
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED, PROJECTED
+from tests.support.paths import ROOT
 from tests.support.rig import make_engine
 from tests.support.syncs import push
 from tests.support.tiny_model import TinyModel, write_tiny_model
@@ -44,6 +46,7 @@ from tests.support.tiny_model import TinyModel, write_tiny_model
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]
 
 SHAPE = TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, experts=4)
+FILE = str(ROOT / "tests/support/made_up/definition.py")
 NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 OUT_NORM = "model.layers.{}.self_attn.out_norm.weight"
 GATES = "model.layers.{}.self_attn.head_gates.weight"
@@ -53,7 +56,6 @@ GATES = "model.layers.{}.self_attn.head_gates.weight"
 def known() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(architecture, "_known", {})
-        patch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.support.made_up.engine")
         register(ARCHITECTURE)
         yield
 
@@ -152,7 +154,9 @@ def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path)
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
     convert_checkpoint(model, tmp_path / "served", NUMERICS.rollout_spec)
     with asyncio.Runner() as runner:
-        engine = make_engine(tmp_path / "engine.log", NUMERICS)
+        plugin = {"numerics": NUMERICS.to_dict(), "architecture": FILE}
+        expected = expected_report(NUMERICS, architecture=FILE)
+        engine = make_engine(tmp_path / "engine.log", NUMERICS, plugin=plugin, expected=expected)
         endpoint = runner.run(engine.start(tmp_path / "served", 0))
 
         def ask(use: Callable[[EngineClient], Awaitable[Any]]) -> Any:

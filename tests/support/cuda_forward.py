@@ -1,4 +1,4 @@
-"""Forwards by SGLang's own model classes on their CUDA branches, with the plugin's hooks, on a CPU.
+"""Forwards by the program within SGLang as on a GPU, on a CPU.
 
 Only for a process in which `as_cuda.pretend` was called first.
 """
@@ -20,7 +20,9 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.plugin import hooks
 from fp8rl.rollout.engine.plugin.lifecycle import after_load_model
-from fp8rl.rollout.engine.plugin.state import configure, state
+from fp8rl.rollout.engine.plugin.op_probe import free_forward
+from fp8rl.rollout.engine.plugin.state import configure
+from fp8rl.rollout.engine.plugin.tokens import Recorded
 from fp8rl.rollout.engine.server.arguments import server_arguments
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.as_cuda import OnCpu, called
@@ -30,10 +32,10 @@ _installed: set[str] = set()
 
 
 def engine_paths(path: Path, folder: Path, kv: KVPrecision = "bf16") -> dict[str, Any]:
-    """Compare the logits behind a prompt, in exact FP8: of a prefill, and of a decode step of the prompt's last token,
-    plain and as a CUDA graph is captured.
+    """Compare the logits behind a prompt, in exact FP8: of a prefill, of the program that is not lowered, and of a step
+    that decodes the prompt's last token, plain and as a CUDA graph is captured.
 
-    called: stubs; differ: decode steps with other bits than the prefill; token, expected: the likeliest next one, and
+    called: stubs; differ: what has other bits than the prefill; token, expected: the likeliest next one, and
     the same by transformers in FP32.
     """
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -49,11 +51,13 @@ def engine_paths(path: Path, folder: Path, kv: KVPrecision = "bf16") -> dict[str
         model, definition = _loaded(served), read_model(served, served=True)
         forward = _forward(model, definition, numerics)
         whole = forward(tokens, 0)
-        steps = {}
+        steps: dict[bool | str, torch.Tensor] = {}
         for capture in (False, True):
             forward = _forward(model, definition, numerics)
             forward(tokens[:-1], 0)
             steps[capture] = forward(tokens[-1:], len(tokens) - 1, decode=True, capture=capture)
+        model.tokens = Recorded(torch.tensor([len(tokens)]), tokens, 1.0)
+        steps["as it is"] = free_forward(model, tokens)["logits"][-1].float()
         stubs = list(called)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens[None]).logits[0, -1]
@@ -71,7 +75,6 @@ def _hook(numerics: NumericsConfig) -> None:
     configure(numerics)
     every = hooks.hooks_for(numerics, True)
     hooks.register([hook for hook in every if hook.path not in _installed])
-    state().provides = hooks.provided(every)
     _installed.update(hook.path for hook in every)
     HookRegistry.apply_hooks()
 

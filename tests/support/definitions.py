@@ -10,10 +10,10 @@ from fp8rl.models.architecture import Architecture, Model, architectures, read_m
 from fp8rl.models.families import FIRST_OPS, LAST_OPS, attention, first_tensors, last_tensors, mlp
 from fp8rl.models.families.attention import attention_tensors
 from fp8rl.models.families.mlp import dense_tensors, moe_tensors
+from fp8rl.models.program import Forward
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Forward
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
 SIZES = ModelSizes(

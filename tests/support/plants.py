@@ -1,13 +1,12 @@
 """Faults that are planted into an engine's own process, before it serves. `PLANT` names one to a server that is forked
 from the template of `warm_engine`."""
 
-import dataclasses
 from collections.abc import Set
-from typing import Any
+from functools import cached_property
 
 from torch import Tensor
 
-from fp8rl.rollout.engine.plugin.families.gated_delta import States
+from fp8rl.rollout.engine.plugin.tokens import Paged
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 
 PLANT = "FP8RL_TEST_PLANT"
@@ -27,11 +26,11 @@ def stale_operands() -> None:
 
 def states_of_another_request() -> None:
     """Requests that decode together read and write each other's states."""
-    of = States.of
+    states = Paged.states
 
-    def mixed(backend: Any, layer: int, batch: Any) -> States:
-        states = of(backend, layer, batch)
-        decodes = batch.forward_mode.is_decode()
-        return dataclasses.replace(states, slots=states.slots.roll(1)) if decodes else states
+    def mixed(self: Paged) -> tuple[Tensor, Tensor, Tensor]:
+        slots, *others = states.func(self)
+        return slots.roll(1) if self.batch.forward_mode.is_decode() else slots, *others
 
-    States.of = mixed  # type: ignore[method-assign, assignment]
+    Paged.states = cached_property(mixed)  # type: ignore[assignment]
+    Paged.states.__set_name__(Paged, "states")

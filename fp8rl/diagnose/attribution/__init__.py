@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-from fp8rl.diagnose.attribution.attribute import Pair, attribute
+from fp8rl.diagnose.attribution.attribute import attribute, check_exact
 from fp8rl.diagnose.attribution.attribution_report import Attribution
 from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch, sync_weights
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
-from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.stack import Stack, open_pair
 from fp8rl.rollout.tasks.environments import EnvironmentSection
@@ -35,23 +33,21 @@ def compared(subject: Subject) -> str:
         return ""
     return (
         "Sampled for this attribution, at the current weights: answers to problems of the run, and to "
-        f"{LONG_PROMPTS} prompts of up to {LONG_TOKENS} tokens made of several of them. Attention over more tokens "
-        "merges more splits, so in native mode |d| grows with the length: compare it with the run's only at short "
-        "positions."
+        f"{LONG_PROMPTS} prompts of up to {LONG_TOKENS} tokens made of several of them."
     )
 
 
-def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], object]) -> Attribution:
+def attribute_offline(subject: Subject, *, say: Callable[[str], object]) -> Attribution:
     """Start both sides and attribute; everything started ends with the call.
 
-    A run's batch is sampled anew: problems of its data, at its temperature, from its last weights. quick: leave out the
-    causes that take another trainer and engine to switch, in native mode.
+    A run's batch is sampled anew: problems of its data, at its temperature, from its last weights.
 
     Raises:
-        UserError: what both sides refuse at their start, or a sync.
+        UserError: the numerics are native; or what both sides refuse at their start, or a sync.
     """
+    check_exact(subject.numerics)
     say(f"attribute {subject.name}")
-    with _stack_of(subject, subject.numerics, say) as stack:
+    with _stack_of(subject, say) as stack:
         batch = subject.batch
         if batch is None:
             say("sampling a calibration batch")
@@ -65,19 +61,11 @@ def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], obj
             subject.numerics,
             read_model(subject.experiment.model.directory).adapted(engine_adapter(subject.experiment)),
             wrong=subject.wrong,
-            other_pair=None if quick else partial(_pair, subject, say),
         )
 
 
 @contextmanager
-def _pair(subject: Subject, say: Callable[[str], object], numerics: NumericsConfig) -> Iterator[Pair]:
-    with _stack_of(subject, numerics, say) as stack:
-        (endpoint,) = stack.engines.up()
-        yield stack.trainer, endpoint
-
-
-@contextmanager
-def _stack_of(subject: Subject, numerics: NumericsConfig, say: Callable[[str], object]) -> Iterator[Stack]:
+def _stack_of(subject: Subject, say: Callable[[str], object]) -> Iterator[Stack]:
     """An engine and a trainer of one rank each with the subject's weights.
 
     `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout. Nothing is judged
@@ -87,7 +75,7 @@ def _stack_of(subject: Subject, numerics: NumericsConfig, say: Callable[[str], o
     rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
     plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
     experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
-    with open_pair(experiment, numerics, say) as stack:
+    with open_pair(experiment, subject.numerics, say) as stack:
         if subject.checkpoint is not None:
             with stack.turn("train"):
                 stack.trainer.load(subject.checkpoint)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8rl.diagnose.attribution.attribution_report import Attribution, Cause, CauseName
+from fp8rl.diagnose.attribution.attribution_report import Attribution, Cause
 from fp8rl.diagnose.attribution.compare import (
     expert_differences,
     fit_temperature,
@@ -25,11 +25,11 @@ from fp8rl.diagnose.attribution.compare import (
     position_differences,
     stream_differences,
 )
-from fp8rl.diagnose.attribution.findings import SELF_FLOOR, Evidence, explains, one_side_quantizes, rank
+from fp8rl.diagnose.attribution.findings import SELF_FLOOR, Evidence, explains, rank
 from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.files import file_sha256
 from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rollout.engine.plugin.op_probe import ANSWER
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 TRACED_TOKENS = 2048
 """The most tokens whose ops are compared: whole sequences, and first the sequences that disagree most."""
 
-Pair = tuple[TrainerGroup, Endpoint]
-"""A trainer and an engine with the same weights."""
-
 
 def attribute(
     trainer: TrainerGroup,
@@ -58,7 +55,6 @@ def attribute(
     model: Model,
     *,
     wrong: Sequence[str] | None = None,
-    other_pair: Callable[[NumericsConfig], AbstractContextManager[Pair]] | None = None,
     traced_tokens: int = TRACED_TOKENS,
 ) -> Attribution:
     """Compare a trainer of one rank and an engine op by op, and take away one cause of mismatch after another.
@@ -67,14 +63,13 @@ def attribute(
         batch: sampled sequences with `rollout_logprobs`, and with `train_logprobs` if they were recorded.
         numerics, model: the same on both sides.
         wrong: tensors that the engine which sampled the batch held with other values; None: not known.
-        other_pair: opens a trainer and an engine with the same weights in other numerics; without it, quantization and
-            op definitions are not switched.
         traced_tokens: see TRACED_TOKENS; at least one sequence is traced.
 
     Raises:
-        UserError: the trainer has several ranks.
+        UserError: the numerics are native, or the trainer has several ranks.
         EngineError: the engine failed.
     """
+    check_exact(numerics)
     batch = _over_all_tokens(trainer, batch) if batch.truncation.cuts else batch
     recorded, scored = batch.fields["rollout_logprobs"], trainer.score(batch)
     trained = batch.fields.get("train_logprobs", scored)
@@ -88,14 +83,12 @@ def attribute(
     at = views.sampled & views.recorded.isfinite()
     fit = fit_temperature(views.logits[at], views.targets[at], views.recorded[at]) if at.any() else None
     causes = []
-    if fit is not None and explains(fit, batch.temperature, views.reproduced, numerics.mode):
+    if fit is not None and explains(fit, batch.temperature, views.reproduced):
         causes.append(_without_sampler(trainer, batch, d, fit.temperature))
     if views.chosen is not None:
         causes.append(_without_routing(trainer, traced, views, views.chosen))
     rescored = _mean_abs((scored - trained)[batch.loss_mask])
     causes += _other_scales(trainer, batch, numerics, {"engine": views.reproduced, "trainer": rescored})
-    if other_pair is not None:
-        causes += _other_numerics(numerics, traced, views.live_mean, other_pair)
     ops = op_differences(model.forward, trace.tensors, answer.tensors)
     experts = expert_differences(model.forward, trace.tensors, answer.tensors, views.live.abs(), views.sampled)
     clues = Evidence(
@@ -132,6 +125,16 @@ def attribute(
         causes=tuple(causes),
         experts=tuple(experts),
     )
+
+
+def check_exact(numerics: NumericsConfig) -> None:
+    """Refuse native mode, in which both sides do not run one program."""
+    if numerics.mode == "native":
+        expected = (
+            "exact, in which both sides run one program: native mode is compared by log-probabilities and tensors"
+        )
+        remedy = "See `fp8rl report` for log-probabilities, and `fp8rl audit` and the syncs' manifests for tensors."
+        raise user_error("numerics.mode", "native", expected, remedy)
 
 
 @dataclass(frozen=True)
@@ -220,14 +223,13 @@ def _without_routing(trainer: TrainerGroup, traced: TokenBatch, views: _Views, c
 def _other_scales(
     trainer: TrainerGroup, batch: TokenBatch, numerics: NumericsConfig, before: Mapping[str, float]
 ) -> Iterator[Cause]:
-    """Score with other scales for each side that does not reproduce its record; in exact mode the trainer scores for
-    both sides.
+    """Score with other scales for each side that does not reproduce its record. The trainer scores for both sides.
 
     before: mean |d| between each side and its record.
     """
     sides = {"engine": (numerics.rollout, "rollout_logprobs"), "trainer": (numerics.trainer, "train_logprobs")}
     for side, (precision, record) in sides.items():
-        if numerics.mode == "native" or precision == "bf16" or before[side] <= SELF_FLOOR["exact"]:
+        if precision == "bf16" or before[side] <= SELF_FLOOR:
             continue
         for scale, roles in product(("pow2", "fp32"), (("weight", "activation"), ("weight",))):
             spec = numerics.spec.override({role: {"scale": scale} for role in roles})
@@ -237,30 +239,6 @@ def _other_scales(
                     after = _mean_abs((trainer.score(batch) - batch.fields[record])[batch.loss_mask])
                     yield Cause("scales", before[side], after, f"{scale} scales of {' and '.join(roles)} in the {side}")
     trainer.set_numerics(numerics)
-
-
-def _other_numerics(
-    numerics: NumericsConfig,
-    traced: TokenBatch,
-    before: float,
-    other_pair: Callable[[NumericsConfig], AbstractContextManager[Pair]],
-) -> Iterator[Cause]:
-    """Switch quantization and op definitions, each with another trainer and engine, where the sides may differ in it.
-
-    before: mean |d| without the change.
-    """
-    native = numerics.mode == "native"
-    switches: list[tuple[CauseName, NumericsConfig, str]] = []
-    if one_side_quantizes(numerics) or (native and numerics.rollout != "bf16"):
-        switches.append(("quantization", numerics.in_bf16(), "both sides in BF16"))
-    if native:
-        with suppress(UserError):  # exact mode refuses some specs
-            switches.append(("op definitions", replace(numerics, mode="exact"), "the shared ops on both sides"))
-    for name, changed, note in switches:
-        with other_pair(changed) as (trainer, endpoint):
-            trace = trainer.apply(_trace_ops, traced)[0]
-            _, answer = asyncio.run(_ask(endpoint, trace, traced.temperature))
-        yield Cause(name, before, _Views.of(traced, trace, answer).live_mean, note)
 
 
 def _most_different(d: Tensor, batch: TokenBatch, budget: int) -> list[int]:

@@ -20,7 +20,7 @@ from fp8rl.diagnose.report import grid
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.record.console import format_difference
 
-CauseName = Literal["weights", "sampler", "state", "op", "routing", "quantization", "op definitions", "scales"]
+CauseName = Literal["weights", "sampler", "state", "op", "routing", "quantization", "scales"]
 SHOWN_OPS = 12
 SHOWN_EXPERTS = 8
 LEAST = 1e-6

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8rl.diagnose.attribution.attribution_report import ExpertDifference, OpDifference, PositionDifference
-from fp8rl.models.trace import CHOSEN, EACH, RESIDUAL, Forward, output
+from fp8rl.models.program import CHOSEN, RESIDUAL, Forward
+from fp8rl.models.trace import EACH, output
 from fp8rl.numerics import ops
 
 SHORTEST_BUCKET = 32

@@ -15,11 +15,8 @@ from fp8rl.diagnose.attribution.attribution_report import Cause, ExpertDifferenc
 from fp8rl.diagnose.attribution.compare import TemperatureFit
 from fp8rl.models import Model
 from fp8rl.models.tensors import SCALE_SUFFIX, base_name
-from fp8rl.numerics.config import Mode, NumericsConfig
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.weight_sync.manifest import Manifest
-
-NATIVE_FLOOR = 2.0**-7
-"""Relative RMS that two correct definitions of an op stay below: twice the spacing of BF16 numbers."""
 
 NAMED_OWNERS = 8
 """If weights of more ops or experts than this differ, they are one finding."""
@@ -27,10 +24,9 @@ NAMED_OWNERS = 8
 CLOSER = 0.5
 """A cause is a finding if without it mean |d| is at most this fraction of what it was."""
 
-SELF_FLOOR: dict[Mode, float] = {"exact": 1e-5, "native": 0.05}
-"""Mean |d| up to which an engine counts as reproducing its own record: in exact mode an ulp, in native mode the change
-of FP8 results in another batch. A temperature that leaves a larger mean explains nothing: some temperature always
-flattens the differences of a broken engine."""
+SELF_FLOOR = 1e-5
+"""Mean |d|, about an ulp, up to which a side counts as reproducing its own record. A temperature that leaves a larger
+mean explains nothing: some temperature always flattens the differences of a broken engine."""
 
 TEMPERATURE_STEP = 0.005
 """Relative difference below which two temperatures count as the same."""
@@ -79,9 +75,8 @@ def rank(clues: Evidence) -> tuple[Finding, ...]:
     telling = [
         cause
         for cause in clues.causes
-        if cause.name in ("routing", "quantization", "op definitions") and 0 < cause.before
-        and cause.after <= CLOSER * cause.before
-    ]  # fmt: skip
+        if cause.name == "routing" and 0 < cause.before and cause.after <= CLOSER * cause.before
+    ]
     return (
         *_scales(clues),
         *_weights(clues, by_owner),
@@ -94,22 +89,17 @@ def rank(clues: Evidence) -> tuple[Finding, ...]:
     )
 
 
-def one_side_quantizes(numerics: NumericsConfig) -> bool:
-    """Return whether one side multiplies in FP8 and the other in BF16."""
-    return _precision(numerics.trainer) != _precision(numerics.rollout)
-
-
-def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: float, mode: Mode) -> bool:
+def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: float) -> bool:
     """Return whether a fit leaves only noise, and differs from `temperature`, which leaves `abs_diff_mean`."""
     if fit is None or abs(fit.temperature / temperature - 1) < TEMPERATURE_STEP:
         return False
-    return fit.abs_diff_mean <= min(CLOSER * abs_diff_mean, SELF_FLOOR[mode])
+    return fit.abs_diff_mean <= min(CLOSER * abs_diff_mean, SELF_FLOOR)
 
 
 def _scales(clues: Evidence) -> Iterator[Finding]:
     """Yield a finding for each choice of scales, other than the spec's, that reproduces a side's record."""
     for cause in clues.causes:
-        if cause.name == "scales" and cause.after <= SELF_FLOOR["exact"]:
+        if cause.name == "scales" and cause.after <= SELF_FLOOR:
             text = f"scales: {cause.note}, where the numerics say {clues.numerics.spec.weight.scale}, give its record"
             yield Finding("scales", f"{text} (mean |d| {cause.before:.3g} without them, {cause.after:.3g} with them)")
 
@@ -156,17 +146,17 @@ def _record(clues: Evidence) -> list[Finding]:
     """Return findings on a record of another temperature, or on a record that its side does not reproduce. The engine's
     record counts only if the engine as it is now agrees better with the trainer than with that record."""
     fit, given = clues.fit, clues.temperature
-    if fit is not None and explains(fit, given, clues.reproduced, clues.numerics.mode):
+    if fit is not None and explains(fit, given, clues.reproduced):
         text = (
             f"sampler: the rollout's log-probabilities are those of temperature {fit.temperature:.4g}, and the batch "
             f"says {given:.4g} (mean |d| between engine and record {clues.reproduced:.3g}, and "
             f"{fit.abs_diff_mean:.3g} at {fit.temperature:.4g})"
         )
         return [Finding("sampler", text, op="logprobs")]
-    said, floor = "", SELF_FLOOR[clues.numerics.mode]
+    said = ""
     if clues.nonfinite:
         said = f"{clues.nonfinite} recorded log-probabilities are not finite"
-    elif clues.reproduced > max(clues.live / CLOSER, floor):
+    elif clues.reproduced > max(clues.live / CLOSER, SELF_FLOOR):
         said = f"the engine does not reproduce the recorded log-probabilities (mean |d| {clues.reproduced:.3g})"
     texts = []
     if said:
@@ -177,7 +167,7 @@ def _record(clues: Evidence) -> list[Finding]:
                 "weights, or with stale keys, values or states, or another sampler produced these tokens"
             )
         texts.append(f"{said}, and trainer and engine agree to {clues.live:.3g} now: {by}")
-    if clues.rescored > floor:
+    if clues.rescored > SELF_FLOOR:
         texts.append(
             f"the trainer does not reproduce its recorded log-probabilities (mean |d| {clues.rescored:.3g}): it "
             "computed in other numerics or with other weights than the capsule says"
@@ -188,17 +178,15 @@ def _record(clues: Evidence) -> list[Finding]:
 def _ops(clues: Evidence, explained: Iterable[Owner]) -> list[Finding]:
     """Return a finding for each op that differs in layers where no weight explains it, with all these layers.
 
-    Products that only one side quantizes are one finding together. In native mode an op below the floor is a finding
-    only if all ops are below the floor, and its difference is the largest.
+    Products that only one side quantizes are one finding together.
     """
     known = {(layer, op) for layer, op, _ in explained}
-    unexplained = [d for d in clues.ops if d.relative_rms > 0 and (d.layer, d.op) not in known]
-    groups = _by_op(d for d in unexplained if d.relative_rms > _floor(clues))
-    if unexplained and not groups:
-        worst = _worst(unexplained)
-        return [_op_finding(clues, _by_op(unexplained)[worst.op], "; no op differs by more than roundings do")]
+    groups: dict[str, list[OpDifference]] = defaultdict(list)
+    for difference in clues.ops:
+        if difference.relative_rms > 0 and (difference.layer, difference.op) not in known:
+            groups[difference.op].append(difference)
     findings: list[Finding] = []
-    if one_side_quantizes(clues.numerics):
+    if _precision(clues.numerics.trainer) != _precision(clues.numerics.rollout):
         quantizable = {row.op for row in clues.model.tensors.rows.values() if row.kind}
         products = {op: groups.pop(op) for op in list(groups) if op in quantizable}
         if products:
@@ -214,13 +202,13 @@ def _ops(clues: Evidence, explained: Iterable[Owner]) -> list[Finding]:
     return findings + [_op_finding(clues, group) for group in largest_first]
 
 
-def _op_finding(clues: Evidence, group: list[OpDifference], remark: str = "") -> Finding:
+def _op_finding(clues: Evidence, group: list[OpDifference]) -> Finding:
     worst = _worst(group)
     op, layers = worst.op, tuple(d.layer for d in group if d.layer is not None)
     experts: tuple[int, ...] = ()
     if op == "experts":  # those behind a difference that spares most; none where many differ
         seen = [expert for expert in clues.experts if expert.layer in layers and expert.tokens]
-        differing = {expert.expert for expert in seen if expert.relative_rms > _floor(clues)}
+        differing = {expert.expert for expert in seen if expert.relative_rms > 0}
         if 2 * len(differing) <= len({expert.expert for expert in seen}):
             experts = tuple(sorted(differing))
     subject = f"expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}" if experts else op
@@ -229,8 +217,7 @@ def _op_finding(clues: Evidence, group: list[OpDifference], remark: str = "") ->
     if len(layers) > 1 and len(layers) == sum(d.op == op for d in clues.ops):
         where = " in every layer"
     form = next(site.op.form for site in clues.model.forward.sites() if site.op.name == op)
-    exact = clues.numerics.mode == "exact" and form.definition
-    definition = f"; in exact mode it is {form.defined_by}" if exact else ""
+    definition = f"; it is {form.defined_by}" if form.definition else ""
     text = (
         f"{subject} {verb}{where} on equal inputs (relative RMS {worst.relative_rms:.2g}, "
         f"{worst.differing:.0%} of the elements{definition})"
@@ -238,18 +225,7 @@ def _op_finding(clues: Evidence, group: list[OpDifference], remark: str = "") ->
     if op in clues.settings:
         name, ours, theirs = clues.settings[op]
         text += f": {name} is {ours:g} in the trainer and {theirs:g} in the engine"
-    return Finding("op", text + remark, op=op, layers=layers, experts=experts)
-
-
-def _floor(clues: Evidence) -> float:
-    return NATIVE_FLOOR if clues.numerics.mode == "native" else 0.0
-
-
-def _by_op(differences: Iterable[OpDifference]) -> dict[str, list[OpDifference]]:
-    groups: dict[str, list[OpDifference]] = defaultdict(list)
-    for difference in differences:
-        groups[difference.op].append(difference)
-    return groups
+    return Finding("op", text, op=op, layers=layers, experts=experts)
 
 
 def _worst(group: Sequence[OpDifference]) -> OpDifference:

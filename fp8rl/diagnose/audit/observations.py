@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.models import Model
+from fp8rl.models.program import LOGITS, OpSite
 from fp8rl.models.tensors import TensorRow, base_name
-from fp8rl.models.trace import LINEAR, OpForm
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding, format_of
 from fp8rl.numerics.precision_map import Planned, precision_map
@@ -64,11 +64,11 @@ def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsCo
     return found
 
 
-# The modules of the trainer's model that compute each op of the forward, and the spec's plan for them.
+# The ops of the trainer's model, or in native mode the modules that compute them, and the spec's plan for them.
 
 Part = Literal["embedding", "head", "router", "attention", "product", "experts", "gate", "norm"]
-"""The kind of a module. A product may contain a norm. A layer of experts contains its products, and so do gated shared
-experts."""
+"""The kind of an op or of a module. A product may contain a norm. A layer of experts contains its products, and so do
+gated shared experts."""
 
 
 _BEFORE_PRODUCTS: tuple[Part, ...] = ("embedding", "router", "attention", "experts", "gate")
@@ -78,14 +78,14 @@ _BEFORE_PRODUCTS: tuple[Part, ...] = ("embedding", "router", "attention", "exper
 @dataclass(frozen=True)
 class ModuleRole:
     path: str
-    """Megatron's path of the module on this rank."""
+    """Megatron's path of the module on this rank, or of the layer, and the op's name."""
     part: Part
     quantized: frozenset[bool] = frozenset({False})
     """Whether the spec quantizes the module's products; both values if it quantizes some of them."""
 
 
 class Sites:
-    """Finds one rank's modules by path, and its parameters by class, with the parameters of adapters."""
+    """Finds one rank's ops or modules by path, and its parameters by class, with the parameters of adapters."""
 
     def __init__(self, trainer: Trainer, numerics: NumericsConfig) -> None:
         """numerics: the planned numerics."""
@@ -93,15 +93,35 @@ class Sites:
         self.parameters: dict[str, Part] = {}
         definition, spec = trainer.definition, numerics.trainer_spec
         rows = {name: held[0] for name, held in trainer.weights.rows(trainer.model).items()}
-        heads = _heads(trainer)
-        for path, seen in _forms(trainer).items():
-            inside = [row for name, row in rows.items() if name.startswith(f"{path}.") and row.kind]
-            quantized = frozenset(definition.quantizes(row, spec) for row in inside)
-            if part := _part(seen, bool(inside), path in heads):
+        self._layers = {layer.layer_number - 1: at for at, layer in enumerate(trainer.model.decoder.layers)}
+        self._exact = numerics.mode == "exact"
+        computed: dict[str, set[OpSite]] = {}
+        for site in definition.forward.sites():
+            if site.layer is not None and site.layer not in self._layers:
+                continue
+            if path := self.path_of(site):
+                computed.setdefault(path, set()).add(site)
+        for path, sites in computed.items():
+            held = [row for name, row in rows.items() if row.kind and self._inside(path, sites, name, row)]
+            quantized = frozenset(definition.quantizes(row, spec) for row in held)
+            if part := _part(sites, bool(held)):
                 self._by_path[path] = ModuleRole(path, part, quantized or frozenset({False}))
         self.adapters = {name for name, row in rows.items() if row.adapts is not None}
         for name, row in rows.items():
             self.parameters[name] = self._part_of(name, row)
+
+    def path_of(self, site: OpSite) -> str:
+        """Return the path by which an op is known; empty if no module computes it."""
+        if site.layer is None:
+            return site.op.megatron
+        inside = site.op.name if self._exact else site.op.megatron
+        return f"decoder.layers.{self._layers[site.layer]}.{inside}" if inside else ""
+
+    def _inside(self, path: str, sites: set[OpSite], name: str, row: TensorRow) -> bool:
+        """Return whether a tensor is one of these ops', or is held by their module."""
+        if self._exact and row.layer is not None:
+            return any((site.layer, site.op.name) == (row.layer, row.op) for site in sites)
+        return name.startswith(f"{path}.")
 
     def at(self, path: str) -> ModuleRole | None:
         """Return the innermost known module that contains a path."""
@@ -117,35 +137,18 @@ class Sites:
     def _part_of(self, name: str, row: TensorRow) -> Part:
         if row.kind is not None or row.adapts is not None:
             return "product" if row.expert is None else "experts"
-        site = self.at(name)
+        of_op = self._exact and row.layer is not None
+        site = self.at(f"decoder.layers.{self._layers[row.layer]}.{row.op}" if of_op else name)  # type: ignore[index]
         if not row.product and site is not None and site.part != "embedding":
             return "norm"  # also inside another module
         part = site.part if site is not None else "norm"
         return "product" if part == "gate" else part
 
 
-def _forms(trainer: Trainer) -> Mapping[str, set[OpForm]]:
-    """Return the forms of the ops that each module computes, by the module's path on this rank."""
-    local = {layer.layer_number - 1: index for index, layer in enumerate(trainer.model.decoder.layers)}
-    forms: dict[str, set[OpForm]] = {}
-    for site in trainer.definition.forward.sites():
-        if not site.op.megatron or (site.layer is not None and site.layer not in local):
-            continue
-        layer = "" if site.layer is None else f"decoder.layers.{local[site.layer]}."
-        forms.setdefault(layer + site.op.megatron, set()).add(site.op.form)
-    return forms
-
-
-def _heads(trainer: Trainer) -> set[str]:
-    """Return the products outside the layers."""
-    sites = trainer.definition.forward.sites()
-    return {site.op.megatron for site in sites if site.layer is None and site.op.form is LINEAR}
-
-
-def _part(forms: set[OpForm], has_kinds: bool, is_head: bool) -> Part | None:
-    parts = {form.part for form in forms}
-    if is_head:
-        return "head"
+def _part(sites: set[OpSite], has_kinds: bool) -> Part | None:
+    parts = {site.op.form.part for site in sites}
+    if any(LOGITS in site.op.writes for site in sites):
+        return "router" if all(site.layer is not None for site in sites) else "head"
     for part in _BEFORE_PRODUCTS:
         if part in parts:
             return part

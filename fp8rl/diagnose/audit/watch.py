@@ -1,7 +1,8 @@
 """Watches every op in one training step of the live trainer. Runs on the trainer's ranks.
 
-A dispatch mode sees each op with its tensors, also in the backward. Hooks of modules say where in the model an op is.
-An op of the backward belongs to the module that made its autograd node: nodes are numbered in the order of the forward.
+A dispatch mode sees each call of torch with its tensors, also in the backward. The layers' program says which op of the
+model makes a call; in native mode, and outside the layers, hooks of modules say it. A call of the backward belongs to
+the op that made its autograd node: nodes are numbered in the order of the forward.
 Tensors inside a fused kernel are not seen, and are missing in what is returned.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from fp8rl.diagnose.audit.observations import (
     held_in_pass,
     stored,
 )
+from fp8rl.models.program import LOGITS, OpSite
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.compiler import uncompiled
 from fp8rl.numerics.backend.implementation import Implementation, using
@@ -151,11 +153,18 @@ class _Watcher(TorchDispatchMode):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Follow the forward from module to module, and note when the optimizer is at work."""
+        """Follow the forward from op to op or module to module, and note when the optimizer is at work."""
+        from fp8rl.trainer.modules.program import ProgramLayer
+
         with ExitStack() as undo:
+            layers = [layer for layer in self._trainer.model.decoder.layers if isinstance(layer, ProgramLayer)]
+            inside = {module for layer in layers for module in layer.modules() if module is not layer}
+            for layer in layers:
+                undo.enter_context(layer.around_ops(self._op))
             for path, module in self._trainer.model.named_modules():
-                undo.callback(module.register_forward_pre_hook(self._entering(path)).remove)
-                undo.callback(module.register_forward_hook(self._leaving(path), always_call=True).remove)
+                if module not in inside:
+                    undo.callback(module.register_forward_pre_hook(self._entering(path)).remove)
+                    undo.callback(module.register_forward_hook(self._leaving(path), always_call=True).remove)
             optimizer = self._trainer.optimizer
             undo.enter_context(self._within(optimizer, "grad_norm", CLIPPING))
             undo.enter_context(self._within(optimizer, "step", UPDATE))
@@ -181,6 +190,18 @@ class _Watcher(TorchDispatchMode):
             yield
         finally:
             delattr(owner, method)
+
+    def _op(self, site: OpSite, compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """Follow one op of a layer's program."""
+        path = self._sites.path_of(site)
+        self._entering(path)()
+        made: Sequence[Any] = ()
+        try:
+            made = compute()
+        finally:  # a router's logits are noted as its product is
+            known = LOGITS not in site.op.writes and isinstance(next(iter(made), None), Tensor)
+            self._leaving(path)(None, None, made if known else None)
+        return made
 
     def _entering(self, path: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:

@@ -153,9 +153,6 @@ def _checks_of_spec(stack: Stack, batch: TokenBatch, found: PreflightReport) -> 
         scales = same_spec.served_scales(stack.syncing.bridge.write_checkpoint(), manifest)
         names = sorted(name for name in manifest if name.endswith(SCALE_SUFFIX))
         yield same_spec.scale_formats(scales, names, numerics.rollout_spec.weight.scale)
-    routers = [pair for rank in observed for pair in rank.routers]
-    if routers:
-        yield same_spec.router_precision(numerics.mode, routers, report.provides)
 
 
 def rendered(report: PreflightReport) -> RenderableType:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.families.mlp import TOPK
 from fp8rl.models.shape import Shape
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics import kv
@@ -159,24 +158,6 @@ def served_scales(checkpoint: Path, manifest: Mapping[str, str]) -> Iterator[tup
                         yield name, tensor
 
 
-def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: Iterable[str]) -> Check:
-    """Check the dtypes of the trainer's router logits and probabilities, and whose router the engine runs.
-
-    trainer: as `Observed.routers`. provides: as in the engine's report. If it names our router, the engine runs
-    `numerics.ops.route`, which computes the softmax of BF16 logits in FP32, and keeps FP32. Megatron's own router
-    rounds the probabilities to BF16.
-    """
-    seen, shared, exact = sorted(set(trainer)), TOPK.name in provides, mode == "exact"
-    sides = [f"trainer: {logits} logits, {probs} probabilities" for logits, probs in seen]
-    sides.append(f"engine: {'the shared op' if shared else 'its own router'}")
-    expected = "each library's own router; Megatron's rounds probabilities to BF16, SGLang's keeps them in FP32"
-    if exact:
-        expected = "the shared router op on both sides: BF16 logits, FP32 probabilities"
-    ok = shared == exact and seen == [("bfloat16", "float32" if exact else "bfloat16")]
-    remedy = "Reinstall this distribution on both sides: a router of another precision is in place."
-    return judged("spec", "router precision", ok, "; ".join(sides), expected, remedy)
-
-
 def kv_cache_dtype(numerics: NumericsConfig, report: EngineReport) -> Check:
     """Check that the cache has keys and values in the format in which the trainer attends to them."""
     kept = numerics.kv_format.dtype_name
@@ -192,37 +173,14 @@ class Observed:
 
     quantized: list[str]
     """HF names of the weights whose products ran in FP8, in order."""
-    routers: list[tuple[str, str]]
-    """(dtype of the logits, dtype of the probabilities) of every router call, each pair once."""
 
 
 def observe(trainer: Trainer, batch: TokenBatch) -> Observed:
-    """Score the batch on a rank, and record the dtypes of its routers and the weights that it quantizes."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    seen: set[tuple[str, str]] = set()
-
-    def watched(routing: Callable[..., Any]) -> Callable[..., Any]:
-        def route(logits: Any, *args: Any, **kwargs: Any) -> Any:
-            result = routing(logits, *args, **kwargs)
-            logits_dtype, probs_dtype = (str(each.dtype).removeprefix("torch.") for each in (logits, result[0]))
-            seen.add((logits_dtype, probs_dtype))
-            return result
-
-        return route
-
-    routers: list[Any] = [module for module in trainer.model.modules() if isinstance(module, TopKRouter)]
+    """Score the batch on a rank, and record the weights that it quantizes."""
     trainer.weights_changed()  # so that the cache holds what this pass asks for, and no more
-    for router in routers:
-        router.routing = watched(router.routing)  # hides the class's method until it is deleted
-    try:
-        trainer.score(batch)
-    finally:
-        for router in routers:
-            del router.routing
+    trainer.score(batch)
     rows = trainer.weights.rows(trainer.model)
-    quantized = [row.name for name in trainer.quantized_parameters() for row in rows[name]]
-    return Observed(sorted(quantized), sorted(seen))
+    return Observed(sorted(row.name for name in trainer.quantized_parameters() for row in rows[name]))
 
 
 # The agreement on bytes: does the engine hold the trainer's weights? A sync, and its manifest.

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import latent, mlp
 from fp8rl.models.sizes import ModelSizes, SigmoidRouter, check_groups, family_sizes
@@ -90,5 +90,4 @@ ARCHITECTURE = Architecture(
     aliases=("kimi_k2",),
     sizes=sizes,
     families=(latent.FAMILY, mlp.DENSE, ROUTED),
-    engine_extras=CACHE_SCALES,
 )

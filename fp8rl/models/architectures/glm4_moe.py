@@ -6,7 +6,7 @@ larger models only. The draft layers behind the last layer (multi-token predicti
 
 from __future__ import annotations
 
-from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, SigmoidRouter, check_groups, checked, family_sizes
@@ -54,9 +54,5 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 ARCHITECTURE = Architecture(
-    name="Glm4MoeForCausalLM",
-    model_type="glm4_moe",
-    sizes=sizes,
-    families=(attention.FAMILY, mlp.DENSE, mlp.MOE),
-    engine_extras=CACHE_SCALES,
+    name="Glm4MoeForCausalLM", model_type="glm4_moe", sizes=sizes, families=(attention.FAMILY, mlp.DENSE, mlp.MOE)
 )

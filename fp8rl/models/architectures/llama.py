@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
@@ -47,6 +47,5 @@ ARCHITECTURE = Architecture(
     model_type="llama",
     sizes=sizes,
     families=(attention.FAMILY, mlp.DENSE),
-    engine_extras=CACHE_SCALES,
     any_heads=AS_MISTRAL,
 )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Op
 
 PLACE = "block_sparse_moe."
 EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -58,14 +57,9 @@ def _tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
         yield row
 
 
-def _ops(sizes: ModelSizes) -> tuple[Op, ...]:
-    return tuple(replace(op, engine=op.engine.replace("mlp.", PLACE)) for op in mlp.moe_ops(sizes))
-
-
 ARCHITECTURE = Architecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     sizes=sizes,
-    families=(attention.FAMILY, replace(mlp.MOE, tensors=_tensors, ops=_ops)),
-    engine_extras=CACHE_SCALES,
+    families=(attention.FAMILY, replace(mlp.MOE, tensors=_tensors)),
 )

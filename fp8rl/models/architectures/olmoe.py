@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.architecture import Architecture
 from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
@@ -44,9 +44,5 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 ARCHITECTURE = Architecture(
-    name="OlmoeForCausalLM",
-    model_type="olmoe",
-    sizes=sizes,
-    families=(attention.FAMILY, mlp.MOE),
-    engine_extras=CACHE_SCALES,
+    name="OlmoeForCausalLM", model_type="olmoe", sizes=sizes, families=(attention.FAMILY, mlp.MOE)
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
@@ -24,9 +24,5 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 ARCHITECTURE = Architecture(
-    name="Qwen2ForCausalLM",
-    model_type="qwen2",
-    sizes=sizes,
-    families=(attention.FAMILY, mlp.DENSE),
-    engine_extras=CACHE_SCALES,
+    name="Qwen2ForCausalLM", model_type="qwen2", sizes=sizes, families=(attention.FAMILY, mlp.DENSE)
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import gated_attention, gated_delta, mlp
 from fp8rl.models.families.gated_delta import GatedDelta
@@ -84,10 +84,7 @@ def engine_config(config: dict[str, Any], sizes: ModelSizes) -> dict[str, Any]:
 GATED_ATTENTION = replace(gated_attention.FAMILY, within=lambda sizes, layer: layer not in sizes.of(GatedDelta).layers)
 SHARED_EXPERT = "shared_expert"
 GATED_MOE = replace(
-    mlp.MOE,
-    kinds=(*mlp.MOE.kinds, *mlp.DENSE.kinds),
-    tensors=partial(mlp.moe_tensors, shared=SHARED_EXPERT),
-    ops=partial(mlp.moe_ops, shared=SHARED_EXPERT),
+    mlp.MOE, kinds=(*mlp.MOE.kinds, *mlp.DENSE.kinds), tensors=partial(mlp.moe_tensors, shared=SHARED_EXPERT)
 )
 """The family of experts, with the name that these checkpoints have for the expert that every token takes."""
 ARCHITECTURE = Architecture(
@@ -95,6 +92,5 @@ ARCHITECTURE = Architecture(
     model_type="qwen3_next",
     sizes=sizes,
     families=(gated_delta.JOINED, GATED_ATTENTION, GATED_MOE),
-    engine_extras=CACHE_SCALES,
     engine_config=engine_config,
 )

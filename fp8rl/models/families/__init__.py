@@ -1,8 +1,8 @@
 """Families of ops, of which the layers of decoders consist: sizes, tensors and costs of each family.
 
-A family is a part of a layer, such as attention. One file here has its tensors, its ops, its cache, its cost and how
-ranks share it. The trainer has a file of the same name for it (`trainer.modules.families`), and so has the engine
-(`rollout.engine.plugin.families`). An architecture lists its families; no table lists them all.
+A family is a part of a layer, such as attention. One file here has its tensors, its piece of the program, its cache,
+its cost and how ranks share it. Engine and trainer run the program by hosts of their own; for native mode the trainer
+has a file of the same name (`trainer.modules.families`). An architecture lists its families; no table lists them all.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from fp8rl.models.program import ADD_NORM, EMBED, LINEAR, LOGPROBS, TOKENS, Fusion, Op
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import ADD_NORM, EMBED, LINEAR, LOGPROBS, TOKENS, Op
 
 Part = Literal["attention", "mlp"]
 
@@ -61,6 +61,8 @@ class Family:
     ops: Callable[[ModelSizes], tuple[Op, ...]]
     """The ops of one layer."""
     activations: Callable[[ModelSizes], Activations]
+    fusions: tuple[Fusion, ...] = ()
+    """Ops that run as one in a lowered program, the longest fusions first."""
     widths: Callable[[ModelSizes], Widths] = lambda sizes: Widths()
     within: Callable[[ModelSizes, int], bool] = lambda sizes, layer: True
     """True if a layer, counted from 0, has the family."""
@@ -80,8 +82,6 @@ class Family:
     """By kind of ranks that cannot share the family: the reason, as a statement about the model."""
     kernels: tuple[tuple[int, int], str] | None = None
     """The least compute capability of GPUs for the family's exact kernels, and why; None: the least of all kernels."""
-    megatron: Callable[[], Any] | None = None
-    """A function that imports the family's `trainer.modules.families.MegatronFamily`; None: its file there has it."""
 
 
 def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int) -> list[Family]:
@@ -175,10 +175,10 @@ def mlp_activations(sizes: ModelSizes, *mlps: tuple[int, int], experts: int = 0)
 
 # Both ends of a decoder, which all architectures share: the embedding, the last norm, the head, log-probabilities.
 
-FIRST_OPS = (Op("embed", EMBED, (TOKENS,), ("x",), "model.embed_tokens", "embedding"),)
+FIRST_OPS = (Op("embed", EMBED, (TOKENS,), ("x",), "embedding"),)
 LAST_OPS = (
-    Op("final_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "model.norm", "decoder.final_layernorm"),
-    Op("lm_head", LINEAR, ("x",), ("logits",), "lm_head", "output_layer"),
+    Op("final_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "decoder.final_layernorm"),
+    Op("lm_head", LINEAR, ("x",), ("logits",), "output_layer"),
     Op("logprobs", LOGPROBS, ("logits",), ("logprobs",)),
 )
 

@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from fp8rl.models.families import Activations, Family, PartNames, Ranks, Widths, attention_activations, norm
+from fp8rl.models.program import (
+    ADD_NORM,
+    EPS,
+    LINEAR,
+    ROPE_FACTOR,
+    THETA,
+    Fusion,
+    Host,
+    Op,
+    OpForm,
+    OpSite,
+    norm_weight,
+)
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import ADD_NORM, EPS, LINEAR, ROPE_FACTOR, THETA, Op, OpForm
 from fp8rl.numerics import ops
 
+
+def _head_norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
+    return (ops.rms_norm(x, norm_weight(host, site), host.sizes.norm_eps),)
+
+
+def _heads_norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
+    weight, eps = norm_weight(host, site), host.sizes.norm_eps
+    return (host.over_heads(lambda heads: ops.rms_norm(heads, weight, eps), x.flatten(-2)).view(x.shape),)
+
+
+def _qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
+    return [each.unflatten(-1, (-1, host.sizes.head_dim)) for each in host.products(site, x, rows)]
+
+
+def _normed_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    weights = (norm_weight(host, site, of) for of in ("q_norm", "k_norm"))
+    return (host.attend(site, q, k, v, True, ops.HeadNorms(*weights, host.sizes.norm_eps)),)
+
+
+def _rotated_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    return (host.attend(site, q, k, v, rotates=True),)
+
+
 HEAD_NORM = OpForm(
-    name="head_norm", shapes="[T, heads, D] -> the same", definition=ops.rms_norm, constants=(EPS,), part="norm"
+    name="head_norm",
+    shapes="[T, heads, D] -> the same",
+    definition=ops.rms_norm,
+    constants=(EPS,),
+    part="norm",
+    compute=_head_norm,
 )
 HEADS_NORM = OpForm(
     name="heads_norm",
@@ -20,26 +63,46 @@ HEADS_NORM = OpForm(
     definition=ops.rms_norm,
     constants=(EPS,),
     part="norm",
+    compute=_heads_norm,
 )
 QKV = OpForm(
     name="qkv",
     shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",
     definition=ops.linear,
+    compute=_qkv,
+    takes_rows=True,
 )
-ROPE = OpForm(name="rope", shapes="q, k -> q, k", definition=ops.rope, constants=(THETA, ROPE_FACTOR))
-ATTENTION = OpForm(name="attention", shapes="q, k, v -> [T, heads * D]", definition=ops.attention, part="attention")
-
-INPUT_NORM = Op(
-    "input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "self_attention.linear_qkv"
+ROPE = OpForm(
+    name="rope",
+    shapes="q, k -> q, k",
+    definition=ops.rope,
+    constants=(THETA, ROPE_FACTOR),
+    compute=lambda host, site, q, k: host.rotate(q, k),
 )
-O_PROJ = Op("o_proj", LINEAR, ("x",), ("x",), "self_attn.o_proj", "self_attention.linear_proj")
+ATTENTION = OpForm(
+    name="attention",
+    shapes="q, k, v -> [T, heads * D]",
+    definition=ops.attention,
+    part="attention",
+    across_tokens=True,
+    compute=lambda host, site, q, k, v: (host.attend(site, q, k, v),),
+)
+NORMED_ATTENTION = replace(ATTENTION, name="normed_attention", compute=_normed_attention)
+"""Norms of heads, rotation, keys and values into the cache, and attention: `ops.rope_heads` is one launch."""
+ROTATED_ATTENTION = replace(ATTENTION, name="rotated_attention", compute=_rotated_attention)
+FUSIONS = (
+    Fusion((HEAD_NORM, HEAD_NORM, ROPE, ATTENTION), NORMED_ATTENTION),
+    Fusion((ROPE, ATTENTION), ROTATED_ATTENTION),
+)
+INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "self_attention.linear_qkv")
+O_PROJ = Op("o_proj", LINEAR, ("x",), ("x",), "self_attention.linear_proj")
 OPS = (
     INPUT_NORM,
-    Op("qkv", QKV, ("x",), ("q", "k", "v"), "self_attn.qkv_proj", "self_attention.linear_qkv"),
-    Op("q_norm", HEAD_NORM, ("q",), ("q",), "self_attn.q_norm", "self_attention.q_layernorm"),
-    Op("k_norm", HEAD_NORM, ("k",), ("k",), "self_attn.k_norm", "self_attention.k_layernorm"),
-    Op("rope", ROPE, ("q", "k"), ("q", "k"), "self_attn.rotary_emb", "self_attention.core_attention"),
-    Op("attention", ATTENTION, ("q", "k", "v"), ("x",), "self_attn.attn", "self_attention.core_attention"),
+    Op("qkv", QKV, ("x",), ("q", "k", "v"), "self_attention.linear_qkv"),
+    Op("q_norm", HEAD_NORM, ("q",), ("q",), "self_attention.q_layernorm"),
+    Op("k_norm", HEAD_NORM, ("k",), ("k",), "self_attention.k_layernorm"),
+    Op("rope", ROPE, ("q", "k"), ("q", "k"), "self_attention.core_attention"),
+    Op("attention", ATTENTION, ("q", "k", "v"), ("x",), "self_attention.core_attention"),
     O_PROJ,
 )
 """The ops of attention with a norm for each head of queries and keys."""
@@ -113,6 +176,7 @@ FAMILY = Family(
     tensors=attention_tensors,
     ops=attention_ops,
     activations=_activations,
+    fusions=FUSIONS,
     widths=_widths,
     unshared=_unshared,
     cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.kv_heads // min(ranks, sizes.kv_heads),

@@ -1,37 +1,50 @@
 """Grouped-query attention whose output is gated: each channel is multiplied by the sigmoid of a gate of its own.
 
-`q_proj` has a head's query and then its gate. In the engine the family's modules and parameters are in the layer
-itself, not in `self_attn`.
+`q_proj` has a head's query and then its gate. SGLang's model has the family's parameters in the layer itself, not in
+`self_attn`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from fp8rl.models.families import Activations, attention
+from fp8rl.models.program import Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Op, OpForm
 from fp8rl.numerics import ops
+
+
+def _gated_qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
+    queries, k, v = (each.unflatten(-1, (-1, host.sizes.head_dim)) for each in host.products(site, x, rows))
+    q, gate = queries.unflatten(-2, (-1, 2)).unbind(-2)
+    return q, gate.flatten(-2), k, v
+
 
 GATED_QKV = OpForm(
     name="gated_qkv",
     shapes="[T, H] -> q [T, heads, D], its gates [T, heads * D], k and v [T, kv heads, D]",
     definition=ops.linear,
+    compute=_gated_qkv,
+    takes_rows=True,
 )
 OUTPUT_GATE = OpForm(
-    name="output_gate", shapes="[T, heads * D], gates -> [T, heads * D]", definition=ops.sigmoid_gate, part=None
+    name="output_gate",
+    shapes="[T, heads * D], gates -> [T, heads * D]",
+    definition=ops.sigmoid_gate,
+    compute=lambda host, site, x, gate: (ops.sigmoid_gate(x, gate),),
 )
 
 
 def gated_ops(sizes: ModelSizes) -> tuple[Op, ...]:
     input_norm, qkv, *between, o_proj = attention.attention_ops(sizes)
-    gate = Op("gate", OUTPUT_GATE, ("x", "gate"), ("x",), "self_attn.o_proj", "self_attention.linear_proj")
+    gate = Op("gate", OUTPUT_GATE, ("x", "gate"), ("x",), "self_attention.linear_proj")
     qkv = replace(qkv, form=GATED_QKV, writes=("q", "gate", "k", "v"))
-    return tuple(
-        replace(op, engine=op.engine.removeprefix("self_attn.")) for op in (input_norm, qkv, *between, gate, o_proj)
-    )
+    return input_norm, qkv, *between, gate, o_proj
 
 
 def gated_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:

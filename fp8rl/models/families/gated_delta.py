@@ -8,16 +8,17 @@ norm with the gates are in FP32.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rl.models.families import Activations, Family, PartNames, Widths, norm
+from fp8rl.models.program import ADD_NORM, EPS, LINEAR, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import ADD_NORM, EPS, LINEAR, Op, OpForm
 from fp8rl.numerics import ops
 
 IN_FP32: dict[str, Any] = {"served": torch.float32, "trained": torch.float32}
@@ -69,22 +70,83 @@ class GatedDelta:
         return self.value_heads // self.key_heads
 
     @property
+    def of_head(self) -> tuple[int, int, int]:
+        """Widths of the query, the key and the values of one head of keys."""
+        return self.key_dim, self.key_dim, self.shares * self.value_dim
+
+    @property
     def state(self) -> int:
         """The number of elements of a request's state in one layer."""
         return self.value_heads * self.key_dim * self.value_dim
+
+
+def _of_head(sizes: ModelSizes) -> tuple[int, int, int]:
+    return sizes.of(GatedDelta).of_head
+
+
+def _in_proj(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
+    """The channels of a rank's heads, in the host's order, and z."""
+    own, found = host.sizes.of(GatedDelta), host.products(site, x, rows)
+    if len(found) == 2:
+        return found
+    widths = *own.of_head, own.shares * own.value_dim
+    *channels, z = found[0].unflatten(-1, (-1, sum(widths))).split(widths, -1)
+    return host.joined(channels), z.flatten(-2)
+
+
+def _gates(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
+    own, found = host.sizes.of(GatedDelta), host.products(site, x)
+    if len(found) == 2:
+        return found
+    b, a = (each.flatten(-2) for each in found[0].unflatten(-1, (-1, 2, own.shares)).unbind(-2))
+    return b, a
+
+
+def _conv(host: Host, site: OpSite, qkv: Tensor) -> Sequence[Tensor]:
+    return (host.convolve(site, host.in_rows(qkv), host.tensor(site).flatten(1)),)
+
+
+def _delta(host: Host, site: OpSite, qkv: Tensor, b: Tensor, a: Tensor) -> Sequence[Tensor]:
+    own, b, a = host.sizes.of(GatedDelta), host.in_rows(b), host.in_rows(a)
+    q, k, v = host.apart(qkv, own.of_head)
+    g, beta = ops.delta_gates(a, b, host.tensor(site, "A_log"), host.tensor(site, "dt_bias"))
+    v = v.unflatten(-1, (own.shares, -1)).flatten(-3, -2)
+    return (host.recur(site, q, k, v, g, beta).flatten(-2),)
+
+
+def _gated_norm(host: Host, site: OpSite, x: Tensor, z: Tensor) -> Sequence[Tensor]:
+    weight, eps = host.tensor(site), host.sizes.norm_eps
+
+    def normed(*values: Tensor) -> Tensor:
+        heads, gates = (each.unflatten(-1, (-1, len(weight))) for each in values)
+        return ops.gated_rms_norm(heads, gates, weight, eps).flatten(-2)
+
+    return (host.by_rows(normed, x, z),)
 
 
 IN_PROJ = OpForm(
     name="delta_in_proj",
     shapes="[T, H] -> queries, keys and values of all heads [T, C], and z [T, heads * value]",
     definition=ops.linear,
+    channels=_of_head,
+    compute=_in_proj,
+    takes_rows=True,
 )
-GATES = OpForm(name="delta_gates", shapes="[T, H] -> b and a [T, heads]", definition=ops.linear)
-CONV = OpForm(name="short_conv", shapes="[T, C] -> [T, C]", definition=ops.causal_conv)
+GATES = OpForm(name="delta_gates", shapes="[T, H] -> b and a [T, heads]", definition=ops.linear, compute=_gates)
+CONV = OpForm(
+    name="short_conv",
+    shapes="[T, C] -> [T, C]",
+    definition=ops.causal_conv,
+    across_tokens=True,
+    channels=_of_head,
+    compute=_conv,
+)
 DELTA = OpForm(
     name="gated_delta",
     shapes="queries, keys and values [T, C], b, a [T, heads] -> [T, heads * value]: `ops.delta_gates`, and the rule",
     definition=ops.gated_delta_rule,
+    across_tokens=True,
+    compute=_delta,
 )
 GATED_NORM = OpForm(
     name="gated_norm",
@@ -92,17 +154,18 @@ GATED_NORM = OpForm(
     definition=ops.gated_rms_norm,
     constants=(EPS,),
     part="norm",
+    compute=_gated_norm,
 )
 
-INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "input_layernorm")
+INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm")
 OPS = (
     INPUT_NORM,
-    Op("in_proj", IN_PROJ, ("x",), ("qkv", "z"), "linear_attn.in_proj_qkvz", "self_attention.in_proj"),
-    Op("gates", GATES, ("x",), ("b", "a"), "linear_attn.in_proj_ba", "self_attention.gate_proj"),
-    Op("conv", CONV, ("qkv",), ("qkv",), "linear_attn.conv1d", "self_attention.conv1d"),
-    Op("delta", DELTA, ("qkv", "b", "a"), ("x",), "linear_attn.attn", "self_attention.core_attention"),
-    Op("gated_norm", GATED_NORM, ("x", "z"), ("x",), "linear_attn.norm", "self_attention.out_norm"),
-    Op("out_proj", LINEAR, ("x",), ("x",), "linear_attn.out_proj", "self_attention.out_proj"),
+    Op("in_proj", IN_PROJ, ("x",), ("qkv", "z"), "self_attention.in_proj"),
+    Op("gates", GATES, ("x",), ("b", "a"), "self_attention.gate_proj"),
+    Op("conv", CONV, ("qkv",), ("qkv",), "self_attention.conv1d"),
+    Op("delta", DELTA, ("qkv", "b", "a"), ("x",), "self_attention.core_attention"),
+    Op("gated_norm", GATED_NORM, ("x", "z"), ("x",), "self_attention.out_norm"),
+    Op("out_proj", LINEAR, ("x",), ("x",), "self_attention.out_proj"),
 )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from fp8rl.models.families import Activations, Family, PartNames, Widths, attention_activations, norm
 from fp8rl.models.families.attention import O_PROJ, o_proj
+from fp8rl.models.program import ADD_NORM, LINEAR, NORM, ROPE_FACTOR, THETA, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import ADD_NORM, LINEAR, NORM, ROPE_FACTOR, THETA, Op, OpForm
 from fp8rl.numerics import ops
 
 
@@ -27,10 +30,25 @@ class Latent:
     """Width of a head's value."""
 
 
+def _latent_attention(host: Host, site: OpSite, q: Tensor, kv_row: Tensor) -> Sequence[Tensor]:
+    sizes, own, of_heads = host.sizes, host.sizes.of(Latent), host.product_of_heads(site)
+    rank, plain = own.kv_rank, sizes.plain_dim
+    latents = ops.rms_norm(kv_row[..., :rank].contiguous(), host.tensor(site), sizes.norm_eps)
+    rows = host.whole(torch.cat((latents, kv_row[..., rank:]), -1))
+    rows = torch.cat((rows[..., :rank], host.rotate_pairs(rows[..., None, rank:])[..., 0, :]), -1)
+    heads = q.unflatten(-1, (-1, sizes.head_dim))
+    inside = of_heads(heads[..., :plain], 0, plain, True)
+    queries = torch.cat((inside, host.rotate_pairs(heads[..., plain:])), -1)
+    out = host.attend_rows(site, queries, rows, rank)
+    return (of_heads(out, plain, own.value_dim, False).flatten(-2),)
+
+
 LATENT_DOWN = OpForm(
     name="latent_down",
     shapes="[T, H] -> the narrow rows of queries [T, q rank], and of keys and values [T, kv rank + rope]",
     definition=ops.linear,
+    compute=lambda host, site, x, rows=None: host.products(site, x, rows),
+    takes_rows=True,
 )
 LATENT_ATTENTION = OpForm(
     name="latent_attention",
@@ -39,27 +57,27 @@ LATENT_ATTENTION = OpForm(
     definition=ops.latent_attention,
     constants=(THETA, ROPE_FACTOR),
     part="attention",
+    across_tokens=True,
+    compute=_latent_attention,
 )
 
 
 def latent_attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
-    inside, there = "self_attn.", "self_attention."
-    first = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "input_layernorm")
+    there = "self_attention."
+    first = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm")
     if sizes.of(Latent).q_rank:
-        fused, up = f"{inside}fused_qkv_a_proj_with_mqa", f"{there}linear_q_up_proj"
+        up = f"{there}linear_q_up_proj"
         queries: tuple[Op, ...] = (
-            Op("qkv_a", LATENT_DOWN, ("x",), ("q_row", "kv_row"), fused, "self_attention"),
-            Op("q_a_norm", NORM, ("q_row",), ("q_row",), f"{inside}q_a_layernorm", up),
-            Op("q_b", LINEAR, ("q_row",), ("q",), f"{inside}q_b_proj", up),
+            Op("qkv_a", LATENT_DOWN, ("x",), ("q_row", "kv_row"), "self_attention"),
+            Op("q_a_norm", NORM, ("q_row",), ("q_row",), up),
+            Op("q_b", LINEAR, ("q_row",), ("q",), up),
         )
     else:
-        down = f"{there}linear_kv_down_proj"
         queries = (
-            Op("q", LINEAR, ("x",), ("q",), f"{inside}q_proj", f"{there}linear_q_proj"),
-            Op("kv_a", LINEAR, ("x",), ("kv_row",), f"{inside}kv_a_proj_with_mqa", down),
+            Op("q", LINEAR, ("x",), ("q",), f"{there}linear_q_proj"),
+            Op("kv_a", LINEAR, ("x",), ("kv_row",), f"{there}linear_kv_down_proj"),
         )
-    attended = f"{there}core_attention"
-    return first, *queries, Op("attention", LATENT_ATTENTION, ("q", "kv_row"), ("x",), "self_attn", attended), O_PROJ
+    return first, *queries, Op("attention", LATENT_ATTENTION, ("q", "kv_row"), ("x",), f"{there}core_attention"), O_PROJ
 
 
 def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:

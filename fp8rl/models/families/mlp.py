@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rl.models.families import Activations, Family, PartNames, Widths, mlp_activations, norm
+from fp8rl.models.program import ADD_NORM, LINEAR, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import ADD_NORM, LINEAR, Op, OpForm
 from fp8rl.numerics import ops
 
-SWIGLU = OpForm(name="swiglu", shapes="[T, 2F] -> [T, F]", definition=ops.swiglu)
-ROUTER = OpForm(name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", definition=ops.linear_partial)
+
+def _router(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
+    """A router's weight is BF16 in the checkpoint, and held in FP32 by some engines."""
+    return (ops.linear_partial(x, host.tensor(site).to(x.dtype)),)
+
+
+def _topk(host: Host, site: OpSite, logits: Tensor) -> Sequence[Tensor]:
+    return host.choose(site, partial(ops.route, logits.flatten(0, -2), host.sizes.top_k, host.sizes.renormalize))
+
+
+def _sigmoid_topk(host: Host, site: OpSite, logits: Tensor) -> Sequence[Tensor]:
+    how, bias = host.sizes.sigmoid_router, host.tensor(site)
+    assert how is not None
+    arguments = host.sizes.top_k, how.groups, how.kept_groups, host.sizes.renormalize, how.factor
+    return host.choose(site, partial(ops.route_sigmoid, logits.flatten(0, -2), bias, *arguments))
+
+
+def _with_shared(
+    host: Host, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, shared: Tensor, rows: Any = None
+) -> Sequence[Tensor]:
+    return (host.experts(site, x, probs, chosen, rows) + shared,)
+
+
+SWIGLU = OpForm(
+    name="swiglu",
+    shapes="gate and up [T, 2F], or one each [T, F] -> [T, F]",
+    definition=ops.swiglu,
+    compute=lambda host, site, gate_up: (ops.swiglu(gate_up),),
+)
+ROUTER = OpForm(
+    name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", definition=ops.linear_partial, compute=_router
+)
 TOPK = OpForm(
     name="topk",
     shapes="logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending",
     definition=ops.route,
     compared=1,  # the probabilities say the choice
     part="router",
+    compute=_topk,
 )
 SIGMOID_TOPK = OpForm(
     name="sigmoid_topk",
@@ -27,18 +61,23 @@ SIGMOID_TOPK = OpForm(
     definition=ops.route_sigmoid,
     compared=1,
     part="router",
+    compute=_sigmoid_topk,
 )
 EXPERTS = OpForm(
     name="experts",
     shapes="x [T, H], probabilities, chosen -> [T, H]; recorded too: `each` [T, k, H], one expert's share of it",
     definition=ops.experts,
     part="experts",
+    compute=lambda host, site, x, probs, chosen, rows=None: (host.experts(site, x, probs, chosen, rows),),
+    takes_rows=True,
 )
 EXPERTS_AND_SHARED = OpForm(
     name="experts_and_shared",
     shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> the sum [T, H]; `each` as of experts",
     definition=ops.experts,
     part="experts",
+    compute=_with_shared,
+    takes_rows=True,
 )
 
 SHARED_GATE = OpForm(
@@ -46,41 +85,41 @@ SHARED_GATE = OpForm(
     shapes="x [T, H], output of shared experts [T, H] -> the output times the sigmoid of the token's gate",
     definition=ops.token_gate,
     part="gate",
+    compute=lambda host, site, x, shared: (ops.token_gate(shared, x, host.tensor(site)),),
 )
 
 _READS, _SHARED = ("x", "residual"), "shared_experts"
 DENSE_OPS = (
-    Op("post_norm", ADD_NORM, _READS, _READS, "post_attention_layernorm", "mlp.linear_fc1"),
-    Op("gate_up", LINEAR, ("x",), ("x",), "mlp.gate_up_proj", "mlp.linear_fc1"),
-    Op("swiglu", SWIGLU, ("x",), ("x",), "mlp.act_fn", "mlp.linear_fc2"),
-    Op("down", LINEAR, ("x",), ("x",), "mlp.down_proj", "mlp.linear_fc2"),
+    Op("post_norm", ADD_NORM, _READS, _READS, "mlp.linear_fc1"),
+    Op("gate_up", LINEAR, ("x",), ("x",), "mlp.linear_fc1"),
+    Op("swiglu", SWIGLU, ("x",), ("x",), "mlp.linear_fc2"),
+    Op("down", LINEAR, ("x",), ("x",), "mlp.linear_fc2"),
 )
-_NORM = Op("post_norm", ADD_NORM, _READS, _READS, "post_attention_layernorm", "pre_mlp_layernorm")
-_EXPERTS = Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",), "mlp.experts", "mlp")
-_WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "shared"), ("x",), "mlp.experts", "mlp")
+_NORM = Op("post_norm", ADD_NORM, _READS, _READS, "pre_mlp_layernorm")
+_EXPERTS = Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",), "mlp")
+_WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "shared"), ("x",), "mlp")
 
 
-def moe_ops(sizes: ModelSizes, shared: str = _SHARED) -> tuple[Op, ...]:
+def moe_ops(sizes: ModelSizes) -> tuple[Op, ...]:
     """Return the ops of shared experts, then of the choice of routed experts, by softmax or by sigmoid, and of their
-    sum. shared: as in `moe_tensors`."""
+    sum."""
     logits, choice = (LINEAR, TOPK) if sizes.sigmoid_router is None else (ROUTER, SIGMOID_TOPK)
     return (
         _NORM,
-        *(_shared_ops(f"mlp.{shared}", sizes.shared_gate) if sizes.shared_size else ()),
-        Op("router", logits, ("x",), ("logits",), "mlp.gate", "mlp.router"),
-        Op("topk", choice, ("logits",), ("probs", "chosen"), "mlp.topk", "mlp.router"),
+        *(_shared_ops(sizes.shared_gate) if sizes.shared_size else ()),
+        Op("router", logits, ("x",), ("logits",), "mlp.router"),
+        Op("topk", choice, ("logits",), ("probs", "chosen"), "mlp.router"),
         _WITH_SHARED if sizes.shared_size else _EXPERTS,
     )
 
 
-def _shared_ops(at: str, gated: bool) -> Iterator[Op]:
-    """Yield the ops of shared experts. at: the path of their module in the engine's layer."""
+def _shared_ops(gated: bool) -> Iterator[Op]:
     there = f"mlp.{_SHARED}"
-    yield Op("shared_gate_up", LINEAR, ("x",), ("shared",), f"{at}.gate_up_proj", f"{there}.linear_fc1")
-    yield Op("shared_swiglu", SWIGLU, ("shared",), ("shared",), f"{at}.act_fn", f"{there}.linear_fc2")
-    yield Op("shared_down", LINEAR, ("shared",), ("shared",), f"{at}.down_proj", f"{there}.linear_fc2")
+    yield Op("shared_gate_up", LINEAR, ("x",), ("shared",), f"{there}.linear_fc1")
+    yield Op("shared_swiglu", SWIGLU, ("shared",), ("shared",), f"{there}.linear_fc2")
+    yield Op("shared_down", LINEAR, ("shared",), ("shared",), f"{there}.linear_fc2")
     if gated:
-        yield Op("shared_gate", SHARED_GATE, ("x", "shared"), ("shared",), f"{at}_gate", there)
+        yield Op("shared_gate", SHARED_GATE, ("x", "shared"), ("shared",), there)
 
 
 def _post_norm(sizes: ModelSizes, layer: int, megatron: str) -> TensorRow:

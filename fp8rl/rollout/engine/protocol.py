@@ -41,8 +41,6 @@ class EngineReport(Message):
     """NumericsConfig.to_dict()."""
     hooks: tuple[str, ...]
     """Targets of the installed hooks, sorted."""
-    provides: tuple[str, ...]
-    """Names of the forms of ops (`models.trace`) that the hooks compute by their definition, sorted."""
     versions: dict[str, str]
     """Versions of libraries, by name."""
     code: str
@@ -124,7 +122,6 @@ _REMEDIES = {
     "role": "The engine serves another model of the run: start it with the plugin's role of this one.",
     "spec_digest": "Start the engine with the trainer's quantization spec.",
     "numerics": "Start the engine with the run's numerics section.",
-    "provides": "Install the locked version of sglang.",
     "versions": "Install the locked requirements in the engine's environment.",
     "code": "Both sides must import this project from one place: end what another checkout started, and look for "
     "PYTHONPATH in the engine's environment.",

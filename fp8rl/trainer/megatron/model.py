@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from fp8rl.models import Model
-from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.families import families_of_layer
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.ops.rope import frequencies
@@ -30,15 +29,12 @@ from fp8rl.trainer.config import Recompute, TrainerSection
 from fp8rl.trainer.megatron import patches, te_runtime
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules import exact, native
-from fp8rl.trainer.modules.families import Layer, Library, MegatronFamily, fields_of_layer, megatron_families
+from fp8rl.trainer.modules.families import Layer, Library, fields_of_layer, megatron_families
 from fp8rl.trainer.modules.precision import Precision
+from fp8rl.trainer.modules.program import ProgramLayer
 from fp8rl.trainer.modules.weights import tag_split
 
-_MODULES = {
-    "exact": exact.layer_modules,
-    "megatron": native.layer_modules,
-    "transformer_engine": native.transformer_engine_modules,
-}
+_MODULES = {"megatron": native.layer_modules, "transformer_engine": native.transformer_engine_modules}
 
 
 def build_model(
@@ -52,16 +48,13 @@ def build_model(
     """Build this rank's part of the model, with uninitialised weights. Raises UserError: TransformerEngine would not
     quantize as `lowering` says, or a family of ops in the model has no modules for this mode."""
     mode, sizes = precision.numerics.mode, definition.sizes
-    library: Library = "transformer_engine" if lowering.transformer_engine else "megatron"
-    library = "exact" if mode == "exact" else library
-    families = megatron_families(definition)
-    megatron_config = transformer_config(sizes, families, config, dtype, mode, lowering)
+    megatron_config = transformer_config(definition, config, dtype, mode, lowering)
     te_runtime.check(lowering, megatron_config)
     # Megatron names the device of every weight but the routers' (moe/router.py:53).
     with torch.device(torch.cuda.current_device()):
         model = GPTModel(
             megatron_config,
-            _block(megatron_config, definition, precision, library),
+            _block(megatron_config, definition, precision, config.recompute, lowering.transformer_engine),
             vocab_size=sizes.vocab_size,
             max_sequence_length=max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -98,17 +91,23 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 
 
 def transformer_config(
-    sizes: ModelSizes,
-    families: Sequence[MegatronFamily],
+    definition: Model,
     config: TrainerSection,
     dtype: torch.dtype,
     mode: Mode = "exact",
     lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
 ) -> TransformerConfig:
-    """Return Megatron's config of a model with these families of ops. Gradients are summed over ranks, not averaged.
-    Only the lowering turns on fused CUDA kernels."""
-    config_type = next((each.config_type for each in families if each.config_type is not None), TransformerConfig)
-    own = {key: value for each in families for key, value in each.config(sizes).items()}
+    """Return Megatron's config of a model. Gradients are summed over ranks, not averaged. Only the lowering turns on
+    fused CUDA kernels. In exact mode the layers run their program, and the config says nothing of what is in them."""
+    config_type: type[TransformerConfig] = TransformerConfig
+    sizes = definition.sizes
+    if mode == "exact":
+        own = _of_program(definition) | (_RECOMPUTE["layer"] if config.recompute == "layer" else {})
+    else:
+        families = megatron_families(definition)
+        config_type = next((each.config_type for each in families if each.config_type is not None), config_type)
+        own = {key: value for each in families for key, value in each.config(sizes).items()}
+        own |= _RECOMPUTE[config.recompute]
     general: dict[str, Any] = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden_size,
@@ -121,7 +120,6 @@ def transformer_config(
         "layernorm_zero_centered_gamma": sizes.zero_centered_norms,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "use_te_activation_func": mode == "exact",
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -143,15 +141,31 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # with rows of several lengths also where there are no experts
         "calculate_per_token_loss": True,
     }
-    return config_type(**general | _RECOMPUTE[config.recompute] | dict(lowering.config) | own)
+    return config_type(**general | dict(lowering.config) | own)
+
+
+def _of_program(definition: Model) -> dict[str, Any]:
+    """Return what Megatron needs to know of layers that run a program: the experts that its ranks share, and whether
+    checkpoints have a key for each layer, as layers differ."""
+    sizes, families = definition.sizes, definition.architecture.families
+    kinds = {tuple(each.name for each in families_of_layer(families, sizes, at)) for at in range(sizes.layers)}
+    of_experts = {"num_moe_experts": sizes.experts, "moe_router_topk": sizes.top_k}
+    of_experts["moe_ffn_hidden_size"] = sizes.expert_size
+    own: dict[str, Any] = {"hetereogenous_dist_checkpoint": len(kinds) > 1}
+    return own | (of_experts if sizes.moe else {})
 
 
 def _block(
-    config: TransformerConfig, definition: Model, precision: Precision, library: Library
+    config: TransformerConfig, definition: Model, precision: Precision, recompute: Recompute, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
     """Return the decoder block of this pipeline stage, with TransformerEngine's parameter names."""
     first = get_transformer_layer_offset(config)
     own = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
+    if precision.numerics.mode == "exact":
+        programs = [{"definition": definition, "precision": each, "recompute": recompute} for each in own]
+        specs = [ModuleSpec(module=ProgramLayer, params=each) for each in programs]
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=exact.RMSNorm)
+    library: Library = "transformer_engine" if transformer_engine else "megatron"
     layers = [Layer(definition.sizes, _MODULES[library](each), each) for each in own]
     specs = [
         ModuleSpec(

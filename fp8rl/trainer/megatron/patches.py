@@ -275,7 +275,6 @@ OVERRIDES: tuple[Override, ...] = (
             _LINEAR_WHY,
         )
         for base, ours in (
-            ("ColumnParallelLinear", "exact.ColumnLinear"),
             ("ColumnParallelLinear", "exact.PlainColumnLinear"),  # GPTModel names the class itself
             ("ColumnParallelLinear", "native.ColumnLinear"),
             ("RowParallelLinear", "native.RowLinear"),

@@ -1,33 +1,254 @@
-"""Modules that all families of ops use in exact mode: products, norms and SwiGLU as `numerics.ops` defines them."""
+"""The tensors of a layer in exact mode, in modules with Megatron's names, and the products with them.
+
+The modules are made from the table of the model's tensors. A product's rows, or its columns, are shared by the
+tensor-parallel ranks as the table says (`Location.split`).
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
-from fp8rl.trainer.modules.families import LayerModules, with_precision
+from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.ops.experts import adapted_grouped_linear
 from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
-from fp8rl.trainer.modules.weights import norm_weight, sharded_adapter, tag_split
+from fp8rl.trainer.modules.weights import StackedWeights, empty_weight, norm_weight, tag_split
+
+BUILT_FIRST = ("linear_proj", "linear_q_down_proj", "linear_q_up_proj")
+"""Modules that Megatron's attention makes before its others. The order of parameters is the order of a sum over all
+gradients, and of the optimizer's buffers."""
 
 
-def layer_modules(precision: LayerPrecision) -> LayerModules:
-    """Return the modules of a layer. The model has no position embeddings, because the attention core rotates."""
-    return LayerModules(
-        norm=RMSNorm,
-        norm_column_linear=with_precision(precision, NormColumnLinear),
-        column_linear=with_precision(precision, ColumnLinear),
-        row_linear=with_precision(precision, RowLinear),
-        activation=SwiGLU,
-    )
+class Held(MegatronModule):
+    """Tensors of a layer, each whole on this rank or a part of it."""
+
+    halves: frozenset[str] = frozenset()
+    """Names of tensors that have the gate's rows, then the up projection's: each half is shared by itself."""
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, precision: LayerPrecision) -> None:
+        super().__init__(config)
+        self.groups, self.tp_group, self.precision = groups, groups.tp, precision
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return every tensor with the axis that tensor-parallel ranks split, for Megatron's checkpoints."""
+        held: dict[str, Tensor] = {}
+        self._save_to_state_dict(held, "", keep_vars=True)
+        split = {name for name, each in held.items() if getattr(each, "tensor_model_parallel", False)}
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            held,
+            prefix,
+            {name: held[name].partition_dim for name in split},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+        for key in (f"{prefix}{name}" for name in self.halves & split):
+            sharded[key] = apply_swiglu_sharded_factory(sharded[key], sharded_offsets)
+        for name, module in self.named_children():
+            sharded |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        return sharded
+
+
+class Product(Held):
+    """The weight [N, K] of a product.
+
+    kind: the module kind by which a spec decides about it. axis: the weight's axis that tensor-parallel ranks share;
+    None: each has it whole, and computes the product of its own tokens.
+
+    Where ranks share K, their FP32 partial sums are added in rank order and rounded once. A single rank does the same
+    with `precision.k_splits` slices of K, so both layouts give the same bits.
+    """
+
+    adapter: Adapter | None = None
+    kind: str | None = None
+    axis: int | None = None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def fuses_norm(self) -> bool:
+        """Return whether `ops.norm_fp8_linear` computes this product now, with the norm before it."""
+        p = self.precision
+        alone = self.tp_group.size() == 1 and self.axis != 1
+        return alone and p.quantizes(self.kind) and p.used(self.adapter) is None
+
+    def of_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return the product of `ops.rms_norm(x, weight, eps)`."""
+        p = self.precision
+        out = ops.norm_fp8_linear(x, weight, eps, self.weight, p.operand(self.weight), p.spec, p.backward)
+        return ops.add_bias(out, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, K] -> [S, B, N]. If ranks share a sequence, x is this rank's part of it where N is shared, and the
+        result is where K is shared."""
+        p = self.precision
+        if self.axis == 1:
+            return self._over_ranks(x)
+        if self.axis == 0:
+            x = whole_sequence(x, self.config.sequence_parallel, self.tp_group)
+        return ops.add_bias(p.product(self.kind, x, self.weight, self.adapter), self.bias)
+
+    def _over_ranks(self, x: Tensor) -> Tensor:
+        p, weight, group, adapter = self.precision, self.weight, self.tp_group, self.precision.used(self.adapter)
+        if group.size() == 1:
+            return p.product(self.kind, x, weight, adapter, p.k_splits)
+        if p.quantizes(self.kind):
+            partial = ops.fp8_linear_partial(x, weight, p.operand(weight), p.spec, p.backward)
+        else:
+            partial = ops.linear_partial(x, p.plain(weight))
+        term = None
+        if adapter is not None and adapter.merges:
+            partial = adapter.with_adapter_gradient(partial, x)
+        elif adapter is not None:
+            low_rank = adapter.low_rank
+            inner: Tensor = _MergeOverRanks.apply(ops.linear_partial(x, low_rank.a), None, x.dtype, group)
+            term = ops.low_rank_term(inner, low_rank.b, low_rank.scale, low_rank.parts)
+        return _MergeOverRanks.apply(partial, term, x.dtype, group)  # type: ignore[no-any-return]
+
+
+class Experts(Held):
+    """The weights of this rank's experts, and `ops.experts` with them."""
+
+    linear_fc1: StackedWeights
+    linear_fc2: StackedWeights
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [T, H] sorted by expert, counts int64 [experts of this rank] -> [T, H]"""
+        p, linears = self.precision, (self.linear_fc1, self.linear_fc2)
+        w13, w2 = (self._weights(linear) for linear in linears)
+        if not any(self._merges(linear) for linear in linears):
+            return ops.experts(x, counts, w13, w2, p.spec, p.backward)
+        hidden = ops.swiglu(self._product(x, counts, self.linear_fc1, w13))
+        return self._product(hidden, counts, self.linear_fc2, w2)
+
+    def _weights(self, linear: StackedWeights) -> ExpertWeights:
+        stack, p = linear.weight, self.precision
+        adapter = p.used(linear.adapter)
+        low_rank = None if adapter is None or adapter.merges else adapter.low_rank
+        if not p.quantizes(linear.kind):
+            return ExpertWeights(p.plain(stack), None, low_rank)
+        return ExpertWeights(stack, p.group_operand(stack), low_rank)
+
+    def _merges(self, linear: StackedWeights) -> bool:
+        adapter = self.precision.used(linear.adapter)
+        return adapter is not None and adapter.merges
+
+    def _product(self, x: Tensor, counts: Tensor, linear: StackedWeights, w: ExpertWeights) -> Tensor:
+        """Compute one of the two products of `ops.experts`, and let its gradient reach a merged adapter."""
+        out = adapted_grouped_linear(x, counts, w, self.precision.spec, self.precision.backward)
+        adapter = self.precision.used(linear.adapter)
+        return out if adapter is None else adapter.with_adapter_gradient(out, x, counts)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the tensors under the keys of Megatron's grouped MLP, which have `experts.` twice."""
+        sharded = super().sharded_state_dict("", sharded_offsets, metadata)
+        replace_prefix_for_sharding(sharded, "", f"{prefix}experts.")
+        return {f"{prefix}{name}": each for name, each in sharded.items()}
+
+
+def hold(layer: Held, rows: Iterable[TensorRow], precision: LayerPrecision) -> None:
+    """Give a layer its parameters and buffers, uninitialised, in modules by the tensors' names in Megatron."""
+    held: dict[str, dict[str, list[TensorRow]]] = {}
+    for row in rows:
+        path, _, name = place(row).rpartition(".")
+        held.setdefault(path, {}).setdefault(name, []).append(row)
+    tops = list(dict.fromkeys(path.partition(".")[0] for path in held))
+
+    def order(path: str) -> tuple[int, int]:
+        top, _, rest = path.partition(".")
+        name = rest.partition(".")[0]
+        return tops.index(top), BUILT_FIRST.index(name) if name in BUILT_FIRST else len(BUILT_FIRST)
+
+    for path in sorted(held, key=order):
+        (first, *_), tensors = next(iter(held[path].values())), held[path]
+        *parents, last = path.split(".")
+        owner: Any = layer
+        for name in parents:
+            if not hasattr(owner, name):
+                of_experts = first.expert is not None and name == parents[-1]
+                owner.add_module(name, (Experts if of_experts else Held)(layer.config, layer.groups, precision))
+            owner = getattr(owner, name)
+        if first.expert is not None:
+            owner.add_module(last, _stacked(layer, tensors["weight"]))
+            continue
+        if not hasattr(owner, last):
+            rows = tensors.get("weight", (first,))
+            kind = Product if rows[0].product and "weight" in tensors else Held
+            owner.add_module(last, kind(layer.config, layer.groups, precision))
+        module = getattr(owner, last)
+        for name in sorted(tensors, key=lambda name: (name != "weight", name != "bias")):  # as Megatron has them
+            _give(module, name, tensors[name])
+
+
+def place(row: TensorRow) -> str:
+    """Return the name of the parameter in the layer. The experts' matrices are one parameter."""
+    name = row.megatron.parameter.removeprefix(f"decoder.layers.{row.layer}.")
+    return name if row.expert is None else name.rstrip("0123456789")
+
+
+def _give(module: Held, name: str, rows: Sequence[TensorRow]) -> None:
+    """Register this rank's part of the tensors end to end. Megatron holds matrices where checkpoints have more axes."""
+    first, axis = rows[0], rows[0].engine.split
+    if first.megatron.buffer:
+        shape = (sum(row.shape[0] for row in rows),)
+        module.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=torch.cuda.current_device()))
+        return
+    shape = (sum(row.shape[0] for row in rows), *((math.prod(first.shape[1:]),) if first.shape[1:] else ()))
+    dtype = torch.float32 if first.trained == torch.float32 else None
+    if axis is not None:
+        ranks = module.tp_group.size()
+        shape = tuple(size // ranks if at == axis else size for at, size in enumerate(shape))
+    if len(shape) == 1 and axis is None:
+        module.register_parameter(name, norm_weight(module.config, shape[0], dtype))
+        return
+    weight = empty_weight(module.config, *shape, dtype=dtype)
+    if axis is None:
+        setattr(weight, "sequence_parallel", module.config.sequence_parallel)  # noqa: B010
+    else:
+        tag_split(weight, axis)
+    module.register_parameter(name, weight)
+    if name == "weight" and isinstance(module, Product):
+        module.register_parameter("bias", None)  # behind the weight, until there is one
+        module.kind, module.axis = first.kind, axis
+        if axis == 0 and len(rows) == 2 and first.megatron.layout == "rows":
+            module.halves = frozenset({"weight", "lora_b"})
+
+
+def _stacked(layer: Held, rows: Sequence[TensorRow]) -> StackedWeights:
+    """Make this rank's part of the experts' matrices, whose rows are those of each of an expert's tensors."""
+    experts = {row.expert for row in rows}
+    of_one = [row for row in rows if row.expert == rows[0].expert]
+    count, outputs = len(experts) // layer.groups.ep.size(), sum(row.shape[0] for row in of_one)
+    return StackedWeights(layer.config, layer.groups, rows[0].kind, (count, outputs, rows[0].shape[1]))
+
+
+def whole_sequence(x: Tensor, in_parts: bool, group: dist.ProcessGroup) -> Tensor:
+    """Gather a sequence of which each tensor-parallel rank has a part, if so; then each has a part of the gradient."""
+    if not in_parts:
+        return x
+    return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
+
+
+# Both ends of the model.
 
 
 class RMSNorm(nn.Module):
@@ -43,106 +264,12 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, ops.one_plus(self.weight) if self.zero_centered else self.weight, self.eps)
 
 
-class SwiGLU(MegatronModule):
-    """`ops.swiglu` as a module, because Megatron's MLP asks its activation for a part of the checkpoint."""
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """[..., 2F] -> [..., F]"""
-        return ops.swiglu(gate_up)
-
-
-class _WithAdapter:
-    """A product of Megatron whose weight may have an adapter."""
-
-    adapter: Adapter | None = None
-    tp_group: dist.ProcessGroup
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Return Megatron's state with the adapter added, which is split like the weight."""
-        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        return sharded | sharded_adapter(self.adapter, self.tp_group, prefix, sharded_offsets, metadata)
-
-
-class ColumnLinear(_WithAdapter, ColumnParallelLinear):
-    """A product whose output features are split over the tensor-parallel ranks."""
-
-    def __init__(self, *args: Any, precision: LayerPrecision, kind: str | None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.precision, self.kind = precision, kind
-        tag_split(self.weight, 0)
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
-        input = _whole_sequence(input, context)
-        return ops.add_bias(self.precision.product(self.kind, input, weight, self.adapter), self.bias)
-
-
-class NormColumnLinear(ColumnLinear):
-    """RMSNorm, then a column-parallel product: TransformerEngine's LayerNormLinear, with its parameter names."""
-
-    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, **kwargs)
-        self.layer_norm_weight = norm_weight(self.config, input_size)
-
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H] -> ([S, B, N] with the bias in it, None)"""
-        p, eps = self.precision, self.config.layernorm_epsilon
-        if p.quantizes(self.kind) and self.tp_group.size() == 1 and p.used(self.adapter) is None:
-            operand = p.operand(self.weight)
-            out = ops.norm_fp8_linear(input_, self._norm_weight, eps, self.weight, operand, p.spec, p.backward)
-            return ops.add_bias(out, self.bias), None
-        return super().forward(self.normalized(input_), *args, **kwargs)
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """Return the norm's output, which the product takes: [..., H] -> [..., H]."""
-        return ops.rms_norm(x, self._norm_weight, self.config.layernorm_epsilon)
-
-    @property
-    def _norm_weight(self) -> Tensor:
-        """The factor by which the norm multiplies."""
-        weight = self.layer_norm_weight
-        return ops.one_plus(weight) if self.config.layernorm_zero_centered_gamma else weight
-
-
-class RowLinear(_WithAdapter, RowParallelLinear):
-    """A product whose input features are split over the tensor-parallel ranks.
-
-    The ranks' FP32 partial sums are added in rank order and rounded once. A single rank does the same with
-    `precision.k_splits` slices of K, so both layouts give the same bits.
-    """
-
-    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.precision, self.kind = precision, kind
-        tag_split(self.weight, 1)
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """[S, B, K] -> ([S, B, N], no bias). Several ranks split the sequence of the output."""
-        p, weight, group, adapter = self.precision, self.weight, self.tp_group, self.precision.used(self.adapter)
-        if group.size() == 1:
-            return p.product(self.kind, input_, weight, adapter, p.k_splits), None
-        if p.quantizes(self.kind):
-            partial = ops.fp8_linear_partial(input_, weight, p.operand(weight), p.spec, p.backward)
-        else:
-            partial = ops.linear_partial(input_, p.plain(weight))
-        if adapter is None:
-            return _MergeOverRanks.apply(partial, None, input_.dtype, group), None
-        if adapter.merges:
-            partial = adapter.with_adapter_gradient(partial, input_)
-            return _MergeOverRanks.apply(partial, None, input_.dtype, group), None
-        low_rank = adapter.low_rank
-        inner = _MergeOverRanks.apply(ops.linear_partial(input_, low_rank.a), None, input_.dtype, group)
-        term = ops.low_rank_term(inner, low_rank.b, low_rank.scale, low_rank.parts)
-        return _MergeOverRanks.apply(partial, term, input_.dtype, group), None
-
-
 class PlainColumnLinear(ColumnParallelLinear):
     """The output projection (lm_head), which is never quantized. Its output features are split over the tensor-parallel
     ranks, and its logits are gathered from them."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
-        return ops.linear(_whole_sequence(input, context), weight)
+        return ops.linear(whole_sequence(input, context["sequence_parallel"], context["tp_group"]), weight)
 
 
 class _MergeOverRanks(torch.autograd.Function):
@@ -160,9 +287,3 @@ class _MergeOverRanks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         whole = gather_from_sequence_parallel_region(grad, tensor_parallel_output_grad=False, group=ctx.group)
         return whole.float(), grad if ctx.needs_input_grad[1] else None, None, None
-
-
-def _whole_sequence(input: Tensor, context: dict[str, Any]) -> Tensor:
-    if not context.get("sequence_parallel"):
-        return input
-    return gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=context["tp_group"])

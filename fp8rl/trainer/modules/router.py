@@ -12,65 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from fp8rl.models.sizes import SigmoidRouter
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops.experts import kept_scores, sum_in_order
-
-
-class Router(TopKRouter):
-    """Logits by `ops.linear`, top-k by `ops.route`."""
-
-    def __init__(
-        self, *, renormalize: bool, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
-    ) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
-        self.renormalize = renormalize
-
-    def gating(self, input: Tensor) -> Tensor:
-        """[S, B, H] -> logits [S, B, E]"""
-        return ops.linear(input, self.weight)
-
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[T, E] -> probabilities and experts [T, k]"""
-        return ops.route(logits, self.topk, self.renormalize, self._choose)
-
-    def _choose(self, probs: Tensor, top_k: int) -> Tensor:
-        return self.router_replay.get_replay_topk(probs, top_k, default_compute_topk=_top)[1]
-
-    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[S, B, H] -> probabilities FP32 and experts int64 [S * B, k], in ascending expert id."""
-        return self.routing(self.gating(input).flatten(0, -2))
-
-
-class BiasedRouter(Router):
-    """Logits in FP32, and top-k by `ops.route_sigmoid`, with a bias for each expert."""
-
-    def __init__(self, *, chooses: SigmoidRouter, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.chooses = chooses
-
-    def gating(self, input: Tensor) -> Tensor:
-        """[S, B, H] -> logits FP32 [S, B, E]"""
-        return ops.linear_partial(input, self.weight)
-
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        how = self.chooses
-        return ops.route_sigmoid(
-            logits, self.expert_bias, self.topk, how.groups, how.kept_groups, self.renormalize, how.factor, self._choose
-        )
-
-
-def _top(probs: Tensor, top_k: int, *groups: None) -> tuple[Tensor, Tensor]:
-    experts = ops.top_experts(probs, top_k)
-    return probs.gather(1, experts), experts
-
 
 # Tokens on their way to their experts and back, in exact mode.
 #

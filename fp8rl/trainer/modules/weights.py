@@ -39,26 +39,19 @@ def norm_weight(config: TransformerConfig, size: int, dtype: torch.dtype | None 
 
 
 class StackedWeights(nn.Module):
-    """The weights of this rank's experts as one parameter `weight` [experts, N, K].
+    """One matrix of each of this rank's experts, as one parameter `weight` [experts, N, K].
 
-    The experts are not split over tensor-parallel ranks (expert_tensor_parallel_size is 1).
+    The experts are not split over tensor-parallel ranks (expert_tensor_parallel_size is 1). kind: as in `TensorRow`.
     """
 
     adapter: Adapter | None = None
 
     def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
-        **unused: Any,
+        self, config: TransformerConfig, groups: ProcessGroupCollection, kind: str | None, shape: tuple[int, int, int]
     ) -> None:
         super().__init__()
-        self._groups = pg_collection
-        self.weight = _empty(config, num_gemms, output_size, input_size)
+        self._groups, self.kind = groups, kind
+        self.weight = empty_weight(config, *shape)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
@@ -148,7 +141,7 @@ class GroupedWeights(nn.Module):
         self.num_gemms = num_gemms
         self._groups = pg_collection
         for index in range(num_gemms):
-            setattr(self, f"weight{index}", _empty(config, output_size, input_size))
+            setattr(self, f"weight{index}", empty_weight(config, output_size, input_size))
 
     def weights(self) -> list[nn.Parameter]:
         return [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
@@ -174,5 +167,7 @@ class GroupedWeights(nn.Module):
         return sharded
 
 
-def _empty(config: TransformerConfig, *shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+def empty_weight(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Return a parameter that something will fill."""
+    device = torch.cuda.current_device()
+    return nn.Parameter(torch.empty(shape, dtype=dtype or config.params_dtype, device=device))

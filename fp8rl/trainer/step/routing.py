@@ -1,6 +1,6 @@
 """Routing replay (R3, arXiv 2510.11370): the trainer uses the engine's experts, and records its own choice too.
 
-Megatron's `moe_enable_routing_replay` gives each router a `RouterReplay`, which chooses the experts of its tokens. In a
+Each layer with experts has a `RouterReplay` of Megatron's, which chooses the experts of its tokens. In a
 pass over a batch with routes, this model's replays record the router's own choice. If routes are to be replayed, they
 return the batch's routes, otherwise the own choice. Probabilities of the experts are always the trainer's, so gradients
 reach the router. The autograd graph holds the forward pass's choice, so the backward pass needs no replay. A forward
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
 
@@ -39,9 +38,9 @@ def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bo
         UserError: the batch has routes, and the model is split over pipeline stages.
         ValueError: the routes have the layers or the experts of another model.
     """
-    routers: list[TopKRouter] = []
+    routers: list[Any] = []
     if counting or batch.routes is not None:
-        routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
+        routers = [module for module in model.modules() if hasattr(module, "router_replay")]
     if batch.routes is not None:
         if layout.pp_size > 1:
             remedy = "Set trainer.pp=1, or numerics.router_replay=off."
@@ -141,9 +140,9 @@ class LayerRouting(RouterReplay):
         return values, experts.gather(1, best_first)
 
 
-def _check_routes(batch: TokenBatch, routers: list[TopKRouter]) -> None:
+def _check_routes(batch: TokenBatch, routers: list[Any]) -> None:
     assert batch.routes is not None
-    found, expected = list(batch.routes.shape[2:]), [len(routers), routers[0].topk if routers else 0]
+    found, expected = list(batch.routes.shape[2:]), [len(routers), routers[0].config.moe_router_topk if routers else 0]
     if found != expected:
         raise ValueError(
             f"routes: found {found} (layers, experts of a token), expected {expected}, as the model has; they come "
@@ -178,6 +177,6 @@ def move_biases(model: nn.Module, loads: Tensor, rate: float) -> None:
 
     loads: int64 [layers with experts, E], the number of tokens of the whole batch that chose each expert.
     """
-    routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
-    for router, load in zip(routers, loads, strict=True):
-        router.expert_bias += rate * torch.sign(load.sum() - load.numel() * load)
+    biases = [each for name, each in model.named_buffers() if name.endswith(".expert_bias")]
+    for bias, load in zip(biases, loads, strict=True):
+        bias += rate * torch.sign(load.sum() - load.numel() * load)

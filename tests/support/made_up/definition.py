@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 
 from torch import Tensor
 
 from fp8rl.models.architectures import qwen3_moe
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import Family, PartNames, attention, mlp
+from fp8rl.models.program import LINEAR, NORM, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import LINEAR, NORM, Op, OpForm
 from fp8rl.numerics.ops.experts import sigmoid
 
 EXPERTS = "specialists"
@@ -30,10 +29,15 @@ def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
     return (heads * sigmoid(gates.float()).unsqueeze(-1)).to(x.dtype).flatten(-2)
 
 
+def gated(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor]:
+    keys, values = (x.repeat_interleave(q.shape[-2] // x.shape[-2], -2) for x in (k, v))
+    return (gate_heads(host.attend(site, q, keys, values), gates),)
+
+
 GATED = OpForm(
     name="gated_attention",
     shapes="q, k, v, gates [T, heads] -> [T, heads * D]; each query has a key of its own in the cache",
-    definition=gate_heads, part="attention",
+    definition=gate_heads, compute=gated, part="attention",
 )  # fmt: skip
 
 
@@ -50,10 +54,10 @@ def ops(sizes: ModelSizes) -> tuple[Op, ...]:
     input_norm, qkv, *norms_and_rope, attended, o_proj = attention.attention_ops(sizes)
     assert attended.form is attention.ATTENTION
     return (
-        input_norm, qkv, Op("gates", LINEAR, ("x",), ("gates",), "self_attn.head_gates", "self_attention.gates"),
-        *norms_and_rope, replace(attended, form=GATED, reads=("q", "k", "v", "gates"), engine="self_attn"),
+        input_norm, qkv, Op("gates", LINEAR, ("x",), ("gates",), "self_attention.gates"),
+        *norms_and_rope, replace(attended, form=GATED, reads=("q", "k", "v", "gates")),
         replace(o_proj, megatron="self_attention.linear_proj.proj"),
-        Op("out_norm", NORM, ("x",), ("x",), "self_attn.out_norm", "self_attention.linear_proj.norm"),
+        Op("out_norm", NORM, ("x",), ("x",), "self_attention.linear_proj.norm"),
     )  # fmt: skip
 
 
@@ -61,7 +65,6 @@ FAMILY = Family(
     name="gated", part="attention", kinds=attention.FAMILY.kinds, tensors=tensors, ops=ops,
     activations=attention.FAMILY.activations, widths=attention.FAMILY.widths,
     cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.heads // ranks, scored=attention.FAMILY.scored,
-    megatron=lambda: import_module("tests.support.made_up.megatron").FAMILY,
 )  # fmt: skip
 ARCHITECTURE = replace(
     qwen3_moe.ARCHITECTURE, name="MadeUpForCausalLM", sizes=sizes,

@@ -86,10 +86,9 @@ def test_saturated_numbers_are_counted_without_padding(kind: str, make_trainer: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("kind", ["moe", "dense", "linear"])
-def test_a_recording_is_the_forward_of_transformers(kind: str, mode: str, models: Models, make_trainer: Any) -> None:
-    trainer = make_trainer(models[kind], dtype=torch.float32, mode=mode)
+def test_a_recording_is_the_forward_of_transformers(kind: str, models: Models, make_trainer: Any) -> None:
+    trainer = make_trainer(models[kind], dtype=torch.float32)
     batch = random_batch(rows=3, longest=20, temperature=0.7)
     record = trace_ops(trainer, batch).tensors
     reference = token_by_token(AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32))
@@ -120,4 +119,4 @@ def test_experts_and_log_probabilities_add_up_and_no_trace_is_left(moe_path, mak
     sizes, scaling = trainer.definition.sizes, {"the factor of the rope scaling": 1.0}
     assert trace.settings == {"rope_theta": sizes.rope_theta, "norm_eps": sizes.norm_eps} | scaling
     for module in trainer.model.modules():
-        assert not module._forward_hooks and not {"gating", "routing", "_forward_impl"} & vars(module).keys()
+        assert not module._forward_hooks and getattr(module, "watch", None) is None

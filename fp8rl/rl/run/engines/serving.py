@@ -18,7 +18,7 @@ from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.actor import EngineActor
-from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
+from fp8rl.rollout.engine.plugin.hooks import hooks_for
 from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 from fp8rl.weight_sync.manifest import Manifest
 
@@ -104,7 +104,6 @@ def report_on(
         spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),
         hooks=tuple(sorted(hook.target for hook in hooks)),
-        provides=provided(hooks),
         versions={name: importlib.metadata.version(name) for name in LIBRARIES},
         code=code_digest(ENGINE_PACKAGES, architecture),
         weight_version="0",

@@ -9,37 +9,132 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.rollout.engine.plugin import lifecycle
-from fp8rl.rollout.engine.plugin.families import Hook, families, nothing, sides
+from fp8rl.rollout.engine.plugin import lifecycle, model, native, sampling
 from fp8rl.rollout.engine.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
 
 
+@dataclass(frozen=True)
+class Hook:
+    """One function of SGLang that the plugin changes."""
+
+    target: str
+    """Dotted name under `sglang.srt`, or `kernels...` under `sglang`."""
+    kind: str
+    """SGLang's `HookType`: replace, around, before, after."""
+    function: Callable[..., Any]
+    parameters: str
+    """Names of the target's parameters, in order, without `self`."""
+
+    @property
+    def path(self) -> str:
+        return f"sglang.{self.target}" if self.target.startswith("kernels.") else f"sglang.srt.{self.target}"
+
+
+def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
+    """Return all hooks of an engine with these numerics, on a GPU or a CPU."""
+    own = _exact(cuda) if numerics.mode == "exact" else _native(numerics, cuda)
+    return (*own, *_EVERY_MODE)
+
+
+def _exact(cuda: bool) -> Iterator[Hook]:
+    """Exact mode puts one model in the place of all of SGLang's, and its own draws into SGLang's sampler."""
+    yield Hook(
+        "model_loader.utils.get_model_architecture", "replace", model.program_of_any_architecture, "model_config"
+    )
+    yield Hook(
+        "layers.sampler.Sampler.forward",
+        "around",
+        sampling.of_samples,
+        "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
+    )
+    yield Hook(
+        "layers.logprob_processor.InputLogprobProcessor.forward",
+        "around",
+        sampling.of_prompts,
+        "pruned_states sample_indices input_logprob_indices token_to_seq_idx lm_head get_logits_fn logits_metadata "
+        "skip_chunking_for_dp_attn",
+    )
+    if cuda:
+        # SGLang would rather take states for its prefix cache out of its own kernels, and overlap batches. Without that
+        # it copies a slot between two batches, as on a CPU.
+        supports = "arg_groups.overrides.supports_mamba_cache_extra_buffer"
+        yield Hook(supports, "replace", native.never, "view model_arch")
+    else:
+        unaligned = "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp"
+        yield Hook(unaligned, "replace", lifecycle.unpadded, "model_config load_config tp_size")
+
+
 _FP8 = "layers.quantization.fp8."
+_FP8_KERNEL = "kernels.ops.quantization.fp8_kernel."
+_MLA = "models.deepseek_v2.DeepseekV2AttentionMLA."
+_NETS = ("models.qwen3_next.Qwen3GatedDeltaNet.", "models.qwen3_5.Qwen3_5GatedDeltaNet.")
+_GROUPS = "x x_q x_s group_size eps fp8_min fp8_max scale_ue8m0 fuse_silu_and_mul masked_m"
+_ROPE_CPU = "head_size rotary_dim max_position base is_neox_style rope_scaling dtype partial_rotary_factor device"
+
+
+def _native(numerics: NumericsConfig, cuda: bool) -> Iterator[Hook]:
+    """Native mode replaces the draw. In an FP8 engine it replaces the products on a CPU, and on a GPU the quantizer of
+    activations, unless the spec has FP32 scales for them, as SGLang does. It corrects what SGLang gets wrong about a
+    model."""
+    yield Hook(
+        "layers.sampler.Sampler._sample_from_probs",
+        "around",
+        sampling.draw_from_probabilities,
+        "probs sampling_info positions simple_sampling_case",
+    )
+    for net in _NETS:
+        made = "config layer_id quant_config alt_stream prefix"
+        yield Hook(net + "__init__", "around", native.in_fp32, made)
+    quantized = numerics.rollout_spec.quantized
+    if quantized:
+        yield Hook("models.llama.LlamaForCausalLM.load_weights", "around", native.load_with_scales, "weights")
+        for layer in ("Linear", "MoE"):  # weights stay as in the checkpoint, to be compared byte for byte
+            kept = f"{_FP8}Fp8{layer}Method.process_weights_after_loading_block_quant"
+            yield Hook(kept, "replace", native.nothing, "layer")
+    if cuda:
+        if quantized and numerics.rollout_spec.activation != native.SGLANGS:
+            groups, only = "_run_per_token_group_quant_8bit_kernel", "sglang_per_token_quant_fp8"
+            yield Hook(_FP8_KERNEL + groups, "replace", native.quantize_groups, _GROUPS)
+            yield Hook(_FP8_KERNEL + only, "replace", native.quantize_only_group, "x dtype")
+        return
+    if quantized:
+        yield Hook(_FP8 + "Fp8LinearMethod.apply", "replace", native.fp8_linear, "layer x bias")
+        yield Hook(_FP8 + "Fp8MoEMethod.apply", "replace", native.fp8_experts, "layer dispatch_output")
+        # SGLang makes copies of kv_b_proj in BF16 on a GPU, and on a CPU quantizes once more, with one scale.
+        copies = "models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant"
+        yield Hook(copies, "replace", native.dequantized, "x_q_block x_s block_size")
+    gated = "hidden_states gate_weight shared_output final_hidden_states"
+    yield Hook("models.qwen2_moe.fused_gate_sigmoid_mul_add", "replace", native.add_gated, gated)
+    layer = "models.qwen3_5.Qwen3_5AttentionDecoderLayer.self_attention"
+    yield Hook(layer, "replace", native.gated_attention, "positions hidden_states forward_batch")
+    for net in _NETS:
+        yield Hook(net + "forward", "replace", native.linear_attention, "hidden_states forward_batch")
+    # With torch_native SGLang takes for granted that a cache holds keys of heads, and gives rows that are key and value
+    # to the wrong attention. Its rotation on a CPU knows YaRN alone.
+    yield Hook(_MLA + "dispatch_attn_forward_method", "replace", native.absorbed, "forward_batch")
+    yield Hook("layers.rotary_embedding.factory.get_rope_cpu", "around", native.rope_on_cpu, _ROPE_CPU)
+
+
 _MEMORY = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater."
-
-# FP8 weights stay as they are in the checkpoint, so that what is served can be compared byte for byte.
-_FP8_LAYOUT: tuple[Hook, ...] = (
-    Hook(_FP8 + "Fp8LinearMethod.process_weights_after_loading_block_quant", "replace", nothing, "layer"),
-    Hook(_FP8 + "Fp8MoEMethod.process_weights_after_loading_block_quant", "replace", nothing, "layer"),
-)
-
-_UNPADDED: tuple[Hook, ...] = (
-    Hook(
-        "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
-        "replace",
-        lifecycle.unpadded,
-        "model_config load_config tp_size",
-    ),
-)
-
 _EVERY_MODE: tuple[Hook, ...] = (
+    # seeds of draws
+    Hook(
+        "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        "after",
+        sampling.seeds_of_batch,
+        "batch vocab_size",
+    ),
+    # Rows are no longer than what an indexer of sparse attention chooses whole (`ModelSizes.limit`).
+    Hook("configs.model_config.is_deepseek_dsa", "replace", native.never, "config"),
     # weights
     Hook("model_executor.model_runner.ModelRunner.load_model", "around", lifecycle.load_model, ""),
     Hook(
@@ -97,32 +192,10 @@ _IMPORTERS = Hook(
 """This changes how hooks are applied, so `register` puts it in place by itself."""
 
 
-def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
-    """Return all hooks of an engine with these numerics, on a GPU or a CPU.
-
-    Exact mode replaces every op. Native mode replaces the draw and, in an FP8 engine, the products on a CPU or the
-    quantizer of activations on a GPU (unless the spec has FP32 scales for them, as SGLang does). Both modes correct
-    what SGLang gets wrong about a model besides its ops: its loader, its kind of attention.
-    """
-    of_families = tuple(hook for family in families() for hook in family.hooks(numerics, cuda))
-    every = _EVERY_MODE
-    if numerics.mode == "exact":
-        return (*of_families, *(() if cuda else _UNPADDED), *_FP8_LAYOUT, *every)
-    layout = _FP8_LAYOUT if numerics.rollout_spec.quantized else ()
-    return (*of_families, *layout, *every)
-
-
-def provided(hooks: Sequence[Hook]) -> tuple[str, ...]:
-    """Return the names, sorted, of the forms of ops that these hooks compute by their definition."""
-    computed = {op for hook in hooks for op in hook.provides}
-    return tuple(sorted({form.name for form in sides() if form.definition in computed}))
-
-
 def install(hooks: Sequence[Hook]) -> None:
     """Register all hooks, and list them in the plugin's report."""
     register(hooks)
     state().hooks = tuple(hook.target for hook in hooks)
-    state().provides = provided(hooks)
 
 
 def register(hooks: Sequence[Hook]) -> None:

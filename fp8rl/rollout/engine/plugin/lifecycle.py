@@ -21,7 +21,6 @@ from fp8rl.numerics.backend.implementation import choose
 from fp8rl.numerics.core.memory import ZEROS, give_back, mapped, placeholders
 from fp8rl.numerics.probe import choose_deepgemm, choose_tiles
 from fp8rl.rollout.engine.plugin import op_probe
-from fp8rl.rollout.engine.plugin.families import check_forms
 from fp8rl.rollout.engine.plugin.parameters import AdaptedRows
 from fp8rl.rollout.engine.plugin.state import cache_buffers, inventory, report, state, state_buffers
 from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Held, Memory, from_action, to_checksums
@@ -55,17 +54,15 @@ def after_load_model(self: Any) -> None:
                 "Set numerics.mode to native"
             )
         enable_compiler()
-    for name, module in self.model.named_modules():
-        if name.endswith(".topk") and module.layer_id is None:  # SGLang's OLMoE leaves it out
-            module.layer_id = int(name.split(".")[-3])  # by which the router's choice is kept for replay
-    definition = read_model(Path(self.server_args.model_path), served=True).adapted(current.adapter)
     if current.numerics.mode == "exact":
-        for module in self.model.modules():
-            if hasattr(module, "routed_scaling_factor") and hasattr(module, "experts"):
-                module.routed_scaling_factor = 1.0  # of the rounded sum of experts: it is in their probabilities
+        definition = self.model.definition
         choose_tiles(device)
         current.without_deepgemm = choose_deepgemm(device, current.numerics.deepgemm)
-        check_forms(definition.forward, current.provides)
+    else:
+        definition = read_model(Path(self.server_args.model_path), served=True)
+        for name, module in self.model.named_modules():
+            if name.endswith(".topk") and module.layer_id is None:  # SGLang's OLMoE leaves it out
+                module.layer_id = int(name.split(".")[-3])  # by which the router's choice is kept for replay
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     of_base = parameter_spans(definition, current.numerics.rollout_spec) if current.waits else ()
     rows = AdaptedRows(self.server_args.max_total_tokens, device) if current.base_name is not None else None

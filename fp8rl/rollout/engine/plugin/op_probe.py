@@ -1,13 +1,14 @@
-"""Runs the engine's own ops on given inputs, one by one, and its own forward pass on given tokens.
+"""Runs the engine's ops on given inputs, one by one, and its whole program on given tokens.
 
 A probe (`engine.protocol`) names a safetensors file with the trainer's recording (`models.trace`). Each op of the
-engine, with whatever hooks are installed in it, gets the inputs that the trainer's op had. The answer is a second file
-in the same directory. The engine's state is not touched: keys and values are kept in a separate cache.
+program gets the inputs that the trainer's op had. The answer is a second file in the same directory. The engine's state
+is not touched: keys and values are kept in a separate cache.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,105 +17,91 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8rl.models import Model
-from fp8rl.models.trace import (
-    CHOSEN,
-    EACH,
-    LENGTHS,
-    LOGITS,
-    LOGPROBS,
-    RESIDUAL,
-    TARGETS,
-    TOKENS,
-    OpSite,
-    inputs,
-    recorded,
-)
+from fp8rl.models.program import CHOSEN, LOGITS, LOGPROBS, RESIDUAL, TOKENS, OpSite, constants, run
+from fp8rl.models.trace import EACH, LENGTHS, TARGETS, inputs, recorded
 from fp8rl.numerics.core.files import file_sha256
-from fp8rl.rollout.engine.plugin.families import Probed, Read, sides
-from fp8rl.rollout.engine.plugin.state import state
+from fp8rl.rollout.engine.plugin.host import EngineHost
+from fp8rl.rollout.engine.plugin.tokens import Recorded
 
 ANSWER = "engine.safetensors"
 """Name of the answer, in the recording's directory.
 
 Keys `site:out.name` and `site:each`, as in the recording: what the engine's op makes of the trainer's inputs.
-Keys `free.*`: what the engine's whole forward pass makes of the tokens. They are `free.logits` [T, V], `free.logprobs`
+Keys `free.*`: what the engine's whole program makes of the tokens. They are `free.logits` [T, V], `free.logprobs`
 FP32 [T], `free.stream` [layers, T, H] (the residual stream that goes into each layer), and with experts `free.chosen`
 int64 [T, layers with experts, k].
 Metadata: `settings`, constants of the ops as JSON.
 """
 
+Read = Sequence[Tensor | None]
+
 
 @torch.no_grad()
 def answer(runner: Any, recording: Path) -> str:
-    """Write the answer to a recording; return the SHA-256 of its bytes. `runner` is SGLang's ModelRunner."""
+    """Write the answer to a recording; return the SHA-256 of its bytes. `runner` is SGLang's ModelRunner.
+
+    Raises:
+        RuntimeError: the engine runs SGLang's own model, as in native mode.
+    """
+    if not isinstance(host := runner.model, EngineHost):
+        raise RuntimeError(
+            "fp8rl plugin: found SGLang's own model, expected exact mode, in which both sides run one program. Compare "
+            "log-probabilities and tensors"
+        )
+    device = next(host.parameters()).device
     with safe_open(recording, framework="pt") as file:
-        record = {name: file.get_tensor(name) for name in file.keys()}
+        record = {name: file.get_tensor(name).to(device) for name in file.keys()}
         temperature = float(file.metadata()["temperature"])
-    engine = EngineOps(runner, state().weights.definition, record[LENGTHS], record[TARGETS], temperature)
+    host.tokens = Recorded(record[LENGTHS], record[TARGETS], temperature)
     outputs: dict[str, Tensor] = {}
-    for site in engine.sites:
-        read = engine.on_device(inputs(record, site))
-        outputs |= recorded(site, (), engine.run(site, read))
-        if (each := engine.sides[site.op.form].each) is not None:
-            outputs[site.key(EACH)] = each(engine.probed, engine.module(site), *read)
-    tokens = next(record[site.key(f"in.{TOKENS}")] for site in engine.sites if TOKENS in site.op.reads)
-    outputs |= {f"free.{name}": tensor for name, tensor in engine.forward(tokens).items()}
+    for site in (sites := host.definition.forward.sites()):
+        read = inputs(record, site)
+        outputs |= recorded(site, (), run_op(host, site, read))
+        if CHOSEN in site.op.reads:
+            outputs[site.key(EACH)] = each_expert(host, site, read)
+    tokens = next(record[site.key(f"in.{TOKENS}")] for site in sites if TOKENS in site.op.reads)
+    outputs |= {f"free.{name}": tensor for name, tensor in free_forward(host, tokens).items()}
     path = recording.with_name(ANSWER)
-    save_file(
-        {name: t.cpu().contiguous().clone() for name, t in outputs.items()},
-        path,
-        {"settings": json.dumps(engine.settings())},
-    )
+    held = {name: tensor.cpu().contiguous().clone() for name, tensor in outputs.items()}
+    save_file(held, path, {"settings": json.dumps(constants(host.sizes))})
     return file_sha256(path)
 
 
-class EngineOps:
-    """Runs the ops of SGLang's model, which `definition` lists, on the tokens of some sequences, end to end.
+def run_op(host: EngineHost, site: OpSite, read: Read) -> tuple[Tensor, ...]:
+    """Return what one op writes, given what it reads. In a recording, probabilities are of all experts, [T, E]."""
+    if CHOSEN in site.op.reads:
+        x, probs, chosen, *shared = read
+        assert probs is not None and chosen is not None
+        read = [x, probs.gather(1, chosen), chosen.int(), *shared]
+    written = tuple(site.op.form.compute(host, site, *read))
+    if CHOSEN not in site.op.writes:
+        return written
+    (logits,), (probs, chosen) = read, written
+    assert logits is not None
+    return torch.zeros_like(logits, dtype=torch.float32).scatter(1, chosen.long(), probs), chosen.long()
 
-    lengths: int64 [sequences]. targets: int64 [T], the tokens whose log-probabilities the last op gives.
-    """
 
-    def __init__(self, runner: Any, definition: Model, lengths: Tensor, targets: Tensor, temperature: float) -> None:
-        self.sites, self.sides = definition.forward.sites(), sides()
-        self._model, self._device = runner.model, next(runner.model.parameters()).device
-        self.probed = Probed(runner, definition.sizes, lengths.to(self._device), targets, temperature)
+def each_expert(host: EngineHost, site: OpSite, read: Read) -> Tensor:
+    """Return the output of each of a token's experts, [T, k, H]: all others' probabilities are zero."""
+    x, probs, chosen = read[:3]
+    assert x is not None and probs is not None and chosen is not None
+    weights, alone = probs.gather(1, chosen), torch.eye(chosen.shape[1], device=x.device)
+    return torch.stack([host.experts(site, x, weights * only, chosen.int()) for only in alone], 1)
 
-    def on_device(self, read: Read) -> Read:
-        return [None if tensor is None else tensor.to(self._device) for tensor in read]
 
-    def run(self, site: OpSite, read: Read) -> tuple[Tensor, ...]:
-        """Return what one op writes."""
-        # SGLang writes some results into its inputs.
-        given = (None if tensor is None else tensor.clone() for tensor in read)
-        return self.sides[site.op.form].run(self.probed, self.module(site), *given)
+def free_forward(host: EngineHost, tokens: Tensor) -> dict[str, Tensor]:
+    """Run the program, not lowered, on the tokens of `host.tokens`."""
+    streams: dict[int, Tensor] = {}
+    chosen = []
 
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Run the whole forward pass, op after op."""
-        values: dict[str, Tensor] = {TOKENS: tokens.to(self._device)}
-        streams: dict[int, Tensor] = {}
-        chosen = []
-        for site in self.sites:
-            values |= zip(site.op.writes, self.run(site, [values.get(name) for name in site.op.reads]), strict=True)
-            if site.layer is not None and RESIDUAL in site.op.writes:
-                streams.setdefault(site.layer, values[RESIDUAL])
-            if CHOSEN in site.op.writes:
-                chosen.append(values[CHOSEN].sort(-1).values)
-        found = {
-            LOGITS: values[LOGITS],
-            LOGPROBS.name: values[LOGPROBS.name],
-            "stream": torch.stack(list(streams.values())),
-        }
-        return found | ({CHOSEN: torch.stack(chosen, 1)} if chosen else {})
+    def watch(site: OpSite, read: Read, written: Sequence[Tensor]) -> None:
+        values = dict(zip(site.op.writes, written))
+        if site.layer is not None and RESIDUAL in values:
+            streams.setdefault(site.layer, values[RESIDUAL])
+        if CHOSEN in values:
+            chosen.append(values[CHOSEN].long().sort(-1).values)
 
-    def settings(self) -> dict[str, float]:
-        """Return the constants of the ops by name; a value is taken from the first op that has the constant."""
-        found: dict[str, float] = {}
-        for at in reversed(self.sites):
-            if (read := self.sides[at.op.form].constants) is not None:
-                found |= zip(at.op.form.constants, map(float, read(self.module(at))), strict=True)
-        return found
-
-    def module(self, site: OpSite) -> Any:
-        owner = self._model if site.layer is None else self._model.model.layers[site.layer]
-        return owner.get_submodule(site.op.engine)
+    values = run(host.definition.forward.sites(), host, {TOKENS: tokens}, watch)
+    found = {name: values[name] for name in (LOGITS, LOGPROBS.name)} | {"stream": torch.stack(list(streams.values()))}
+    found[LOGITS] = found[LOGITS][:, : host.sizes.vocab_size]
+    return found | ({CHOSEN: torch.stack(chosen, 1)} if chosen else {})

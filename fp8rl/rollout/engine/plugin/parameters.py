@@ -14,6 +14,8 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
 from fp8rl.numerics.ops import Fused, LowRank
 
+CACHE_SCALES = {"k_scale", "v_scale"}
+"""Parameters that SGLang adds to attention in some quantized models, for a cache in FP8. Nothing here uses them."""
 Served = tuple[str, Tensor, Tensor]
 """A tensor of the checkpoint in an engine: its name (of a rank's part, the rank's label), the engine's parameter that
 holds it, and the view of that parameter that is the tensor."""
@@ -26,7 +28,7 @@ def hf_tensors(
 
     block: rows of a tensor that share a row of scales. within: look in these parameters only.
     """
-    held = dict(_held(model, table))
+    held = dict(model.named_parameters())  # a tied parameter once
     for name, by_index in table.in_engine.items():
         for suffix, rows in (("", 1), (SCALE_SUFFIX, block)):
             parameter = held[name] if not suffix else held.get(name + suffix)
@@ -44,27 +46,17 @@ def check_table(model: nn.Module, definition: Model) -> None:
     """Check that the engine's model has the parameters that its table lists, no more and no less. Raises RuntimeError:
     it does not. The message names the parameters."""
     expected = definition.tensors.in_engine.keys()
-    held = {name.removesuffix(SCALE_SUFFIX) for name, _ in _held(model, definition.tensors)}
+    held = {name.removesuffix(SCALE_SUFFIX) for name, _ in model.named_parameters()}
     # An engine that starts without weights has made up whatever is saved with a model, its buffers too.
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     held |= model.state_dict().keys() - tied
-    extras = definition.architecture.engine_extras
-    spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in extras)
+    spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in CACHE_SCALES)
     missing = sorted(expected - held)
     if spare or missing:
         raise RuntimeError(
             f"fp8rl plugin: found the parameters {spare[:5]} in the engine and {missing[:5]} not, expected those that "
             f"models/ says of {definition.architecture.name}. Install the locked version of sglang"
         )
-
-
-def _held(model: nn.Module, table: TensorTable) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter, a tied parameter once, and the buffers that the table lists."""
-    yield from model.named_parameters()
-    buffers = {
-        name for name, by_index in table.in_engine.items() for rows in by_index.values() if rows[0].engine.buffer
-    }
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in buffers)
 
 
 def _split(

@@ -18,40 +18,8 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.files import code_digest
 from fp8rl.numerics.core.memory import Holding, format_of, holding
 from fp8rl.numerics.probe import row_variant_ops
-from fp8rl.rollout.engine.plugin.families import families
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
-
-
-@dataclasses.dataclass(frozen=True)
-class Normed:
-    """The last norm's result, and its rows that the norm quantized while it had them at hand.
-
-    SGLang hands the result from module to module, and knows nothing of a second form of it. So the product after the
-    norm asks for the rows by the tensor that it was given. The result is kept, so that no other tensor can get its
-    memory.
-    """
-
-    x: Tensor
-    rows: Any
-    """`numerics.ops.norm_rows`"""
-    version: int
-    """How often `x` had been written to when the norm made it."""
-
-    @classmethod
-    def of(cls, x: Tensor, rows: Any) -> Normed:
-        return cls(x, rows, _version(x))
-
-    def rows_of(self, x: Tensor) -> Any:
-        """Return the quantized rows if x is this result, or a view of all of it, as it was; else None."""
-        storages = (each.untyped_storage()._cdata for each in (x, self.x))
-        same = len(set(storages)) == 1 and x.shape == self.x.shape and x.stride() == self.x.stride()
-        unchanged = x.storage_offset() == self.x.storage_offset() and x.dtype == self.x.dtype
-        return self.rows if same and unchanged and _version(x) == self.version else None
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 @dataclasses.dataclass
@@ -69,17 +37,11 @@ class EngineState:
     architecture: str | None = None
     """The user's file that defines the model's architecture; None: the architecture is one of ours."""
     hooks: tuple[str, ...] = ()
-    provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
     row_variant: tuple[str, ...] | None = None
     without_deepgemm: str | None = None
-    normed: Normed | None = None
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
     """For each released tag, the storages that were freed here, with their bytes; none if SGLang's saver freed them."""
-
-    def rows_of(self, x: Tensor) -> Any:
-        """Return the rows of x that a norm has quantized; None if no norm has."""
-        return None if self.normed is None else self.normed.rows_of(x)
 
 
 _state: EngineState | None = None
@@ -109,7 +71,6 @@ def report(runner: Any) -> EngineReport:
         spec_digest=current.numerics.spec.digest(),
         numerics=current.numerics.to_dict(),
         hooks=tuple(sorted(current.hooks)),
-        provides=current.provides,
         versions={name: importlib.metadata.version(name) for name in LIBRARIES},
         code=code_digest(ENGINE_PACKAGES, current.architecture),
         weight_version=current.weights.version,
@@ -152,14 +113,25 @@ def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
 
 def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the KV cache, and of what else layers keep of past tokens, with their names."""
+    pool = runner.token_to_kv_pool
     for kind in ("k", "v", "kv"):  # `kv` of latent attention
-        for layer, buffer in enumerate(getattr(runner.token_to_kv_pool, f"{kind}_buffer", None) or ()):
+        for layer, buffer in enumerate(getattr(pool, f"{kind}_buffer", None) or ()):
             yield f"{kind} of layer {layer}", buffer
-    for family in families():
-        yield from family.caches(runner)
+    if (states := _linear_attention(runner)) is not None:
+        for layer, place in pool.full_attention_layer_id_mapping.items():
+            yield f"k of layer {layer}", pool.full_kv_pool.k_buffer[place]
+            yield f"v of layer {layer}", pool.full_kv_pool.v_buffer[place]
+        yield "rows of short convolutions", states.conv[0]
 
 
 def state_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that hold the states of sequences, with their names."""
-    for family in families():
-        yield from family.states(runner)
+    """Yield the tensors that hold the states of sequences (FP32), with their names."""
+    if (states := _linear_attention(runner)) is not None:
+        yield "states of linear attention", states.temporal
+
+
+def _linear_attention(runner: Any) -> Any:
+    """Return what SGLang keeps for all layers of linear attention and all slots, beside a pool of keys and values that
+    is within the pool; None: the model has no such layers."""
+    pool = runner.token_to_kv_pool
+    return None if getattr(pool, "full_kv_pool", None) is None else pool.mamba_pool.mamba_cache

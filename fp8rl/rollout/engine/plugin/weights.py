@@ -25,7 +25,7 @@ from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import Frozen
-from fp8rl.rollout.engine.plugin.families import Copies, families
+from fp8rl.rollout.engine.plugin.copies import CopiesOfKvB, copies_in
 from fp8rl.rollout.engine.plugin.parameters import (
     AdaptedRows,
     Served,
@@ -93,7 +93,7 @@ class ServedWeights:
         self._holders: dict[str, list[HeldParameter]] = {}
         self._views: dict[str, Tensor] = {}
         self._adapters: dict[Tensor, ServedAdapter] = {}
-        self._copies: dict[Tensor, Copies] = {}
+        self._copies: Mapping[Tensor, CopiesOfKvB] = {}
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +126,7 @@ class ServedWeights:
         self._adapters = attach_adapters(model, definition, rank) if definition.adapter else {}
         check_table(model, definition)
         self._attached, self.rank, self.adapted_rows = (model, definition), rank, adapted_rows
-        self._copies = {weight: copies for family in families() for weight, copies in family.copies(model).items()}
+        self._copies = copies_in(model)
         self._held = {parameter: HeldParameter(mapped=name in of_base) for name, parameter in model.named_parameters()}
         self._views = {}
         for label, parameter, view in self.tensors():

@@ -10,10 +10,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
-from fp8rl.models.families.gated_attention import GATED_QKV, OUTPUT_GATE
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.numerics import ops
-from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, attention, output, rows_of
+from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily, attention
 
 
 def heads_of(mixed: Tensor, groups: int, size: int) -> tuple[Tensor, ...]:
@@ -39,18 +37,6 @@ class GatedAttention(SelfAttention):
         return (x * torch.sigmoid(gate.float().reshape(x.shape))).to(x.dtype)
 
 
-class ExactGatedAttention(GatedAttention):
-    """Gated attention in exact mode: the gate is `ops.sigmoid_gate`."""
-
-    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        return ops.sigmoid_gate(x, gate.reshape(x.shape))
-
-
-def _exact(layer: Layer) -> Fields:
-    core = attention.exact_core(layer)
-    return {"self_attention": attention.attention_spec(layer, core, ExactGatedAttention)}
-
-
 def _transformer_engine(layer: Layer) -> Fields:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
 
@@ -61,20 +47,8 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     return {**attention.FAMILY.config(sizes), "attention_output_gate": True}
 
 
-def _qkv(call: Call) -> tuple[Tensor, ...]:
-    (fused,), config = output(call), call[0].config
-    query, gate, key, value = heads_of(fused, config.num_query_groups, config.kv_channels)
-    return query, gate.flatten(1), key, value
-
-
 FAMILY = MegatronFamily(
-    sides={
-        **attention.FAMILY.sides,
-        GATED_QKV: MegatronSide(_qkv),
-        OUTPUT_GATE: MegatronSide(lambda call: (rows_of(call[1][0]),)),  # the input of the product behind it
-    },
     layer={
-        "exact": _exact,
         "megatron": lambda layer: {
             "self_attention": attention.attention_spec(layer, DotProductAttention, GatedAttention)
         },

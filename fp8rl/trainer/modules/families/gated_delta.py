@@ -1,5 +1,4 @@
-"""Linear attention in Megatron. Exact mode uses the shared ops, native mode Megatron's own rule in torch. With
-TransformerEngine's products, native mode uses the shared ops between them.
+"""Linear attention in Megatron: its own rule in torch, or the shared ops between TransformerEngine's products.
 
 Parameters have the names of Megatron's GatedDeltaNet. The rows of products and convolution are ordered by key head, so
 that a tensor-parallel rank has whole consecutive heads. Megatron's own module is not used: it needs
@@ -24,16 +23,13 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 
-from fp8rl.models.families.gated_delta import CONV, DELTA, GATED_NORM, GATES, IN_PROJ, GatedDelta
+from fp8rl.models.families.gated_delta import GatedDelta
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
-from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output
+from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily
 from fp8rl.trainer.modules.rows import PackedRows
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
-
-SIZES = "sizes"
-"""The attribute of a product with the sizes of its heads, for the functions that read calls of the product."""
 
 
 class ShortConv(nn.Module):
@@ -138,7 +134,6 @@ class GatedDeltaNet(MegatronModule):
         *,
         sizes: GatedDelta,
         in_proj: ModuleSpec,
-        gate_proj: ModuleSpec | type[nn.Module],
         out_proj: ModuleSpec,
         conv: type[ShortConv],
         rule: type[DeltaRule],
@@ -150,11 +145,10 @@ class GatedDeltaNet(MegatronModule):
         self.sizes, self.tp_group = sizes, pg_collection.tp
         ranks = self.tp_group.size()
         self.in_proj = self._product(in_proj, config.hidden_size, 2 * (sizes.keys + sizes.values), gather_output=False)
-        self.gate_proj = self._product(gate_proj, config.hidden_size, 2 * sizes.value_heads, gather_output=False)
-        if not hasattr(weight := self.gate_proj.get_parameter("weight"), "tensor_model_parallel"):
-            tag_split(weight, 0)  # which Megatron's own class leaves out
-        for product in (self.in_proj, self.gate_proj):
-            setattr(product, SIZES, sizes)
+        # Never in FP8, as TransformerEngine's would be.
+        gates = 2 * sizes.value_heads
+        self.gate_proj = self._product(ColumnParallelLinear, config.hidden_size, gates, gather_output=False)
+        tag_split(self.gate_proj.get_parameter("weight"), 0)
         self.conv1d = conv(config, sizes, ranks)
         self.A_log = _split(config, sizes.value_heads // ranks, dtype=torch.float32)
         self.dt_bias = _split(config, sizes.value_heads // ranks, dtype=torch.float32)
@@ -188,17 +182,12 @@ class GatedDeltaNet(MegatronModule):
         b, a = b_and_a(self.gate_proj(hidden_states)[0], self.sizes)
         length, batch = mixed.shape[:2]
         lengths = torch.full((batch,), length, device=mixed.device)
-        tree = None
         if packed_seq_params is not None:
-            tree = packed_seq_params.tree
-            lengths = packed_seq_params.lengths if tree is None else tree.lengths
+            lengths = packed_seq_params.lengths
 
         def core(mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
-            if tree is not None:  # the rule alone goes through whole rows: it is small beside the products
-                mixed, b, a = (ops.gathered(x, tree.flat) for x in (mixed, b, a))
             mixed = self.conv1d(mixed, lengths)
-            out: Tensor = self.core_attention(mixed, b, a, self.A_log, self.dt_bias, lengths)
-            return out if tree is None else out[tree.first]
+            return self.core_attention(mixed, b, a, self.A_log, self.dt_bias, lengths)  # type: ignore[no-any-return]
 
         rows = [x.transpose(0, 1).flatten(0, 1) for x in (mixed, b, a)]
         recompute = self.checkpoints_core and self.training
@@ -238,11 +227,7 @@ def _split(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = N
 def _layer(**classes: type[nn.Module]) -> Callable[[Layer], Fields]:
     def fields(layer: Layer) -> Fields:
         modules, own = layer.modules, layer.sizes.of(GatedDelta)
-        products = {
-            "in_proj": modules.column_linear(own.kind),
-            "gate_proj": modules.column_linear(None),
-            "out_proj": modules.row_linear("out_proj"),
-        }
+        products = {"in_proj": modules.column_linear(own.kind), "out_proj": modules.row_linear("out_proj")}
         net = ModuleSpec(module=GatedDeltaNet, params={"sizes": own, **(products | classes)})
         return {"input_layernorm": modules.norm, "self_attention": net}
 
@@ -260,44 +245,10 @@ def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
     return dict.fromkeys(("gain.weight", "gradient.weight"), "bf16|fp32") | {"wire.weights": "bf16|fp32|{gather}"}
 
 
-def _in_proj(call: Call) -> tuple[Tensor, ...]:
-    """Return the channels and z. The channels are in the order of checkpoints, all queries first."""
-    sizes = call[0].sizes
-    mixed, z = channels_and_gates(output(call)[0], sizes)
-    return _channels(mixed, sizes), z
-
-
-def _gates(call: Call) -> tuple[Tensor, ...]:
-    return b_and_a(output(call)[0], call[0].sizes)
-
-
-def _conv(call: Call) -> tuple[Tensor, ...]:
-    return (_channels(call[2], call[0].sizes),)
-
-
-def _channels(mixed: Tensor, sizes: GatedDelta) -> Tensor:
-    return torch.cat([part.flatten(1) for part in heads_of(mixed, sizes)], 1)
-
-
-def _rows(call: Call) -> tuple[Tensor, ...]:
-    return (call[2],)
-
-
 FAMILY = MegatronFamily(
-    sides={
-        IN_PROJ: MegatronSide(_in_proj),
-        GATES: MegatronSide(_gates),
-        CONV: MegatronSide(_conv),
-        DELTA: MegatronSide(_rows),
-        GATED_NORM: MegatronSide(_rows, constants=epsilon),
-    },
     layer={
-        "exact": _layer(conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm),
-        "megatron": _layer(gate_proj=ColumnParallelLinear, conv=NativeConv, rule=NativeRule, out_norm=NativeNorm),
-        # The gates by Megatron's product: TransformerEngine's would be in FP8.
-        "transformer_engine": _layer(
-            gate_proj=ColumnParallelLinear, conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm
-        ),
+        "megatron": _layer(conv=NativeConv, rule=NativeRule, out_norm=NativeNorm),
+        "transformer_engine": _layer(conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm),
     },
     config=_config,
     own_formats=_own_formats,

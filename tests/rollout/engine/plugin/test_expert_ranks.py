@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8rl.models.families.mlp import EXPERTS as FORM
+from fp8rl.models.program import Op, OpSite
+from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.ops import ExpertWeights, LowRank
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.engine.plugin.families import mlp
+from fp8rl.rollout.engine.plugin import host
+from fp8rl.rollout.engine.plugin.host import EngineHost
 from tests.support.kernels import DEVICE
 
 EXPERTS, TOKENS, HIDDEN, WIDE, TOP = 4, 9, 256, 128, 2
@@ -37,25 +41,22 @@ def experts_of(first: int, count: int, fp8: bool, adapted: bool) -> tuple[Expert
     return found[0], found[1]
 
 
+SITE = OpSite(0, Op("experts", FORM, (), ()))
+
+
 def on_rank(
-    monkeypatch: pytest.MonkeyPatch, rank: int, sums: list[Tensor], chosen: Tensor, probs: Tensor, x: Tensor, **of: bool
-) -> Tensor:
-    """One of two ranks, each of which has half of the experts; `sums` collects what it gives to the all-reduce."""
-    half = EXPERTS // 2
-    w13, w2 = experts_of(rank * half, half, **of)
-
-    def outputs_of(choices: Tensor, counts: Tensor) -> Tensor:
-        return ops.experts(x[choices // TOP], counts, w13, w2, SPEC if of["fp8"] else None, "bf16")
-
-    def all_reduce(own: Tensor) -> Tensor:
-        sums.append(own)
-        return sums[0] + sums[1] if len(sums) == 2 else own
-
-    monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: SimpleNamespace(all_reduce=all_reduce))
-    monkeypatch.setattr(mlp, "on_rank_0", lambda result: result)
-    mine = chosen - rank * half
-    mine = torch.where((mine < 0) | (mine >= half), -1, mine)
-    return mlp._experts_of_ranks(outputs_of, mine, probs, SimpleNamespace(w13_weight=w13.weights), x.dtype)
+    monkeypatch: pytest.MonkeyPatch, rank: int, own: tuple[ExpertWeights, ExpertWeights], all_reduce: Any, fp8: bool
+) -> Any:
+    """The host of one of two ranks, each of which has half of the experts: `own`."""
+    known = {id(each.weights): each for each in own}
+    weights = SimpleNamespace(stacks={(0, "experts"): [each.weights for each in own]})
+    served = SimpleNamespace(low_rank=lambda stack: known[id(stack)].low_rank)
+    monkeypatch.setattr(host, "state", lambda: SimpleNamespace(weights=served))
+    spec = SPEC if fp8 else QuantSpec.preset("bf16")
+    return SimpleNamespace(
+        rank=EngineRank(rank, 2), spec=spec, weights=weights, _group=SimpleNamespace(all_reduce=all_reduce),
+        _operand=lambda stack: known[id(stack)].operand,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
@@ -63,7 +64,6 @@ def on_rank(
 def test_two_ranks_add_up_to_one_engine(
     implementation: Any, fp8: bool, adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("sglang")
     x, logits = random(TOKENS, HIDDEN, seed=30), random(TOKENS, EXPERTS, seed=31)
     with using(implementation), torch.no_grad():
         probs, chosen = ops.route(logits, TOP, True)
@@ -73,8 +73,15 @@ def test_two_ranks_add_up_to_one_engine(
         )
         expected = ops.combine(whole, probs, order, x.dtype)
         sums: list[Tensor] = []
+        half = EXPERTS // 2
+
+        def all_reduce(own: Tensor) -> Tensor:
+            sums.append(own)
+            return sums[0] + sums[1] if len(sums) == 2 else own
+
         for rank in (1, 0):
-            found = on_rank(monkeypatch, rank, sums, chosen, probs, x, fp8=fp8, adapted=adapted)
+            one = on_rank(monkeypatch, rank, experts_of(rank * half, half, fp8, adapted), all_reduce, fp8)
+            found = EngineHost.experts(one, SITE, x, probs, chosen)
     assert torch.equal(found, expected)
     zeros = sums[0] == 0
     assert zeros.any() and torch.signbit(sums[0][zeros]).all(), "x + -0 is x, also where x is -0"
@@ -82,18 +89,15 @@ def test_two_ranks_add_up_to_one_engine(
 
 def test_no_rank_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta tensors nothing can be copied to the host."""
-    pytest.importorskip("sglang")
-    monkeypatch.setattr(
-        "sglang.srt.distributed.get_tp_group", lambda: SimpleNamespace(all_reduce=lambda choices: choices)
-    )
-    monkeypatch.setattr(mlp, "on_rank_0", lambda result: result)
-    chosen = torch.empty(TOKENS, TOP, dtype=torch.int64, device="meta")
-    probs = torch.empty(TOKENS, TOP, device="meta")
-    layer = SimpleNamespace(w13_weight=torch.empty(EXPERTS // 2, 2 * WIDE, HIDDEN, device="meta"))
+    stacks = (torch.empty(EXPERTS // 2, *shape, device="meta") for shape in ((2 * WIDE, HIDDEN), (HIDDEN, WIDE)))
+    one = on_rank(monkeypatch, 1, tuple(ExpertWeights(stack, None, None) for stack in stacks), lambda own: own, False)
+    chosen = torch.empty(TOKENS, TOP, dtype=torch.int32, device="meta")
+    probs, x = torch.empty(TOKENS, TOP, device="meta"), torch.empty(TOKENS, HIDDEN, device="meta").bfloat16()
 
-    def outputs_of(choices: Tensor, counts: Tensor) -> Tensor:
-        assert choices.shape == (TOKENS * TOP,) and counts.shape == (EXPERTS // 2,)
-        return torch.empty(len(choices), HIDDEN, dtype=torch.bfloat16, device="meta")
+    def experts(x: Tensor, counts: Tensor, *_: Any) -> Tensor:
+        assert x.shape == (TOKENS * TOP, HIDDEN) and counts.shape == (EXPERTS // 2,)
+        return x
 
-    monkeypatch.setattr(mlp.ops, "combine", lambda outputs, probs, order, dtype: outputs.view(TOKENS, TOP, -1)[:, 0])
-    assert mlp._experts_of_ranks(outputs_of, chosen, probs, layer, torch.bfloat16).shape == (TOKENS, HIDDEN)
+    monkeypatch.setattr(host.ops, "experts", experts)
+    monkeypatch.setattr(host.ops, "combine", lambda outputs, probs, order, dtype: outputs.view(TOKENS, TOP, -1)[:, 0])
+    assert EngineHost.experts(one, SITE, x, probs, chosen).shape == (TOKENS, HIDDEN)

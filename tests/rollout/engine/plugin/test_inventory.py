@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fp8rl.numerics.core.memory import Holding
-from fp8rl.rollout.engine.plugin.families.gated_delta import States
 from fp8rl.rollout.engine.plugin.state import inventory
+from fp8rl.rollout.engine.plugin.tokens import Paged
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from tests.support.holdings import total_bytes
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
@@ -68,22 +68,12 @@ def test_states_of_linear_attention_are_no_keys_and_values() -> None:
     }
 
 
-def batch_of(indices: list[int]) -> tuple[Any, Any]:
-    """SGLang's backend and batch of a decode step; its pool has four slots."""
-    held = SimpleNamespace(conv=[torch.zeros(4, 6, 3)], temporal=torch.zeros(4, 2, 8, 16))
-    backend = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer: held),
-        forward_metadata=SimpleNamespace(mamba_cache_indices=torch.tensor(indices, dtype=torch.int32)),
-    )
-    mode = SimpleNamespace(is_decode_or_idle=lambda: True)
-    return backend, SimpleNamespace(forward_mode=mode)
-
-
 def test_a_padded_answer_of_a_cuda_graph_has_the_slot_that_sglang_gives_to_no_request() -> None:
     from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 
-    backend, batch = batch_of([3, 1, -1, -1])
-    states = States.of(backend, 0, batch)
-    assert states.slots.tolist() == [3, 1, 0, 0]
-    assert states.rows.shape == (4, 3, 6) and states.rule.shape == (4, 2, 16, 8)
+    metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, -1, -1], dtype=torch.int32))
+    backend = SimpleNamespace(linear_attn_backend=SimpleNamespace(forward_metadata=metadata))
+    mode = SimpleNamespace(is_decode_or_idle=lambda: True)
+    paged = Paged(SimpleNamespace(forward_mode=mode), backend, torch.zeros(4))
+    assert paged.states[0].tolist() == [3, 1, 0, 0]
     assert MambaSlotAllocator(3, "cpu").alloc(3).tolist() == [1, 2, 3]

@@ -15,8 +15,7 @@ from fp8rl.numerics import delta
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.engine.plugin import state
-from fp8rl.rollout.engine.plugin.families import latent
+from fp8rl.rollout.engine.plugin import native, state
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.protocol import DELTA
 from tests.support.definitions import listed
@@ -69,7 +68,7 @@ def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Qua
     found = QuantSpec.preset(request.param)
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(mode="native", spec=found))
-    monkeypatch.setattr(loader, "block_quant_to_tensor_quant", latent.dequantized)
+    monkeypatch.setattr(loader, "block_quant_to_tensor_quant", native.dequantized)
     return found
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from fp8rl.models import architecture
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.engine.plugin import lifecycle, state
-from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
 from fp8rl.rollout.engine.protocol import Held, from_checksums, to_action
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
@@ -30,10 +29,10 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(spec=SPEC))
-    state.state().provides = provided(hooks_for(NumericsConfig(spec=SPEC), cuda=False))
     arguments = SimpleNamespace(weight_version="3", model_path=str(tmp_path))
     one_rank = SimpleNamespace(tp_rank=0, tp_size=1)
     model = build(TENSORS)
+    model.definition = DEFINITION
     model.load_weights = lambda weights: load(model, dict(weights))
     lifecycle.load_model(lambda runner: None, SimpleNamespace(model=model, server_args=arguments, ps=one_rank))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops import draw
 from fp8rl.numerics.sampling import GREEDY
-from fp8rl.rollout.engine.plugin.families import sampling
+from fp8rl.rollout.engine.plugin import sampling
 
 VOCABULARY = 37
 TEMPERATURES = (1.0, 0.7, 2.5)

@@ -19,8 +19,7 @@ from fp8rl.numerics.backend.implementation import Implementation, using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import fake_quantize, quantize
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.engine.plugin import state
-from fp8rl.rollout.engine.plugin.families import ends, mlp
+from fp8rl.rollout.engine.plugin import native, state
 from tests.support.definitions import listed
 from tests.support.served_model import SIZES
 
@@ -48,7 +47,7 @@ def test_fp8_experts_follow_sglangs_order_of_operations(monkeypatch: pytest.Monk
     state.state().weights.attach(layer, definition(), "0")
 
     dispatched = SimpleNamespace(hidden_states=x, topk_output=(weights, experts.int(), None))
-    found = mlp.native_fp8_moe(None, layer, dispatched).hidden_states
+    found = native.fp8_experts(None, layer, dispatched).hidden_states
     of_experts, rows = list(zip(w13.dequantize(), w2.dequantize())), zip(x, weights, experts)
     sums = [sum(p * expert_output(row, *of_experts[e]) for p, e in zip(each, chosen)) for row, each, chosen in rows]
     expected = torch.stack(sums)
@@ -84,8 +83,8 @@ def fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = pytest.importorskip("sglang.kernels.ops.quantization.fp8_kernel")
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(mode="native", spec=SPEC))
-    monkeypatch.setattr(module, "_run_per_token_group_quant_8bit_kernel", ends.quantize_groups)
-    monkeypatch.setattr(module, "sglang_per_token_quant_fp8", ends.quantize_only_group)
+    monkeypatch.setattr(module, "_run_per_token_group_quant_8bit_kernel", native.quantize_groups)
+    monkeypatch.setattr(module, "sglang_per_token_quant_fp8", native.quantize_only_group)
     return module
 
 

@@ -1,10 +1,9 @@
-"""The shared ops in the shape of SGLang's methods. Attention over its paged cache equals the whole sequence's."""
+"""Attention over SGLang's paged cache equals the whole sequence's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +15,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.engine.plugin import state
-from fp8rl.rollout.engine.plugin.families import attention
-from fp8rl.rollout.engine.plugin.families.attention import attention_backend_extend, attention_decode, attention_extend
-from fp8rl.rollout.engine.plugin.families.mlp import fused_topk
-from fp8rl.rollout.engine.plugin.state import Normed
+from fp8rl.rollout.engine.plugin.tokens import Paged
 
 HEADS, KEY_HEADS, DIM = 4, 2, 32
 LENGTHS = (1, 7, 64, 129, 300, 301)
@@ -50,13 +45,9 @@ class Cache:
 
 
 @pytest.fixture(scope="module", params=[{}, {"kv": "fp8", "key_scale": 2.0, "value_scale": 0.25}], ids=["bf16", "fp8"])
-def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
+def cache(request: pytest.FixtureRequest) -> Cache:
     """In an engine of numerics with these keys."""
-    numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), **request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "_state", None)
-        state.configure(numerics)
-        yield made(numerics.kv_format)
+    return made(NumericsConfig(spec=QuantSpec.preset("bf16"), **request.param).kv_format)
 
 
 def made(kv: KVFormat) -> Cache:
@@ -92,29 +83,6 @@ def rounds(chunk: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
         done = stops
 
 
-def attended(function: Any, cache: Cache, rows: Tensor, *of_requests: Tensor) -> Tensor:
-    """What an extend or a decode on a CPU writes for these rows of q."""
-    output = torch.full((len(rows), HEADS, DIM), torch.nan, dtype=torch.bfloat16)
-    held = cache.k_cache, cache.v_cache, cache.req_to_token
-    function(None, cache.q[rows], output, *held, *of_requests, scaling=SCALE)
-    return output
-
-
-@pytest.mark.parametrize("chunk", [17, 96, 1000])
-def test_prefill_in_chunks_equals_the_whole(cache: Cache, chunk: int) -> None:
-    for done, stops, active in rounds(chunk):
-        rows = cache.rows(done, stops)
-        ends, begins = (torch.tensor([at[i] for i in active]) for at in (stops, done))
-        output = attended(attention_extend, cache, rows, cache.requests[active], ends, begins, ends - begins)
-        assert torch.equal(output, cache.expected[rows])
-
-
-def test_a_decoded_token_equals_the_last_of_the_whole(cache: Cache) -> None:
-    rows = cache.rows([length - 1 for length in LENGTHS], list(LENGTHS))
-    output = attended(attention_decode, cache, rows, cache.requests, torch.tensor(LENGTHS))
-    assert torch.equal(output, cache.expected[rows])
-
-
 class Pool:
     """SGLang's pool of one layer: keys and values by slot."""
 
@@ -122,12 +90,7 @@ class Pool:
         self.k, self.v = (torch.full(x.shape, torch.nan).to(x.dtype) for x in (cache.k_cache, cache.v_cache))
 
     def set_kv_buffer(self, layer: Any, slots: Any, k: Tensor, v: Tensor) -> None:
-        """With the hook, if it is there."""
-        store = Pool.store if self.k.dtype == torch.bfloat16 else partial(attention.set_kv_buffer, Pool.store)
-        store(self, layer, slots, cache_k=k, cache_v=v)
-
-    def store(self, layer: Any, slots: Any, cache_k: Tensor, cache_v: Tensor) -> None:
-        self.k[slots.loc], self.v[slots.loc] = cache_k.to(self.k.dtype), cache_v.to(self.v.dtype)
+        self.k[slots.loc], self.v[slots.loc] = k.to(self.k.dtype), v.to(self.v.dtype)
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         return self.k
@@ -136,61 +99,33 @@ class Pool:
         return self.v
 
 
-def backend_and_layer(cache: Cache) -> tuple[Any, Any]:
-    """What the methods of SGLang's Triton backend find on a GPU."""
-    backend = SimpleNamespace(
-        token_to_kv_pool=Pool(cache),
-        req_to_token_pool=SimpleNamespace(req_to_token=cache.req_to_token),
-        forward_metadata=SimpleNamespace(swa_out_cache_loc=None, out_cache_loc_full_physical=None),
-    )
-    layer = SimpleNamespace(
-        layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=SCALE, sliding_window_size=-1, logit_cap=0.0
-    )
-    return backend, layer
-
-
-def batch(cache: Cache, starts: list[int], stops: list[int], active: list[int]) -> tuple[Any, Tensor, Tensor]:
-    """A batch of SGLang's that extends the active sequences, and the new keys and values, whose slots it names."""
+def attended(cache: Cache, pool: Pool, starts: list[int], stops: list[int], active: list[int], decodes: bool) -> Tensor:
+    """Attention of tokens starts to stops of the active sequences, whose keys and values are put into slots."""
     slots = torch.cat([cache.req_to_token[cache.requests[i], starts[i] : stops[i]] for i in active]).long()
-    lengths = torch.tensor([stops[i] for i in active], dtype=torch.int32)
-    new = torch.tensor([stops[i] - starts[i] for i in active], dtype=torch.int32)
-    described = SimpleNamespace(
-        out_cache_loc=slots, req_pool_indices=cache.requests[active], seq_lens=lengths, extend_seq_lens=new
-    )
+    table = SimpleNamespace(req_to_token=cache.req_to_token)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_decode_or_idle=lambda: decodes), out_cache_loc=slots,
+        req_pool_indices=cache.requests[active], seq_lens=torch.tensor([stops[i] for i in active], dtype=torch.int32),
+        extend_seq_lens=torch.tensor([stops[i] - starts[i] for i in active], dtype=torch.int32),
+    )  # fmt: skip
+    paged = Paged(batch, SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=table), torch.zeros(0))
     k, v = (x[slots].bfloat16() for x in (cache.k_cache, cache.v_cache))
-    return described, k * cache.kv.key_scale, v * cache.kv.value_scale
+    keys, values = k * cache.kv.key_scale, v * cache.kv.value_scale
+    rows, scale = cache.rows(starts, stops), SCALE * cache.kv.key_scale
+    return cache.kv.result(paged.attend(0, cache.q[rows], keys, values, scale, cache.kv, None))
 
 
 @pytest.mark.parametrize("chunk", [17, 96, 1000])
-def test_the_gpu_backend_stores_keys_and_attends_in_chunks(cache: Cache, chunk: int) -> None:
-    backend, layer = backend_and_layer(cache)
+def test_prefill_in_chunks_equals_the_whole(cache: Cache, chunk: int) -> None:
+    pool = Pool(cache)
     for done, stops, active in rounds(chunk):
-        rows = cache.rows(done, stops)
-        described, k, v = batch(cache, done, stops, active)
-        found = attention_backend_extend(backend, cache.q[rows].flatten(1), k, v, layer, described)
-        assert torch.equal(found, cache.expected[rows].flatten(1))
+        output = attended(cache, pool, done, stops, active, decodes=False)
+        assert torch.equal(output, cache.expected[cache.rows(done, stops)])
 
 
-def test_quantized_rows_belong_to_the_norms_result_as_it_was() -> None:
-    x, rows = torch.randn(3, 8), object()
-    kept = Normed.of(x, rows)
-    assert kept.rows_of(x) is rows and kept.rows_of(x.view(-1, 8)) is rows
-    for other in (x.clone(), x[:2], x[1:], x.view(8, 3), x.view(torch.int32), x.t()):
-        assert kept.rows_of(other) is None
-    x.add_(1)
-    assert kept.rows_of(x) is None
-
-
-@pytest.mark.parametrize(("name", "value"), [("sliding_window_size", 64), ("logit_cap", 30.0)])
-def test_other_attention_is_refused(cache: Cache, name: str, value: float) -> None:
-    backend, layer = backend_and_layer(cache)
-    setattr(layer, name, value)
-    described, k, v = batch(cache, [0], [1], [0])
-    with pytest.raises(NotImplementedError, match="more than a causal mask"):
-        attention_backend_extend(backend, cache.q[:1].flatten(1), k, v, layer, described)
-
-
-def test_the_gpu_router_takes_nothing_more_than_the_op() -> None:
-    for change in ({"num_fused_shared_experts": 1}, {"scoring_func": "sigmoid"}, {"routed_scaling_factor": 2.5}):
-        with pytest.raises(NotImplementedError, match="more than a softmax"):
-            fused_topk(torch.zeros(7, 4), torch.zeros(7, 16).bfloat16(), 4, True, **change)
+def test_a_decoded_token_equals_the_last_of_the_whole(cache: Cache) -> None:
+    pool, every = Pool(cache), list(range(len(LENGTHS)))
+    last = [length - 1 for length in LENGTHS]
+    attended(cache, pool, [0] * len(LENGTHS), last, every, decodes=False)
+    output = attended(cache, pool, last, list(LENGTHS), every, decodes=True)
+    assert torch.equal(output, cache.expected[cache.rows(last, list(LENGTHS))])

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 from fp8rl.numerics.ops import draw
 from fp8rl.numerics.sampling import GREEDY, canary_seed
-from fp8rl.rollout.engine.plugin.families import sampling
+from fp8rl.rollout.engine.plugin import sampling
 
 TOP_K_ALL = 1 << 30
 

@@ -11,7 +11,7 @@ from fp8rl.rollout.types import HandshakeError
 
 NUMERICS = {"mode": "exact", "k_splits": 2, "spec": {"weight": {"format": "e4m3", "block": (128, 128)}}}
 EXPECTED = EngineReport.model_validate(
-    {"spec_digest": "ab12", "numerics": NUMERICS, "hooks": ("attention", "linear"), "provides": ("router",)}
+    {"spec_digest": "ab12", "numerics": NUMERICS, "hooks": ("attention", "linear")}
     | {"versions": {"sglang": "0.5.19", "torch": "2.13.0"}, "code": "c0de", "weight_version": "4", "threads": 1}
     | {"row_variant_ops": (), "implementation": "torch"}
 )

@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.trace import LOGPROBS
 from fp8rl.numerics import ops
-from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import GREEDY
-from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, Hook, Probed
 
 
 def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
@@ -209,63 +206,3 @@ def _most_probable(logits: Tensor, temperatures: float | Tensor, count: int) -> 
     """
     ids = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
     return torch.stack([ops.token_logprobs(logits, column, temperatures)[0] for column in ids.unbind(-1)], -1), ids
-
-
-def _logprobs(engine: Probed, _: Any, logits: Tensor) -> tuple[Tensor, ...]:
-    """Compute the targets' log-probabilities by the engine's sampler, as if requests had asked for them."""
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-
-    count, device = len(logits), logits.device
-    one = torch.ones(count, device=device)
-    info = SamplingBatchInfo(
-        temperatures=torch.full((count, 1), engine.temperature, device=device),
-        top_ps=one,
-        top_ks=one,
-        min_ps=one,
-        is_all_greedy=False,
-        is_any_greedy=False,
-        need_top_p_sampling=False,
-        need_top_k_sampling=False,
-        need_min_p_sampling=False,
-        sampling_seed=torch.full((count,), GREEDY, device=device),
-        vocab_size=logits.shape[1],
-        device=str(device),
-    )
-    output = LogitsProcessorOutput(next_token_logits=logits.float().clone())
-    targets = [[token] for token in engine.targets.tolist()]
-    engine.runner.sampler(output, info, True, [0] * count, targets, engine.positions)
-    return (torch.stack([torch.as_tensor(row)[0] for row in output.next_token_token_ids_logprobs_val]).float(),)
-
-
-_SEEDS = Hook(
-    "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after", seeds_of_batch, "batch vocab_size"
-)
-_DRAW = Hook(
-    "layers.sampler.Sampler._sample_from_probs",
-    "around",
-    draw_from_probabilities,
-    "probs sampling_info positions simple_sampling_case",
-)
-_SAMPLES = Hook(
-    "layers.sampler.Sampler.forward",
-    "around",
-    of_samples,
-    "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
-    (ops.token_logprobs,),
-)
-_PROMPTS = Hook(
-    "layers.logprob_processor.InputLogprobProcessor.forward",
-    "around",
-    of_prompts,
-    "pruned_states sample_indices input_logprob_indices token_to_seq_idx lm_head get_logits_fn logits_metadata "
-    "skip_chunking_for_dp_attn",
-)
-
-
-def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
-    """Hook the draws and, in exact mode, log-probabilities; in native mode log-probabilities are SGLang's own."""
-    return (_SEEDS, _SAMPLES, _PROMPTS) if numerics.mode == "exact" else (_SEEDS, _DRAW)
-
-
-FAMILY = EngineFamily(sides={LOGPROBS: EngineSide(_logprobs)}, hooks=_hooks)

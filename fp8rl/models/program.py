@@ -1,0 +1,265 @@
+"""The program of a model: its forward as a sequence of ops over named values, which each side runs.
+
+Each op reads some values and writes some, which later ops may read. A form of op says once how it is computed
+(`OpForm.compute`). What it needs of its surroundings it asks a host: an engine over its paged cache, a trainer over its
+rows. A lowered program (`models.lowering`) runs neighbouring ops as one, with the same bits. A recorder runs the
+program as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from torch import Tensor
+
+from fp8rl.numerics import ops
+
+if TYPE_CHECKING:
+    from fp8rl.models.sizes import ModelSizes
+    from fp8rl.numerics.kv import KVFormat
+    from fp8rl.numerics.ops import HeadNorms
+    from fp8rl.numerics.spec import QuantSpec
+
+TOKENS = "tokens"
+"""The value before the first op, int64 [T]."""
+RESIDUAL, CHOSEN, LOGITS = "residual", "chosen", "logits"
+"""Values that are also read outside the ops: the residual stream, each token's experts, and the logits."""
+
+
+Part = Literal["embedding", "router", "attention", "experts", "gate", "norm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpForm:
+    """A form of op, such as a product or a norm, which several ops of a model have."""
+
+    name: str
+    shapes: str
+    """The shapes of inputs and outputs. T is the number of tokens of some sequences, end to end."""
+    definition: Callable[..., Any] | None
+    """The function by which both sides compute it in exact mode, `ops.fp8_linear` in place of `ops.linear` where a
+    product is quantized; None where nothing is computed."""
+    compared: int | None = None
+    """The number of leading outputs that are compared; None: all."""
+    constants: tuple[str, ...] = ()
+    """Names of constants of the op, which both sides report."""
+    compute: Callable[..., Sequence[Any]]
+    """A function of a host, the site and the inputs, which returns the outputs."""
+    takes_rows: bool = False
+    """Its products may take the quantized rows of the norm before them, as a last input."""
+    across_tokens: bool = False
+    """True if tokens of a sequence depend on each other in it: what `recompute=attention` computes again."""
+    channels: Callable[[ModelSizes], tuple[int, ...]] | None = None
+    """Widths of a head's parts in the first output, which `Host.joined` put in the host's order. Recordings have all
+    heads' first parts, then all heads' second ones, and so on; None: the first output is in no order of the host's."""
+    part: Part | None = None
+    """The row of the precision map for a module that computes the op; None: it is part of a product, or has no row."""
+
+    @property
+    def defined_by(self) -> str:
+        """The dotted name of the definition."""
+        return "" if self.definition is None else f"{self.definition.__module__}.{self.definition.__name__}"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the forward."""
+
+    name: str
+    form: OpForm
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    megatron: str = ""
+    """The dotted path of the op's module in Megatron. If a linear module contains a norm, or attention contains rope,
+    it is the path of the containing module."""
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Names of the written values that are compared."""
+        return self.writes[: self.form.compared]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Ops in a row, by their forms, that may run as one op, which takes the weights of all of them."""
+
+    forms: tuple[OpForm, ...]
+    fused: OpForm
+
+
+@dataclass(frozen=True)
+class OpSite:
+    layer: int | None
+    """The layer; None outside the layers."""
+    op: Op
+
+    def key(self, name: str) -> str:
+        """Return the key of a value in a recording, such as `layers.1.qkv:out.q` or `lm_head:out.logits`."""
+        return f"{self.op.name}:{name}" if self.layer is None else f"layers.{self.layer}.{self.op.name}:{name}"
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The ops of a model in their order: before the layers, in each layer, after the layers."""
+
+    first: tuple[Op, ...]
+    layers: tuple[tuple[Op, ...], ...]
+    last: tuple[Op, ...]
+
+    def sites(self) -> list[OpSite]:
+        return [
+            *(OpSite(None, op) for op in self.first),
+            *(OpSite(index, op) for index, ops in enumerate(self.layers) for op in ops),
+            *(OpSite(None, op) for op in self.last),
+        ]
+
+
+ROWS = ".rows"
+"""What the name of a value is followed by in that of its quantized rows."""
+Watch = Callable[[OpSite, Sequence[Tensor | None], Sequence[Tensor]], None]
+
+
+class Host(Protocol):
+    """The side that runs a program. T tokens, end to end; a rank has its own heads and experts."""
+
+    sizes: ModelSizes
+    kv: KVFormat
+    spec: QuantSpec
+
+    def tensor(self, site: OpSite, name: str = "", of: str = "") -> Tensor:
+        """A weight of the op, or of the op `of` of its layer, that is no product's; name: the end of its name, where
+        it has several."""
+
+    def product(self, site: OpSite, x: Tensor, rows: Any = None) -> Tensor:
+        """x times the matrices of the op end to end, with their biases. rows: x as `ops.norm_rows` quantized it."""
+
+    def products(self, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
+        """The same, matrix by matrix."""
+
+    def product_of_heads(self, site: OpSite) -> Callable[..., Tensor]:
+        """`ops.head_linear` with the op's matrix: of x, the first row of each head, their number, and transposed."""
+
+    def embed(self, site: OpSite, tokens: Tensor) -> Tensor: ...
+
+    def logprobs(self, site: OpSite, logits: Tensor) -> Tensor: ...
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All tokens of a value of which ranks that share the sequence have a part."""
+
+    def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply a function to a value of all heads [T, C], of which a rank has the part x of its own heads."""
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Parts of heads [T, heads, ...] in one value [T, C], in the host's order of channels."""
+
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        """Undo `joined`, of parts of these widths in each head."""
+
+    def rotate(self, q: Tensor, k: Tensor, norms: HeadNorms | None = None) -> tuple[Tensor, Tensor]:
+        """`ops.rope_heads` at the tokens' positions."""
+
+    def rotate_pairs(self, x: Tensor) -> Tensor: ...
+
+    def attend(
+        self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, rotates: bool = False, norms: HeadNorms | None = None
+    ) -> Tensor:
+        """Attention to a sequence's keys [T, heads * D]. rotates: queries and keys come as products, and are rotated
+        here, and normed before that if there are norms."""
+
+    def attend_rows(self, site: OpSite, q: Tensor, rows: Tensor, rank: int) -> Tensor:
+        """Attention of q [T, heads, D] to rows [T, D] that are keys, and values in their first `rank` channels."""
+
+    def in_rows(self, x: Tensor) -> Tensor:
+        """A value as `convolve` and `recur` take it, which go from token to token."""
+
+    def by_rows(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        """Apply a function to values whose tokens lie row after row: a gradient is a sum in this order."""
+
+    def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
+        """`ops.causal_conv` of a value that is `in_rows`, and stays so."""
+
+    def recur(self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """`ops.gated_delta_rule` of values that are `in_rows`; the result is for the tokens again."""
+
+    def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """A token's experts, by `ops.route` or its like without `choose` and `ids`: replayed, or noted."""
+
+    def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
+        """`ops.routed_experts`."""
+
+
+def run(sites: Iterable[OpSite], host: Host, values: dict[str, Any], watch: Watch | None = None) -> dict[str, Any]:
+    """Run ops in their order on the values that are there; watch: sees each of them."""
+    for site in sites:
+        op = site.op
+        read = [values.get(name) for name in op.reads]
+        written = op.form.compute(host, site, *read)
+        if watch is not None:
+            watch(site, read, written)
+        values.update(zip(op.writes, written))
+    return values
+
+
+EPS, THETA, ROPE_FACTOR = "norm_eps", "rope_theta", "the factor of the rope scaling"
+"""Constants that several forms have."""
+
+
+def constants(sizes: ModelSizes) -> dict[str, float]:
+    """Return the constants of the ops by name."""
+    factor = 1.0 if sizes.rope_scaling is None else sizes.rope_scaling.factor
+    return {EPS: sizes.norm_eps, THETA: sizes.rope_theta, ROPE_FACTOR: factor}
+
+
+def norm_weight(host: Host, site: OpSite, of: str = "") -> Tensor:
+    """Return the factor of a norm of the residual stream or of heads."""
+    weight = host.tensor(site, of=of)
+    return ops.one_plus(weight) if host.sizes.zero_centered_norms else weight
+
+
+def _norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
+    return (ops.rms_norm(x.contiguous(), norm_weight(host, site), host.sizes.norm_eps),)
+
+
+def _add_norm(host: Host, site: OpSite, x: Tensor, residual: Tensor | None) -> Sequence[Tensor]:
+    weight, eps = norm_weight(host, site), host.sizes.norm_eps
+    return (ops.rms_norm(x, weight, eps), x) if residual is None else ops.add_rms_norm(x, residual, weight, eps)
+
+
+def _norm_rows(host: Host, site: OpSite, x: Tensor, residual: Tensor | None) -> Sequence[Any]:
+    return ops.norm_rows(x, residual, norm_weight(host, site), host.sizes.norm_eps, host.spec.activation)
+
+
+EMBED = OpForm(
+    name="embed",
+    shapes="tokens int64 [T] -> [T, H]",
+    definition=None,
+    part="embedding",
+    compute=lambda host, site, tokens: (host.embed(site, tokens),),
+)
+NORM = OpForm(
+    name="norm", shapes="[T, H] -> [T, H]", definition=ops.rms_norm, constants=(EPS,), part="norm", compute=_norm
+)
+ADD_NORM = OpForm(
+    name="add_norm",
+    shapes="x, residual [T, H] -> normed, and the sum that was normed; the first of a model has no residual",
+    definition=ops.add_rms_norm,
+    constants=(EPS,),
+    part="norm",
+    compute=_add_norm,
+)
+NORM_ROWS = replace(ADD_NORM, name="norm_rows", definition=ops.norm_rows, compute=_norm_rows)
+LINEAR = OpForm(
+    name="linear",
+    shapes="[T, K] -> [T, N]; a router's product too, whose module is the router",
+    definition=ops.linear,
+    compute=lambda host, site, x, rows=None: (host.product(site, x, rows),),
+    takes_rows=True,
+)
+LOGPROBS = OpForm(
+    name="logprobs",
+    shapes="logits [T, V] -> FP32 [T], of the sequence's next token",
+    definition=ops.token_logprobs,
+    compute=lambda host, site, logits: (host.logprobs(site, logits),),
+)

@@ -1,0 +1,52 @@
+"""Copies that SGLang's own attention, in native mode, has of kv_b_proj and multiplies by in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class CopiesOfKvB:
+    """Copies w_kc [heads, N, R] and w_vc [heads, R, V] of kv_b_proj [heads * (N + V), R], a head's keys first.
+
+    SGLang multiplies by the copies, which it makes at the end of a load that names a kv_b_proj. That is not enough: a
+    delta writes the parameter without a load, and a parameter and its scales may come in two loads. So a commit has the
+    copies made anew, and a manifest marks copies that differ from the kv_b_proj that is held.
+    """
+
+    model: Any
+    """SGLang's model, which makes the copies."""
+    attention: Any
+    """The layer's module, which has the copies."""
+    name: str
+    """The name of the layer's kv_b_proj."""
+
+    def refresh(self) -> None:
+        """Make the copies anew."""
+        self.model.post_load_weights(weight_names=[self.name])
+
+    def agree(self, spec: TensorSpec) -> bool:
+        """Return whether the copies equal kv_b_proj bit for bit (dequantized, if it is quantized by `spec`)."""
+        product = self.attention.kv_b_proj
+        whole = product.weight.detach()
+        if (scales := getattr(product, "weight_scale_inv", None)) is not None:
+            whole = QuantizedTensor(whole, scales.detach().to(spec.scale_dtype), spec).dequantize(torch.bfloat16)
+        held = torch.cat((self.attention.w_kc, self.attention.w_vc.transpose(1, 2)), 1).flatten(0, 1)
+        return held.dtype == whole.dtype and held.view(torch.int16).equal(whole.view(torch.int16))
+
+
+def copies_in(model: nn.Module) -> Mapping[Tensor, CopiesOfKvB]:
+    """Return the copies of each kv_b_proj that has copies."""
+    return {
+        module.kv_b_proj.weight: CopiesOfKvB(model, module, f"{name}.kv_b_proj.weight")
+        for name, module in model.named_modules()
+        if getattr(module, "w_kc", None) is not None
+    }

@@ -1,0 +1,182 @@
+"""The engine's host of a model's program (`models.program.Host`): a rank's weights, over tokens that attend.
+
+Ranks exchange what is not rounded yet, and each computes the whole result, in the order in which one rank would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8rl.models import Model
+from fp8rl.models.program import OpSite
+from fp8rl.models.tensors import WHOLE, EngineRank
+from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.ops import ExpertWeights, HeadNorms, LowRank, NewSlots
+from fp8rl.rollout.engine.plugin.op_weights import OpWeights, hold
+from fp8rl.rollout.engine.plugin.state import state
+from fp8rl.rollout.engine.plugin.tokens import Tokens
+
+
+class EngineHost(nn.Module):
+    """The parameters of a rank, and the calls that the program's ops make."""
+
+    tokens: Tokens
+    """The tokens of the forward that runs."""
+
+    def __init__(self, definition: Model, numerics: NumericsConfig, rank: EngineRank = WHOLE) -> None:
+        super().__init__()
+        self.definition, self.numerics, self.rank = definition, numerics, rank
+        self.sizes, self.spec, self.kv = definition.sizes, numerics.rollout_spec, numerics.kv_format
+        hold(self, definition, self.spec, rank)
+        self.weights = OpWeights.of(self, definition, rank)
+
+    def tensor(self, site: OpSite, name: str = "", of: str = "") -> Tensor:
+        return self.weights.tensors[site.layer, of or site.op.name][name]
+
+    def product(self, site: OpSite, x: Tensor, rows: Any = None) -> Tensor:
+        held = self.weights.products[site.layer, site.op.name]
+        low_rank, operand = state().weights.low_rank(held.weight), self._operand(held.weight)
+        if held.row_parallel and self.rank.ranks > 1:
+            return ops.add_bias(self._merged(x, held.weight, operand, low_rank), held.bias)
+        splits = self.numerics.k_splits if held.row_parallel else 1
+        plus = None if low_rank is None else ops.low_rank_of(x, low_rank, splits)
+        if operand is None:
+            out = ops.linear(x, held.weight, splits, plus)
+        elif rows is None or splits > 1:
+            out = ops.fp8_linear(x, held.weight, operand, self.spec, "bf16", splits, plus)
+        else:
+            out = ops.rows_linear(rows, operand, x.dtype, plus)
+        return ops.add_bias(out, held.bias)
+
+    def _merged(self, x: Tensor, weight: Tensor, operand: Any, low_rank: LowRank | None) -> Tensor:
+        """Return the sum of all ranks' FP32 partials, in rank order, and of the adapter's term, rounded once."""
+        if operand is None:
+            own = ops.linear_partial(x, weight)
+        else:
+            own = ops.fp8_linear_partial(x, weight, operand, self.spec, "bf16")
+        width = own.shape[-1]
+        if low_rank is not None:
+            own = torch.cat((own, ops.linear_partial(x, low_rank.a)), -1)
+        parts, plus = self._group.all_gather(own.contiguous()[None], dim=0), None
+        if low_rank is not None:
+            h = ops.merge_partials(list(parts[..., width:]), x.dtype)
+            plus = low_rank.on_rows(ops.low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))
+        return ops.merge_partials(list(parts[..., :width]), x.dtype, plus)
+
+    def products(self, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
+        return self.product(site, x, rows).split(self.weights.products[site.layer, site.op.name].counts, -1)
+
+    def product_of_heads(self, site: OpSite) -> Callable[..., Tensor]:
+        weight = self.weights.products[site.layer, site.op.name].weight
+        operand, low_rank = self._operand(weight), state().weights.low_rank(weight)
+
+        def of_heads(x: Tensor, first: int, count: int, transposed: bool) -> Tensor:
+            plus = None if low_rank is None else ops.head_term(x, low_rank, first, count, transposed)
+            return ops.head_linear(x, weight, operand, first, count, transposed, plus)
+
+        return of_heads
+
+    def embed(self, site: OpSite, tokens: Tensor) -> Tensor:
+        weight = self.tensor(site)
+        if self.rank.ranks == 1:
+            return F.embedding(tokens, weight)
+        local = tokens - self.rank.rank * len(weight)
+        mine = (local >= 0) & (local < len(weight))
+        own = F.embedding(local.clamp(0, len(weight) - 1), weight)
+        return self._group.all_reduce(torch.where(mine[:, None], own, -0.0))  # type: ignore[no-any-return]
+
+    def logprobs(self, site: OpSite, logits: Tensor) -> Tensor:
+        return self.tokens.logprobs(logits)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x
+
+    def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return function(x)
+
+    def in_rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def by_rows(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        return function(*values)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.flatten(-2) for part in parts], -1)
+
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        heads = x.shape[-1] // sum(widths)
+        return [part.unflatten(-1, (heads, -1)) for part in x.split([heads * width for width in widths], -1)]
+
+    def rotate(
+        self, q: Tensor, k: Tensor, norms: HeadNorms | None = None, cache: NewSlots | None = None
+    ) -> tuple[Tensor, Tensor]:
+        sizes, positions = self.sizes, self.tokens.positions
+        return ops.rope_heads(q, k, positions, sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling, norms, cache)
+
+    def rotate_pairs(self, x: Tensor) -> Tensor:
+        return ops.rope_pairs(x[None], self.tokens.positions[None], self.sizes.rope_theta, self.sizes.rope_scaling)[0]
+
+    def attend(
+        self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, rotates: bool = False, norms: HeadNorms | None = None
+    ) -> Tensor:
+        scale = self.sizes.head_dim**-0.5 * self.kv.key_scale
+        rotated = partial(self.rotate, q, k, norms) if rotates else None
+        return self.kv.result(self.tokens.attend(_layer(site), q, k, v, scale, self.kv, rotated)).flatten(1)
+
+    def attend_rows(self, site: OpSite, q: Tensor, rows: Tensor, rank: int) -> Tensor:
+        scale = self.sizes.attention_scale * self.kv.key_scale
+        return self.kv.result_of_keys(self.tokens.attend_rows(_layer(site), q, rows, rank, scale, self.kv))
+
+    def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
+        return self.tokens.convolve(_layer(site), x, weight)
+
+    def recur(self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return self.tokens.recur(_layer(site), q, k, v, g, beta)
+
+    def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        probs, chosen = route(ids=torch.int32)
+        self.tokens.note_experts(_layer(site), chosen)
+        return probs, chosen
+
+    def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
+        """probs, chosen: [T, k], of each of a token's experts."""
+        spec = self.spec if self.spec.quantized else None
+        stacks, low_rank = self.weights.stacks[site.layer, site.op.name], state().weights.low_rank
+        w13, w2 = (ExpertWeights(stack, self._operand(stack), low_rank(stack)) for stack in stacks)
+        if self.rank.ranks == 1:
+            return ops.routed_experts(x, probs, chosen, w13, w2, spec, "bf16", rows)
+        # A CUDA graph may not wait for the device, and only the device knows how many (token, choice) pairs belong to
+        # this rank. So all pairs are sorted: other ranks' pairs come last, and no expert computes them.
+        held = len(stacks[0])
+        local = chosen.long() - self.rank.rank * held
+        order, counts = ops.group_by_expert(torch.where((local < 0) | (local >= held), held, local), held + 1)
+        token = order // chosen.shape[1]
+        outputs = ops.experts(x[token], counts[:held], w13.of_rows(token), w2.of_rows(token), spec, "bf16")
+        own = torch.arange(len(order), device=order.device) < counts[:held].sum()
+        choices = torch.empty_like(outputs)
+        choices[order] = torch.where(own[:, None], outputs, -0.0)
+        choices = self._group.all_reduce(choices)  # of each only one rank has more than -0
+        return ops.combine(choices, probs, torch.arange(chosen.numel(), device=chosen.device), x.dtype)
+
+    def _operand(self, weight: nn.Parameter) -> Any:
+        """The operand of a weight in FP8; None: the weight is in BF16."""
+        quantized = self.spec.quantized and weight.dtype == self.spec.weight.dtype
+        return state().weights.operand(weight) if quantized else None
+
+    @property
+    def _group(self) -> Any:
+        from sglang.srt.distributed import get_tp_group
+
+        return get_tp_group()
+
+
+def _layer(site: OpSite) -> int:
+    assert site.layer is not None
+    return site.layer

@@ -1,0 +1,198 @@
+"""What native mode changes in SGLang's models: FP8 products with the run's scales, and what SGLang lacks on a CPU.
+
+On a GPU SGLang's FP8 products stay. SGLang's kernels for CPUs want AMX, so there the products, the gates of shared
+experts and linear attention are ours. Native mode is compared with the trainer by log-probabilities and by tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.rollout.engine.plugin.state import state
+from fp8rl.rollout.engine.plugin.tokens import Paged
+
+SGLANGS = TensorSpec(scale="fp32")
+"""How SGLang quantizes activations: with FP32 scales before Blackwell, whatever the checkpoint's scale_fmt says."""
+
+
+def never(*args: Any, **kwargs: Any) -> bool:
+    """Answer no to a question of SGLang's, as whether a model has sparse attention."""
+    return False
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Leave out what SGLang does at a hook."""
+
+
+def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    """`LlamaForCausalLM.load_weights`, with the scales of FP8 blocks: SGLang looks for them under a name that no
+    parameter has, and silently drops them."""
+    from sglang.srt.model_loader.auto_loader import STANDARD_STACKED_MAPPING
+
+    held = dict(self.named_parameters())
+
+    def others() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if not name.endswith(SCALE_SUFFIX):
+                yield name, tensor
+            elif STANDARD_STACKED_MAPPING.try_load(name, tensor, held) is None:
+                held[name].weight_loader(held[name], tensor)
+
+    return original(self, others())
+
+
+# Products.
+
+
+def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    current = state()
+    operand = current.weights.operand(layer.weight)
+    return ops.add_bias(ops.fp8_linear(x, layer.weight, operand, current.numerics.rollout_spec, "bf16"), bias)
+
+
+def fp8_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """`fused_moe_native.moe_forward_native`, which SGLang runs in BF16 on a CPU, with FP8 products.
+
+    SiLU and its product with the up half are rounded one after the other, and the router's weights multiply the
+    second product's output; both are SGLang's.
+    """
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    x = dispatch_output.hidden_states
+    weights, experts, _ = dispatch_output.topk_output
+    order, counts = ops.group_by_expert(experts.long(), layer.num_experts)
+    gate_up = _of_experts(layer.w13_weight, x[order // experts.shape[1]], counts)
+    down = _of_experts(layer.w2_weight, SiluAndMul()(gate_up), counts)
+    outputs = torch.empty_like(down)
+    outputs[order] = down
+    choices = outputs.view(*experts.shape, -1).type(weights.dtype)
+    combined = choices.mul_(weights.unsqueeze(-1)).sum(dim=1).type(x.dtype)
+    return StandardCombineInput(hidden_states=combined)
+
+
+def _of_experts(parameter: nn.Parameter, x: Tensor, counts: Tensor) -> Tensor:
+    current = state()
+    operand = current.weights.operand(parameter)
+    return grouped_linear(x, counts, parameter.unbind(0), operand, current.numerics.rollout_spec, "bf16")
+
+
+def add_gated(hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor) -> None:
+    """`fused_gate_sigmoid_mul_add`: the shared expert's output, times its gate, is added to the routed experts'."""
+    final_hidden_states += ops.token_gate(shared_output, hidden_states, gate_weight[None])
+
+
+def quantize_groups(
+    x: Tensor,
+    x_q: Tensor,
+    x_s: Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    *,
+    scale_ue8m0: bool,
+    fuse_silu_and_mul: bool,
+    masked_m: Tensor | None,
+) -> None:
+    """`_run_per_token_group_quant_8bit_kernel`: the activations x [T, K] of every FP8 product, dense or routed.
+
+    x_q FP8 [T, K] and x_s FP32 [T, K / 128], of any strides, are written with the run's codes and scales. SGLang's
+    kernel has FP32 scales, and a group of zeros has 1e-10 / 448 where ours has 1; its codes are 0 in both.
+    """
+    spec = state().numerics.rollout_spec.activation
+    if scale_ue8m0 or fuse_silu_and_mul or masked_m is not None or group_size != spec.group:
+        raise NotImplementedError(
+            f"fp8rl plugin: found an FP8 product that wants its activations packed, fused, masked or in groups of "
+            f"{group_size}, expected rows in groups of {spec.group}; use --moe-runner-backend triton on a Hopper GPU"
+        )
+    quantize(x, spec, QuantizedTensor(x_q, x_s, spec))
+
+
+def quantize_only_group(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """`sglang_per_token_quant_fp8`, which SGLang takes where K is one group: x [T, 128] -> codes, scales [T, 1]."""
+    spec = state().numerics.rollout_spec.activation
+    if x.shape[-1] != spec.group:
+        raise NotImplementedError(f"fp8rl plugin: found one scale for {x.shape[-1]} channels, expected {spec.group}")
+    quantized = quantize(x, spec)
+    return quantized.data, quantized.scale_inv
+
+
+# Attention with an output gate, and linear attention.
+
+
+def gated_attention(self: Any, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Tensor:
+    """`self_attention` of a layer. A token's position is one number, also in a model with three for images."""
+    heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+    both, keys = 2 * heads * head_dim, kv_heads * head_dim
+    queries, k, v = self.qkv_proj(hidden_states)[0].split((both, keys, keys), -1)
+    q, gate = queries.unflatten(-1, (heads, 2, head_dim)).unbind(2)  # each head's query is followed by its gate
+    q, k = (norm(x.reshape(-1, head_dim)).view(len(x), -1) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+    q, k = self.rotary_emb(forward_batch.positions, q, k)
+    out = self.attn(q, k, v, forward_batch)
+    return self.o_proj(ops.sigmoid_gate(out, gate.flatten(1)))[0]  # type: ignore[no-any-return]
+
+
+def in_fp32(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """`__init__` of both nets; then make `dt_bias` and the norm's weight FP32, as `A_log` is, before any load."""
+    original(self, *args, **kwargs)
+    for vector in (self.dt_bias, self.norm.weight):
+        vector.data = vector.data.float()
+
+
+def linear_attention(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
+    """`Qwen3GatedDeltaNet.forward` and Qwen3.5's: prefill, whole or in chunks, and decode alike."""
+    tokens, attn = Paged.of(forward_batch), self.attn
+    projected = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+    query, key, value, z, b, a = self.fix_query_key_value_ordering(*projected)
+    qkv = torch.cat([each.flatten(1) for each in (query, key, value)], -1)
+    qkv = tokens.convolve(self.layer_id, qkv, self.conv1d.weight.flatten(1))
+    q, k, v = qkv.split((attn.q_dim, attn.k_dim, attn.v_dim), -1)
+    q, k = q.unflatten(-1, (attn.num_q_heads, -1)), k.unflatten(-1, (attn.num_k_heads, -1))
+    v, gates = v.unflatten(-1, (attn.num_v_heads, -1)), ops.delta_gates(a, b, attn.A_log, attn.dt_bias)
+    out = tokens.recur(self.layer_id, q, k, v, *gates)
+    return self.out_proj(ops.gated_rms_norm(out, z, self.norm.weight, self.layer_norm_epsilon).flatten(1))[0]  # type: ignore[no-any-return]
+
+
+# Latent attention.
+
+
+def dequantized(x_q_block: Tensor, x_s: Tensor, block_size: list[int]) -> tuple[Tensor, None]:
+    """`block_quant_to_tensor_quant`: return kv_b_proj in BF16, as on a GPU, and no scale; copies are made of it."""
+    spec = state().numerics.rollout_spec.weight
+    return QuantizedTensor(x_q_block, x_s.to(spec.scale_dtype), spec).dequantize(torch.bfloat16), None
+
+
+def absorbed(self: Any, forward_batch: Any) -> Any:
+    """`dispatch_attn_forward_method` on a CPU: never attention over expanded keys, which would read latents as keys."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    return AttnForwardMethod.MLA
+
+
+def rope_on_cpu(
+    original: Callable[..., Any],
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: float,
+    is_neox_style: bool = True,
+    rope_scaling: Any = None,
+    dtype: torch.dtype | None = None,
+    partial_rotary_factor: float = 1.0,
+    device: Any = None,
+) -> Any:
+    """`get_rope_cpu`, which can only do YaRN; for a model without YaRN, SGLang's usual rotation."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    usual = head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor
+    return get_rope(*usual) if rope_scaling is None else original(*usual, device)

@@ -1,0 +1,77 @@
+"""The parameters of a model as a rank of an engine holds them, and the parameters of each op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8rl.models import Model
+from fp8rl.models.shared_base import engine_parameters
+from fp8rl.models.tensors import EngineRank
+from fp8rl.numerics.spec import QuantSpec
+
+Key = tuple[int | None, str]
+"""The layer and the name of an op."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The matrices of an op, end to end."""
+
+    weight: nn.Parameter
+    counts: list[int]
+    """Rows of each matrix in this rank."""
+    row_parallel: bool
+    """Ranks share the columns, so that each has a part of every sum."""
+    bias: nn.Parameter | None = None
+
+
+@dataclass(frozen=True)
+class OpWeights:
+    """The parameters of each op, found once."""
+
+    products: dict[Key, Product]
+    stacks: dict[Key, list[nn.Parameter]]
+    """Matrices of routed experts, [experts, N, K]: gate and up, and down."""
+    tensors: dict[Key, dict[str, Tensor]]
+    """Everything else by the last part of its name, and by "" an op's only one."""
+
+    @classmethod
+    def of(cls, model: nn.Module, definition: Model, rank: EngineRank) -> OpWeights:
+        found = cls({}, {}, {})
+        for name, by_index in definition.tensors.in_engine.items():
+            rows = next(iter(by_index.values()))
+            row, key, last = rows[0], (rows[0].layer, rows[0].op), name.rpartition(".")[2]
+            if row.adapts is not None:
+                continue
+            held = model.get_parameter(name)
+            if None not in by_index:
+                found.stacks.setdefault(key, []).append(held)
+            elif last == "bias" and key in found.products:
+                found.products[key] = replace(found.products[key], bias=held)
+            else:
+                if row.product:
+                    found.products[key] = Product(held, [rank.rows(each) for each in rows], row.engine.split == 1)
+                own = found.tensors.setdefault(key, {})
+                own[last] = held
+                if not row.product or "" not in own:  # an op may have a norm beside its product
+                    own[""] = held
+            if row.copies:  # the embedding is the head's matrix too
+                found.products[None, "lm_head"] = Product(held, [len(held)], False)
+        return found
+
+
+def hold(model: nn.Module, definition: Model, spec: QuantSpec, rank: EngineRank) -> None:
+    """Register a rank's parameters, without values, by their names in the table."""
+    for name, (shape, dtype) in engine_parameters(definition, spec, rank).items():
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        held: Any = torch.zeros(shape, dtype=dtype)  # rows that pad a vocabulary stay zeros
+        module.register_parameter(last, nn.Parameter(held, requires_grad=False))

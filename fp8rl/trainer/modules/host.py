@@ -1,0 +1,249 @@
+"""The host of a program in the trainer: what a layer's ops ask of their surroundings in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from torch import Tensor
+
+from fp8rl.models.program import OpSite
+from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics import ops
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.modules.exact import whole_sequence
+from fp8rl.trainer.modules.precision import Adapter
+from fp8rl.trainer.modules.router import on_their_ranks, rows_of_pairs
+from fp8rl.trainer.modules.rows import PackedRows, own_positions, shared_attention
+
+if TYPE_CHECKING:
+    from fp8rl.trainer.modules.program import ProgramLayer
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm that is not computed yet: the one product that reads it may compute it itself."""
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class OfHeads:
+    """Products of each head with its part of kv_b: `ops.head_linear`. weight: [heads * (plain + value), kv rank].
+
+    operand: the weight's operand, if the weight is quantized. adapter: the weight's adapter, merged or separate.
+    """
+
+    weight: Tensor
+    operand: Any
+    adapter: Adapter | None
+
+    def __call__(self, x: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
+        """x [S, B, heads, R] -> [S, B, heads, count], or as `ops.head_linear` says if transposed."""
+        rows = x.flatten(0, 1)
+        return self._of_rows(rows, first, count, transposed).unflatten(0, x.shape[:2])
+
+    def _of_rows(self, x: Tensor, *place: Any) -> Tensor:
+        if self.adapter is None:
+            return ops.head_linear(x, self.weight, self.operand, *place)
+        if self.adapter.merges:
+            term = ops.head_term(x.detach(), self.adapter.low_rank, *place)
+            return ops.with_term_gradient(ops.head_linear(x, self.weight, self.operand, *place), term)
+        term = ops.head_term(x, self.adapter.low_rank, *place)
+        return ops.head_linear(x, self.weight, self.operand, *place, term)
+
+
+class LayerHost:
+    """The host of a layer (`models.program.Host`).
+
+    packed: the layout of rows that lie end to end; None: rows are padded on the right, so that a token's position is
+    its index, and padding is never a key of a real query.
+    """
+
+    def __init__(self, layer: ProgramLayer, packed: PackedRows | None) -> None:
+        self.layer, self.packed, self.sizes, self.kv = layer, packed, layer.sizes, layer.kv.format
+        self._batch = 1
+        self._known: Tensor | None = None
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self.layer.precision.spec
+
+    # Weights and products
+
+    def tensor(self, site: OpSite, name: str = "", of: str = "") -> Tensor:
+        rows = [row for row in self.layer.tensors_of[of or site.op.name] if row.name.endswith(name)]
+        return self.layer.parameter(next((row for row in rows if not row.product), rows[0]))
+
+    def product(self, site: OpSite, x: Tensor | Normed, rows: None = None) -> Tensor:
+        (held,) = self._held(site).values()
+        return self._product(held[0], x)
+
+    def products(self, site: OpSite, x: Tensor | Normed, rows: None = None) -> Sequence[Tensor]:
+        return [part for held in self._held(site).values() for part in self._cut(self._product(held[0], x), held)]
+
+    def _held(self, site: OpSite) -> dict[str, list[TensorRow]]:
+        """The tensors of each parameter of an op's products."""
+        held: dict[str, list[TensorRow]] = {}
+        for row in self.layer.tensors_of[site.op.name]:
+            if row.product:
+                held.setdefault(row.megatron.parameter, []).append(row)
+        return held
+
+    def _product(self, row: TensorRow, x: Tensor | Normed) -> Tensor:
+        product = self.layer.product(row)
+        if not isinstance(x, Normed):
+            return product(x)  # type: ignore[no-any-return]
+        if product.fuses_norm():
+            return product.of_norm(x.x, x.weight, x.eps)
+        return product(ops.rms_norm(x.x, x.weight, x.eps))  # type: ignore[no-any-return]
+
+    def _cut(self, fused: Tensor, rows: Sequence[TensorRow]) -> Sequence[Tensor]:
+        """Cut what a parameter's product puts out into the products of the checkpoint's tensors."""
+        if len(rows) == 1:
+            return [fused]
+        ranks, groups = self.layer.tp_group.size(), self.layer.table.groups_of(rows)
+        if rows[0].megatron.layout == "rows":
+            return fused.split([row.shape[0] // ranks for row in rows], -1)
+        parts = fused.unflatten(-1, (groups // ranks, -1)).split([row.shape[0] // groups for row in rows], -1)
+        return [part.flatten(-2) for part in parts]
+
+    def product_of_heads(self, site: OpSite) -> Callable[..., Tensor]:
+        (held,) = self._held(site).values()
+        product, p = self.layer.product(held[0]), self.layer.precision
+        weight, quantized = product.weight, p.quantizes(product.kind)
+        operand = p.operand(weight) if quantized else None
+        return OfHeads(weight if quantized else p.plain(weight), operand, p.used(product.adapter))
+
+    # Ranks
+
+    def whole(self, x: Tensor) -> Tensor:
+        return whole_sequence(x, self.layer.config.sequence_parallel, self.layer.tp_group)
+
+    def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """The ranks gather their heads, so that the bits do not depend on the layout. Each rank gives a weight the
+        gradient of its own heads."""
+        group = self.layer.tp_group
+        whole = function(all_gather_last_dim_from_tensor_parallel_region(x, group))
+        return whole.chunk(group.size(), -1)[group.rank()]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Head by head, so that a rank has whole heads."""
+        return torch.cat(list(parts), -1).flatten(-2)
+
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        return x.unflatten(-1, (-1, sum(widths))).split(list(widths), -1)
+
+    # Attention
+
+    def rotate(self, q: Tensor, k: Tensor, norms: None = None) -> tuple[Tensor, Tensor]:
+        sizes = self.sizes
+        how = sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling
+        q, k = (ops.rope(x.transpose(0, 1), self._positions(x), *how).transpose(0, 1) for x in (q, k))
+        return q, k
+
+    def rotate_pairs(self, x: Tensor) -> Tensor:
+        return ops.rope_pairs(x, self._positions(x).t(), self.sizes.rope_theta, self.sizes.rope_scaling)
+
+    def attend(self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, *unused: None) -> Tensor:
+        kv, scale = self.layer.kv, self.sizes.head_dim**-0.5 * self.kv.key_scale
+        if (rows := self.packed) is not None:
+            q, k, v = q[:, 0], kv.keys(k[:, 0]), kv.values(v[:, 0])
+            if rows.tree is not None:
+                out = ops.tree_attention(q, k, v, rows.tree, scale)
+            else:
+                out = ops.packed_attention(q, k, v, rows.lengths, scale)
+            return self.kv.result(out).flatten(1).unsqueeze(1)
+        positions = self._positions(q)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        k, v = kv.keys(k), kv.values(v)
+        if self._shares_rows:
+            out = shared_attention(q, k, v, positions, scale, parallel_state.get_context_parallel_group())
+        else:
+            out = ops.attention(q, k, v, positions, scale)
+        return self.kv.result(out).transpose(0, 1).flatten(2)
+
+    def attend_rows(self, site: OpSite, q: Tensor, rows: Tensor, rank: int) -> Tensor:
+        kv, scale, packed = self.layer.kv, self.sizes.attention_scale * self.kv.key_scale, self.packed
+        if packed is None:
+            positions, rows = self._positions(q), kv.keys(rows.transpose(0, 1))
+            out = ops.latent_attention(q.transpose(0, 1), rows, positions, rank, scale).transpose(0, 1)
+        elif packed.tree is not None:
+            out = ops.tree_latent_attention(q[:, 0], kv.keys(rows[:, 0]), packed.tree, rank, scale)[:, None]
+        else:
+            out = ops.packed_latent_attention(q[:, 0], kv.keys(rows[:, 0]), packed.lengths, rank, scale)[:, None]
+        return self.kv.result_of_keys(out)
+
+    @property
+    def _shares_rows(self) -> bool:
+        """Whether context-parallel ranks have parts of a row."""
+        return self.layer.config.context_parallel_size > 1
+
+    def _positions(self, x: Tensor) -> Tensor:
+        """The positions [B, S] of x [S, B, ...]."""
+        if self.packed is not None:
+            return self.packed.positions[None]
+        if self._known is None:
+            self._known = self._counted(x)
+        return self._known
+
+    def _counted(self, x: Tensor) -> Tensor:
+        if self._shares_rows:
+            group = parallel_state.get_context_parallel_group()
+            own = own_positions(x.shape[0] * group.size(), group.rank(), group.size()).to(x.device)
+        else:
+            own = torch.arange(x.shape[0], device=x.device)
+        return own.expand(x.shape[1], -1)
+
+    # Linear attention goes from token to token of whole rows: between `in_rows` and `recur`, values are [T, ...].
+
+    def in_rows(self, x: Tensor) -> Tensor:
+        self._batch = x.shape[1]
+        rows, tree = x.transpose(0, 1).flatten(0, 1), self.packed and self.packed.tree
+        return rows if tree is None else ops.gathered(rows, tree.flat)
+
+    def by_rows(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        return function(*(x.transpose(0, 1) for x in values)).transpose(0, 1)
+
+    def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.causal_conv(x, weight, self._lengths(x))[0]
+
+    def recur(self, site: OpSite, *inputs: Tensor) -> Tensor:
+        out, tree = ops.gated_delta_rule(*inputs, self._lengths(inputs[0]))[0], self.packed and self.packed.tree
+        out = out if tree is None else out[tree.first]
+        return out.unflatten(0, (self._batch, -1)).transpose(0, 1)
+
+    def _lengths(self, x: Tensor) -> Tensor:
+        """The lengths int64 [B] of rows end to end."""
+        if self.packed is None:
+            return torch.full((self._batch,), len(x) // self._batch, device=x.device)
+        return self.packed.lengths if self.packed.tree is None else self.packed.tree.lengths
+
+    # Experts
+
+    def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        return route(choose=self._choice)
+
+    def _choice(self, probs: Tensor, top_k: int) -> Tensor:
+        """The experts of a replay, if there is one."""
+        return self.layer.router_replay.get_replay_topk(probs, top_k, default_compute_topk=_best)[1]
+
+    def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: None = None) -> Tensor:
+        """Expert outputs come back unweighted, in the model's dtype. The rank that owns a token multiplies them by its
+        probabilities, sums in FP32 in ascending expert order, and rounds once."""
+        experts, group = self.layer.experts, self.layer.groups.ep
+        order, counts = ops.group_by_expert(chosen, self.sizes.experts)
+        pairs = rows_of_pairs(x.flatten(0, -2), order, self.sizes.top_k)
+        outputs = experts(pairs, counts) if group.size() == 1 else on_their_ranks(experts, pairs, counts, group)
+        return ops.combine(outputs, probs, order, x.dtype).view_as(x)
+
+
+def _best(probs: Tensor, top_k: int, *groups: None) -> tuple[Tensor, Tensor]:
+    experts = ops.top_experts(probs, top_k)
+    return probs.gather(1, experts), experts
