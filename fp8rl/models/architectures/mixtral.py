@@ -47,13 +47,14 @@ def sizes(config: ConfigFile) -> ModelSizes:
     )
 
 
-def _tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
-    """Yield the rows of router and experts, by the names that Mixtral has in checkpoints and engine."""
+def block_sparse_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
+    """Yield the rows of router and experts, by the names that Mixtral has."""
     for row in mlp.moe_tensors(sizes, layer):
-        if row.op in ("router", "experts"):
+        if row.op != "post_norm":
             *before, weight, suffix = row.name.replace("mlp.", PLACE).split(".")
+            weight = weight if row.expert is None else EXPERT[weight]
             engine = replace(row.engine, parameter=row.engine.parameter.replace("mlp.", PLACE))
-            row = replace(row, name=".".join((*before, EXPERT.get(weight, weight), suffix)), engine=engine)
+            row = replace(row, name=".".join((*before, weight, suffix)), engine=engine)
         yield row
 
 
@@ -61,5 +62,5 @@ ARCHITECTURE = Architecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     sizes=sizes,
-    families=(attention.FAMILY, replace(mlp.MOE, tensors=_tensors)),
+    families=(attention.FAMILY, replace(mlp.MOE, tensors=block_sparse_tensors)),
 )

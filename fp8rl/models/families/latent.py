@@ -28,17 +28,19 @@ class Latent:
     """Width of the one rotated key that all heads share. It is cached together with the narrow row."""
     value_dim: int
     """Width of a head's value."""
+    rotated: bool = True
+    """False: no part of queries and keys is rotated."""
 
 
 def _latent_attention(host: Host, site: OpSite, q: Tensor, kv_row: Tensor) -> Sequence[Tensor]:
     sizes, own, of_heads = host.sizes, host.sizes.of(Latent), host.product_of_heads(site)
-    rank, plain = own.kv_rank, sizes.plain_dim
+    rank, plain, rotate = own.kv_rank, sizes.plain_dim, host.rotate_pairs if own.rotated else (lambda x: x)
     latents = ops.rms_norm(kv_row[..., :rank].contiguous(), host.tensor(site), sizes.norm_eps)
     rows = host.whole(torch.cat((latents, kv_row[..., rank:]), -1))
-    rows = torch.cat((rows[..., :rank], host.rotate_pairs(rows[..., None, rank:])[..., 0, :]), -1)
+    rows = torch.cat((rows[..., :rank], rotate(rows[..., None, rank:])[..., 0, :]), -1)
     heads = q.unflatten(-1, (-1, sizes.head_dim))
     inside = of_heads(heads[..., :plain], 0, plain, True)
-    queries = torch.cat((inside, host.rotate_pairs(heads[..., plain:])), -1)
+    queries = torch.cat((inside, rotate(heads[..., plain:])), -1)
     out = host.attend_rows(site, queries, rows, rank)
     return (of_heads(out, plain, own.value_dim, False).flatten(-2),)
 

@@ -56,6 +56,7 @@ def paged_gated_delta_rule(
             *(out, cache, slots, lengths, begun, cache.stride(0), heads, heads // k.shape[1], keys**-0.5),
             KEYS=keys,
             VALUES=values,
+            DECAYS=g[0].numel() // heads,
             EPS=LENGTH_EPS,
             KEY_BLOCK=triton.next_power_of_2(keys),
             VALUE_BLOCK=_VALUES,
@@ -95,7 +96,8 @@ class _DeltaGates(gated_delta.DeltaGates):
 def _rule_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, cache_ptr, slots_ptr, lengths_ptr, begun_ptr,
     slot_stride, heads, shares, scale,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, DECAYS: tl.constexpr, EPS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     first = tl.full((), 0, tl.int64)
@@ -116,7 +118,10 @@ def _rule_kernel(
         v = tl.load(v_ptr + of_value * VALUES + value, mask=value < VALUES, other=0.0)
         q = q * tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
         k = k * tl.rsqrt(tl.sum(k * k, 0) + EPS)
-        state = state * tl.exp(tl.load(g_ptr + of_value))
+        if DECAYS == 1:
+            state = state * tl.exp(tl.load(g_ptr + of_value))
+        else:
+            state = state * tl.exp(tl.load(g_ptr + of_value * KEYS + key, mask=key < KEYS, other=0.0))[:, None]
         update = (v.to(tl.float32) - tl.sum(state * k[:, None], 0)) * tl.load(beta_ptr + of_value)
         state = state + k[:, None] * update[None, :]
         out = tl.sum(state * q[:, None], 0)

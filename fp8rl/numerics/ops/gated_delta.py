@@ -2,7 +2,7 @@
 
 The state S [K, V] of a head holds a value for each direction of keys. A token, in FP32 throughout:
 
-1. S = exp(g) S: all of it decays;
+1. S = exp(g) S: all of it decays, by one factor or each row of S by its own (Kimi Delta Attention, arXiv 2510.26692);
 2. u = beta (v - k S): what the state says of the key is compared with the value;
 3. S = S + k u: and corrected;
 4. o = q S.
@@ -19,6 +19,7 @@ paper), which needs a few FP32 products for each chunk instead of 64 states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from fp8rl.numerics.ops.experts import sigmoid
 LENGTH_EPS = 1e-6
 """The number that is added to the sum of squares of a query or a key."""
 CHUNK, SHORTEST = 64, 16
-"""Number of tokens of a chunk in the gradient: in long sequences, and in the shortest."""
-GRADIENT_TOKENS = 16384
-"""Number of tokens, with padding, whose gradient is computed at a time. It bounds the memory of a packed batch."""
+"""Number of tokens of a chunk in the gradient: in long sequences, and in the shortest or with a decay for each row."""
+GRADIENT_TOKENS, WITH_ROWS = 16384, 2048
+"""Number of tokens, with padding, whose gradient is computed at a time: as a rule, and with a decay for each row, which
+takes K numbers for each pair of tokens in a chunk. It bounds the memory of a packed batch."""
 
 
 @op
@@ -70,9 +72,9 @@ def gated_delta_rule(
     """Run the rule over sequences that are end to end, and return their states, too.
 
     q, k [T, key heads, K], neither normed nor scaled; v [T, heads, V]; g, beta FP32 [T, heads], as `delta_gates` gives
-    them. Each key head serves equally many consecutive heads. lengths int64 [B], 0 or more each, with the sum T. states
-    FP32 [B, heads, K, V], before each sequence's first token; None: zeros. Returns [T, heads, V] and the FP32 states
-    after the last tokens. Neither these states nor `states` have a gradient.
+    them, or g [T, heads, K]. Each key head serves equally many consecutive heads. lengths int64 [B], 0 or more each,
+    with the sum T. states FP32 [B, heads, K, V], before each sequence's first token; None: zeros. Returns [T, heads, V]
+    and the FP32 states after the last tokens. Neither these states nor `states` have a gradient.
     """
     if states is None:
         states = v.new_zeros(len(lengths), v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
@@ -139,7 +141,7 @@ def _recurrence(
     for q_t, k_t, v_t, decay, beta_t in zip(*by_step, strict=True):
         now = state[: len(v_t)]
         k_t, q_t = (x.repeat_interleave(shares, 1).unsqueeze(-1) for x in (k_t, q_t))
-        now *= decay[..., None, None]
+        now *= decay.reshape(*decay.shape[:2], -1, 1)
         update = (v_t - (now * k_t).sum(-2)) * beta_t[..., None]
         now += k_t * update.unsqueeze(-2)
         found.append((now * q_t).sum(-2))
@@ -166,10 +168,12 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
     """
     found = [torch.zeros_like(each) for each in inputs]
     starts = lengths.cumsum(0) - lengths
-    for some in _parts(lengths):
+    rows = inputs[3].dim() == 3
+    for some in _parts(lengths, WITH_ROWS if rows else GRADIENT_TOKENS):
         own = lengths[some, None]
         longest = int(own.max())
-        chunk = min(CHUNK, max(SHORTEST, 1 << (longest - 1).bit_length()))  # padded to less than twice as many tokens
+        # padded to less than twice as many tokens
+        chunk = min(SHORTEST if rows else CHUNK, max(SHORTEST, 1 << (longest - 1).bit_length()))
         width = -(-longest // chunk) * chunk
         steps = torch.arange(width, device=dout.device)
         real = steps < own
@@ -187,8 +191,9 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
     return tuple(found)
 
 
-def _parts(lengths: Tensor) -> Iterator[Tensor]:
-    """Yield the indices of sequences whose gradients are taken together: alike in length to within a factor of two."""
+def _parts(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
+    """Yield the indices of sequences whose gradients are taken together: at most `tokens` tokens, if they are not one
+    sequence's, and alike in length to within a factor of two."""
     if lengths.is_meta:  # nobody knows them, and these products launch no kernel of ours
         return
     groups: dict[int, list[int]] = {}
@@ -197,7 +202,7 @@ def _parts(lengths: Tensor) -> Iterator[Tensor]:
         if length:
             groups.setdefault(max(length - 1, SHORTEST - 1).bit_length(), []).append(each)
     for _, group in sorted(groups.items()):
-        fit = max(1, GRADIENT_TOKENS // max(count[each] for each in group))
+        fit = max(1, tokens // max(count[each] for each in group))
         for first in range(0, len(group), fit):
             yield torch.tensor(group[first : first + fit], device=lengths.device)
 
@@ -205,25 +210,34 @@ def _parts(lengths: Tensor) -> Iterator[Tensor]:
 def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, chunk: int = CHUNK) -> Tensor:
     """Compute the rule of whole rows in chunks of tokens: not the bits of the recurrence, but its derivative.
 
-    q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads]; S a multiple of
-    `chunk`. Padding is zeros behind a row. Returns [B, S, heads, V], FP32 or the wider dtype.
+    q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads], or g [B, S, heads,
+    K]; S a multiple of `chunk`. Padding is zeros behind a row. Returns [B, S, heads, V], FP32 or the wider dtype.
     """
     shares = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(shares, 2) for x in _unit(q, k))
     # [B, heads, chunks, chunk, ...]
     q, k, v = (x.transpose(1, 2).unflatten(2, (-1, chunk)) for x in (q, k, v.to(q.dtype)))
+    g, beta = g.reshape(*beta.shape, -1), beta.unsqueeze(-1)
     g, beta = (x.to(q.dtype).transpose(1, 2).unflatten(2, (-1, chunk)) for x in (g, beta))
-    until = g.cumsum(-1)
-    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    between = (until[..., :, None] - until[..., None, :]).masked_fill(~causal, -torch.inf).exp()
+    until = g.cumsum(-2).exp()  # [B, heads, chunks, chunk, 1 or K]
+    pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device)
+    # The sum from one token to another: the difference of two long sums would lose what is small behind a strong decay.
+    steps = g[..., None, :].masked_fill(pairs.triu()[..., None], 0.0).cumsum(-3)
+    between = steps.masked_fill(pairs.triu(1)[..., None], -torch.inf).exp()
+
+    def decayed(x: Tensor) -> Tensor:
+        """Products of x with the keys up to it, which have decayed since."""
+        if between.shape[-1] == 1:
+            return (x @ k.transpose(-1, -2)) * between[..., 0]
+        return (x[..., :, None, :] * k[..., None, :, :] * between).sum(-1)
+
     # Updates u of a chunk answer to the state before it, and to each other: (1 + M) u = beta (v - decayed k S).
-    mixed = beta[..., None] * (k @ k.transpose(-1, -2)) * between
-    targets = torch.cat((v, k * until.exp()[..., None]), -1) * beta[..., None]
+    mixed, targets = beta * decayed(k), torch.cat((v, k * until), -1) * beta
     values, keys = torch.linalg.solve_triangular(mixed.tril(-1), targets, upper=False, unitriangular=True).split(
         (v.shape[-1], k.shape[-1]), -1
     )
-    seen, asked = (q @ k.transpose(-1, -2)) * between, q * until.exp()[..., None]
-    kept, left = until[..., -1, None, None].exp(), k * (until[..., -1:] - until).exp()[..., None]
+    seen, asked = decayed(q), q * until
+    kept, left = until[..., -1, :, None], k * between[..., -1, :, :]
     state, found = states.to(q.dtype), []
     for at in range(q.shape[2]):
         updates = values[:, :, at] - keys[:, :, at] @ state
@@ -235,13 +249,15 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: 
 def _trial(random: Callable[..., Tensor], count: int) -> dict[str, Callable[[int], Tensor]]:
     q, k, v = random(count, 2, 64), random(count, 2, 64), random(count, 4, 32)
     a, b, a_log, dt_bias = random(count, 4), random(count, 4), random(4), random(4)
+    rows = -random(count, 4, 64).abs()
 
-    def rule(n: int) -> Tensor:
+    def rule(n: int, rows: Tensor | None = None) -> Tensor:
         """Return the outputs of one sequence."""
         g, beta = delta_gates(a[:n], b[:n], a_log, dt_bias)
+        g = g if rows is None else rows[:n].float()
         return gated_delta_rule(q[:n], k[:n], v[:n], g, beta, torch.tensor([n], device=q.device))[0]
 
-    return {"gated_delta_rule": rule}
+    return {"gated_delta_rule": rule, "gated_delta_rule of rows": partial(rule, rows=rows)}
 
 
 PROBES = Probes(rows=_trial)

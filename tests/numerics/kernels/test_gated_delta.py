@@ -18,17 +18,19 @@ def lengths(*values):
     return torch.tensor(values, device=DEVICE)
 
 
-def tokens(count, values=24):
-    """q, k, v, g and beta of four heads, two of which share a key; widths that fill no block."""
+def tokens(count, values=24, decays=False):
+    """q, k, v, g and beta of four heads, two of which share a key; widths that fill no block. decays: for each row."""
     q, k, v = random(count, 2, 48), random(count, 2, 48, seed=1), random(count, 4, values, seed=2)
     a, b = random(count, 4, seed=3), random(count, 4, seed=4)
-    return [q, k, v, *ops.delta_gates(a, b, random(4, seed=5), random(4, seed=6))]
+    g, beta = ops.delta_gates(a, b, random(4, seed=5), random(4, seed=6))
+    return [q, k, v, -random(count, 4, 48, seed=8, dtype=torch.float32).exp() if decays else g, beta]
 
 
 @pytest.mark.slow
-def test_the_rule_is_the_definition():
+@pytest.mark.parametrize("decays", [False, True])
+def test_the_rule_is_the_definition(decays):
     own = lengths(6, 1, 11, 0, 2)
-    rows = tokens(int(own.sum()))
+    rows = tokens(int(own.sum()), decays=decays)
     states = random(len(own), 4, 48, 24, seed=7, dtype=torch.float32)
     for first in (None, states):
         found, last = gated_delta.gated_delta_rule(*rows, own, first)
@@ -41,8 +43,9 @@ def test_the_rule_is_the_definition():
 
 
 @pytest.mark.slow
-def test_a_cache_gives_the_bits_of_whole_sequences_in_pieces_and_single_tokens():
-    rows, x, weight = tokens(30), random(30, 200, seed=8), random(200, 4, seed=9)
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_cache_gives_the_bits_of_whole_sequences_in_pieces_and_single_tokens(decays):
+    rows, x, weight = tokens(30, decays=decays), random(30, 200, seed=8), random(200, 4, seed=9)
     expected, states = gated_delta.gated_delta_rule(*rows, lengths(18, 12))
     mixed, held = short_conv.causal_conv(x, weight, lengths(18, 12))
     cache, kept = torch.full((5, 4, 48, 24), torch.nan), torch.full((5, 200, 3), torch.nan).bfloat16()

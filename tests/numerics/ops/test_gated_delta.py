@@ -17,10 +17,12 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def tokens(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def tokens(count: int, dtype: torch.dtype = torch.bfloat16, rows: bool = False) -> list[Tensor]:
+    """rows: with a decay for each row of a state, some of them so strong that nothing is left after a token."""
     q, k, v = (random(count, *shape, seed=seed, dtype=dtype) for seed, shape in enumerate(((2, 64), (2, 64), (4, 64))))
     a, b = random(count, 4, seed=3, dtype=dtype), random(count, 4, seed=4, dtype=dtype)
-    return [q, k, v, *ops.delta_gates(a, b, random(4, seed=5, dtype=dtype), random(4, seed=6, dtype=dtype))]
+    g, beta = ops.delta_gates(a, b, random(4, seed=5, dtype=dtype), random(4, seed=6, dtype=dtype))
+    return [q, k, v, -(3 * random(count, 4, 64, seed=7, dtype=torch.float32)).exp() if rows else g, beta]
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: list[int]) -> Tensor:
@@ -31,7 +33,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths
     for some in zip(*(x.split(lengths) for x in (q, k, v, g, beta)), strict=True):
         state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
         for q_t, k_t, v_t, g_t, beta_t in zip(*some, strict=True):
-            state = state * g_t.exp()[:, None, None]
+            state = state * g_t.exp().view(len(state), -1, 1)
             update = beta_t[:, None] * (v_t - torch.einsum("hkv,hk->hv", state, k_t))
             state = state + torch.einsum("hk,hv->hkv", k_t, update)
             found.append(torch.einsum("hkv,hk->hv", state, q_t))
@@ -39,8 +41,11 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths
 
 
 @pytest.mark.slow
-def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_of_96_and_one_by_one() -> None:
-    rows = tokens(sum(LENGTHS))
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_of_96_and_one_by_one(
+    decays: bool,
+) -> None:
+    rows = tokens(sum(LENGTHS), rows=decays)
     together, states = ops.gated_delta_rule(*rows, torch.tensor(LENGTHS))
     assert together.numel() > 250_000
     sequences = zip(*(x.split(LENGTHS) for x in (*rows, together)), states.unbind(), strict=True)
@@ -73,10 +78,11 @@ def test_a_cache_gives_the_bits_of_whole_sequences_and_a_new_request_reads_nothi
     assert cache[[0, 2, 4]].isnan().all() and rows_cache[[0, 2, 4]].isnan().all()
 
 
-def test_values_and_gradients_are_those_of_the_recurrence_in_float64() -> None:
+@pytest.mark.parametrize("decays", [False, True])
+def test_values_and_gradients_are_those_of_the_recurrence_in_float64(decays: bool) -> None:
     """More tokens than one chunk of the gradient, chunks of all sizes, a sequence of one token, and one of none."""
     lengths = [135, 1, 32, 17, 15, 0]
-    rows = [x.requires_grad_() for x in tokens(200, torch.float32)]
+    rows = [x.requires_grad_() for x in tokens(200, torch.float32, decays)]
     weight = random(200, 4, 64, seed=9, dtype=torch.float64)
     out = ops.gated_delta_rule(*rows, torch.tensor(lengths))[0]
     exact = [x.detach().double().requires_grad_() for x in rows]

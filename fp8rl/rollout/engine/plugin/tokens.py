@@ -94,8 +94,8 @@ class Paged:
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         held = self._states_of(layer).conv[0]
-        count, channels, rows = held.shape
-        return ops.paged_causal_conv(x, weight, held.view(count, rows, channels), *self.states)
+        rows = held.view(len(held), weight.shape[1] - 1, len(weight))  # whatever order SGLang has
+        return ops.paged_causal_conv(x, weight, rows, *self.states)
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         held = self._states_of(layer).temporal
