@@ -31,8 +31,6 @@ KNOW_A_FAMILY = {
     "fp8rl/numerics/ops/__init__.py": "lists the names of all ops",
     "fp8rl/numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
     "fp8rl/rollout/engine/plugin/state.py": "SGLang's names of its buffers",
-    "fp8rl/models/program.py": "names the ops that a host calls",
-    "fp8rl/rollout/engine/plugin/model.py": "calls these ops over the engine's cache",
     "fp8rl/trainer/modules/host.py": "calls these ops over the trainer's rows",
     "fp8rl/trainer/megatron/patches.py": "the name of a module of Megatron's",
     "fp8rl/rollout/engine/plugin/tokens.py": "attends over keys with and without their values in them",

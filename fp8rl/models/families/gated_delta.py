@@ -132,13 +132,7 @@ IN_PROJ = OpForm(
     takes_rows=True,
 )
 GATES = OpForm(name="delta_gates", shapes="[T, H] -> b and a [T, heads]", compute=_gates)
-CONV = OpForm(
-    name="short_conv",
-    shapes="[T, C] -> [T, C]",
-    across_tokens=True,
-    channels=_of_head,
-    compute=_conv,
-)
+CONV = OpForm(name="short_conv", shapes="[T, C] -> [T, C]", across_tokens=True, channels=_of_head, compute=_conv)
 DELTA = OpForm(
     name="gated_delta",
     shapes="queries, keys and values [T, C], b, a [T, heads] -> [T, heads * value]: `ops.delta_gates`, and the rule",
