@@ -13,14 +13,14 @@ LINES = {
     "rl": 13_968,
     "diagnose": 5_137,
     "cli": 1_740,
-    "tests": 41_352,
+    "tests": 41_525,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 62_721
+WORDS = 62_703
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""
