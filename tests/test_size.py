@@ -13,7 +13,7 @@ LINES = {
     "rl": 13_968,
     "diagnose": 5_137,
     "cli": 1_740,
-    "tests": 41_525,
+    "tests": 41_529,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
