@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8rl.models import Architecture
 from fp8rl.models.architectures import mixtral
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.families import Activations, Family, PartNames, Widths, latent, mlp, norm
+from fp8rl.models.families import Activations, Family, PartNames, Widths, gated_delta, latent, mlp, norm
 from fp8rl.models.families.attention import o_proj
 from fp8rl.models.families.gated_delta import CONV_BYTES, IN_FP32, STATE_BYTES
 from fp8rl.models.program import ADD_NORM, EPS, LINEAR, Host, Op, OpForm, OpSite
@@ -52,10 +52,6 @@ def _in_proj(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[
     return (host.joined([each.unflatten(-1, (-1, own.head_dim)) for each in host.products(site, x, rows)]),)
 
 
-def _conv(host: Host, site: OpSite, qkv: Tensor) -> Sequence[Tensor]:
-    return (host.convolve(site, host.in_rows(qkv), host.tensor(site).flatten(1)),)
-
-
 def _delta(host: Host, site: OpSite, qkv: Tensor, b: Tensor, a: Tensor) -> Sequence[Tensor]:
     """`ops.delta_gates` takes a and b of one shape: each head's b stands for all of its channels."""
     of_head, b, a = _of_head(host.sizes), host.in_rows(b), host.in_rows(a)
@@ -81,7 +77,7 @@ IN_PROJ = OpForm(
     compute=_in_proj,
     takes_rows=True,
 )
-CONV = OpForm(name="kda_conv", shapes="[T, C] -> [T, C]", across_tokens=True, channels=_of_head, compute=_conv)
+CONV = replace(gated_delta.CONV, name="kda_conv", channels=_of_head)
 DELTA = OpForm(
     name="kda",
     shapes="queries, keys and values [T, C], b [T, heads], a [T, heads * D] -> [T, heads * D]: `ops.delta_gates`, and "
