@@ -136,12 +136,12 @@ class LayerHost:
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         return x.unflatten(-1, (-1, sum(widths))).split(list(widths), -1)
 
-    # Attention
-
     def embed(self, site: OpSite, tokens: Tensor) -> Tensor:
         raise NotImplementedError("Megatron's GPTModel has both ends of the model")
 
     logprobs = embed
+
+    # Attention
 
     def rotate(self, q: Tensor, k: Tensor, norms: HeadNorms | None = None) -> tuple[Tensor, Tensor]:
         sizes = self.sizes

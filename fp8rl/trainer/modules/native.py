@@ -11,9 +11,10 @@ from typing import Any
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from torch import Tensor, nn
+from megatron.core.transformer import ModuleSpec
+from torch import Tensor
 
+from fp8rl.trainer.modules import exact
 from fp8rl.trainer.modules.families import LayerModules, with_precision
 from fp8rl.trainer.modules.precision import LayerPrecision
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
@@ -48,13 +49,8 @@ def transformer_engine_modules(precision: LayerPrecision) -> LayerModules:
     )
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(exact.RMSNorm):
     """torch's RMSNorm over the last axis. It is here because Megatron's wrapper refuses sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
-        super().__init__()
-        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
-        self.weight = norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""

@@ -51,7 +51,9 @@ class ProgramLayer(Held):
         self.layer_number = number + 1  # Megatron counts from 1
         rows = [row for row in definition.tensors.rows.values() if row.layer == number and row.adapts is None]
         hold(self, rows, precision)
-        self.tensors_of = {row.op: [own for own in rows if own.op == row.op] for row in rows}
+        self.tensors_of: dict[str, list[TensorRow]] = {}
+        for row in rows:
+            self.tensors_of.setdefault(row.op, []).append(row)
         self.table = definition.tensors
         families = families_of_layer(definition.architecture.families, self.sizes, number)
         ops = [(op, family.part) for family in families for op in family.ops(self.sizes)]
