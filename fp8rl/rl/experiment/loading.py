@@ -188,9 +188,11 @@ def _values(text: str, path: Path) -> dict[str, Any]:
         values = parse_yaml(text)
     except ValueError as error:
         raise user_error(f"spec {path}", str(error), "valid YAML of plain values", "Correct the file.") from error
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+    wrong = [key for key in values if not isinstance(key, str)] if isinstance(values, dict) else [values]
+    if wrong:
+        found = "nothing" if wrong[0] is None else wrong[0]
         raise user_error(
-            f"spec {path}", type(values).__name__, "a mapping of section names", "Start from examples/arithmetic.yaml."
+            f"spec {path}", found, "a mapping of section names", "Start from one that `fp8rl init` has written."
         )
     return values
 

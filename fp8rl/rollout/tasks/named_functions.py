@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import math
 import os
 import struct
@@ -66,6 +67,12 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
             remedy="Correct the name after the colon.",
         )
     found: Callable[..., Any] = call
+    try:
+        inspect.signature(found)
+    except ValueError as error:  # a function written in C may have none
+        raise user_error(
+            key, name, "a function whose parameters Python can tell", "Write a function of yours that calls it."
+        ) from error
     return found
 
 

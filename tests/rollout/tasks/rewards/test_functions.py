@@ -65,6 +65,7 @@ def test_a_function_is_found_and_gets_what_it_asks_for(module: Path, monkeypatch
         ("{}/mine.py:needy", {}, "kwargs give no threshold"),
         ("{}/mine.py:short", {"limits": 3}, "rewards.functions.0.kwargs: found 'limits'"),
         ("format", {}, "kwargs give no pattern"),
+        ("builtins:max", {}, "expected a function whose parameters Python can tell"),
     ],
 )
 def test_what_cannot_be_called_is_refused(module: Path, function: str, kwargs: dict[str, Any], expected: str) -> None:
