@@ -74,7 +74,7 @@ def _trace(model: GPTModel, definition: Model, tokens: Tensor, temperature: floa
 
 @contextmanager
 def _watched(model: GPTModel, definition: Model) -> Iterator[tuple[Written, dict[OpSite, Tensor]]]:
-    """Record the ops' outputs, and the rows that a layer's experts put out, in the forward pass of one sequence."""
+    """Record the outputs of all ops, and the output rows of each layer's experts, in one sequence's forward pass."""
     written: Written = {}
     rows: dict[OpSite, Tensor] = {}
     last: list[Tensor] = []

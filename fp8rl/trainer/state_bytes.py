@@ -66,7 +66,7 @@ def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -
 def state_bytes(
     shape: Shape, config: TrainerSection, numerics: NumericsConfig, storage: Storage, rank: int = 0, base: bool = False
 ) -> dict[str, StateBytes]:
-    """Count the bytes that one rank needs for training `dense` weights (including replicated weights) and `experts`.
+    """Count the bytes that one rank holds for `experts`, and for all other weights, `dense`.
 
     If the shape has adapters, they are trained in place of the weights, and only the weights' parameters and operands
     are held. base: weights are read in the engines' memory (`sync.shared_base`), except for weights that the engines
@@ -81,14 +81,14 @@ def state_bytes(
         if base:
             frozen_ones = _of_stage(shape, config, numerics.trainer_spec, at.pp_rank)
             kept = sum(
-                each.elements * each.count * (FP32_BYTES if each.weight.fp32 else BF16_BYTES)
-                for each in frozen_ones
-                if each.stands_otherwise(config.tp)
+                group.elements * group.count * (FP32_BYTES if group.weight.fp32 else BF16_BYTES)
+                for group in frozen_ones
+                if group.stands_otherwise(config.tp)
             )
             found["dense"] += StateBytes(parameters=kept)
         for buffer in () if base else trained:
-            each = FP32_BYTES if buffer.fp32 else BF16_BYTES
-            frozen = StateBytes(parameters=buffer.elements * each + buffer.scales, operands=buffer.operands)
+            width = FP32_BYTES if buffer.fp32 else BF16_BYTES
+            frozen = StateBytes(parameters=buffer.elements * width + buffer.scales, operands=buffer.operands)
             found["experts" if buffer.experts else "dense"] += frozen
         trained = list(_of_adapters(shape, config, at.pp_rank))
     for buffer in trained:

@@ -27,7 +27,7 @@ ADAPTER, BASE = "adapter", "base"
 JOINED = "joined_heads"
 """The key of `About.extra` for `ModelSizes.joined`, which orders the rows of queries, keys and values; absent: 1."""
 _EXTRA = "_extra_state"
-"""Part of the name of a state for recipes with a history in TransformerEngine's modules. Block scaling has none."""
+"""Part of the names under which TransformerEngine's modules store a recipe's history. Block scaling has no history."""
 
 
 @dataclass(frozen=True)

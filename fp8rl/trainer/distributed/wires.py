@@ -42,7 +42,7 @@ InFp8 = Callable[[], Mapping[nn.Parameter, TensorSpec]]
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent to its data-parallel peers since the start, counted as for a ring."""
+    """Bytes that this rank has sent to its data-parallel peers since the start, as a ring algorithm would send them."""
 
     gradients: int = 0
     """Bytes of gradients: (ranks - 1) parts of a buffer for each sum."""

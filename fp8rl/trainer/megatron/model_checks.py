@@ -60,8 +60,8 @@ def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "roll
 
 @refusing
 def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Iterator[UserError]:
-    """Check `trainer.gradient_wire`, `weight_gather` and `router_bias_rate`. With another wire format, ranks must send
-    something, and the format must fit `spec`. A bias rate needs a model with biases.
+    """Check `trainer.gradient_wire`, `weight_gather` and `router_bias_rate`. A format other than the default needs
+    ranks that send something, and must fit `spec`. A bias rate needs a model with biases.
 
     spec: what the trainer quantizes at the start. Raises UserError.
     """
@@ -200,7 +200,7 @@ def _remedy_of_piece(shape: Shape, tp: int, key: str, piece: str) -> str:
 
 
 def _unshared(shape: Shape, ranks: Ranks) -> str | None:
-    """Return the reason why ranks of this kind cannot share the model; None if they can."""
+    """Return the reason why these ranks cannot split the model; None if they can."""
     found = (family.unshared(shape.sizes).get(ranks) for family, _ in shape.layers_of())
     return next((why for why in found if why), None)
 

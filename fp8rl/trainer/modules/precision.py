@@ -58,7 +58,7 @@ class Adapter:
         return LowRank(self.a, wide, self.config.scale, self.parts)
 
     def term(self, x: Tensor, k_splits: int = 1) -> Tensor | None:
-        """Return the adapter's term, which a product of x adds before rounding; None for a merged adapter."""
+        """Return the adapter's term, which the product of x adds before it rounds; None for a merged adapter."""
         return None if self.merges else ops.low_rank_of(x, self.low_rank, k_splits)
 
     def with_adapter_gradient(self, product: Tensor, x: Tensor, counts: Tensor | None = None) -> Tensor:

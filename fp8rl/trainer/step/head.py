@@ -40,10 +40,10 @@ class Head:
         return out
 
     def local_product(self, hidden: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input and the output of the product with this rank's weight, from input and output of a call.
+        """Return the input and the output of the product with this rank's weight.
 
-        The product's input is all ranks' rows [S * B, H]. Its output, or the output's gradient, is this rank's columns
-        [S * B, N / ranks].
+        hidden, out: the input of a call of the head, and the call's output or its gradient. The product's input has the
+        rows of all ranks [S * B, H]; its output has this rank's columns [S * B, N / ranks].
         """
         ranks = out.shape[-1] // self.weight.shape[0]
         if ranks > 1:

@@ -66,14 +66,14 @@ class Routing:
     """The routers of one model during a pass.
 
     loads: int64 [layers of this stage, E], the number of tokens in this rank's rows that chose each expert, without
-    padding. Of ranks with the same rows only one counts. None: not counted.
+    padding. If several ranks have the same rows, only one of them counts. None: not counted.
     """
 
     def __init__(self, layers: list[LayerRouting], layout: Layout, loads: Tensor | None = None) -> None:
         self._layers, self._layout, self.loads = layers, layout, loads
 
     def begin(self, micro: MicroBatch) -> None:
-        """Set the routes of a micro-batch, before its forward."""
+        """Give the routers the routes of a micro-batch, before its forward pass."""
         if micro.batch.routes is None or not micro.batch.replay:
             return
         # Routers see [S, B] tokens, and under sequence parallelism this rank's part of S.
