@@ -65,7 +65,7 @@ class ConfigFile:
         return user_error(f"{self._key}: {name} in {self._path}", found=found, expected=expected, remedy=remedy)
 
     def architecture(self, known: str = "the name of one") -> str:
-        """Return the first of `architectures`. known: what an error message says that was expected."""
+        """Return the first of `architectures`. known: the expected values, for the error message."""
         found = self._values.get("architectures")
         name = found[0] if isinstance(found, list) and found else found
         if not isinstance(name, str):

@@ -1,7 +1,7 @@
-"""Multimodal checkpoints: a model of text, which is trained, and a tower for pictures, which is kept.
+"""Multimodal checkpoints: a text model, which is trained, and an image encoder (the tower), which is kept unchanged.
 
 Such a checkpoint has another config.json and other names of tensors, and may stack experts. Files are read and written
-in its form; everything else sees only the model of text.
+in its form; all other code sees only the text model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Multimodal:
-    """How a published checkpoint holds a model of text beside a tower for pictures."""
+    """How a published checkpoint holds a text model together with an image encoder."""
 
     name: str
     """The checkpoint's name in `architectures` of config.json."""

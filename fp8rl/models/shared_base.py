@@ -118,7 +118,7 @@ class SharedBase:
     def fused(self, rows: Sequence[TensorRow], stacked: int = 0) -> Tensor | QuantizedTensor:
         """Return consecutive tensors of one parameter of the engine as one tensor [N, ...], which is a view.
 
-        stacked: return [stacked, N, K] of this number of experts, the first of which has these rows.
+        stacked: a number of experts, of which `rows` are the first; return [stacked, N, K]. 0: no experts.
 
         Raises ValueError if the tensors are not consecutive.
         """

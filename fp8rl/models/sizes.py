@@ -75,7 +75,7 @@ class ModelSizes:
     kept_in_layers: tuple[str, ...] = ()
     """Parts of names of such tensors within a layer, from the layer's number on: `.self_attn.indexer.`"""
     tower: str = ""
-    """The checkpoint's architecture if it has a tower for pictures beside this text model. The tower is only kept."""
+    """The checkpoint's architecture if it also has an image encoder (a tower), which nothing here uses; else empty."""
     picture_tokens: tuple[int, ...] = ()
     """The tokens for parts of a picture, in a checkpoint with a tower."""
     draft_layers: int = 0
@@ -169,7 +169,7 @@ def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:
 
 
 def check_groups(config: ConfigFile, experts: int, groups: int, kept: int, top_k: int) -> None:
-    """Refuse groups that experts do not divide into, and fewer experts in the kept ones than a token takes."""
+    """Refuse groups that do not divide the experts, or whose kept groups have fewer experts than a token takes."""
     if experts % groups or (groups > 1 and experts // groups < 2):
         expected = f"a divisor of n_routed_experts = {experts} that leaves two of them or more in a group"
         raise config.refusal("n_group", groups, expected)

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1, Kimi-K2 and Moonlight: latent attention, a sigmoid router, shared experts, dense first layers.
 
 Kimi-K2 (384 experts in one group) and Moonlight-16B-A3B (queries without a narrow row, no YaRN) are the same
-architecture in other sizes. The draft layers behind the last layer (multi-token prediction) are kept as they are.
+architecture in other sizes. The draft layers after the last layer (multi-token prediction) are kept as they are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta rules in three of four layers, gated attention in the fourth, experts in each.
 
-A gate multiplies the output of the shared expert. Norms multiply by 1 + their weight, except the norm behind the rule.
+A gate multiplies the output of the shared expert. Norms multiply by 1 + their weight, except the norm after the rule.
 The draft layer (multi-token prediction, `mtp.`) is kept as it is.
 """
 

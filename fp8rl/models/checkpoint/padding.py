@@ -1,4 +1,4 @@
-"""A model in whole quantization blocks: widths that end within a block are filled up with zeros.
+"""Padding of a model with zeros: every width becomes a multiple of the quantization block.
 
 The zeros change one thing that the model computes: the mean in its norms, whose weights are scaled to undo that.
 Training leaves the zeros at zero, since their gradients are exactly zero: each is a product with an activation or
@@ -165,9 +165,9 @@ def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _check_zeros(name: str, tensor: Tensor, row: TensorRow, key: str) -> None:
-    """Raise UserError if rows behind a tensor's own, or an embedding's columns, are not zero.
+    """Raise UserError unless a tensor is zero in the rows that padding added and, for an embedding, in such columns.
 
-    The columns of a product may have any value, such as a merged adapter's first A: they are multiplied by zeros.
+    Added columns of a product are multiplied by zeros, and may have any value, such as the first A of a merged adapter.
     """
     beyond = [tensor[row.shape[0] :]]
     if tensor.dim() > 1 and row.op == "embed":

@@ -198,7 +198,7 @@ Lowered = BeforeValidator(lambda value: value.lower() if isinstance(value, str) 
 
 
 class _History(BaseModel):
-    """Settings of how an adapter was trained, and of methods that `PeftConfig` refuses: reading ignores them."""
+    """Settings that reading ignores: how an adapter was trained, and details of methods that `PeftConfig` refuses."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -287,12 +287,12 @@ _OTHERWISE = {
     "alora_invocation_tokens": ("plain LoRA, without it", _TRAIN),
     "arrow_config": ("plain LoRA, without it", _TRAIN),
 }
-"""By key: the expected value, and the remedy for another value. For other keys they are plain LoRA, and `MERGE`."""
+"""For a key: the expected value and the remedy. All other keys expect plain LoRA, and have the remedy `MERGE`."""
 
 
 def read_peft_config(directory: Path, key: str) -> PeftConfig:
-    """Read the adapter_config.json of a directory; messages call the directory `key`. Raises UserError if the file is
-    not that of a plain LoRA adapter."""
+    """Read the adapter_config.json of a directory; messages call the directory `key`. Raises UserError if the file
+    does not describe a plain LoRA adapter."""
     path = directory / CONFIG
     values = read_json(path, key, f"the {CONFIG} of PEFT", _RESTORE)
     given = {name: value for name, value in values.items() if value is not None}  # null: not set
@@ -322,7 +322,7 @@ def _config_refusal(key: str, path: Path, name: str, given: dict[str, Any]) -> U
 
 
 def _of_changed_base(name: str) -> str:
-    """Return the remedy for an initialization that changed the weights. When PEFT merges, it repeats some of these."""
+    """Return the remedy for an initialization that changed the weights. PEFT repeats some of them when it merges."""
     if name in ("pissa", "olora"):
         return f"{_CONVERT}, or merge it into its model (merge_and_unload), and start from that model."
     return f"{_CONVERT}." if name in ("corda", "lora_ga") or name.startswith("pissa") else MERGE

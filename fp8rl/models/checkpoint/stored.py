@@ -1,9 +1,9 @@
 """Tensors of safetensors files by the names of a model's table, whatever form they are stored in.
 
-A checkpoint such as DeepSeek-V3's has a weight's codes under its name, and beside them FP32 scales, one for each
-block of 128 x 128, under the name with `_scale_inv` behind it, perhaps in another file. Both sides start from codes
-times scales in BF16, and quantize these weights anew by the run's quantization spec. A code times a power of two is a
-BF16 number; any other product is rounded to one.
+A checkpoint such as DeepSeek-V3's has the FP8 codes of a weight under the weight's name, and FP32 scales, one for each
+block of 128 x 128, under this name + `_scale_inv`, perhaps in another file. Trainer and engines start from codes times
+scales in BF16, and quantize these weights anew by the run's quantization spec. A code times a power of two is a BF16
+number; any other product is rounded to one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CODES = "F8_E4M3"
 class WeightFiles:
     """The tensors of safetensors files by name, whichever file they are in. Files stay open while this object exists.
 
-    multimodal: how the files hold the model beside a tower; None: they hold the model alone, by the names of its table.
+    multimodal: how the files hold the model and an image encoder; None: they hold only the model, by its table's names.
 
     Raises:
         UserError: from the constructor, for a file that is missing or broken; the message calls the file `key`.

@@ -85,7 +85,7 @@ def _of_head(sizes: ModelSizes) -> tuple[int, int, int]:
 
 
 def _in_proj(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-    """The channels of a rank's heads, in the host's order, and z."""
+    """Return the convolution's channels, in the host's order, and z, both of this rank's heads."""
     own, found = host.sizes.of(GatedDelta), host.products(site, x, rows)
     if len(found) == 2:
         return found
@@ -226,7 +226,7 @@ def _widths(sizes: ModelSizes) -> Widths:
 
 
 def _widths_apart(sizes: ModelSizes) -> Widths:
-    """Return the widths. Heads are reordered for Megatron, which only whole blocks allow."""
+    """Return the widths. Heads are reordered for Megatron, so each must be whole blocks."""
     own = sizes.of(GatedDelta)
     values = "linear_value_head_dim * linear_num_value_heads / linear_num_key_heads"
     return Widths({"linear_key_head_dim": own.key_dim, values: own.shares * own.value_dim})

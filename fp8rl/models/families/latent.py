@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), whose queries, keys and values come from narrow rows."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values come from narrow vectors."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fp8rl.numerics import ops
 
 
 def _router(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
-    """A router's weight is BF16 in the checkpoint, and held in FP32 by some engines."""
+    """Return a router's logits. Some engines hold its weight in FP32, though the checkpoint has it in BF16."""
     return (ops.linear_partial(x, host.tensor(site).to(x.dtype)),)
 
 

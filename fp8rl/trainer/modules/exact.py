@@ -305,8 +305,7 @@ class PlainColumnLinear(ColumnParallelLinear):
 
 
 class _MergeOverRanks(torch.autograd.Function):
-    """Exchanges FP32 partial sums. Each rank adds all ranks' partial sums for its part of the sequence in rank order,
-    then `plus`, an adapter's term for this part."""
+    """Exchanges FP32 partial sums. Each rank adds those for its part of the sequence in rank order, then `plus`."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, plus: Tensor | None, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:

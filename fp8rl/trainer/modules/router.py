@@ -97,8 +97,7 @@ class _Reordered(torch.autograd.Function):
 
 
 class OneExpertRouter(TopKRouter):
-    """A router that renormalises over one expert per token. As in the engine, the expert's probability is 1, or the
-    factor of a sigmoid router, whatever its logit is.
+    """A router that renormalises over one expert per token: the probability is 1, or a sigmoid router's factor.
 
     With one expert, Megatron requires a softmax over all experts (`moe_router_pre_softmax`) and does not renormalise
     the probability. Nor does it renormalise the sigmoid of one expert.
