@@ -109,7 +109,7 @@ _OURS = "fp8rl.numerics.kernels."
 
 @dataclass(frozen=True)
 class NoDevice:
-    """A driver that answers Triton's questions before a launch for a GPU which this machine does not have."""
+    """A driver that describes a GPU to Triton, before a launch, although this machine does not have the GPU."""
 
     capability: tuple[int, int] = (9, 0)
 
@@ -150,7 +150,7 @@ class Variant:
 
 
 def described(kernel: str, data: str) -> Variant:
-    """Keep of Triton's `specialization_data` what depends neither on the GPU nor on the machine."""
+    """Return the part of Triton's `specialization_data` that depends neither on the GPU nor on the machine."""
     values = json.loads(data)
     default = make_backend(GPUTarget(**values["target"])).parse_options({}).__dict__
     default = json.loads(json.dumps(default))

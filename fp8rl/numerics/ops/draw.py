@@ -1,4 +1,4 @@
-"""The draw of a token from its logits: a function of what is sampled, and of nothing else."""
+"""The draw of a token: a function of its logits, temperature, seed and position, and of nothing else."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def _parts(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
 
 
 def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Compute the rule of whole rows in chunks of tokens: not the bits of the recurrence, but its derivative.
+    """Compute the rule in chunks of tokens, to differentiate it. The result has not the bits of the recurrence.
 
     q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads], or g [B, S, heads,
     K]; S a multiple of `chunk`. Padding is zeros behind a row. Returns [B, S, heads, V], FP32 or the wider dtype.
@@ -226,7 +226,7 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: 
     between = steps.masked_fill(pairs.triu(1)[..., None], -torch.inf).exp()
 
     def decayed(x: Tensor) -> Tensor:
-        """Products of x with the keys up to it, which have decayed since."""
+        """Return the products of each row of x with the earlier keys of its chunk, decayed since their tokens."""
         if between.shape[-1] == 1:
             return (x @ k.transpose(-1, -2)) * between[..., 0]
         return (x[..., :, None, :] * k[..., None, :, :] * between).sum(-1)

@@ -183,7 +183,7 @@ def group_of_rows(counts: Sequence[int]) -> Tensor:
 
 
 def _span_product(rows: Tensor, start: int, stop: int, weight: Tensor, plus: Tensor | None, out: Tensor) -> None:
-    """Fill rows start to stop of `out`. A short span borrows neighbouring rows, which are dropped; none is padded."""
+    """Fill rows start to stop of `out`. A short span is computed with neighbouring rows, whose results are dropped."""
     if (
         stop - start >= FEWEST_ROWS
         and rows.dtype == weight.dtype == out.dtype

@@ -125,8 +125,8 @@ def head_product(
     """Compute `head_linear` without a gradient."""
     right = _matrices(weight, operand, x.shape[1], first, count, transposed)
     more = [None] * len(right) if plus is None else plus.unbind(1)
-    each = zip(x.unbind(1), right, more, strict=True)
-    return torch.stack([product(part.contiguous(), w.contiguous(), x.dtype, d) for part, w, d in each], 1)
+    heads = zip(x.unbind(1), right, more, strict=True)
+    return torch.stack([product(part.contiguous(), w.contiguous(), x.dtype, d) for part, w, d in heads], 1)
 
 
 def _matrices(weight: Tensor, operand: Any, heads: int, first: int, count: int, transposed: bool) -> Tensor:
