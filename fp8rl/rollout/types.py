@@ -26,7 +26,7 @@ class EngineDiedError(EngineError):
 
 
 class StaleWeightsError(EngineError):
-    """Tokens were sampled at other weights than the trainer expects."""
+    """Tokens were sampled by other weights than the trainer expects."""
 
 
 class HandshakeError(EngineError):
@@ -100,7 +100,7 @@ class Group:
 
     prompt: Prompt
     seeds: tuple[int, ...]
-    """One for each answer, from `numerics.sampling.answer_seed`; greedy answers ignore it, retries keep it."""
+    """The seed of each answer, from `numerics.sampling.answer_seed`. A retry keeps it; greedy answers ignore it."""
 
 
 def some_or_all(top_k: int) -> int:
@@ -200,11 +200,11 @@ class Trajectory:
     environment_spans: tuple[tuple[int, int], ...] = ()
     """Spans of `token_ids`, (begin, end) in order, that an environment wrote; the model has sampled the others."""
     stopped: bool = True
-    """For a finished answer: its last token is a stop token."""
+    """Whether a finished answer ends with a stop token."""
     outcome: dict[str, float] = field(default_factory=dict)
-    """The result of its environment."""
+    """The result of the answer's environment."""
     failed: bool = False
-    """Its environment failed, so that nothing can be learnt from it."""
+    """Whether the answer's environment failed, so that the answer cannot be trained on."""
     branch: int = 0
     """The number of this row among the rows of one conversation; row 0 is the row that ended the conversation."""
     supports: KeptTokens | None = field(default=None, repr=False)

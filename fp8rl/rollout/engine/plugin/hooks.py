@@ -45,7 +45,7 @@ def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 
 def _exact(cuda: bool) -> Iterator[Hook]:
-    """Exact mode puts one model in the place of all of SGLang's, and its own draws into SGLang's sampler."""
+    """Return exact mode's hooks: one model replaces all of SGLang's models, and seeded draws replace the sampler's."""
     yield Hook(
         "model_loader.utils.get_model_architecture", "replace", model.program_of_any_architecture, "model_config"
     )
@@ -81,9 +81,9 @@ _ROPE_CPU = "head_size rotary_dim max_position base is_neox_style rope_scaling d
 
 
 def _native(numerics: NumericsConfig, cuda: bool) -> Iterator[Hook]:
-    """Native mode replaces the draw. In an FP8 engine it replaces the products on a CPU, and on a GPU the quantizer of
-    activations, unless the spec has FP32 scales for them, as SGLang does. It corrects what SGLang gets wrong about a
-    model."""
+    """Return native mode's hooks, which replace the draw. In an FP8 engine they replace the products on a CPU, and on a
+    GPU the quantizer of activations, unless the spec has FP32 scales for activations, as SGLang does. Further hooks
+    correct errors of SGLang in single models."""
     yield Hook(
         "layers.sampler.Sampler._sample_from_probs",
         "around",

@@ -1,4 +1,4 @@
-"""Hooks on the events of an engine's life: its model is loaded, weights are updated, it sleeps, its owner calls."""
+"""Hooks on events in an engine: its model is loaded, weights are updated, it sleeps, its owner calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Held, Memory
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`ModelRunner.load_model`, then `after_load_model`. An engine that waits for a base loads placeholders."""
+    """`ModelRunner.load_model`, then `after_load_model`. An engine that waits for a shared base loads placeholders."""
     waits = state().waits
     if waits and (found := self.server_args.load_format) != "dummy":
         raise RuntimeError(
@@ -41,7 +41,7 @@ def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def after_load_model(self: Any) -> None:
-    """Choose how the ops run, and take charge of the weights that a `ModelRunner` has loaded."""
+    """Choose the implementation of the ops, and attach `ServedWeights` to the model that a `ModelRunner` has loaded."""
     current = state()
     device = next(self.model.parameters()).device
     current.implementation = choose(device, current.numerics.spec)
@@ -82,7 +82,7 @@ def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def before_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Before `ModelRunner.forward`, check that the weights are committed (a CUDA graph does not); mark adapted rows."""
+    """Before `ModelRunner.forward`, check that weights are committed, as CUDA graphs do not, and mark adapted rows."""
     state().weights.check()
     if (rows := state().weights.adapted_rows) is not None:
         rows.take(forward_batch)
@@ -94,8 +94,8 @@ def before_update(*args: Any, **kwargs: Any) -> None:
 
 
 def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`WeightUpdater.update_weights_from_tensor`, and wait until the copies out of the sender's bucket are done: SGLang
-    answers once it has launched them, and after the answer the sender fills the bucket again."""
+    """`WeightUpdater.update_weights_from_tensor`, then wait until all copies from the sender's bucket are done. SGLang
+    itself answers once it has launched the copies, and after the answer the sender fills the bucket again."""
     before_update()
     try:
         return original(self, *args, **kwargs)
@@ -150,7 +150,7 @@ def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int,
 
 
 def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """`SchedulerWeightUpdaterManager.release_memory_occupation` of a paused engine. Released memory is left out.
+    """`SchedulerWeightUpdaterManager.release_memory_occupation` of a paused engine, for memory not released yet.
 
     SGLang's own fails if any request waits. Here a request without a KV cache may wait: its prefix is prefilled once
     the engine wakes.
@@ -178,10 +178,10 @@ def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
 
 
 def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """`SchedulerWeightUpdaterManager.resume_memory_occupation`. Memory that was not released is left out.
+    """`SchedulerWeightUpdaterManager.resume_memory_occupation`, for memory that was released.
 
-    The cache begins with zeros, as when the engine starts. A masked key counts nothing only if it is finite, and the
-    rows that pad a CUDA graph's batch must name slots that exist.
+    The cache is filled with zeros, as at the engine's start: a masked key counts as nothing only if it is finite, and
+    the rows that pad a CUDA graph's batch must name slots that exist.
     """
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
@@ -272,10 +272,10 @@ def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = Tr
 
 
 def process_input_requests(result: None, self: Any, recv_reqs: list[Any]) -> None:
-    """`Scheduler.process_input_requests`: a paused scheduler prepares the weights that have come, and then waits for
-    the next message instead of burning a core.
+    """`Scheduler.process_input_requests`: a paused scheduler prepares the weights that have arrived, and then sleeps
+    until the next message instead of using a whole core.
 
-    It waits only where the server was started with `--sleep-on-idle`, as on a CPU; elsewhere that call does nothing.
+    It sleeps only if the server was started with `--sleep-on-idle`, as on a CPU; otherwise that call does nothing.
     """
     if self._engine_paused and not recv_reqs:
         state().weights.prepare()
@@ -292,4 +292,4 @@ CALLS: dict[str, Callable[..., Any]] = {
     "memory": memory,
     "ping": lambda runner: state().weights.version,
 }
-"""What an engine's owner can have its plugin do: functions of SGLang's ModelRunner and of the call's arguments."""
+"""The calls that an engine's owner can make: functions of SGLang's ModelRunner and of the call's arguments."""

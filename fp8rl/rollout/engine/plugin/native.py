@@ -25,12 +25,12 @@ SGLANGS = TensorSpec(scale="fp32")
 
 
 def never(*args: Any, **kwargs: Any) -> bool:
-    """Answer no to a question of SGLang's, as whether a model has sparse attention."""
+    """Return False in place of a check of SGLang's, such as whether a model has sparse attention."""
     return False
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Leave out what SGLang does at a hook."""
+    """Do nothing in place of a function of SGLang's."""
 
 
 def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -62,8 +62,8 @@ def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> 
 def fp8_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """`fused_moe_native.moe_forward_native`, which SGLang runs in BF16 on a CPU, with FP8 products.
 
-    SiLU and its product with the up half are rounded one after the other, and the router's weights multiply the
-    second product's output; both are SGLang's.
+    As in SGLang, SiLU is rounded before it is multiplied with the up half, and the router's weights multiply the second
+    product's output.
     """
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput

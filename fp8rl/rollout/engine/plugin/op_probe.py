@@ -82,7 +82,7 @@ def run_op(host: EngineHost, site: OpSite, read: Read) -> tuple[Tensor, ...]:
 
 
 def each_expert(host: EngineHost, site: OpSite, read: Read) -> Tensor:
-    """Return the output of each of a token's experts, [T, k, H]: all others' probabilities are zero."""
+    """Return each expert's output for its tokens, [T, k, H]: the op runs with all other probabilities at zero."""
     x, probs, chosen = read[:3]
     assert x is not None and probs is not None and chosen is not None
     weights, alone = probs.gather(1, chosen), torch.eye(chosen.shape[1], device=x.device)

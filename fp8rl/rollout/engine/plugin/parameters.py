@@ -78,8 +78,7 @@ def _split(
             yield rank.label(row.name + suffix, row), held, part
 
 
-# Adapters: SGLang knows none of them, so they stand beside its fused parameters, and our loader takes what is sent of
-# them.
+# Adapters. SGLang does not know them: they are parameters in addition to its own, and our loader fills them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ class ServedAdapter:
     b: nn.Parameter
     """`a` and `b` are the parameters into which the adapter's tensors are loaded."""
     fused: Fused | None
-    """Which of the weight's rows the rows of `b` are for; None: each row is for the weight's row of the same index."""
+    """The rows of the weight to which the rows of `b` belong; None: each belongs to the row of the same index."""
     low_rank: LowRank
     """The adapter as products take it. Its `b` keeps its address, which CUDA graphs read."""
 
@@ -112,7 +111,7 @@ class AdaptedRows:
         """bool [most], the rows of the pass first. It keeps its address, which CUDA graphs read."""
 
     def take(self, batch: Any) -> None:
-        """Mark the rows of SGLang's ForwardBatch: a request has one in a decode step, else one for each new token."""
+        """Mark the rows of a ForwardBatch: each request has one row in a decode step, else a row for each new token."""
         rows = torch.tensor([name is None for name in batch.lora_ids], dtype=torch.bool).to(self.mask.device)
         if not batch.forward_mode.is_decode_or_idle():
             rows = rows.repeat_interleave(batch.extend_seq_lens, output_size=len(batch.input_ids))
@@ -139,8 +138,8 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
 
 
 def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[TensorRow]]:
-    """Yield, for each of the engine's parameters with an adapter, its tensors of the checkpoint, in their order there.
-    Of stacked experts these are the first expert's tensors."""
+    """Yield for each of the engine's parameters with an adapter the checkpoint's tensors in it, in order. A stack of
+    experts stands for the tensors of its first expert."""
     for by_index in definition.tensors.in_engine.values():
         rows = next(iter(by_index.values()))
         if any(config.adapts(row) for row in rows):
@@ -148,7 +147,7 @@ def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[Ten
 
 
 def _fused(counts: Sequence[int], own: Sequence[bool], rank: int) -> Fused:
-    """counts: each tensor's number of rows in the parameter. own: whether each tensor has an adapter."""
+    """Map the rows of B to a parameter. counts: the rows of each tensor in it. own: whether each has an adapter."""
     number = torch.tensor([sum(own[:i]) if adapted else -1 for i, adapted in enumerate(own)])
     part = number.repeat_interleave(torch.tensor(counts))
     rows = (part >= 0).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Seeded draws in place of SGLang's, and log-probabilities by the trainer's op.
+"""Seeded draws in place of SGLang's draws, and log-probabilities by the op that the trainer uses.
 
 A token is a function of its answer's seed, its position and its logits.
 """
@@ -114,9 +114,9 @@ def of_samples(
     token_ids_logprobs: list[list[int] | None],
     positions: Tensor,
 ) -> Tensor:
-    """`Sampler.forward`: draws a token for each row of logits [B, V], and writes log-probabilities beside them.
+    """`Sampler.forward`: draws a token for each row of logits [B, V], and returns log-probabilities with the tokens.
 
-    All are of the distribution that is drawn from, without what top-p, top-k and min-p leave out.
+    They belong to the distribution that is drawn from, without the tokens that top-p, top-k and min-p leave out.
     """
     logits = narrowed(logits_output.next_token_logits, sampling_info)
     tokens = draw_from_logits(logits, sampling_info, positions)

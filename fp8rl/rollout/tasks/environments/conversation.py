@@ -65,10 +65,10 @@ class _Talk:
 
 
 class Conversation:
-    """One answer while it is sampled. An environment controls it.
+    """One answer while it is sampled. An environment controls the conversation by these methods.
 
-    problem: the question at its beginning, and the data's answer. sampling: its sampling parameters. tokenizer: the
-    tokenizer of its texts.
+    problem: the question with which the conversation begins, and the reference answer. sampling: the sampling
+    parameters. tokenizer: the tokenizer of all texts.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Conversation:
         timeout_s: float,
         longest: int | None = None,
     ) -> None:
-        """seed: of all draws; each also depends on its position. sampling: `max_new_tokens` bounds everything after the
-        prompt. timeout_s: the longest time between two turns of the model. longest: the most tokens of a row; None:
-        the length of the prompt plus `max_new_tokens`."""
+        """seed: the seed of all draws; each draw also depends on its position. sampling: `max_new_tokens` limits all
+        tokens after the prompt. timeout_s: the longest time between two turns of the model. longest: the most tokens of
+        a row; None: the length of the prompt plus `max_new_tokens`."""
         self.problem: Problem = prompt.problem
         self.sampling, self._sampler = sampling, sampler
         self.tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, longest

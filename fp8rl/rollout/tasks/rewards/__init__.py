@@ -113,7 +113,7 @@ class RewardFunction:
         return {name: offered[name] for name in self.asks}
 
     def __call__(self, offered: Mapping[str, Any]) -> Any:
-        """Call the function with its part of what is offered."""
+        """Call the function with the arguments that it asks for, and with its `kwargs`."""
         return self.call(**self.asked(offered), **self.config.kwargs)
 
     def parts(self, returned: Any, answers: int) -> list[Numbers]:

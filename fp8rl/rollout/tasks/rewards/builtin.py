@@ -75,7 +75,7 @@ def environment(answer: str, outcome: Mapping[str, float], part: str = "reward")
     """Return the number `part` of the environment's result (a number without a name is `reward`).
 
     The reward is 0 if the answer's tokens ran out, so that the environment returned nothing. Raises ReturnError if the
-    environment returned other numbers alone.
+    environment returned only other numbers.
     """
     if part not in outcome and outcome:
         raise ReturnError(f"found an environment that returned {', '.join(outcome)}, expected {part} (kwargs.part)")
