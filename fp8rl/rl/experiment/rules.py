@@ -110,7 +110,7 @@ def _adapter(e: Experiment) -> Iterator[UserError]:
 
 
 def _private_base(e: Experiment) -> str | None:
-    """Return why engines cannot read frozen weights where the trainer has them; None: they can."""
+    """Return why engines cannot read frozen weights in the trainer's memory; None: they can."""
     if e.adapter is None or e.adapter.mode == "merged":
         return "no frozen weights are served: there is no adapter, or it is merged into them"
     numerics = e.numerics_config()

@@ -54,7 +54,7 @@ class MemoryClass:
     leaves: bool = False
     """The trainer frees these bytes while engines work, if the two take turns."""
     on_host: bool = False
-    """Bytes that leave are kept in the host's memory meanwhile; otherwise they are discarded."""
+    """True if bytes that leave are kept in the host's memory meanwhile; otherwise they are discarded."""
     stays: bool = False
     """A sleeping engine keeps these bytes."""
 
@@ -80,10 +80,10 @@ class Memory:
     @property
     def held(self) -> dict[str, Mapping[Phase, float]]:
         """Bytes in each phase, by class. Classes without bytes are left out."""
-        return {each.name: each.bytes for each in self.classes if any(each.bytes.values())}
+        return {kind.name: kind.bytes for kind in self.classes if any(kind.bytes.values())}
 
     def in_phase(self, phase: Phase) -> float:
-        return sum(each.bytes.get(phase, 0.0) for each in self.classes)
+        return sum(kind.bytes.get(phase, 0.0) for kind in self.classes)
 
     @property
     def peak(self) -> float:
@@ -93,7 +93,7 @@ class Memory:
     @property
     def always(self) -> float:
         """Bytes that are held in every phase."""
-        return sum(min(each.bytes.get(phase, 0.0) for phase in PHASES) for each in self.classes)
+        return sum(min(kind.bytes.get(phase, 0.0) for phase in PHASES) for kind in self.classes)
 
 
 def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
@@ -102,7 +102,7 @@ def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
 
 
 def fullest_rank(job: Job) -> int:
-    """Return the fullest trainer rank: in the stage with the most bytes, the rank of the first replica, whose shares
+    """Return the fullest trainer rank. It is in the stage with the most bytes, and in the first replica, whose shares
     are rounded up."""
     stages = [stage * job.layout.stage_size for stage in range(job.layout.pp)]
     return max(stages, key=lambda rank: Memory(rank, _trainer(job, rank)).peak)
@@ -179,8 +179,8 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
 
 
 def logit_bytes(job: Job, tokens: int | None = None) -> float:
-    """6 bytes for each logit of a micro-batch, over the whole vocabulary; or of a chunk, plus the head weight's
-    gradient, which is added up in FP32. Tensor parallelism shares only this gradient."""
+    """Return 6 bytes for each logit of a micro-batch, over the whole vocabulary. With chunks: of one chunk, plus the
+    head weight's FP32 gradient, which is the only part that tensor-parallel ranks split."""
     sizes, mine = job.shape.sizes, (tokens or job.micro_batch) / job.layout.cp
     chunk = job.layout.head_chunk_tokens
     total = 4.0 * sizes.vocab_size * sizes.hidden_size / job.layout.tp if mine > chunk else 0.0
@@ -188,8 +188,8 @@ def logit_bytes(job: Job, tokens: int | None = None) -> float:
 
 
 def _of_layer(job: Job, layer: int) -> tuple[float, float]:
-    """Return the bytes per token of a layer's activations: kept until the layer's backward, and recomputed in it. The
-    shared kernels keep inputs in BF16, and quantize them again."""
+    """Return the bytes per token of a layer's activations that are kept until its backward pass, and that are
+    recomputed in it. The shared kernels keep inputs in BF16, and quantize them again."""
     sizes, kept = job.shape.sizes, job.shape.activations(layer)
     attention, mlp = (job.shape.activations(layer, part).bf16 for part in ("attention", "mlp"))
     quantized = job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized
@@ -258,7 +258,7 @@ _STATE: tuple[tuple[str, Kind, bool, bool], ...] = (
 
 def _placeholders(job: Job) -> int:
     """Bytes of placeholders until the first sync is over: on each side, all parameters share the memory of the largest
-    one until they are read from the base (`numerics.core.memory`)."""
+    parameter until they are read from the shared base (`numerics.core.memory`)."""
     spec, weights = job.numerics.rollout_spec, job.shape.weights
     trainers = max(weight.size * weight.copies // _ranks(job, weight) * BF16_BYTES for weight in weights)
     engines = max(
@@ -270,8 +270,8 @@ def _placeholders(job: Job) -> int:
 
 
 def _operands_of_a_call(job: Job) -> int:
-    """Bytes that the backward of the largest frozen weight makes of its codes and then frees (`numerics.weight_cache`):
-    their transpose; or if it computes in BF16, the dequantized weight and its transpose."""
+    """Bytes that the backward pass makes from the codes of the largest frozen weight, and then frees: their transpose
+    or, if it computes in BF16, the dequantized weight and its transpose (`numerics.weight_cache`)."""
     spec = job.numerics.trainer_spec
     each = 1 if job.numerics.trainer == "fp8" else 2 * spec.weight.dequantized_dtype.itemsize
     quantized = (weight for weight in job.shape.weights if job.shape.quantized_layers(weight, spec))

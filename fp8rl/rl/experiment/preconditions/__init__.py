@@ -40,7 +40,7 @@ __all__ = ["check", "read_model"]
 def check(experiment: Experiment, say: Callable[[str], object] = lambda text: None) -> Model:
     """Check the spec against its model, its data and this machine; return the model that was read.
 
-    say: is told remarks that the user should know and need not act on.
+    say: prints remarks for the user, who need not act on them.
 
     Raises:
         UserError: for the first rule that the run breaks.

@@ -38,7 +38,7 @@ def check_data(
 ) -> None:
     """Read each source and check its problems; in a very large source, a sample of them.
 
-    say: is told remarks that the user need not act on. pictures: tokens that stand for a part of a picture.
+    say: prints remarks for the user, who need not act on them. pictures: tokens that stand for a part of a picture.
 
     Raises:
         UserError: a source is missing or empty, or one of its problems (named by number) cannot be used.
@@ -116,7 +116,7 @@ def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
 
 
 def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | None:
-    """Return a remark on the first answer that the tokenizer changes when it encodes and decodes it; None if none."""
+    """Return a remark on the first answer that changes when it is encoded and decoded; None: no answer changes."""
     for index in range(min(DECODED, len(problems))):
         answer = problems[index].answer
         if len(answer) > _LONG:
@@ -160,8 +160,8 @@ class _HeldOut:
 class _Check:
     """Checks the problems of a source one at a time.
 
-    after: tokens that must have room after a prompt. rewards: those that the reference answers must fit; None: the
-    answers are trained on.
+    after: number of tokens for which there must be room after a prompt. rewards: the reference answers must fit them;
+    None: the answers themselves are trained on.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class _Check:
                 )
 
     def _check_pictures(self, problem: Problem, name: str) -> None:
-        """Refuse tokens of pictures: their positions are a picture's rows and columns, which no side computes."""
+        """Refuse tokens of pictures: their positions are rows and columns of a picture, which are not implemented."""
         texts = [str(message["content"]) for message in problem.conversation]
         if found := [token for token in self._pictures if any(token in text for text in texts)]:
             raise user_error(

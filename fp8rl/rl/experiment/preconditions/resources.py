@@ -28,7 +28,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 8 * 2**20
 """Where processes share memory, and the most bytes that an engine keeps there besides the buckets of a sync."""
 RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
-"""Memory that a trainer rank, or an engine, takes for itself alone before it has a model (measured)."""
+"""Bytes that the process of a trainer rank, or of an engine, takes before it has a model (measured)."""
 
 
 def kv_cache_bytes(shape: Shape, engines: RolloutSection, each: int) -> int:
@@ -98,8 +98,8 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
 
 
 def _check_processes(shape: Shape, experiment: Experiment, states: list[int], weights: int) -> int:
-    """Return the bytes that all processes leave free. states: bytes of a rank, by stage. weights: bytes of an engine's
-    weights."""
+    """Return the bytes of memory that are left beyond all processes. states: bytes of a rank, by stage. weights: bytes
+    of an engine's weights."""
     ranks, rollout = experiment.trainer.world_size, experiment.rollout
     engines = len(experiment.engine_ranks)
     available = available_memory()
@@ -148,8 +148,8 @@ def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
 
 
 def _on_the_host(job: Job, stage: int) -> int:
-    """Bytes of host memory that a rank with a GPU takes. If Adam runs on the host: FP32 masters, two moments and
-    gradients. If trainer and engines take turns: also the bytes that the rank moves to the host."""
+    """Return the bytes of host memory that a rank with a GPU takes: if Adam runs on the host, FP32 masters, two moments
+    and gradients; if trainer and engines take turns, also the bytes that the rank moves to the host."""
     layout = job.layout.model_copy(update={"optimizer": OptimizerSection()})
     rank = stage * layout.stage_size
     turns = int(moved_bytes(job, rank)) if job.sleep else 0
@@ -179,7 +179,7 @@ def available_memory() -> int:
 
 
 def _own_cgroups() -> list[Path]:
-    """The control groups of this process, from its own up to the root; in a container only the root is visible."""
+    """Return the control groups of this process, from its own up to the root; a container shows only the root."""
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:
@@ -195,8 +195,8 @@ def _own_cgroups() -> list[Path]:
 
 
 def _left_in(group: Path) -> int:
-    """Return a control group's limit less its bytes in use. File pages not read lately are not in use: the kernel frees
-    them."""
+    """Return a control group's limit minus its bytes in use. Pages of files that were not read lately do not count: the
+    kernel can free them."""
     limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
     usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return max(0, limit - used + int(usage.get("inactive_file", 0)))

@@ -44,10 +44,10 @@ class Target:
     capability: tuple[int, int] | None = None
     """Compute capability of the GPUs; None: not known."""
     expandable_segments: str | None = None
-    """The setting of torch's allocator there that asks for expandable segments; None: it does not."""
+    """The setting of torch's allocator there that turns on expandable segments; None: they are off."""
     other_compilers: str | None = None
-    """CUDA's compilers there (or `none`), if all are of other releases than torch is built for. None: one is of that
-    release."""
+    """CUDA's compilers there (or `none`), if all are of other releases than torch is built for. None: one compiler fits
+    torch."""
     known: bool = True
     """False for the machines of a cluster that is not ours, which are checked when the run is placed on them."""
 
@@ -95,7 +95,7 @@ def check_model_layout(shape: Shape, experiment: Experiment) -> None:
 
 
 def engine_ranks(e: Experiment, gpus: bool) -> Iterator[UserError]:
-    """Refuse exact engines of several ranks on GPUs, where none has run yet, and native ones on CPUs."""
+    """Refuse engines of several ranks in exact mode on GPUs, where none has run yet, and in native mode on CPUs."""
     mode = e.numerics.mode
     for key, width in (("rollout.tp", e.rollout.tp), ("teacher.tp", 1 if e.teacher is None else e.teacher.tp)):
         if width > 1 and (mode == "exact") is gpus:
@@ -114,7 +114,7 @@ def shared_memory_refusals(target: Target) -> Iterator[UserError]:
 
 
 def _deepgemm(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
-    """Check that DeepGEMM can run. Whether its bits are equal is checked later, where it runs."""
+    """Check that DeepGEMM can run. Each process compares its bits with our kernels' later."""
     asked = e.numerics.mode == "exact" and e.numerics.deepgemm and target.known
     if asked and (lacks := deepgemm_lacks(target.capability, target.deepgemm)):
         remedy = "Set numerics.deepgemm=false: products run on our kernels, with the same results."
