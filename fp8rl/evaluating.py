@@ -144,7 +144,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
 
 
 def _check_keys(subject: Path, overrides: Sequence[str]) -> None:
-    """Refuse overrides of the keys that the first argument decides: of the model and its adapters."""
+    """Refuse overrides of keys about the model and its adapters, which the first argument decides."""
     free = () if os.path.isfile(subject / "spec.yaml") else ("model.architecture",)
     for override in overrides:
         key = override.partition("=")[0]

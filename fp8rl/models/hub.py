@@ -117,7 +117,7 @@ def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
 def _snapshot(
     path: str, kind: Kind, pinned: str, limits: Limits, wanted: list[str] | None, unwanted: list[str] | None = None
 ) -> Path:
-    """Return the folder of a commit with its files that match the patterns; without a network, those in the cache."""
+    """Return the folder of a commit with the files that match the patterns; without a network, with cached files."""
     import httpx
     from huggingface_hub import HfApi, constants, errors, snapshot_download
     from huggingface_hub._tree_cache import read_tree_cache

@@ -1,6 +1,6 @@
 """Size and cost of a model: sums over the rows of its tensors and over its families, without reading a weight.
 
-Of consecutive equal layers only one is looked at, so that a model of tens of thousands of tensors takes a moment.
+Equal layers in a row are computed once, so that a model of tens of thousands of tensors takes only a moment.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Shape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """The number of weights that one token is multiplied with: those of the output projection count, those of the
-        embedding do not."""
+        """The number of weights that one token is multiplied with. The output projection counts, the embedding does
+        not."""
         return sum(w.size * w.taken * (len(w.layers) if w.in_layers else 1) for w in self.weights)
 
     @cached_property

@@ -1,7 +1,7 @@
 """The shared base: a quantized model's tensors in one piece of memory, in the layout of the engine's parameters.
 
 A trainer that does not change these tensors and the engines of the same machine read the same bytes. Each side's
-parameters are views of the base. Where the trainer has rows in another order, it is told the order.
+parameters are views of the base. If the trainer needs rows in another order, it gets the order too.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class ModelSizes:
     picture_tokens: tuple[int, ...] = ()
     """The tokens for parts of a picture, in a checkpoint with a tower."""
     draft_layers: int = 0
-    """Number of layers behind the last one that predict further tokens. Nothing here trains or serves them."""
+    """Number of layers after the last layer that predict further tokens. Nothing here trains or serves them."""
     limit: str = "max_position_embeddings"
     """The key of config.json that gives `max_positions`, for messages; for an unusual key also the reason."""
     rope_scaling: Scaling | None = None
@@ -134,7 +134,7 @@ class ModelSizes:
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """Return the arguments of ModelSizes that architectures read in the same way: all except those for MLPs."""
+    """Return the arguments of ModelSizes that architectures read in the same way: all except arguments for MLPs."""
     return {
         "layers": config.size("num_hidden_layers"),
         "hidden_size": config.size("hidden_size"),

@@ -139,7 +139,7 @@ class TensorTable:
     def engine_parts(self, fused: Tensor, rows: Sequence[TensorRow], block: int, rank: EngineRank) -> list[Tensor]:
         """Cut a parameter of one rank of an engine, or its scales, into the rank's parts of tensors, which are views.
 
-        block: rows of the weight for each row of `fused`; a tensor's last row of scales may stand for fewer.
+        block: number of the weight's rows for each row of `fused`; the last row of scales may have fewer.
         """
         sizes = [rank.rows(row, block) for row in rows]
         return _cut(fused, rows, sizes, padded=rows[0].engine.padded)

@@ -46,7 +46,7 @@ class KVFormat:
     def keys(self, x: Tensor) -> Tensor:
         """Return keys, or rows that are key and value in one, as attention reads them, in x's dtype.
 
-        The gradient is that of a division: straight through the rounding.
+        The gradient is the gradient of a division by the scale: it passes straight through the rounding.
         """
         return _Rounded.apply(x, self.key_scale) if self.quantized else x
 

@@ -1,6 +1,6 @@
 """The precision map: each class of tensors of a training step and of an engine, its planned format, and why.
 
-The first twelve rows are those of a map published for DeepSeek-V3. Rows for the router, adapters, data that ranks
+The first twelve rows come from a map published for DeepSeek-V3. Rows for the router, adapters, data that ranks
 exchange inside a layer, and the engine follow. docs/exactness.md has the map as a table, and some reasons at length. An
 audit (`fp8rl audit`) compares the plan with what a live trainer and engine are found to do.
 """

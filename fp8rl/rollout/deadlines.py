@@ -17,7 +17,7 @@ import psutil
 Result = TypeVar("Result")
 
 GRACE_S = 5.0
-"""Seconds for a task that is cancelled, or a process that is told to end, to do so."""
+"""Seconds within which a cancelled task or a terminated process must end."""
 
 
 async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
@@ -69,7 +69,7 @@ async def end_process(process: asyncio.subprocess.Process, seconds: float = GRAC
 
 
 def kill_family(pid: int, *, itself: bool = True) -> list[psutil.Process]:
-    """Kill a process and all its descendants whose parents live, and return those that were killed."""
+    """Kill a process and all descendants that can still be reached from it. Return the ids of the killed processes."""
     try:
         process = psutil.Process(pid)
         family = [*process.children(recursive=True), *([process] if itself else [])]

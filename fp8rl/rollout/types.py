@@ -198,7 +198,7 @@ class Trajectory:
     routed_experts: Tensor | None = field(default=None, repr=False)
     """As in a Completion, int16 [P + T - 1, L, K]."""
     environment_spans: tuple[tuple[int, int], ...] = ()
-    """Spans of `token_ids`, (begin, end) in order, that an environment wrote; the model has sampled the others."""
+    """Spans of `token_ids`, (begin, end) in order, that an environment wrote. The model sampled all other tokens."""
     stopped: bool = True
     """Whether a finished answer ends with a stop token."""
     outcome: dict[str, float] = field(default_factory=dict)

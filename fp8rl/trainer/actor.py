@@ -210,7 +210,7 @@ class TrainerGroup:
         return self.score_routed(batch, role).logprobs
 
     def score_routed(self, batch: TokenBatch, role: Role = "policy") -> Scored:
-        """Return log-probabilities; for a batch with routes the router's own choice; for a batch with seeds draws."""
+        """Like `score`, with the router's own choice for a batch with routes, and draws for a batch with seeds."""
         return _assembled(self._of_reporting(role, "score_routed", ray.put(batch)), batch)
 
     def begin_score(self, batch: TokenBatch) -> Callable[[], Tensor]:

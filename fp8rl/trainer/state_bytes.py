@@ -214,7 +214,7 @@ def _of_stage(shape: Shape, config: TrainerSection, spec: QuantSpec, stage: int)
 
 
 def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) -> StateBytes:
-    """Return the bytes of a buffer. moment_bytes: of a moment's element; None: moments and masters are offloaded."""
+    """Return the bytes of a buffer. moment_bytes: bytes per element of a moment; None: the optimizer is offloaded."""
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))

@@ -37,8 +37,8 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
-    """Return the arguments of ModelSizes that this model and its successors read in the same way: all except those for
-    MLPs. joined: as in `GatedDelta`."""
+    """Return the arguments of ModelSizes that this model and its successors read in the same way: all except arguments
+    for MLPs. joined: as in `GatedDelta`."""
     config.refuse_variants(VARIANTS, rotary_part=True, layers=(LINEAR, FULL), mrope=True)
     head_dim = config.size("head_dim", default=256)
     heads = config.size("num_attention_heads", default=16)

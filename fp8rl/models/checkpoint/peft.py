@@ -57,7 +57,7 @@ def digest_of_all(weights: Mapping[str, str]) -> str:
 def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base: Path) -> None:
     """Write the adapters of a model as a directory, which replaces what was there.
 
-    tensors: by the names of the model's table. base: directory of the weights to which the adapters belong.
+    tensors: the adapters by their names in the model's table. base: the directory with the weights that they belong to.
     """
     config = model.adapter
     assert config is not None, "a model without adapters"
@@ -110,7 +110,7 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
     base: directory of the weights to which the adapters are added.
 
     Raises:
-        UserError: as `read_config` does; or the tensors are not those of the model's adapters, or have another base.
+        UserError: as `read_config` does; or the model's adapters have other tensors, or another base.
     """
     config = model.adapter
     assert config is not None, "a model without adapters"
@@ -258,7 +258,7 @@ class PeftConfig(_History):
     megatron_config: None = None
 
     def adapts(self, module: str, layer: int | None) -> bool:
-        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none: tensors show what it matches."""
+        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none: the tensors show its matches."""
         layers = self.layers_to_transform
         layers = [layers] if isinstance(layers, int) else layers
         if layers and layer not in layers:  # an empty list is all layers

@@ -1,4 +1,4 @@
-"""Families of ops, of which the layers of decoders consist: sizes, tensors and costs of each family.
+"""Families of ops, the parts that a decoder's layers consist of: sizes, tensors and costs of each family.
 
 A family is a part of a layer, such as attention. One file here has its tensors, its piece of the program, its cache,
 its cost and how ranks share it. Engine and trainer run the program by hosts of their own; for native mode the trainer
@@ -52,7 +52,7 @@ class Family:
     name: str
     """The name of its file."""
     part: Part
-    """The part of a layer: in attention tokens depend on each other, in an MLP each token is by itself."""
+    """The part of a layer. In attention, a token depends on other tokens; in an MLP, it does not."""
     kinds: tuple[tuple[str, ...], ...]
     """Module kinds by which a quantization spec decides about the family's products. The kinds that one product fuses
     share a tuple: a spec names all of them or none."""
@@ -99,7 +99,7 @@ class PartNames:
     there: str
     """The beginning in Megatron, such as `decoder.layers.3.self_attention.`"""
     served: str
-    """The beginning in the engine, if it is not that of the checkpoint."""
+    """The beginning in the engine, if the checkpoint has another one."""
 
     @classmethod
     def of(cls, layer: int, inside: str, there: str, served: str | None = None) -> PartNames:

@@ -54,7 +54,7 @@ def gated_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
 
 
 def _activations(sizes: ModelSizes) -> Activations:
-    """Return the activations of plain attention, and those of the gates and of the result before the gates."""
+    """Return the activations of plain attention, of the gates, and of the result before the gates."""
     plain = attention.FAMILY.activations(sizes)
     return replace(plain, bf16=plain.bf16 + 4 * sizes.heads * sizes.head_dim)
 

@@ -2,7 +2,7 @@
 
 The compiler must be of the CUDA release that torch is built for: the headers of CCCL refuse another. A toolkit of the
 system that fits is taken as it is. Otherwise the compiler from NVIDIA's wheels is taken. Its directory has another
-layout than these libraries expect (`lib` in place of `lib64`, and no `libcudart.so`), so `view` makes one of links.
+layout than these libraries expect (`lib` in place of `lib64`, no `libcudart.so`), so `view` makes a directory of links.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fitting(cuda: str | None) -> Toolkit | None:
 
 
 def other_compilers(cuda: str | None) -> str | None:
-    """Name the installed compilers, or `none`, if none of them is of this CUDA release. Return None if one is."""
+    """Return None if a compiler of this CUDA release is installed; otherwise the installed compilers, or `none`."""
     found = list(installed())
     if any(toolkit.release == cuda for toolkit in found):
         return None

@@ -41,7 +41,7 @@ class AttentionProbe:
     values."""
 
     def attend(self, op: Callable[..., Any], queries: Any, keys: Any, *where: Any) -> Any:
-        """Call one of the ops."""
+        """Call one of these ops with queries and keys. where: the op's arguments about tokens and positions."""
         if self.values:
             return op(queries, keys, *where, self.values, 0.1)
         return op(queries, keys, keys, *where, 0.1)

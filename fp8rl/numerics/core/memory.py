@@ -1,4 +1,4 @@
-"""The memory of a process: tensors that it holds, placeholders for those that come later, batches of tensors,
+"""The memory of a process: tensors that it holds, placeholders for tensors that come later, batches of tensors,
 and memory that other processes map.
 """
 

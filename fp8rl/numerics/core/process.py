@@ -51,7 +51,7 @@ def together(action: Callable[[], T]) -> list[T]:
 
 
 def exhaust(stream: Iterable[object]) -> None:
-    """Take the rest of a stream that ranks make together: a rank that leaves early keeps the others waiting."""
+    """Read the rest of a stream that all ranks produce together: if one rank stopped early, the others would wait."""
     for _ in stream:
         pass
 

@@ -53,8 +53,8 @@ def relocate() -> None:
 
 
 def watch() -> None:
-    """Have this process list the kernels that it needs, wait while another process compiles one of these kernels, and
-    say which kernels it compiles itself."""
+    """Let this process list the kernels that it needs, wait while another process compiles one of these kernels, and
+    print which kernels it compiles itself."""
     if any(hook is not None for hook in (triton.knobs.runtime.jit_cache_hook, triton.knobs.compilation.listener)):
         return  # somebody watches already
     relocate()
@@ -189,7 +189,7 @@ def compile_all(
 ) -> Compiled:
     """Compile the variants that the cache lacks for GPUs of a compute capability, in `processes` processes.
 
-    say: is told which variant is being compiled.
+    say: prints which variant is being compiled.
 
     Raises:
         UserError: a kernel of the list is no longer there, or has other arguments.

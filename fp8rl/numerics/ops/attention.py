@@ -36,7 +36,7 @@ class TokenTree:
     lengths: Tensor
     """int64 [B], the number of all tokens of each row."""
     table: Tensor
-    """int32 [B, longest], the path of each row: its token at each position. Entries behind the row's length are stale.
+    """int32 [B, longest], the path of each row: its token at each position. Entries after the row's length are stale.
     In 32 bits, since kernels would spill slots of 64."""
     end: Tensor
     """int64 [T], for each token the place after its last descendant (`trees`)."""
@@ -281,7 +281,7 @@ def _row_positions(positions: Tensor, repeats: int, groups: int) -> Tensor:
 def padded_sequences(
     table: Tensor, requests: Tensor, new: Tensor, lengths: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield sequences of similar length that are padded to one shape; the arguments are those of `paged_attention`.
+    """Yield batches of sequences of similar length, padded to one shape. Arguments: as in `paged_attention`.
 
     Each batch has the indices of new tokens, int64 [b, n]; the slots of all keys, int64 [b, t]; the new tokens'
     positions, int64 [b, n]; and a mask, bool [b, n], False in the padding, which repeats the last new token.

@@ -192,8 +192,8 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
 
 
 def _parts(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
-    """Yield the indices of sequences whose gradients are taken together: at most `tokens` tokens, if they are not one
-    sequence's, and alike in length to within a factor of two."""
+    """Yield the indices of sequences whose gradients are computed together: similar in length to within a factor of
+    two, and at most `tokens` tokens in all, or a single sequence."""
     if lengths.is_meta:  # nobody knows them, and these products launch no kernel of ours
         return
     groups: dict[int, list[int]] = {}
@@ -211,7 +211,7 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: 
     """Compute the rule in chunks of tokens, to differentiate it. The result has not the bits of the recurrence.
 
     q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads], or g [B, S, heads,
-    K]; S a multiple of `chunk`. Padding is zeros behind a row. Returns [B, S, heads, V], FP32 or the wider dtype.
+    K]; S a multiple of `chunk`. Rows end with zeros as padding. Returns [B, S, heads, V], FP32 or the wider dtype.
     """
     shares = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(shares, 2) for x in _unit(q, k))

@@ -36,7 +36,7 @@ def grouped_linear(
     K], receive the gradients (`Gradients`); operand is their `group_operand`, the `weight_operand` of their stack, or
     its `Frozen`. plus [T, N]: as in `linear`. Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad,
     blocks along the tokens begin anew in each group. A group may be empty. Only a call without gradients may have rows
-    behind the last group. They are not computed: their results are undefined.
+    after the last group. They are not computed: their results are undefined.
     """
     if spec is None or operand is None:
         operand = weights.detach() if isinstance(weights, Tensor) else [weight.detach() for weight in weights]

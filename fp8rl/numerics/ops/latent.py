@@ -66,7 +66,7 @@ def paged_latent_attention(
 ) -> Tensor:
     """Compute `latent_attention` of the newest tokens over rows in the slots of a cache [slots, D], bit for bit.
 
-    q [tokens, heads, D]; the rest as of `paged_attention`. Returns [tokens, heads, rank].
+    q [tokens, heads, D]; other arguments as in `paged_attention`. Returns [tokens, heads, rank].
     """
     keys = cache.unsqueeze(1)
     return paged_attention(q, keys, keys[..., :rank], table, requests, new, lengths, scale)

@@ -133,7 +133,7 @@ def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
 def grouped_low_rank_term(h: Tensor, counts: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
     """Compute `low_rank_term` with b [groups, N, parts * r] of each row's group.
 
-    h [T, parts * r] is sorted by group, counts int64 [groups]; rows behind the last group are as in `grouped_linear`.
+    h [T, parts * r] is sorted by group, counts int64 [groups]; rows after the last group are as in `grouped_linear`.
     """
     return _Term.apply(h, b, scale, parts, spans(counts, h))
 
@@ -253,7 +253,7 @@ class _WithTermGradient(torch.autograd.Function):
 
 
 class _WithAdapterGradient(torch.autograd.Function):
-    """a [R, K], b [N, R], or of each group [groups, R, K] and [groups, N, R]."""
+    """Passes a product through and gives A and B gradients. a [R, K], b [N, R], or both with [groups] in front."""
 
     @staticmethod
     def forward(

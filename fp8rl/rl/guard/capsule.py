@@ -128,7 +128,7 @@ def write_capsule(
     """Write the capsule of a step to `path`; it appears whole or not at all.
 
     export: writes the weights that scored the batch to a new directory; None leaves them out. why: sentences of gates
-    and faults. rows: of the batch, first those that a fault came from, then the worst. experiment, manifest: the files
+    and faults. rows: rows of the batch, first the faulty ones, then the worst. experiment, manifest: the files
     with the run's resolved experiment and with the digests of the served weights. held: the digests that each engine
     that answers reports now.
     """

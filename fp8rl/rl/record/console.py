@@ -106,7 +106,7 @@ class StepConsole:
 def steps_table(rows: Mapping[int, Mapping[str, float]]) -> Table:
     """Make a table of the numbers in a step's line: a row for each number, columns for the first and the last steps.
 
-    rows: by step, rising.
+    rows: the metrics of each step, in rising order of steps.
     """
     shown = [step for step in rows if step == min(rows) or step > max(rows) - _SHOWN]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

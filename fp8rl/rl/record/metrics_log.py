@@ -20,8 +20,8 @@ DROPPED = "tracking/nonfinite_dropped"
 class MetricsLog:
     """Appends rows to a metrics file; steps rise strictly from row to row.
 
-    A new run must find no rows. A resumed run keeps the rows up to `resume_step` and cuts the others, whose steps it
-    repeats.
+    A new run must find no rows. A resumed run keeps the rows up to `resume_step`. It repeats the later steps, so it
+    removes their rows.
 
     Raises:
         ValueError: a new run finds rows.

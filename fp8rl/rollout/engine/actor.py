@@ -269,7 +269,7 @@ def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int)
 
 
 def _see_own_gpus_first() -> None:
-    """Reorder the GPUs that this process and its server see: those that Ray has given to this actor come first."""
+    """Reorder the GPUs that this process and its server see: GPUs that Ray has given to this actor come first."""
     given = [str(gpu) for gpu in ray.get_gpu_ids()] if ray.is_initialized() else []
     if given:
         named = os.environ.get("CUDA_VISIBLE_DEVICES")

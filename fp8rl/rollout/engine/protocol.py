@@ -80,7 +80,7 @@ WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 RELEASED = (WEIGHTS, CACHE, GRAPHS)
 """The memory that an engine gives up while it sleeps, as SGLang names it."""
 ADAPTER_SCALE = "adapter.scale"
-"""The entry, beside the names of tensors, of the scale by which an engine multiplies its adapters."""
+"""The name under which digests contain the scale of an engine's adapters."""
 DELTA = "delta:"
 """The prefix in the name of a tensor that is sent as a change (`numerics.delta`). The rest of the name is the label of
 the tensor that changes, as a rank of an engine holds it."""

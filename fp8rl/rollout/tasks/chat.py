@@ -137,7 +137,7 @@ def answer_ids(
 
 
 def _begun(turn: str, answer: str) -> str:
-    """Return the beginning of an answer, such as <think>, that the turn's opening already has; empty: it has none."""
+    """Return the beginning of an answer that is already in the turn's opening, such as <think>; else an empty text."""
     longest = next((n for n in range(min(len(turn), len(answer)), 0, -1) if turn.endswith(answer[:n])), 0)
     return answer[:longest] if answer[:longest].strip() else ""
 

@@ -123,8 +123,8 @@ class Optimizer:
     def write_weights(self) -> None:
         """Compute the model's weights from the FP32 masters, as a step does.
 
-        A checkpoint stores FP8 weights in BF16. Quantized from BF16, codes and scales may differ from those quantized
-        from the masters.
+        A checkpoint stores FP8 weights in BF16. Codes and scales that are quantized from BF16 may differ from codes and
+        scales that are quantized from the masters.
         """
         for optimizer in self.inner.chained_optimizers:
             optimizer._copy_main_params_to_model_params()

@@ -31,8 +31,8 @@ from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
 from fp8rl.trainer.modules.weights import empty_weight, norm_weight, tag_split
 
 BUILT_FIRST = ("linear_proj", "linear_q_down_proj", "linear_q_up_proj")
-"""Modules that Megatron's attention makes before its others. The order of parameters is the order of a sum over all
-gradients, and of the optimizer's buffers."""
+"""Modules that Megatron's attention makes before its other modules. The order of parameters decides the order of a sum
+over all gradients, and of the optimizer's buffers."""
 
 
 class Held(MegatronModule):
@@ -305,7 +305,7 @@ class PlainColumnLinear(ColumnParallelLinear):
 
 
 class _MergeOverRanks(torch.autograd.Function):
-    """Exchanges FP32 partial sums. Each rank adds those for its part of the sequence in rank order, then `plus`."""
+    """Exchanges FP32 partial sums. Each rank adds the sums for its part of the sequence in rank order, then `plus`."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, plus: Tensor | None, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:

@@ -61,7 +61,7 @@ class OfHeads:
 class LayerHost:
     """The host of a layer (`models.program.Host`).
 
-    layer: a `ProgramLayer`. packed: the layout of rows that lie end to end; None: rows are padded on the right, so that
+    layer: a `ProgramLayer`. packed: the layout of rows that are end to end; None: rows are padded on the right, so that
     a token's position is its index, and padding is never a key of a real query.
     """
 

@@ -208,7 +208,7 @@ def check_dtypes(q: Tensor, *keys: Tensor, kept: torch.dtype = torch.bfloat16) -
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, kept: torch.dtype = torch.bfloat16) -> None:
-    """Raise UserError unless the kernels know these dtypes and head sizes. kept: as of `check_dtypes`."""
+    """Raise UserError unless the kernels know these dtypes and head sizes. kept: see `check_dtypes`."""
     dim = q.shape[-1]
     check_dtypes(q, k, v, kept=kept)
     if not 16 <= dim <= 256 or dim & (dim - 1):

@@ -109,7 +109,7 @@ def fullest_rank(job: Job) -> int:
 
 
 def trainer_memory(job: Job, stage: int | None = None) -> Memory:
-    """Memory of the fullest GPU that has only a trainer rank. stage: in this pipeline stage; None: in any."""
+    """Return the memory of the fullest GPU that has only a trainer rank. stage: its pipeline stage; None: any stage."""
     rank = fullest_rank(job) if stage is None else stage * job.layout.stage_size
     return Memory(rank, (*_trainer(job, rank), MemoryClass.through("runtime", RUNTIME_BYTES)))
 
@@ -147,8 +147,8 @@ def moved_bytes(job: Job, rank: int) -> float:
 def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
     """Bytes of a pipeline stage's activations in training, without logits, for all micro-batches that are under way.
 
-    Stage s of p has p - s micro-batches under way (1F1B). tokens: of a micro-batch, if not the job's. Context-parallel
-    ranks share the activations, and gather those of one layer.
+    Stage s of p has p - s micro-batches under way (1F1B). tokens: the tokens of a micro-batch; None: as in the job.
+    Context-parallel ranks split the activations, and gather the activations of one layer.
     """
     tokens = tokens or job.micro_batch
     stage_layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)

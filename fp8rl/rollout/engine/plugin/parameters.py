@@ -155,7 +155,7 @@ def _fused(counts: Sequence[int], own: Sequence[bool], rank: int) -> Fused:
 
 
 def _register(model: nn.Module, weight: str, letter: str, *shape: int) -> nn.Parameter:
-    """Register the adapter's parameter `letter` (a or b) beside one of the engine's weights, and return it."""
+    """Register the parameter `letter` (a or b) of an adapter in the module of its weight, and return the parameter."""
     device = model.get_parameter(weight).device
     parameter = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device=device), requires_grad=False)
     path, _, name = weight.rpartition(".")

@@ -118,7 +118,7 @@ class ServedWeights:
         of_base: names of the parameters that are in the shared base. They have no memory until `map_base`. If there are
         any, no parameter has memory yet, and all others get it here. adapted_rows: rows with the adapters; None: all.
 
-        Raises `RuntimeError` if the model's parameters are not those of its table.
+        Raises `RuntimeError` if the model has other parameters than its table lists.
         """
         for name, parameter in model.named_parameters() if of_base else ():
             if name not in of_base:
@@ -229,7 +229,7 @@ class ServedWeights:
 
     def prepare(self) -> None:
         """Digest the parameters that have arrived whole, with their scales, and make their operands, while the engine
-        waits for the others."""
+        waits for further parameters."""
         whole = {parameter for parameter, held in self._held.items() if held.arrived and held.names <= held.arrived}
         if whole:
             self._make_operands(whole)
@@ -346,7 +346,7 @@ class ServedWeights:
             )
 
     def _make_operands(self, parameters: Set[Tensor]) -> set[Tensor]:
-        """Make the operands of the quantized parameters among these, without a version yet. Return those parameters."""
+        """Make operands, without a version yet, for parameters that are quantized. Return these parameters."""
         made = set()
         for parameter, scale_inv in quantized_parameters(self._loaded()[0]):
             if parameter in parameters:

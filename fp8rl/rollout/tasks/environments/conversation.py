@@ -110,7 +110,7 @@ class Conversation:
         """Replace the problem's own messages by messages that an environment shows at its start.
 
         Raises:
-            ValueError: something has been said already.
+            ValueError: the conversation has begun already.
             ConversationOverError: the messages leave no room for an answer.
         """
         if self._main.tokens:
@@ -153,7 +153,7 @@ class Conversation:
     def message(self, role: str, content: str, **further: Any) -> None:
         """Append a message as the chat template writes one after the model's turn, up to where the model's next begins.
 
-        Messages in a row are written together, and those before the model's first turn become part of the prompt.
+        Consecutive messages are written together. Messages before the model's first turn become part of the prompt.
         further: other keys that the template reads, such as `name`.
 
         Raises:

@@ -182,7 +182,7 @@ class BuiltIn:
     reference: str = ""
     """The form of the reference, in words."""
     tokenizer: str = ""
-    """The argument that names a directory with a tokenizer, which is read before the start; empty: there is none."""
+    """The argument that names a tokenizer's directory, which is read before a run starts; empty: no argument does."""
 
 
 BUILT_IN = {

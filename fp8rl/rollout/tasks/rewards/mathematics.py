@@ -245,7 +245,7 @@ def _results(text: str, *, stated: bool) -> list[str]:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last boxes, if several those side by side; "" if the last is open; None: no box."""
+    """Return the contents of the last box and of boxes next to it; "" if the last box is open; None: no box."""
     held: list[str] = []
     begin = len(text)
     for box in reversed([*_BOX.finditer(text)]):

@@ -36,7 +36,7 @@ class LayerModules:
 
     norm: type[nn.Module]
     norm_column_linear: Callable[[str], ModuleSpec]
-    """Returns, for a module kind, a norm and the column-parallel product behind it."""
+    """Returns, for a module kind, a norm and the column-parallel product after it."""
     column_linear: Callable[[str], ModuleSpec]
     row_linear: Callable[[str], ModuleSpec]
 
