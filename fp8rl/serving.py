@@ -53,7 +53,7 @@ def check_open(host: str, api_key: str | None) -> None:
         raise user_error(
             "--host",
             found=host,
-            expected="an IPv4 address of this machine, or 0.0.0.0 for all that it has",
+            expected="an IPv4 address of this machine, or 0.0.0.0 for all its addresses",
             remedy="Correct it, or leave it out: only programs on this machine can connect then.",
         ) from None
     if not loopback and api_key is None:

@@ -67,14 +67,14 @@ def read_configurations(folder: Path, key: str) -> dict[str, Configuration]:
             if matched is not None:
                 check_yaml(matched[1], ours=False)
                 card = _Card.model_validate(yaml.load(matched[1], yaml.CSafeLoader) or {})
-                found |= {each.config_name: each for each in card.configs or ()}
+                found |= {config.config_name: config for config in card.configs or ()}
         except (ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError) as error:
             why = " ".join(str(error).split())
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 why = f"{listed(first['loc'], '.')}: {first['msg']}"
             remedy = "Correct the card, or give the path of a file of the data set on this machine."
-            raise user_error(f"{key}: {path}", found=why, expected="a card as the hub has it", remedy=remedy) from error
+            raise user_error(f"{key}: {path}", found=why, expected="a valid card", remedy=remedy) from error
     return found
 
 

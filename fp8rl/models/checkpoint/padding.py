@@ -49,9 +49,9 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
     check(wider)
     _refuse_other_norms(model, wider, key)
     if model.multimodal is not None or any(True for _ in kept_tensors(source, model, key)):
-        expected = "one without, as their widths would no longer fit"
-        remedy = "Save its text alone with transformers (docs/models.md)."
-        raise user_error(key, "a model with draft layers or a tower for pictures", expected, remedy)
+        expected = "a model without them, because their widths would no longer fit"
+        remedy = "Save only its text model with transformers (docs/models.md)."
+        raise user_error(key, "a model with draft layers or an image encoder", expected, remedy)
     scale = math.sqrt(model.sizes.hidden_size / wider.sizes.hidden_size)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -102,7 +102,7 @@ def _changes(values: Mapping[str, Any], model: Model, key: str) -> dict[str, Any
     if (hidden := changes.get("hidden_size")) is not None:
         changes |= {"head_dim": sizes.head_dim, "rms_norm_eps": sizes.norm_eps * sizes.hidden_size / hidden}
     if not changes:
-        raise user_error(key, "whole blocks in every width", "one that ends within a block", "Leave out --pad.")
+        raise user_error(key, "whole blocks in every width", "a width that needs padding", "Leave out --pad.")
     for name, new in changes.items():
         old = {"num_key_value_heads": sizes.kv_heads, "num_attention_heads": sizes.heads}.get(name, values.get(name))
         if isinstance(old, int) and new > MOST * old:

@@ -124,7 +124,7 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
         expected = f"one of {', '.join(known)}" if known else "another metric: this run has none of that kind"
         yield user_error(f"{key}.metric", gate.metric, expected, "Correct the name, or remove the gate.")
     if setting := _beyond(gate.metric, e):
-        expected = "a number in its name that occurs in such a run"
+        expected = "a name whose number occurs in this run"
         remedy = "Choose a lower one, or another metric."
         yield user_error(f"{key}.metric", f"{gate.metric} with {setting}", expected, remedy)
     if measured.flat_at_first and e.algorithm.updates > 1:

@@ -161,7 +161,7 @@ def _as_yaml(spec: Mapping[str, Any]) -> str:
         raise
     except (TypeError, ValueError, RecursionError) as error:  # keys that are no text, a mapping that holds itself
         raise user_error(
-            "spec", found=str(error), expected="a mapping of plain values", remedy="Write what a YAML file could say."
+            "spec", found=str(error), expected="a mapping of plain values", remedy="Write only values of YAML."
         ) from error
 
 

@@ -98,7 +98,7 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
         raise user_error(
             f"checkpoint {path}: {JOINED}",
             found=found,
-            expected=f"{expected}, the heads whose rows lie together in this version's model",
+            expected=f"{expected}, the number of heads whose rows are together in this version's model",
             remedy="Resume with the version of fp8rl that wrote it, or start a new run from its model.",
         )
     names = sorted(about.files)
@@ -139,7 +139,7 @@ def _check_adapter(path: Path, found: dict[str, Any] | None, expected: dict[str,
                 f"checkpoint {path}: {'digest of the base' if key == BASE else f'adapter.{key}'}",
                 found=found.get(key),
                 expected=f"{expected.get(key)}, as the {'model of model.path' if key == BASE else 'spec'} has it",
-                remedy="Give the model.path whose weights the adapters were trained beside."
+                remedy="Set model.path to the model with which the adapters were trained."
                 if key == BASE
                 else "Resume with the adapter section that it was written with, or start a new run.",
             )

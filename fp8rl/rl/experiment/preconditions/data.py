@@ -202,7 +202,7 @@ class _Check:
             raise user_error(
                 f"{self._key}: {name}",
                 found=f"{found[0]}, the place of a picture",
-                expected="text: the positions of pictures (M-RoPE) are not defined here",
+                expected="text: the positions of pictures (M-RoPE) are not implemented",
                 remedy=f"Correct or remove {name}.",
             )
 

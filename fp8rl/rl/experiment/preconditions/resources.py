@@ -71,7 +71,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
                 "teacher.max_total_tokens",
                 found=experiment.teacher.max_total_tokens,
                 expected=f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
-                f"{left / 2**30:.1f} GiB are left beside the processes",
+                f"{left / 2**30:.1f} GiB are left by the processes",
                 remedy="Lower teacher.max_total_tokens or teacher.engines, or free memory.",
             )
         left -= taken
@@ -79,7 +79,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     caches = kv_cache_bytes(shape, rollout, each)
     if caches > left:
         expected = f"a cache that fits the free memory: {rollout.engines} engine(s) would need "
-        expected += f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left beside the processes"
+        expected += f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left by the processes"
         beside = rollout.engines * rollout.states(cuda=False) * shape.request_bytes()
         if 2 * beside > caches:
             raise user_error(

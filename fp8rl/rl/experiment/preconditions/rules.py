@@ -136,7 +136,7 @@ def _engines(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]
 def _compiler(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     if e.needs_engines and target.other_compilers:
         cuda = torch.version.cuda
-        expected = f"one of CUDA {cuda}, as torch is built for: an engine makes kernels of SGLang's as it starts"
+        expected = f"one of CUDA {cuda}, as torch is built for: an engine compiles kernels of SGLang when it starts"
         remedy = "Install that toolkit (`make install-gpu` brings its compiler), or set CUDA_HOME to it."
         yield user_error("CUDA_HOME", f"nvcc: {target.other_compilers}", expected, remedy)
 
@@ -145,7 +145,7 @@ def _base(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     ranks, engines = e.trainer.world_size, e.rollout.engines
     if target.gpus and e.sync.shared_base and (ranks, engines) != (1, 1):
         found = f"true with {ranks} trainer rank(s) and {engines} engine(s) on GPUs"
-        expected = "one trainer rank and one engine, on one GPU: the base lies there, and no other GPU computes with it"
+        expected = "one trainer rank and one engine, on the GPU that has the weights in its memory"
         remedy = "Set sync.shared_base=false, or trainer.tp, pp, dp and cp to 1 and rollout.engines to 1."
         yield user_error("sync.shared_base", found, expected, remedy)
 
