@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 _PULSE_SECONDS = 5.0
-"""Seconds between two checks that the ranks that a call waits for are alive."""
+"""Seconds between two checks of whether the ranks are alive, while a call waits for them."""
 _DYING_SECONDS = 2.0
 """Seconds to wait for Ray to report a dead rank: its peers' collective fails a moment before Ray knows of it."""
 _WATCH = "watch"

@@ -96,7 +96,7 @@ def _made(
 ) -> Adapter:
     """Make the adapter of a parameter.
 
-    names: its matrices' names in the whole model. in_parts: tensor-parallel ranks split the tokens between products.
+    names: its matrices' names in the whole model. in_parts: whether ranks split the tokens (sequence parallelism).
     """
     stacked, shared = held.dim() == 3, config.experts == "shared"
     axis = getattr(held, "partition_dim", -1) if getattr(held, "tensor_model_parallel", False) else -1

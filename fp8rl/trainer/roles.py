@@ -163,7 +163,7 @@ class Critic(Trainer):
         return HeadOutput(values, torch.zeros_like(values))
 
     def _is_trained_whole(self, name: str) -> bool:
-        """Return whether a parameter is the head's. The head is trained itself when other weights have adapters."""
+        """Return True for the value head's parameter, which is trained itself if other weights have adapters."""
         return name.startswith("output_layer.")
 
     def _finish(self, model: GPTModel) -> None:

@@ -102,7 +102,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
 
 
 def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> Iterator[tuple[str, slice]]:
-    """Yield the name and the slice in a rank's shard of each matrix of a parameter that is, in part, in the shard.
+    """Yield each matrix of a parameter that is, in part, in a rank's shard: its name, and its slice of the shard.
 
     start, size: the shard's first element in the parameter, and its number of elements.
     """

@@ -228,7 +228,7 @@ def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
 def memory(runner: Any) -> Memory:
     """Return the memory that a rank of the engine holds. runner: SGLang's ModelRunner.
 
-    CUDA graphs, of which torch knows no size, count in `in_use` alone.
+    Only `in_use` counts CUDA graphs, since torch does not know their size.
     """
     device, held = state().weights.device, dict.fromkeys((WEIGHTS, CACHE), 0)
     for tag in held.keys() - state().released.keys():

@@ -43,8 +43,8 @@ def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Pa
 
 
 def check_table(model: nn.Module, definition: Model) -> None:
-    """Check that the engine's model has the parameters that its table lists, no more and no less. Raises RuntimeError:
-    it does not. The message names the parameters."""
+    """Check that the engine's model has exactly the parameters that its table lists. Raises RuntimeError, which names
+    missing and further parameters."""
     expected = definition.tensors.in_engine.keys()
     held = {name.removesuffix(SCALE_SUFFIX) for name, _ in model.named_parameters()}
     # An engine that starts without weights has made up whatever is saved with a model, its buffers too.

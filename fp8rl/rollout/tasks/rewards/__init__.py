@@ -127,7 +127,7 @@ class RewardFunction:
 
 def load_function(config: RewardSection, key: str) -> RewardFunction:
     """Load the function that `config` names. Raises UserError: there is no such function, its module cannot be
-    imported, or it cannot be called with what is offered and `kwargs`. The message names `key`."""
+    imported, or it has a parameter that neither `OFFERED` nor `kwargs` has. The message names `key`."""
     call = named_object(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
     parameters = inspect.signature(call).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
