@@ -57,7 +57,7 @@ class Limits:
             raise HubAnswerError("has to be asked again and again")
 
     def hear(self, response: httpx.Response) -> None:
-        """Check the headers by which the hub's clients name files, and that say how long to wait."""
+        """Check the headers from which the hub's clients take names of files and times to wait."""
         headers = response.headers
         if (packed := headers.get("content-encoding", "identity")) != "identity":
             raise HubAnswerError(f"sends {packed!r:.40}, which it was asked not to")

@@ -118,7 +118,7 @@ class ModelSizes:
         return self.moe and layer >= self.dense_layers
 
     def keeps(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is only kept: it is in a draft layer, or its name says so."""
+        """Return True for a tensor of the checkpoint that no side uses, such as a draft layer's: it is only kept."""
         numbers = range(self.layers, self.layers + self.draft_layers)
         beginnings = (*self.kept, *(f"model.layers.{number}." for number in numbers))
         return name.startswith(beginnings) or self.keeps_in_layer(name)

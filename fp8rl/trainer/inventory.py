@@ -92,7 +92,7 @@ class _Listener(TorchDispatchMode):
 
 
 def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Transfer:
-    """Return the record of one call of torch's c10d operators. buffers: `buffer_kinds`."""
+    """Return the record of one call of torch's c10d operators. buffers: the result of `buffer_kinds`."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     kinds = [buffers[place] for tensor in tensors if (place := _storage(tensor)) in buffers]

@@ -93,8 +93,8 @@ _WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "share
 
 
 def moe_ops(sizes: ModelSizes) -> tuple[Op, ...]:
-    """Return the ops of shared experts, then of the choice of routed experts, by softmax or by sigmoid, and of their
-    sum."""
+    """Return the ops of the norm, of shared experts, of the router (softmax or sigmoid), and of routed experts with the
+    sum of both."""
     logits, choice = (LINEAR, TOPK) if sizes.sigmoid_router is None else (ROUTER, SIGMOID_TOPK)
     return (
         _NORM,

@@ -233,8 +233,8 @@ def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tu
 
 
 def whole_json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Return `json_lines` of a file in which every line must be usable. Raises `UserError` with the first that is
-    not."""
+    """Return `json_lines` of a file in which every line must be usable. Raises `UserError`, which names the first
+    unusable line."""
     good, bad = json_lines(path, key, parse)
     if bad:
         remedy = f"Remove {'the line' if len(bad) == 1 else f'it and {len(bad) - 1} more'}."

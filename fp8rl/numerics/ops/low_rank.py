@@ -225,8 +225,8 @@ def updates(low_rank: LowRank) -> Tensor:
 def with_adapter_gradient(product: Tensor, x: Tensor, low_rank: LowRank, counts: Tensor | None = None) -> Tensor:
     """Return `product` unchanged in the forward; in the backward its gradient also goes to the adapter's A and B.
 
-    product: [..., N], of x [..., K] and the merged weight.
-    counts: int64 [experts], where each group of rows [T, K] has an adapter of its own.
+    product: [..., N], the product of x [..., K] with the merged weight. counts: int64 [experts], the rows of each
+    expert in x [T, K], if each expert has its own adapter.
     """
     groups = counts.tolist() if counts is not None and low_rank.per_expert else None
     out: Tensor = _WithAdapterGradient.apply(product, x, low_rank.a, low_rank.b, low_rank.scale, groups)

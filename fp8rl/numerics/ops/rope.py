@@ -102,7 +102,7 @@ def rope(
 
 @composed
 def rope_pairs(x: Tensor, positions: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:
-    """Rotate the pairs (x0, x1), (x2, x3), ... of x [B, S, heads, D], which stay where they are; else as `rope`."""
+    """Rotate x [B, S, heads, D] as `rope` does, but with neighbours (x0, x1), (x2, x3), ... as the pairs."""
     return _Rope.apply(x, positions, theta, x.shape[-1], scaling, True)
 
 

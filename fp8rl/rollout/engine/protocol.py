@@ -60,7 +60,7 @@ class EngineReport(Message):
     kv_cache_dtype: str = "bfloat16"
     """Dtype of the KV cache, as torch names it."""
     without_deepgemm: str | None = None
-    """The reason why products do not run on DeepGEMM, which the spec insists on; None if they do, or need not."""
+    """The reason why products do not run on DeepGEMM although the spec requires it; None if there is no such reason."""
     adapter: dict[str, Any] | None = None
     """The run's section on adapters; None: the engine has no adapters."""
 

@@ -154,7 +154,7 @@ class StackedWeights(Held):
 
 
 class Experts(Held):
-    """The weights of this rank's experts, and `ops.experts` with them."""
+    """Holds the weights of this rank's experts, and computes `ops.experts` with them."""
 
     linear_fc1: StackedWeights
     linear_fc2: StackedWeights

@@ -61,9 +61,9 @@ class MicroBatch:
         return hidden.flatten(0, 1).unsqueeze(1)
 
     def targets_of(self, values: Tensor) -> Tensor:
-        """Return the values at the targets, [N] over all tensor-parallel ranks.
+        """Return the values of the targets, [N]: of all tensor-parallel ranks, one rank after another.
 
-        values: [B, S], of the batch's tokens.
+        values: [B, S], a value for each token of the batch.
         """
         return self.to_model(values.roll(-1, 1)).t().flatten()
 

@@ -39,7 +39,7 @@ class Turn:
     token_ids: tuple[int, ...]
     """The tokens."""
     ended_by: str | None
-    """The text of the last token: a stop of the environment's, or the end of turn; None: the length ended the turn."""
+    """The text of the last token: one of `sample`'s stops, or the end of turn; None: the length ended the turn."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ def main(command: list[str]) -> None:
 
 
 def _kill_all(child: int) -> None:
-    """Kill a child and all that it has started, also what has left its session."""
+    """Kill a child and all processes that it has started, also processes that have left its session."""
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
 """Families of ops in native mode: a file for each, with the same name as in `models.families`.
 
 A file says which keywords a family adds to Megatron's config, which of its modules it gives a layer, and which formats
-differ from the precision map. Exact mode needs none of it but the formats (`trainer.modules.program`), and a user's own
-family has none.
+differ from the precision map. Exact mode needs only the formats (`trainer.modules.program`). A user's family needs no
+such file.
 """
 
 from __future__ import annotations

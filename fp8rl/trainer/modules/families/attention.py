@@ -1,4 +1,4 @@
-"""Grouped-query attention in Megatron: its own core between products, and norms of heads."""
+"""Grouped-query attention in Megatron: Megatron's core attention between products, and norms of heads."""
 
 from __future__ import annotations
 

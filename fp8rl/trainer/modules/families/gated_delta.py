@@ -1,4 +1,4 @@
-"""Linear attention in Megatron: its own rule in torch, or the shared ops between TransformerEngine's products.
+"""Linear attention in Megatron: Megatron's rule in torch, or the shared ops between TransformerEngine's products.
 
 Parameters have the names of Megatron's GatedDeltaNet. The rows of products and convolution are ordered by key head, so
 that a tensor-parallel rank has whole consecutive heads. Megatron's own module is not used: it needs
