@@ -105,7 +105,7 @@ def continuation_ids(
     calls: Sequence[Mapping[str, Any]] = (),
     truncated: bool = False,
 ) -> list[int]:
-    """Tokenize what follows the model's turn: its end, unless the turn has it, messages, and the next turn's opening.
+    """Tokenize what follows the model's turn: end of turn (unless it is there), messages, and the next turn's opening.
 
     history: messages before the turn. turn: the turn's tokens. calls: the turn's tool calls; a template may read their
     names and ids. truncated: the turn was ended by its length, not by its last token. options: see `render`.
@@ -214,7 +214,7 @@ _Attempt = Callable[[Sequence[Message]], str | None]
 def _in_known_roles(
     attempt: _Attempt, messages: Sequence[Message], given: Sequence[Message] | None = None
 ) -> Sequence[Message]:
-    """Return the messages with roles that the template knows: `developer` becomes `system` if it does not know that.
+    """Return the messages with roles that the template knows: it may know `system`, but not `developer`.
 
     given: the original messages, for an error.
 
@@ -266,8 +266,8 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
 
 
 def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:
-    """Count the tokens of `following` that the turn ends with, before at most one end that the template does not
-    know. A blank that the template writes before the end may be missing."""
+    """Count the first tokens of `following` that the turn already ends with. One more token may end the turn, if the
+    template does not write it. A blank that the template writes before the end of turn may be missing."""
     for written in (list(turn), list(turn[:-1])):
         for count in range(min(len(written), len(following)), 0, -1):
             if written[-count:] == list(following[:count]):

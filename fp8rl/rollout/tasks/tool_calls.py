@@ -92,7 +92,7 @@ def read_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[st
 
 
 def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
-    """Return the types of values that a JSON schema, a part of `root`, names; of listed values, `string` and `null`."""
+    """Return the types of values that a JSON schema allows (of an enum, string and null). root: the whole schema."""
     if not isinstance(schema, dict) or not depth:
         return set()
     parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]

@@ -125,7 +125,7 @@ def with_tree_ratio(metrics: dict[str, float], batch: TokenBatch) -> dict[str, f
 
 
 def token_keys(batch: TokenBatch) -> np.ndarray:
-    """Return int16 [B, S, C], a key for each token. Tokens with equal keys and prefixes are one token of a tree. The key
+    """Return int16 [B, S, C], a key for each token. Tokens with equal keys and prefixes are one token of a tree. It
     is the id and, if routes are replayed, the experts, which engines with different weights may choose differently."""
     keys = batch.tokens.cpu().contiguous().numpy().view(np.int16).reshape(*batch.tokens.shape, -1)
     if not batch.replay:

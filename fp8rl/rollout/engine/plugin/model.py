@@ -67,7 +67,7 @@ def _logits_processor(config: Any) -> Any:
 
 
 def program_of_any_architecture(model_config: Any) -> tuple[type, str]:
-    """`get_model_architecture`: SGLang's class for the model of a config."""
+    """Replaces `get_model_architecture`: return the class that SGLang makes for the model of a config."""
     from sglang.srt.configs.model_config import ModelImpl
 
     name = model_config.hf_config.architectures[0]

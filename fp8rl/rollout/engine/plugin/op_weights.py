@@ -23,7 +23,7 @@ class Product:
 
     weight: nn.Parameter
     counts: list[int]
-    """Rows of each matrix in this rank."""
+    """The number of rows of each matrix on this rank."""
     row_parallel: bool
     """True if ranks split the columns, so that each computes a part of every sum."""
     bias: nn.Parameter | None = None

@@ -100,9 +100,9 @@ class ServedAdapter:
 
 
 class AdaptedRows:
-    """Marks the rows of a forward pass that have the adapters, in an engine that also answers for the base alone.
+    """Marks the rows of a forward pass that have the adapters, in an engine that also serves the model without them.
 
-    A request for the base has a `lora_id`. By this id SGLang also keeps its prefixes apart from other requests'.
+    A request for the model without adapters has a `lora_id`. By this id SGLang also caches its prefixes separately.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:

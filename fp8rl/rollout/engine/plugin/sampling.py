@@ -18,8 +18,8 @@ from fp8rl.numerics.sampling import GREEDY
 
 
 def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
-    """`SamplingBatchInfo.from_schedule_batch`: set the seeds of the batch's requests, which SGLang then carries along
-    when batches are filtered and merged.
+    """After `SamplingBatchInfo.from_schedule_batch`: set the seeds of the batch's requests. SGLang keeps them when it
+    filters and merges batches.
 
     SGLang itself sets seeds only under `--enable-deterministic-inference`, which no backend of a CPU allows, and gives
     all requests without a seed the same seed. Here a request without a seed gets a random seed, which it keeps when it
@@ -75,7 +75,7 @@ def draw_from_probabilities(
     positions: Tensor,
     simple_sampling_case: bool,
 ) -> Tensor:
-    """`Sampler._sample_from_probs` in native mode: tokens int32 [B] of probs [B, V], at the request's temperature.
+    """Around `Sampler._sample_from_probs` in native mode: draw tokens int32 [B] from probs [B, V].
 
     Where a request wants top-p, top-k or min-p, the draw is SGLang's own and not seeded: with seeds, SGLang stops the
     scheduler, or draws from the remaining tokens without normalising their probabilities. Answers that are known
@@ -114,7 +114,7 @@ def of_samples(
     token_ids_logprobs: list[list[int] | None],
     positions: Tensor,
 ) -> Tensor:
-    """`Sampler.forward`: draws a token for each row of logits [B, V], and returns log-probabilities with the tokens.
+    """Around `Sampler.forward`: draw a token for each row of logits [B, V], and return log-probabilities with them.
 
     They belong to the distribution that is drawn from, without the tokens that top-p, top-k and min-p leave out.
     """
@@ -154,7 +154,7 @@ def of_prompts(
     logits_metadata: Any,
     skip_chunking_for_dp_attn: bool = False,
 ) -> Any:
-    """`InputLogprobProcessor.forward`: log-probabilities of given tokens, at temperature 1, from logits [rows, V].
+    """Around `InputLogprobProcessor.forward`: return log-probabilities of given tokens, at temperature 1.
 
     input_logprob_indices, ascending, are the rows that predict a token of `extend_input_logprob_token_ids_gpu`.
     """

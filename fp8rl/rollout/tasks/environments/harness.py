@@ -1,6 +1,6 @@
 """An environment that is a user's program: it speaks OpenAI's API and knows nothing of training.
 
-The API is at an address of this machine alone, and each conversation has a key of its own.
+The API listens only on this machine, and each conversation has a key of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHAT = "/v1/chat/completions"
 _MOST_BYTES = 32 << 20
 """The most bytes of a request's body, unpacked."""
 _HEADERS_S = 60.0
-"""Seconds in which a connection must have sent the whole headers of its first, or of its next, request."""
+"""Seconds within which a connection must send all headers of a request."""
 
 
 class ProgramError(Exception):
@@ -140,7 +140,7 @@ class ProgramEndpoint:
         self.url = ""
 
     async def open(self) -> None:
-        """Start to listen, if the server does not yet. Many conversations begin at a time, and each waits for that."""
+        """Start the server unless it listens already. Conversations that begin at the same time wait for it."""
         async with self._opening:
             if self._runner is not None:
                 return

@@ -67,7 +67,7 @@ def format(answer: str, finished: bool, pattern: Annotated[str, AfterValidator(_
 
 
 def length(answer: str, tokens: int, free: Annotated[int, Field(ge=1)]) -> float:
-    """Return 0 up to `free` tokens, and less by 1 for each `free` tokens more."""
+    """Return 0 for up to `free` tokens, -1 for twice as many, and so on in a straight line."""
     return min(0.0, 1.0 - tokens / free)
 
 
