@@ -46,7 +46,7 @@ class Architecture:
     model_type: str
     """The value of `model_type` in config.json."""
     sizes: Callable[[ConfigFile], ModelSizes]
-    """A function that reads the sizes in a config.json, and refuses what the shared ops do not define."""
+    """A function that reads the sizes in a config.json, and refuses variants that are not supported."""
     families: tuple[Family, ...]
     """The families of ops in the order of a layer's forward. Each says which layers have it."""
     engine_config: Callable[[dict[str, Any], ModelSizes], dict[str, Any]] = lambda config, sizes: config
@@ -154,7 +154,7 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     served: the directory is one that an engine loads, with quantized weights.
 
     Raises:
-        UserError: no readable config, an unknown architecture, or a variant that the shared ops do not define.
+        UserError: no readable config, an unknown architecture, or a variant that is not supported.
     """
     return model_of(ConfigFile.read(Path(path), key), served=served)
 

@@ -113,7 +113,7 @@ class ConfigFile:
         layers: Collection[str] = ("full_attention",),
         mrope: bool = False,
     ) -> None:
-        """Refuse what the shared ops do not define: a key with another value than in `expected`, a kind of layer that
+        """Refuse what is not supported: a key with another value than in `expected`, a kind of layer that
         is not in `layers` (such as a window of attention), and scaled rotary embeddings.
 
         rotary_part: allow that only a part of a head is rotated. scaled: leave the check of the rotation to

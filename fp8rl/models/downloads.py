@@ -1,4 +1,4 @@
-"""Limits of what a hub may send. Its clients wait as long as single bytes arrive, and name files by its headers."""
+"""Limits on what a hub may send. Without them its clients wait as long as single bytes arrive, and trust its headers."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class _Network(httpcore.SyncBackend):
 
 @contextmanager
 def limited() -> Iterator[Limits]:
-    """Have the hub's clients keep to limits within the block, and yield the limits."""
+    """Let the hub's clients keep to limits inside the block, and yield the limits."""
     limits, former = Limits(), _http._GLOBAL_CLIENT_FACTORY
 
     def client() -> httpx.Client:

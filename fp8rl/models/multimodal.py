@@ -29,8 +29,8 @@ class Multimodal:
     towers: tuple[str, ...] = ("model.visual.",)
     """Beginnings of the tower's names."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By the end of the name of a tensor [experts, N, K]: the last parts of the names of the matrices of each expert
-    that it stacks."""
+    """For the end of the name of a stacked tensor [experts, N, K]: the last parts of the names of the matrices that it
+    has for each expert."""
 
     def names(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
         """Return the piece of the files that holds each tensor of the table. A tensor that is only kept has its own

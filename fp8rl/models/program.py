@@ -38,7 +38,7 @@ class OpForm:
     shapes: str
     """The shapes of inputs and outputs. T is the number of tokens of some sequences, end to end."""
     compared: int | None = None
-    """The number of leading outputs that are compared; None: all."""
+    """The number of leading outputs that are compared between trainer and engine; None: all."""
     constants: tuple[str, ...] = ()
     """Names of constants of the op, which both sides report."""
     compute: Callable[..., Sequence[Any]]
@@ -175,7 +175,7 @@ class Host(Protocol):
         """Compute `ops.gated_delta_rule` of values in the order of `in_rows`. The result has the usual order again."""
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts, or replay a choice. route: `ops.route`, say, without `choose` and `ids`."""
+        """Choose each token's experts, or replay a choice. route: an op like `ops.route`, without `choose` and `ids`."""
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Compute `ops.routed_experts`."""

@@ -52,7 +52,7 @@ class WeightGroup:
     by_heads: bool = False
     """True if Megatron interleaves the weight's tensors by heads."""
     tied: bool = False
-    """True if the weight is the embedding once more. Only the last of several pipeline stages holds this copy."""
+    """True if the weight is a copy of the embedding. Only the last of several pipeline stages holds this copy."""
     trained: bool = True
     """True for a parameter, False for an FP32 buffer."""
     fp32: bool = False

@@ -111,7 +111,7 @@ class SharedBase:
                         yield row.name + suffix, part
 
     def tensor(self, name: str) -> Tensor | QuantizedTensor:
-        """Return one tensor of the checkpoint, in the form that the base has."""
+        """Return one tensor of the checkpoint, quantized if the base has it quantized."""
         data, scales = self.tensors[name], self.tensors.get(name + SCALE_SUFFIX)
         return data if scales is None else QuantizedTensor(data, scales, self.spec.weight)
 

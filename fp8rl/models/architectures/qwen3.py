@@ -8,7 +8,7 @@ from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 
 VARIANTS = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1}
-"""The only values of these keys that the shared ops define."""
+"""The only supported values of these keys."""
 
 
 def sizes(config: ConfigFile) -> ModelSizes:

@@ -24,7 +24,7 @@ VARIANTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-"""The only values of these keys that the shared ops define."""
+"""The only supported values of these keys."""
 DRAFTS = "mtp."
 """The beginning of the names of the draft layer's tensors."""
 

@@ -32,7 +32,7 @@ MOST = 2
 
 
 def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) -> dict[str, Any]:
-    """Write the model of `source` in whole blocks, in the dtypes that it is stored in.
+    """Write the model of `source`, padded to whole blocks, in the dtypes that it is stored in.
 
     If heads are narrower than a block, heads are added until they fill blocks together. check: called before anything
     is written, to refuse a padded model that cannot be used. Returns the new values of keys of config.json.

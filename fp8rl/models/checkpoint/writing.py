@@ -83,7 +83,7 @@ def write_directory(
     """Write the files of a model: what `describe` puts into the directory, and the tensors of all ranks.
 
     All ranks take part. `path` appears whole or not at all, and replaces what was there.
-    tensors: (name, tensor) of this rank, no name on two ranks. describe: called on rank 0 alone. pieces: by name, the
+    tensors: (name, tensor) of this rank, no name on two ranks. describe: called only on rank 0. pieces: by name, the
     piece of the files that a tensor becomes; parts of a stacked tensor are in `dtype`. Other tensors keep their names.
 
     An error on one rank is raised on all ranks.

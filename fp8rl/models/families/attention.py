@@ -150,7 +150,7 @@ def _activations(sizes: ModelSizes) -> Activations:
 
 
 def _widths(sizes: ModelSizes) -> Widths:
-    """Return the widths. A head, or a group of `joined` heads, must be whole blocks: ranks share no group of heads."""
+    """Return the widths. A head, or a group of `joined` heads, must fill whole blocks, since ranks do not split it."""
     name = "head_dim" if sizes.joined == 1 else f"{sizes.joined} * head_dim"
     return Widths({name: sizes.joined * sizes.head_dim})
 

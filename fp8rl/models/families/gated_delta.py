@@ -22,7 +22,7 @@ from fp8rl.models.tensors import Location, TensorRow
 from fp8rl.numerics import ops
 
 IN_FP32: dict[str, Any] = {"served": torch.float32, "trained": torch.float32}
-"""Arguments of the rows of a layer's vectors. Checkpoints have them in FP32 or BF16; both sides hold them in FP32."""
+"""Arguments for the row of a vector, which checkpoints have in FP32 or BF16, and which both sides hold in FP32."""
 STATE_BYTES, CONV_BYTES = 4, 2
 """Bytes of a number in a request's states, and in the rows that a request keeps for its convolutions."""
 
