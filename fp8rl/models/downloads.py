@@ -1,4 +1,4 @@
-"""Limits on what a hub may send. Without them its clients wait as long as single bytes arrive, and trust its headers."""
+"""Limits on what a hub may send. Without them clients wait as long as single bytes arrive, and trust its headers."""
 
 from __future__ import annotations
 

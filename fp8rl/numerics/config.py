@@ -119,7 +119,7 @@ class NumericsConfig:
 
     @property
     def blocks_spec(self) -> QuantSpec:
-        """The spec whose blocks both sides' layouts must keep whole, also where only one side quantizes."""
+        """The spec whose blocks no rank of trainer or engine may cut, even if only one side quantizes."""
         return self.rollout_spec if self.rollout_spec.quantized else self.trainer_spec
 
     def to_dict(self) -> dict[str, Any]:

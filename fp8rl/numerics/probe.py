@@ -90,7 +90,7 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
         return grouped_linear(torch.cat((x[:n], x)), counts, stacked, group, spec)[n:]
 
     def of_adapted_experts(n: int) -> Tensor:
-        """Return what `of_experts` returns, of experts with adapters."""
+        """Do the same as `of_experts`, with experts that have adapters."""
         counts, rows = torch.tensor([n, _MANY, 0], device=device), torch.cat((x[:n], x))
         weights = ExpertWeights(stacked, group, stacked_adapter)
         return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
