@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face hub: told apart from paths, pinned to a commit, and fetched.
+"""Models and data sets of the Hugging Face hub: which texts name one, which commit it is, and how it is fetched.
 
 `huggingface_hub` fetches files into its cache, and heeds HF_TOKEN, HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT. A
 repository that is pinned to a commit and is in the cache needs no network.
