@@ -75,7 +75,7 @@ class Architecture:
     def forward(self, sizes: ModelSizes) -> Forward:
         """Return the ops of a model of these sizes."""
         layers = (families_of_layer(self.families, sizes, layer) for layer in range(sizes.layers))
-        return Forward(FIRST_OPS, tuple(sum((f.ops(sizes) for f in each), ()) for each in layers), LAST_OPS)
+        return Forward(FIRST_OPS, tuple(sum((f.ops(sizes) for f in families), ()) for families in layers), LAST_OPS)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Configuration(BaseModel):
         below, files = f"{self.data_dir}/" if self.data_dir else "", self.data_files
         if files is None:
             return [f"{below}*"] if below else []
-        return [below + each for each in _texts(list(files.values()) if isinstance(files, dict) else files)]
+        return [below + text for text in _texts(list(files.values()) if isinstance(files, dict) else files)]
 
 
 class _Card(BaseModel):
@@ -81,5 +81,5 @@ def read_configurations(folder: Path, key: str) -> dict[str, Configuration]:
 def _texts(value: str | _Split | list[str] | list[str | _Split] | list[_Patterns]) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    for each in [value.path] if isinstance(value, _Split) else value if isinstance(value, list) else ():
-        yield from _texts(each)
+    for part in [value.path] if isinstance(value, _Split) else value if isinstance(value, list) else ():
+        yield from _texts(part)

@@ -159,7 +159,7 @@ def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | 
     configs = read_configurations(card, key)
     if not configs:
         return None
-    default = next((each for each, held in configs.items() if held.default or each == "default"), None)
+    default = next((config for config, files in configs.items() if files.default or config == "default"), None)
     chosen = name or (default if len(configs) > 1 else next(iter(configs)))
     if chosen not in configs:
         remedy = f"Set it: {{path: {path}, name: {listed([*configs][:1])}}}."
@@ -167,7 +167,7 @@ def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | 
     patterns = configs[chosen].patterns
     if not patterns:
         return None
-    return [*patterns, *(each.replace("**/", "") for each in patterns), *_CARD]
+    return [*patterns, *(pattern.replace("**/", "") for pattern in patterns), *_CARD]
 
 
 @contextmanager

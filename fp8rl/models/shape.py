@@ -157,7 +157,7 @@ class Shape:
         """The activations of each layer by part; None: the whole layer. Cached, since plans read it 100,000 times."""
 
         def total(kept: list[Activations]) -> Activations:
-            return Activations(*(sum(getattr(each, field.name) for each in kept) for field in fields(Activations)))
+            return Activations(*(sum(getattr(part, field.name) for part in kept) for field in fields(Activations)))
 
         parts: set[str | None] = {None, *(family.part for family in self.families)}
         found = []

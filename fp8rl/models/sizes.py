@@ -89,9 +89,9 @@ class ModelSizes:
 
     def of(self, kind: type[S]) -> S:
         """Return the object of class `kind` in `own`. Raises KeyError if the model has none."""
-        for each in self.own:
-            if isinstance(each, kind):
-                return each
+        for sizes in self.own:
+            if isinstance(sizes, kind):
+                return sizes
         raise KeyError(f"found the sizes {self.own}, expected a {kind.__name__} among them")
 
     @property

@@ -214,9 +214,9 @@ class EngineRank:
 
     def _range(self, row: TensorRow, size: int) -> tuple[int, int]:
         """Return the first index and the length of this rank's part of an axis."""
-        each = -(-size // PADDED_TO) * PADDED_TO // self.ranks if row.engine.padded else size // self.ranks
-        first = min(self.rank * each, size)
-        return first, min(each, size - first)
+        share = -(-size // PADDED_TO) * PADDED_TO // self.ranks if row.engine.padded else size // self.ranks
+        first = min(self.rank * share, size)
+        return first, min(share, size - first)
 
 
 WHOLE = EngineRank()

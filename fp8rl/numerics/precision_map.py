@@ -291,6 +291,6 @@ CLASSES: tuple[TensorClass, ...] = (
     ),
 )  # fmt: skip
 
-ROWS = tuple(dict.fromkeys(each.row for each in CLASSES))
+ROWS = tuple(dict.fromkeys(tensors.row for tensors in CLASSES))
 DOCUMENTED = ROWS[:12]
 """The rows of the published map."""

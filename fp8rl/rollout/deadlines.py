@@ -75,7 +75,7 @@ def kill_family(pid: int, *, itself: bool = True) -> list[psutil.Process]:
         family = [*process.children(recursive=True), *([process] if itself else [])]
     except psutil.NoSuchProcess:
         return []
-    for each in family:
+    for member in family:
         with suppress(psutil.NoSuchProcess):
-            each.kill()
+            member.kill()
     return family

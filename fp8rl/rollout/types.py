@@ -70,8 +70,8 @@ class KeptTokens:
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> KeptTokens:
-        ids = torch.tensor([token for each in lists for token in each], dtype=torch.int32)
-        return cls(torch.tensor([len(each) for each in lists], dtype=torch.int32), ids)
+        ids = torch.tensor([token for kept in lists for token in kept], dtype=torch.int32)
+        return cls(torch.tensor([len(kept) for kept in lists], dtype=torch.int32), ids)
 
     def then(self, rest: KeptTokens) -> KeptTokens:
         return KeptTokens(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]))
@@ -83,7 +83,7 @@ class KeptTokens:
 
     def lists(self) -> list[list[int]]:
         """Return the ids of each draw."""
-        return [each.tolist() for each in self.ids.split(self.counts.tolist())]
+        return [ids.tolist() for ids in self.ids.split(self.counts.tolist())]
 
 
 @dataclass(frozen=True)

@@ -299,7 +299,7 @@ class TrainerGroup:
         return self._get(range(len(calls)), calls)
 
     def _of_reporting(self, role: Role, method: str, *args: Any) -> list[Any]:
-        return [each for each in self._all("apply", role, method, *args, of_reporting_ranks=True) if each is not None]
+        return [part for part in self._all("apply", role, method, *args, of_reporting_ranks=True) if part is not None]
 
     def _send(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self._actors]

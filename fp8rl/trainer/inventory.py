@@ -98,7 +98,7 @@ def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Tra
     kinds = [buffers[place] for tensor in tensors if (place := _storage(tensor)) in buffers]
     # A boxed argument may be a process group, or what its ranks do with the numbers.
     boxed = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-    groups = [each for each in boxed if each._type().qualified_name().endswith(".ProcessGroup")]
+    groups = [value for value in boxed if value._type().qualified_name().endswith(".ProcessGroup")]
     # Where it writes to comes first: a rank hands in the last of the tensors.
     sent = tensors[-1] if tensors else torch.empty(0)
     return Transfer(
@@ -125,7 +125,7 @@ def _parameters(trainer: Scorer) -> Iterator[Holding]:
     for name, parameter in named_weights(trainer.model):
         if te_runtime.is_quantized(parameter):
             weight = te_runtime.quantized(parameter)
-            total = sum(each.nbytes for each in te_runtime.stored(parameter))
+            total = sum(tensor.nbytes for tensor in te_runtime.stored(parameter))
             yield Holding(name, "parameters", format_of(weight.data.dtype), tuple(parameter.shape), total)
         else:
             yield holding(name, "parameters", parameter.data)
@@ -136,9 +136,9 @@ def _gradients(trainer: Trainer) -> Iterator[Holding]:
         if not parameter.requires_grad:
             continue
         total = parameter.main_grad
-        for each, weight in matrices(name, parameter):
+        for matrix_name, weight in matrices(name, parameter):
             size = weight.numel() * total.itemsize
-            yield Holding(each, "gradients", format_of(total.dtype), tuple(weight.shape), size)
+            yield Holding(matrix_name, "gradients", format_of(total.dtype), tuple(weight.shape), size)
 
 
 def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:

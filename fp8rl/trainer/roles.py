@@ -145,7 +145,7 @@ def offload(trainer: Trainer) -> int:
     here = device.current().type
     state = (tensor for kind, tensor in optimizer_tensors(trainer) if kind in ("masters", "moments"))
     return trainer.optimizer.host_copy.offload(
-        [tensor for tensor in state if tensor.device.type == here], [each.grad_data for each in buffers(trainer)]
+        [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(trainer)]
     )
 
 

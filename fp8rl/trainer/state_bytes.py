@@ -123,22 +123,22 @@ def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Stor
     """
     held = list(_of_stage(shape, config, spec, stage))
     for experts in (False, True):
-        mine = [each for each in held if (each.weight.share == "experts") is experts and not each.apart]
+        mine = [group for group in held if (group.weight.share == "experts") is experts and not group.apart]
         for fp8, fp32 in ((False, False), (True, False), (False, True)):
-            as_fp8 = [each for each in mine if (each.quantized and storage == "transformer_engine") is fp8]
-            own = [each for each in as_fp8 if each.weight.fp32 is fp32]
+            as_fp8 = [group for group in mine if (group.quantized and storage == "transformer_engine") is fp8]
+            own = [group for group in as_fp8 if group.weight.fp32 is fp32]
             if own:
                 yield Buffer(
                     experts,
-                    sum(-(-each.elements // _PARAMETER) * _PARAMETER * each.count for each in own),
+                    sum(-(-group.elements // _PARAMETER) * _PARAMETER * group.count for group in own),
                     fp8,
                     fp32,
-                    operands=0 if fp8 else sum(each.operand_bytes(spec.weight, storage) for each in own),
-                    scales=sum(2 * each.scale_bytes(spec.weight) for each in own) if fp8 else 0,
+                    operands=0 if fp8 else sum(group.operand_bytes(spec.weight, storage) for group in own),
+                    scales=sum(2 * group.scale_bytes(spec.weight) for group in own) if fp8 else 0,
                 )
-    for each in held:
-        if each.apart:
-            yield Buffer(False, each.elements)
+    for group in held:
+        if group.apart:
+            yield Buffer(False, group.elements)
 
 
 def _of_adapters(shape: Shape, config: TrainerSection, stage: int) -> Iterator[Buffer]:
@@ -218,12 +218,12 @@ def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) ->
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))
-    each = FP32_BYTES if buffer.fp32 else 2 if buffer.fp8 else BF16_BYTES  # codes and their transpose, or BF16
+    width = FP32_BYTES if buffer.fp32 else 2 if buffer.fp8 else BF16_BYTES  # codes and their transpose, or BF16
     return StateBytes(
-        parameters=buffer.elements * each + buffer.scales,
+        parameters=buffer.elements * width + buffer.scales,
         operands=buffer.operands,
         gradients=buffer.elements * FP32_BYTES,
         masters=0 if moment_bytes is None or buffer.fp32 else mine * FP32_BYTES,
         moments=mine * 2 * (moment_bytes or 0),
-        padding=(padded - buffer.elements) * (each + FP32_BYTES),
+        padding=(padded - buffer.elements) * (width + FP32_BYTES),
     )

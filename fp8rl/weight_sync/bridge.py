@@ -64,7 +64,7 @@ class SyncReport:
     def metrics(self) -> dict[str, float]:
         """Return the numbers, except for the version, as `sync/...` metrics in seconds and bytes."""
         values = dataclasses.asdict(self) | {"mismatched_tensors": self.mismatched_tensors}
-        return {f"sync/{name}": float(each) for name, each in values.items() if name not in ("version", "mismatched")}
+        return {f"sync/{name}": float(value) for name, value in values.items() if name not in ("version", "mismatched")}
 
 
 @dataclasses.dataclass(frozen=True)

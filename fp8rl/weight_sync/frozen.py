@@ -65,7 +65,7 @@ class FrozenBase:
         if contents == "adapters":
             assert self.sent is not None
             return [*parts, self.sent, scale]
-        digests = {n: each for part in parts for n, each in part.digests.items() if n not in part.adapters}
+        digests = {n: digest for part in parts for n, digest in part.digests.items() if n not in part.adapters}
         held = sum(part.weight_bytes - part.adapter_bytes for part in parts)
         self.sent = self.sent or ShardDigests(digests, held, 0)
         _compare(self.sent.digests, digests, "what the trainer sends of the weights")
@@ -84,7 +84,7 @@ def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor
     adapters = trainer.weights.adapters(trainer.model)
     if contents == "adapters beside a base":
         of_base = trainer.placed.base.tensors
-        return itertools.chain((each for each in trainer.export_weights() if each[0] not in of_base), adapters)
+        return itertools.chain((pair for pair in trainer.export_weights() if pair[0] not in of_base), adapters)
     return adapters if contents == "adapters" else itertools.chain(trainer.export_weights(), adapters)
 
 
@@ -215,7 +215,7 @@ def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], ti
         EngineError: an engine cannot read the base, and must be replaced.
     """
     sent = write_base(trainer, spec)
-    addresses = next(each for each in trainer.apply(_addresses, len(endpoints)) if each)
+    addresses = next(found for found in trainer.apply(_addresses, len(endpoints)) if found)
 
     async def read(endpoint: Endpoint, address: str) -> None:
         async with EngineClient(endpoint, timeout_s=timeout_s) as engine:

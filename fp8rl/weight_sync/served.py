@@ -171,7 +171,7 @@ def convert_checkpoint(
     tensors = recorder.watch(tensors) if recorder else tensors
     if whole:
         kept = kept_tensors(source, model)
-        tensors = chain(tensors, ((name, each) for name, each in kept if model.sizes.keeps_in_layer(name)))
+        tensors = chain(tensors, ((name, tensor) for name, tensor in kept if model.sizes.keeps_in_layer(name)))
     write_served_checkpoint(tensors, source, path, spec)
 
 
@@ -183,7 +183,7 @@ def _merging(source: Path, model: Model, adapter: Path) -> Callable[[str, Tensor
     def add(name: str, weight: Tensor) -> Tensor:
         if not config.adapts(row := model.tensors[name]):
             return weight
-        a, b = (tensors[each].to(weight.dtype) for each in pair_of(row, config))
+        a, b = (tensors[factor].to(weight.dtype) for factor in pair_of(row, config))
         return merged(weight, LowRank(a, b, config.scale))
 
     return add

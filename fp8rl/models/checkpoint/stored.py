@@ -40,7 +40,7 @@ class WeightFiles:
         """The piece of the files that holds each tensor."""
         if multimodal is not None:
             held = ((name, self._open[file].get_slice(name)) for name, file in where.items())
-            self.pieces = multimodal.names({name: tuple(each.get_shape()) for name, each in held})
+            self.pieces = multimodal.names({name: tuple(part.get_shape()) for name, part in held})
         self.where = {name: where[piece.name] for name, piece in self.pieces.items()}
         """The file of each tensor, in the files' order."""
 
@@ -72,8 +72,8 @@ class WeightFiles:
 def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
     """Multiply codes E4M3 [N, K] with scales [ceil(N / 128), ceil(K / 128)] in FP32. Return BF16 [N, K]."""
     rows, columns = codes.shape
-    each = scales.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-    return (codes.float() * each).bfloat16()
+    factors = scales.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+    return (codes.float() * factors).bfloat16()
 
 
 def is_scales(name: str, files: WeightFiles) -> bool:

@@ -37,7 +37,7 @@ def _heads_norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
 
 
 def _qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-    return [each.unflatten(-1, (-1, host.sizes.head_dim)) for each in host.products(site, x, rows)]
+    return [out.unflatten(-1, (-1, host.sizes.head_dim)) for out in host.products(site, x, rows)]
 
 
 def _normed_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:

@@ -20,7 +20,7 @@ from fp8rl.numerics import ops
 
 
 def _gated_qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-    queries, k, v = (each.unflatten(-1, (-1, host.sizes.head_dim)) for each in host.products(site, x, rows))
+    queries, k, v = (out.unflatten(-1, (-1, host.sizes.head_dim)) for out in host.products(site, x, rows))
     q, gate = queries.unflatten(-2, (-1, 2)).unbind(-2)
     return q, gate.flatten(-2), k, v
 

@@ -98,7 +98,7 @@ def _gates(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
     own, found = host.sizes.of(GatedDelta), host.products(site, x)
     if len(found) == 2:
         return found
-    b, a = (each.flatten(-2) for each in found[0].unflatten(-1, (-1, 2, own.shares)).unbind(-2))
+    b, a = (gate.flatten(-2) for gate in found[0].unflatten(-1, (-1, 2, own.shares)).unbind(-2))
     return b, a
 
 
@@ -118,7 +118,7 @@ def _gated_norm(host: Host, site: OpSite, x: Tensor, z: Tensor) -> Sequence[Tens
     weight, eps = host.tensor(site), host.sizes.norm_eps
 
     def normed(*values: Tensor) -> Tensor:
-        heads, gates = (each.unflatten(-1, (-1, len(weight))) for each in values)
+        heads, gates = (value.unflatten(-1, (-1, len(weight))) for value in values)
         return ops.gated_rms_norm(heads, gates, weight, eps).flatten(-2)
 
     return (host.by_rows(normed, x, z),)

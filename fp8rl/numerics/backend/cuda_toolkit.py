@@ -61,7 +61,7 @@ def other_compilers(cuda: str | None) -> str | None:
     found = list(installed())
     if any(toolkit.release == cuda for toolkit in found):
         return None
-    return ", ".join(f"{each.nvcc} of CUDA {each.release}" for each in found) or "none"
+    return ", ".join(f"{toolkit.nvcc} of CUDA {toolkit.release}" for toolkit in found) or "none"
 
 
 def installed() -> Iterator[Toolkit]:

@@ -62,14 +62,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value):
-        for each in vars(value).values():  # and what it has made of its fields since
-            yield from tensors_in(each)
+        for field in vars(value).values():  # and what it has made of its fields since
+            yield from tensors_in(field)
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        for item in value.values():
+            yield from tensors_in(item)
     elif isinstance(value, Iterable) and not isinstance(value, str):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
 
 
 def give_back() -> None:

@@ -123,7 +123,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: fl
         steps = torch.arange(int(own.max()), device=q.device)
         real.append(steps < own)
         order.append((starts[some, None] + steps)[real[-1]])
-    counts, tokens = [len(each) for each in order], torch.cat(order)
+    counts, tokens = [len(indices) for indices in order], torch.cat(order)
     results = []
     for own, *parts in zip(real, *(x[tokens].split(counts) for x in (q, k, v)), strict=True):
         rows = [part.new_zeros(*own.shape, *part.shape[1:]).index_put((own,), part) for part in parts]

@@ -164,7 +164,7 @@ def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Any)
         wide[torch.arange(len(groups)), groups] = h[: len(groups)] * scale
         return product(wide.flatten(1), b.transpose(0, 1).flatten(1), h.dtype)
     out, grouped = h.new_empty(len(h), b.shape[1]), sum(spans)
-    parts_of = (each[:grouped].split(list(spans)) for each in (out, h))
+    parts_of = (x[:grouped].split(list(spans)) for x in (out, h))
     for into, part, of_group in zip(*parts_of, b, strict=True):
         if len(part):
             into.copy_(_scaled(part, of_group, scale, even))
@@ -214,7 +214,7 @@ def merged(weight: Tensor, low_rank: LowRank) -> Tensor:
     if weight.dim() == 2:
         return updates(low_rank).add_(weight).float().to(weight.dtype)
     # Of experts one at a time: what is made here is four times as large as a weight.
-    return torch.stack([merged(each, low_rank.of_expert(index)) for index, each in enumerate(weight)])
+    return torch.stack([merged(matrix, low_rank.of_expert(index)) for index, matrix in enumerate(weight)])
 
 
 def updates(low_rank: LowRank) -> Tensor:
@@ -272,7 +272,7 @@ class _WithAdapterGradient(torch.autograd.Function):
             da, db = _gradients(dy, rows, a, b, ctx.scale)
         else:
             groups = zip(dy.split(ctx.groups), rows.split(ctx.groups), a, b, strict=True)
-            da, db = (torch.stack(found) for found in zip(*(_gradients(*each, ctx.scale) for each in groups)))
+            da, db = (torch.stack(found) for found in zip(*(_gradients(*group, ctx.scale) for group in groups)))
         return grads[0], None, da, db, None, None
 
 

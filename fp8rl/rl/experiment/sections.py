@@ -361,7 +361,7 @@ class EvalSection(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> EvalSection:
-        names = [each.name for each in self.sets]
+        names = [eval_set.name for eval_set in self.sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"found two sets called {', '.join(twice)}, expected one. Name one otherwise")
         return self

@@ -133,8 +133,8 @@ def is_fixed(name: str) -> bool:
 
 def nearest_metric(name: str) -> str:
     """Return the metric whose name is most like `name`; for a family with numbers, the first such member."""
-    numbered = {each: family for each, family in FAMILIES.items() if "{n}" in each and "{set}" not in each}
-    members = [each.format(n=number) for each, family in numbered.items() for number in family.numbers[:16]]
+    numbered = {form: family for form, family in FAMILIES.items() if "{n}" in form and "{set}" not in form}
+    members = [form.format(n=number) for form, family in numbered.items() for number in family.numbers[:16]]
     (nearest,) = difflib.get_close_matches(name, [*METRICS, *members], n=1, cutoff=0.0)
     return nearest
 

@@ -221,7 +221,7 @@ def _in_known_roles(
     Raises UserError: the template leaves a message's content out, or writes it as it would under any other role.
     """
     marked = [{**message, "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
-    asked = [number for number, each in enumerate(marked) if each["role"] not in ("user", "assistant")]
+    asked = [number for number, message in enumerate(marked) if message["role"] not in ("user", "assistant")]
     text = attempt(marked) if asked else None
     for number in asked:
         role, other = messages[number]["role"], {**marked[number], "role": "\ue000role\ue001"}
@@ -230,7 +230,7 @@ def _in_known_roles(
         elif known := marked[number]["content"] in text:
             known = role in ("system", "tool") or attempt([*marked[:number], other, *marked[number + 1 :]]) != text
         if not known and role == "developer":
-            renamed = [{**each, "role": "system"} if each["role"] == role else each for each in messages]
+            renamed = [{**message, "role": "system"} if message["role"] == role else message for message in messages]
             return _in_known_roles(attempt, renamed, messages)
         if not known and messages[number].get("content"):
             expected = "a role that the chat template writes there: it would leave this message out"

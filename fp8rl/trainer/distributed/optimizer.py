@@ -238,7 +238,7 @@ def _count_as_held(optimizer: DistributedOptimizer) -> None:
     places = optimizer.model_param_group_index_map
     for number in {group for group, _ in places.values()}:
         own = sorted((place, parameter) for parameter, (group, place) in places.items() if group == number)
-        for place, (_, parameter) in enumerate(sorted(own, key=lambda each: each[1].dtype != torch.float32)):
+        for place, (_, parameter) in enumerate(sorted(own, key=lambda entry: entry[1].dtype != torch.float32)):
             places[parameter] = number, place
 
 
@@ -246,8 +246,8 @@ def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:
     """Give Adam its state before the first step, so that a checkpoint of step 0 can be written and read."""
     optimizer = megatron_optimizer.optimizer
     if isinstance(optimizer, HybridDeviceOptimizer):  # it would take a step of random gradients
-        for each in optimizer.sub_optimizers:
-            _create_adamw_moments(each)
+        for part in optimizer.sub_optimizers:
+            _create_adamw_moments(part)
         optimizer._sync_sub_optimizers_state_to_hdo()
     elif isinstance(optimizer, torch.optim.AdamW):
         _create_adamw_moments(optimizer)

@@ -164,13 +164,13 @@ def _block(
 ) -> TransformerBlockSubmodules:
     """Return the decoder block of this pipeline stage, with TransformerEngine's parameter names."""
     first = get_transformer_layer_offset(config)
-    own = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
+    precisions = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
     if precision.numerics.mode == "exact":
-        programs = [{"definition": definition, "precision": each, "recompute": recompute} for each in own]
-        specs = [ModuleSpec(module=ProgramLayer, params=each) for each in programs]
+        programs = [{"definition": definition, "precision": one, "recompute": recompute} for one in precisions]
+        specs = [ModuleSpec(module=ProgramLayer, params=program) for program in programs]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=exact.RMSNorm)
     library: Library = "transformer_engine" if transformer_engine else "megatron"
-    layers = [Layer(definition.sizes, _MODULES[library](each), each) for each in own]
+    layers = [Layer(definition.sizes, _MODULES[library](one), one) for one in precisions]
     specs = [
         ModuleSpec(
             module=TransformerLayer,

@@ -141,7 +141,7 @@ class StackedWeights(Held):
     ) -> ShardedStateDict:
         """Return all experts of a layer under one key. `GroupedWeights` can read what this wrote, and the reverse."""
         sharded, groups = super().sharded_state_dict(prefix, sharded_offsets, metadata), self.groups
-        for key, held in ((f"{prefix}{name}", each) for name, each in self.named_parameters() if each.dim() == 3):
+        for key, held in ((f"{prefix}{name}", weight) for name, weight in self.named_parameters() if weight.dim() == 3):
             sharded[key] = ShardedTensor.from_rank_offsets(
                 key,
                 held,
@@ -192,7 +192,7 @@ class Experts(Held):
         """Return the tensors under the keys of Megatron's grouped MLP, which have `experts.` twice."""
         sharded = super().sharded_state_dict("", sharded_offsets, metadata)
         replace_prefix_for_sharding(sharded, "", f"{prefix}experts.")
-        return {f"{prefix}{name}": each for name, each in sharded.items()}
+        return {f"{prefix}{name}": tensor for name, tensor in sharded.items()}
 
 
 def hold(layer: Held, rows: Iterable[TensorRow], precision: LayerPrecision) -> None:

@@ -225,8 +225,8 @@ def count(model: nn.Module, real: Tensor | None) -> None:
 
     real: bool [b, s], False in the padding. Stop before the backward pass, which may recompute the forward pass.
     """
-    for each in _rounding_of(model):
-        each.real = real
+    for rounding in _rounding_of(model):
+        rounding.real = real
 
 
 def kv_saturated(model: nn.Module) -> float:
@@ -235,10 +235,10 @@ def kv_saturated(model: nn.Module) -> float:
     All ranks must call it, also ranks whose layers have no keys.
     """
     total = torch.zeros(2, dtype=torch.int64, device=next(model.parameters()).device)
-    for each in _rounding_of(model):
-        if each.counts is not None:
-            total += each.counts
-            each.counts = None
+    for rounding in _rounding_of(model):
+        if rounding.counts is not None:
+            total += rounding.counts
+            rounding.counts = None
     dist.all_reduce(total)
     saturated, numbers = total.tolist()
     return float(saturated / max(numbers, 1))

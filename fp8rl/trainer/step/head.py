@@ -237,7 +237,7 @@ class _InChunks(torch.autograd.Function):
         d_rows, d_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=torch.float32)
         given = [(index, grad) for index, grad in enumerate(grads[:2]) if grad is not None]
         d_read = zip(*(grad.tensor_split(ctx.chunks, 1) for _, grad in given), strict=True)
-        pieces = (each.tensor_split(ctx.chunks) for each in (rows, d_rows))
+        pieces = (x.tensor_split(ctx.chunks) for x in (rows, d_rows))
         for piece, d_piece, part, d_part in zip(*pieces, ctx.targets.split(ctx.chunks), d_read, strict=True):
             with torch.enable_grad():
                 piece = piece.detach().requires_grad_()

@@ -201,7 +201,7 @@ def _spread(rows: list[int], lengths: list[int], count: int, room: int) -> list[
             return None
         micro[place].append(row)
         heapq.heappush(emptiest, (tokens + lengths[row], place))
-    return [micro[place] for _, place in sorted(emptiest, key=lambda each: (-each[0], each[1]))]
+    return [micro[place] for _, place in sorted(emptiest, key=lambda entry: (-entry[0], entry[1]))]
 
 
 # Micro-batches whose rows are shared by context-parallel ranks: each has a part of every row's tokens.

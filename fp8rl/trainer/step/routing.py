@@ -177,6 +177,6 @@ def move_biases(model: nn.Module, loads: Tensor, rate: float) -> None:
 
     loads: int64 [layers with experts, E], the number of tokens of the whole batch that chose each expert.
     """
-    biases = [each for name, each in model.named_buffers() if name.endswith(".expert_bias")]
+    biases = [bias for name, bias in model.named_buffers() if name.endswith(".expert_bias")]
     for bias, load in zip(biases, loads, strict=True):
         bias += rate * torch.sign(load.sum() - load.numel() * load)

@@ -80,10 +80,10 @@ class Memory:
     @property
     def held(self) -> dict[str, Mapping[Phase, float]]:
         """Bytes in each phase, by class. Classes without bytes are left out."""
-        return {kind.name: kind.bytes for kind in self.classes if any(kind.bytes.values())}
+        return {part.name: part.bytes for part in self.classes if any(part.bytes.values())}
 
     def in_phase(self, phase: Phase) -> float:
-        return sum(kind.bytes.get(phase, 0.0) for kind in self.classes)
+        return sum(part.bytes.get(phase, 0.0) for part in self.classes)
 
     @property
     def peak(self) -> float:
@@ -93,7 +93,7 @@ class Memory:
     @property
     def always(self) -> float:
         """Bytes that are held in every phase."""
-        return sum(min(kind.bytes.get(phase, 0.0) for phase in PHASES) for kind in self.classes)
+        return sum(min(part.bytes.get(phase, 0.0) for phase in PHASES) for part in self.classes)
 
 
 def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
@@ -126,11 +126,11 @@ def colocated_memory(job: Job) -> Memory:
     rank = fullest_rank(job)
     trainer, engine = _trainer(job, rank), _engine(job)
     if job.sleep:
-        trainer = tuple(each.without("rollout", "sync") if each.leaves else each for each in trainer)
+        trainer = tuple(part.without("rollout", "sync") if part.leaves else part for part in trainer)
         # Weights wake first, and the rest once they are there.
         engine = tuple(
-            each if each.stays else each.without("train", "update", *(("sync",) if each.kind in _WAKE_LATER else ()))
-            for each in engine
+            part if part.stays else part.without("train", "update", *(("sync",) if part.kind in _WAKE_LATER else ()))
+            for part in engine
         )
     runtimes = [MemoryClass.through("runtime", RUNTIME_BYTES), MemoryClass.through("engine runtime", RUNTIME_BYTES)]
     if job.maps:
@@ -141,7 +141,7 @@ def colocated_memory(job: Job) -> Memory:
 
 def moved_bytes(job: Job, rank: int) -> float:
     """Bytes that a rank moves to the host's memory while engines sample: masters, moments, a reference's weights."""
-    return sum(each.bytes["update"] for each in _trainer(job, rank) if each.on_host)
+    return sum(part.bytes["update"] for part in _trainer(job, rank) if part.on_host)
 
 
 def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
@@ -165,7 +165,7 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
     For a C library that returns large blocks to the system (`MALLOC_MMAP_THRESHOLD_=262144`); by default it keeps more.
     """
     rank = fullest_rank(job)
-    state = sum(each.total for each in trainer_state(job, rank).values())
+    state = sum(part.total for part in trainer_state(job, rank).values())
     stage = rank // job.layout.stage_size
     layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
     kept = [[job.shape.activations(layer, part).bf16 for part in ("attention", "mlp")] for layer in layers]
@@ -273,9 +273,9 @@ def _operands_of_a_call(job: Job) -> int:
     """Bytes that the backward pass makes from the codes of the largest frozen weight, and then frees: their transpose
     or, if it computes in BF16, the dequantized weight and its transpose (`numerics.weight_cache`)."""
     spec = job.numerics.trainer_spec
-    each = 1 if job.numerics.trainer == "fp8" else 2 * spec.weight.dequantized_dtype.itemsize
+    factor = 1 if job.numerics.trainer == "fp8" else 2 * spec.weight.dequantized_dtype.itemsize
     quantized = (weight for weight in job.shape.weights if job.shape.quantized_layers(weight, spec))
-    return max((weight.size * weight.copies // _ranks(job, weight) * each for weight in quantized), default=0)
+    return max((weight.size * weight.copies // _ranks(job, weight) * factor for weight in quantized), default=0)
 
 
 def _ranks(job: Job, weight: WeightGroup) -> int:

@@ -241,7 +241,7 @@ class _Check:
         size = sum(len(text.encode()) for text in texts)
         # Calls, thoughts and names, of which a template may write all.
         further = [{name: turn[name] for name in turn.keys() - {"role", "content"}} for turn in turns]
-        most = size + sum(len(json.dumps(each)) for each in further if each)
+        most = size + sum(len(json.dumps(message)) for message in further if message)
         if self._turn * len(turns) + TOKENS_PER_BYTE * most <= room:
             return
         tokens = fewest_tokens(tokenizer, size)

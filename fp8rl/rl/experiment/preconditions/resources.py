@@ -58,7 +58,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         return
     state = [_state(shape, experiment, stage) for stage in range(experiment.trainer.pp)]
     numerics = experiment.numerics_config()
-    each = numerics.kv_format.dtype.itemsize
+    element_bytes = numerics.kv_format.dtype.itemsize
     weights = served_bytes(shape, numerics.rollout_spec) if experiment.needs_engines else 0
     left = _check_processes(shape, experiment, state, weights)
     if not experiment.needs_engines:
@@ -76,7 +76,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
             )
         left -= taken
     rollout = experiment.rollout
-    caches = kv_cache_bytes(shape, rollout, each)
+    caches = kv_cache_bytes(shape, rollout, element_bytes)
     if caches > left:
         expected = f"a cache that fits the free memory: {rollout.engines} engine(s) would need "
         expected += f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left by the processes"
@@ -88,7 +88,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
                 expected=expected,
                 remedy=f"Lower it: states of sequences alone take {beside / 2**30:.1f} GiB. Or free memory.",
             )
-        most = max(0, left - beside) // (rollout.engines * shape.kv_bytes(each))
+        most = max(0, left - beside) // (rollout.engines * shape.kv_bytes(element_bytes))
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.cache_tokens,

@@ -154,7 +154,7 @@ def linear_attention(self: Any, hidden_states: Tensor, forward_batch: Any) -> Te
     tokens, attn = Paged.of(forward_batch), self.attn
     projected = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
     query, key, value, z, b, a = self.fix_query_key_value_ordering(*projected)
-    qkv = torch.cat([each.flatten(1) for each in (query, key, value)], -1)
+    qkv = torch.cat([x.flatten(1) for x in (query, key, value)], -1)
     qkv = tokens.convolve(self.layer_id, qkv, self.conv1d.weight.flatten(1))
     q, k, v = qkv.split((attn.q_dim, attn.k_dim, attn.v_dim), -1)
     q, k = q.unflatten(-1, (attn.num_q_heads, -1)), k.unflatten(-1, (attn.num_k_heads, -1))

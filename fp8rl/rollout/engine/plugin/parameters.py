@@ -127,10 +127,10 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
     for rows in _adapted(definition, config):
         name, weight = rows[0].engine.parameter, model.get_parameter(rows[0].engine.parameter)
         counts, own = [rank.rows(row) for row in rows], [config.adapts(row) for row in rows]
-        each = (len(weight),) if rows[0].expert is not None and config.experts == "per_expert" else ()
+        stack = (len(weight),) if rows[0].expert is not None and config.experts == "per_expert" else ()
         held = sum(count for count, adapted in zip(counts, own, strict=True) if adapted)
-        a = _register(model, name, "a", *each, sum(own) * config.rank, weight.shape[-1])
-        b = _register(model, name, "b", *each, held, config.rank)
+        a = _register(model, name, "a", *stack, sum(own) * config.rank, weight.shape[-1])
+        b = _register(model, name, "b", *stack, held, config.rank)
         fused = _fused(counts, own, config.rank).to(weight.device) if len(rows) > 1 else None
         wide = b.detach() if fused is None else fused.wide(b.detach())
         found[weight] = ServedAdapter(a, b, fused, LowRank(a.detach(), wide, config.scale, sum(own)))

@@ -191,7 +191,7 @@ def of_prompts(
     if most:
         left = iter(likely)
         of_requests = [
-            [[each[:k] for each in next(left)] for _ in range(rows)]
+            [[values[:k] for values in next(left)] for _ in range(rows)]
             for k, rows in zip(logits_metadata.top_logprobs_nums, logits_metadata.extend_logprob_pruned_lens_cpu)
         ]
         result.top_logprobs_val = [[values for values, _ in rows] for rows in of_requests]

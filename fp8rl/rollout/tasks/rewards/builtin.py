@@ -144,7 +144,7 @@ async def model(
     if not isinstance(said, list) or len(said) != len(answers):
         raise ValueError(f"found {str(said)[:200]}, expected {len(answers)} classifications, one per answer")
     rewards: list[float] = []
-    for logits in (each["embedding"] for each in said):
+    for logits in (item["embedding"] for item in said):
         if (label is None and len(logits) != 1) or (label is not None and not 0 <= label < len(logits)):
             raise ValueError(
                 f"found {len(logits)} logits of a reward model and label={label}, expected one, or a label below "
@@ -157,7 +157,7 @@ async def model(
 def _rendered(directory: str, question: str, answers: list[str]) -> list[list[int]]:
     """Return the token ids of each conversation."""
     read = _tokenizer(directory)
-    turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": each}] for each in answers]
+    turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for answer in answers]
     return [written_ids(read, render(read, conversation, {}, answer=False)) for conversation in turns]
 
 

@@ -161,7 +161,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
         right = False
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-            own = [each for text in _results(answer, stated=True) for each in _read(text)]
+            own = [value for text in _results(answer, stated=True) for value in _read(text)]
             right = any(_compared(*pair) for pair in product(expected, own))
         finally:
             os._exit(not right)
@@ -170,7 +170,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
 
 @lru_cache(maxsize=256)
 def _expected(reference: str) -> list[Any]:
-    return [each for text in _results(reference, stated=False) for each in _read(text)]
+    return [value for text in _results(reference, stated=False) for value in _read(text)]
 
 
 def _read(result: str) -> list[Any]:
