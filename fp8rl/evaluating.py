@@ -61,8 +61,8 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
         asked = [f"data.train={unused}", "data.eval=null", f"eval.sets={json.dumps(given)}", every]
     files = RunDir(subject.absolute())
     if files.experiment.is_file():
-        own = load_experiment(files.experiment, asked, lambda text: None) if asked else files.experiment
-        experiment = load_experiment(own, overrides)
+        spec = load_experiment(files.experiment, asked, lambda text: None) if asked else files.experiment
+        experiment = load_experiment(spec, overrides)
     elif not given:
         raise UserError(_NOTHING_TO_ASK)
     else:

@@ -211,8 +211,8 @@ def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterato
         if isinstance(error, OSError) and error.strerror:
             found = f"{path}{of}, and {error.strerror} at {constants.HF_HUB_CACHE}"
             raise _refusal(key, found, "a cache with room", "Free some, or set HF_HOME to another disk.") from error
-        said = str(error) if isinstance(error, HubAnswerError) else f"answers as none does ({type(error).__name__})"
-        found = f"{path}{of} at {hub}, a hub that {said}"
+        why = str(error) if isinstance(error, HubAnswerError) else f"answers as none does ({type(error).__name__})"
+        found = f"{path}{of} at {hub}, a hub that {why}"
         remedy = f"Correct HF_ENDPOINT, or try later; {page} should open in a browser."
         raise _refusal(key, found, "what the hub's protocol has", remedy) from error
 

@@ -103,10 +103,10 @@ class SharedBase:
         table, block = self.model.tensors, self.spec.weight.group
         for name, by_index in table.in_engine.items():
             for suffix, rows_of_one in (("", 1), (SCALE_SUFFIX, block)):
-                if (held := self.parameters.get(name + suffix)) is None:
+                if (parameter := self.parameters.get(name + suffix)) is None:
                     continue
                 for index, rows in by_index.items():
-                    fused = held if index is None else held[index]
+                    fused = parameter if index is None else parameter[index]
                     for row, part in zip(rows, table.engine_parts(fused, rows, rows_of_one, WHOLE), strict=True):
                         yield row.name + suffix, part
 
@@ -131,10 +131,10 @@ class SharedBase:
         before, count = (sum(row.shape[0] for row in part) for part in (together[:first], rows))
 
         def cut(suffix: str, block: int) -> Tensor:
-            held = self.parameters[location.parameter + suffix]
+            fused = self.parameters[location.parameter + suffix]
             if location.index is not None:
-                held = held[location.index : location.index + stacked] if stacked else held[location.index]
-            return held.narrow(1 if stacked else 0, before // block, -(-count // block))
+                fused = fused[location.index : location.index + stacked] if stacked else fused[location.index]
+            return fused.narrow(1 if stacked else 0, before // block, -(-count // block))
 
         if location.parameter + SCALE_SUFFIX not in self.parameters:
             return cut("", 1)

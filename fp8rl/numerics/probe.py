@@ -79,7 +79,7 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
     operand = ops.weight_operand(quantize(w, spec.weight))
     stacked = torch.stack((w, -w, w * 2))
     group = ops.weight_operand(quantize(stacked, spec.weight))
-    yarn, own = Yarn(factor=40.0, original=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0), list(_probes())
+    yarn, of_models = Yarn(factor=40.0, original=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0), list(_probes())
     adapter, stacked_adapter = _adapter(random, (), 384, 512), _adapter(random, (3,), 384, 512)
     tokens = torch.arange(_MANY, device=device)
     positions = tokens[:, None]
@@ -109,9 +109,9 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
         "route_sigmoid": lambda n: ops.route_sigmoid(logits[:n].float(), logits[0].float(), 4, 4, 2, True, 1.5)[0],
         "token_logprobs": lambda n: ops.token_logprobs(logits[:n], tokens[:n], 0.7)[0],
     }
-    for probes in own:
+    for probes in of_models:
         rowwise |= probes.rows(random, _MANY)
-    attentions = (_ATTENTION, *(probes.attention for probes in own if probes.attention is not None))
+    attentions = (_ATTENTION, *(probes.attention for probes in of_models if probes.attention is not None))
     with torch.no_grad():
         variant = [name for name, op in rowwise.items() if any(not _same(op(n), op(_MANY)[:n]) for n in _FEW)]
         if any(not _same(of_experts(n), of_experts(0)) for n in _FEW):

@@ -49,9 +49,9 @@ def of_model(model: Scorer) -> Iterator[Holding]:
     yield from _parameters(model)
     names = {id(parameter): name for name, parameter in model.model.named_parameters()}
     for weights, operand in model.cache.operands():
-        held = [name for weight in weights for name, _ in matrices(names[id(weight)], weight)]
-        of_each = operand if isinstance(operand, list) and len(operand) == len(held) else [operand]
-        for name, value in zip(held, of_each):
+        weight_names = [name for weight in weights for name, _ in matrices(names[id(weight)], weight)]
+        of_each = operand if isinstance(operand, list) and len(operand) == len(weight_names) else [operand]
+        for name, value in zip(weight_names, of_each):
             yield holding(name, "operands", *tensors_in(value))
 
 
@@ -178,8 +178,8 @@ def _state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str
 def _padding(trainer: Trainer) -> Iterator[Holding]:
     parameters = list(trainer.model.parameters())
     for index, buffer in enumerate(buffers(trainer)):
-        own = [parameter for parameter in parameters if parameter in buffer.param_to_bucket]
-        spare = buffer.grad_data.numel() - sum(parameter.main_grad.numel() for parameter in own)
+        members = [parameter for parameter in parameters if parameter in buffer.param_to_bucket]
+        spare = buffer.grad_data.numel() - sum(parameter.main_grad.numel() for parameter in members)
         for part, data in (("gradients", buffer.grad_data), ("parameters", buffer.param_data)):
             if data is not None and spare:
                 yield Holding(

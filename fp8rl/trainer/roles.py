@@ -56,14 +56,14 @@ class Roles:
 
     def offload(self) -> OffloadReport:
         """Free memory on the device for engines that sample there; see :func:`offload`."""
-        held = sum(
+        total = sum(
             holding.bytes
             for model in self._held()
             for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
         )
         moved = sum(offload(model) for model in self.models.values() if isinstance(model, Trainer))
         moved += sum(model.offload() for model in self.models.values() if isinstance(model, Reference))
-        return OffloadReport(moved, held - moved)
+        return OffloadReport(moved, total - moved)
 
     def onload(self) -> None:
         """Bring back what was offloaded. The gradients come back as zeros."""

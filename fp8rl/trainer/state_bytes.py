@@ -121,22 +121,22 @@ def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Stor
     FP8 parameters have a separate buffer. With several stages an embedding that is also the output projection has a
     separate buffer too.
     """
-    held = list(_of_stage(shape, config, spec, stage))
+    groups = list(_of_stage(shape, config, spec, stage))
     for experts in (False, True):
-        mine = [group for group in held if (group.weight.share == "experts") is experts and not group.apart]
+        mine = [group for group in groups if (group.weight.share == "experts") is experts and not group.apart]
         for fp8, fp32 in ((False, False), (True, False), (False, True)):
             as_fp8 = [group for group in mine if (group.quantized and storage == "transformer_engine") is fp8]
-            own = [group for group in as_fp8 if group.weight.fp32 is fp32]
-            if own:
+            members = [group for group in as_fp8 if group.weight.fp32 is fp32]
+            if members:
                 yield Buffer(
                     experts,
-                    sum(-(-group.elements // _PARAMETER) * _PARAMETER * group.count for group in own),
+                    sum(-(-group.elements // _PARAMETER) * _PARAMETER * group.count for group in members),
                     fp8,
                     fp32,
-                    operands=0 if fp8 else sum(group.operand_bytes(spec.weight, storage) for group in own),
-                    scales=sum(2 * group.scale_bytes(spec.weight) for group in own) if fp8 else 0,
+                    operands=0 if fp8 else sum(group.operand_bytes(spec.weight, storage) for group in members),
+                    scales=sum(2 * group.scale_bytes(spec.weight) for group in members) if fp8 else 0,
                 )
-    for group in held:
+    for group in groups:
         if group.apart:
             yield Buffer(False, group.elements)
 

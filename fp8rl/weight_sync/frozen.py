@@ -66,15 +66,15 @@ class FrozenBase:
             assert self.sent is not None
             return [*parts, self.sent, scale]
         digests = {n: digest for part in parts for n, digest in part.digests.items() if n not in part.adapters}
-        held = sum(part.weight_bytes - part.adapter_bytes for part in parts)
-        self.sent = self.sent or ShardDigests(digests, held, 0)
+        size = sum(part.weight_bytes - part.adapter_bytes for part in parts)
+        self.sent = self.sent or ShardDigests(digests, size, 0)
         _compare(self.sent.digests, digests, "what the trainer sends of the weights")
         return [*parts, scale]
 
     def base_note(self, names: Sequence[str]) -> str:
         """Return the part of an error message that says how many mismatched tensors belong to the base, or nothing."""
-        own = sum(name in self.sent.digests for name in names) if self.sent is not None else 0
-        return f" ({own} of the base, which changed in the engine under the run)" if own else ""
+        of_base = sum(name in self.sent.digests for name in names) if self.sent is not None else 0
+        return f" ({of_base} of the base, which changed in the engine under the run)" if of_base else ""
 
 
 def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:

@@ -16,10 +16,10 @@ def sizes(config: ConfigFile) -> ModelSizes:
     config.refuse_variants(VARIANTS)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)
-    own = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
+    common = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
     ffn_size = config.size("intermediate_size")
     return checked(
-        config, ModelSizes(**own, ffn_size=ffn_size, head_norms=None, qkv_bias=True, cpu_head_dim=hidden // heads)
+        config, ModelSizes(**common, ffn_size=ffn_size, head_norms=None, qkv_bias=True, cpu_head_dim=hidden // heads)
     )
 
 

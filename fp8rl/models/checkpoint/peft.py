@@ -79,8 +79,8 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
     written: dict[str, Tensor] = {}
     for row in adapted:
         for letter, name in zip("AB", pair_of(row, config), strict=True):
-            own = tensors[name].detach().cpu()
-            written[_key(row, letter)] = own.clone() if config.experts == "shared" else own.contiguous()
+            tensor = tensors[name].detach().cpu()
+            written[_key(row, letter)] = tensor.clone() if config.experts == "shared" else tensor.contiguous()
     with new_directory(path) as partial:
         write_tensors(partial / TENSORS, written, {"format": "pt", BASE: base_digest(base, model)})
         (partial / CONFIG).write_text(json.dumps(described, indent=1))
@@ -97,8 +97,8 @@ def read_config(path: Path, model: Model, key: str) -> AdapterSection:
         targets=tuple(dict.fromkeys(map(matrix, found))),
         experts="per_expert" if any(row.expert is not None for row in found) else "none",
     )
-    held = {row.name for row in found}
-    if without := [row.name for row in _weights(model) if config.adapts(row) and row.name not in held]:
+    adapted = {row.name for row in found}
+    if without := [row.name for row in _weights(model) if config.adapts(row) and row.name not in adapted]:
         some = f"{path} with adapters of some matrices {matrix(model.tensors[without[0]])} and none of {without[0]}"
         raise _refusal(key, some, "one for each matrix of that name", MERGE)
     return config
@@ -143,7 +143,7 @@ def _adapted(path: Path, model: Model, described: PeftConfig, key: str) -> list[
     """Return the rows of the weights that a PEFT directory adapts. Its tensors and its description must agree."""
     with open_tensors(path / TENSORS, key) as file:
         stored = {name: file.get_slice(name) for name in file.keys()}
-        shapes = {name: (tuple(held.get_shape()), held.get_dtype()) for name, held in stored.items()}
+        shapes = {name: (tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in stored.items()}
     found, left = [], set(shapes)
     for row in _weights(model):
         if (pair := {_key(row, "A"), _key(row, "B")}) <= left:

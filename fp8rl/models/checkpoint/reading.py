@@ -161,15 +161,15 @@ def weight_files(path: Path, key: str) -> list[Path]:
         raise user_error(f"{key}: {INDEX}", found=found, expected="files that are there", remedy=_COPY_ALL)
     if listed and (whole := path / WHOLE_MODEL) in present and whole not in files:
         raise _two_models(key, f"{whole} beside {INDEX}, which does not name it")
-    held: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in sorted({*files, *present}):
         for name in WeightFiles([file], key).where:
-            if (other := held.setdefault(name, file)) != file:
+            if (other := file_of.setdefault(name, file)) != file:
                 raise _two_models(key, f"{name} in {other.name} and in {file.name} of {path}")
     for name, wanted in listed.items():
-        if held.get(name) != path / wanted:
+        if file_of.get(name) != path / wanted:
             raise user_error(f"{key}: {INDEX}", f"{name} in {wanted}", "a tensor that the file has", _COPY_ALL)
-    for name, place in held.items():
+    for name, place in file_of.items():
         if listed and place in files and name not in listed:
             raise user_error(f"{key}: {INDEX}", f"no {name}", f"all tensors of {place.name}", _COPY_ALL)
     return files

@@ -35,20 +35,20 @@ class WeightFiles:
 
     def __init__(self, files: Iterable[Path], key: str, multimodal: Multimodal | None = None) -> None:
         self._open: dict[Path, Any] = {file: open_tensors(file, key) for file in files}
-        where = {name: file for file, held in self._open.items() for name in held.keys()}
+        where = {name: file for file, opened in self._open.items() for name in opened.keys()}
         self.pieces = {name: Piece(name) for name in where}
         """The piece of the files that holds each tensor."""
         if multimodal is not None:
-            held = ((name, self._open[file].get_slice(name)) for name, file in where.items())
-            self.pieces = multimodal.names({name: tuple(part.get_shape()) for name, part in held})
+            slices = ((name, self._open[file].get_slice(name)) for name, file in where.items())
+            self.pieces = multimodal.names({name: tuple(part.get_shape()) for name, part in slices})
         self.where = {name: where[piece.name] for name, piece in self.pieces.items()}
         """The file of each tensor, in the files' order."""
 
     def described(self, name: str) -> tuple[tuple[int, ...], str]:
         """Return the shape of a tensor, and safetensors' name of its dtype, from its file's header."""
         piece = self.pieces[name]
-        held = self._open[self.where[name]].get_slice(piece.name)
-        return piece.shape or tuple(held.get_shape()), held.get_dtype()
+        stored = self._open[self.where[name]].get_slice(piece.name)
+        return piece.shape or tuple(stored.get_shape()), stored.get_dtype()
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as it is stored, or in BF16 if it is stored in FP8."""

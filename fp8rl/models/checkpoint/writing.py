@@ -175,9 +175,9 @@ class Stacks:
         if tuple(tensor.shape) != piece.shape:
             raise ValueError(f"{piece.name}: found a part of shape {list(tensor.shape)}, expected {list(piece.shape)}")
         part, file = tensor.detach().to("cpu", self._dtype).contiguous(), self._files[piece.name]
-        with (self._folder / file).open("r+b") as held:
-            held.seek(8 + len(self._header(piece.name)) + piece.start * self._dtype.itemsize)
-            held.write(part.view(torch.uint8).numpy().data)
+        with (self._folder / file).open("r+b") as stream:
+            stream.seek(8 + len(self._header(piece.name)) + piece.start * self._dtype.itemsize)
+            stream.write(part.view(torch.uint8).numpy().data)
         self.written[piece.name] = file, part.nbytes + self.written.get(piece.name, (file, 0))[1]
 
     def _header(self, name: str) -> bytes:

@@ -135,8 +135,8 @@ def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     if sizes.head_norms is not None:
         together = sizes.head_norms == "together"
         for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads)):
-            held = f"{name}_layernorm.norm.weight" if together else f"{name}_layernorm.weight"
-            yield at.norm(f"{name}_norm", head_dim * (heads if together else 1), op=f"{name}_norm", megatron=held)
+            path = f"{name}_layernorm.norm.weight" if together else f"{name}_layernorm.weight"
+            yield at.norm(f"{name}_norm", head_dim * (heads if together else 1), op=f"{name}_norm", megatron=path)
     yield o_proj(sizes, at, head_dim)
 
 

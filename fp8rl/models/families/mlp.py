@@ -158,7 +158,7 @@ def moe_tensors(
             served=torch.float32,
         )
     for expert in range(sizes.experts):
-        for name, shape, held, fc in (
+        for name, shape, parameter, fc in (
             ("gate_proj", (width, hidden), "w13_weight", "linear_fc1"),
             ("up_proj", (width, hidden), "w13_weight", "linear_fc1"),
             ("down_proj", (hidden, width), "w2_weight", "linear_fc2"),
@@ -171,7 +171,7 @@ def moe_tensors(
                 expert=expert,
                 kind=f"experts.{name}",
                 product=True,
-                engine=Location(f"{at.inside}experts.{held}", index=expert),
+                engine=Location(f"{at.inside}experts.{parameter}", index=expert),
                 megatron=Location(f"{at.there}experts.{fc}.weight{expert}"),
             )
     if sizes.shared_size:

@@ -105,10 +105,10 @@ def _release(home: Path) -> str | None:
     if not (home / "include" / "cuda_runtime.h").is_file():
         return None
     try:
-        said = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
+        output = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    release = re.search(r"release (\d+\.\d+)", said)
+    release = re.search(r"release (\d+\.\d+)", output)
     return release[1] if release else None
 
 

@@ -170,13 +170,13 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
     starts = lengths.cumsum(0) - lengths
     rows = inputs[3].dim() == 3
     for some in _parts(lengths, WITH_ROWS if rows else GRADIENT_TOKENS):
-        own = lengths[some, None]
-        longest = int(own.max())
+        some_lengths = lengths[some, None]
+        longest = int(some_lengths.max())
         # padded to less than twice as many tokens
         chunk = min(SHORTEST if rows else CHUNK, max(SHORTEST, 1 << (longest - 1).bit_length()))
         width = -(-longest // chunk) * chunk
         steps = torch.arange(width, device=dout.device)
-        real = steps < own
+        real = steps < some_lengths
         tokens = (starts[some, None] + steps)[real]
 
         def padded(x: Tensor, real: Tensor = real, tokens: Tensor = tokens) -> Tensor:

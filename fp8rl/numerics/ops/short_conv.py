@@ -49,9 +49,9 @@ class CausalConv(torch.autograd.Function):
         own, last = places(lengths, weight.shape[1] - 1, len(x))
         joined = _joined(x, rows, own)
         ctx.save_for_backward(x, weight, rows, own)
-        held = joined[last]
-        ctx.mark_non_differentiable(held)
-        return silu(_taps(joined.float(), weight.float()))[own - weight.shape[1] + 1].to(x.dtype), held
+        last_rows = joined[last]
+        ctx.mark_non_differentiable(last_rows)
+        return silu(_taps(joined.float(), weight.float()))[own - weight.shape[1] + 1].to(x.dtype), last_rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:

@@ -86,8 +86,8 @@ def _judges(rewards: RewardsSection, key: str) -> Iterator[tuple[str, str, Itera
         name = f"{key}.functions.{index}"
         yield f"{name}.function", config.function, _sources(config.function)
         ours = BUILT_IN.get(config.function)
-        if ours is not None and ours.tokenizer and isinstance(held := config.kwargs.get(ours.tokenizer), str):
-            yield f"{name}.kwargs.{ours.tokenizer}", held, _of_a_model(held)
+        if ours is not None and ours.tokenizer and isinstance(path := config.kwargs.get(ours.tokenizer), str):
+            yield f"{name}.kwargs.{ours.tokenizer}", path, _of_a_model(path)
 
 
 def _below(named: str | Path) -> Iterator[Path]:
@@ -186,9 +186,9 @@ def fetched(experiment: Experiment, before: Experiment | None = None) -> Experim
         return section.model_copy(update={"revision": commits[asked]})
 
     data, teacher = experiment.data, experiment.teacher
-    train = tuple(pinned(own, "dataset", data.train_key(place)) for place, own in enumerate(data.train))
+    train = tuple(pinned(one, "dataset", data.train_key(place)) for place, one in enumerate(data.train))
     held_out = None if data.eval is None else pinned(data.eval, "dataset", "data.eval")
-    sets = tuple(pinned(own, "dataset", f"eval.sets.{place}") for place, own in enumerate(experiment.eval.sets))
+    sets = tuple(pinned(one, "dataset", f"eval.sets.{place}") for place, one in enumerate(experiment.eval.sets))
     found = experiment.model_copy(
         update={
             "model": pinned(experiment.model, "model", "model.path"),
@@ -207,10 +207,10 @@ def fetched(experiment: Experiment, before: Experiment | None = None) -> Experim
 
 def _data_sources(experiment: Experiment) -> Iterator[tuple[str, DataSource]]:
     data = experiment.data
-    yield from ((data.train_key(place), own) for place, own in enumerate(data.train))
+    yield from ((data.train_key(place), source) for place, source in enumerate(data.train))
     if data.eval is not None:
         yield "data.eval", data.eval
-    yield from ((f"eval.sets.{place}", own) for place, own in enumerate(experiment.eval.sets))
+    yield from ((f"eval.sets.{place}", eval_set) for place, eval_set in enumerate(experiment.eval.sets))
 
 
 def _hub_named(experiment: Experiment) -> Iterator[tuple[Kind, Named]]:

@@ -111,8 +111,8 @@ class Experiment(Section):
     def formula(self) -> str:
         """The loss of a token, in one line."""
         alone = self.algorithm.compares_in_group and self.rollout.group_size == 1
-        said = "; rollout.group_size=1: the mean of a group of one counts as 0 and its std as 1, so A = R"
-        return f"loss: {self.algorithm.loss_summary}{said * alone}"
+        note = "; rollout.group_size=1: the mean of a group of one counts as 0 and its std as 1, so A = R"
+        return f"loss: {self.algorithm.loss_summary}{note * alone}"
 
     @property
     def needs_engines(self) -> bool:

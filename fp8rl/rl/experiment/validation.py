@@ -196,7 +196,7 @@ def nearest_key(key: str, known: list[str]) -> str:
     if leaf not in leaves and (close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)):
         return siblings[close[0]]
     alike = difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)
-    same = [name for name, own in zip(known, leaves, strict=True) if own in alike]
+    same = [name for name, last in zip(known, leaves, strict=True) if last in alike]
     return difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0] if same else ""
 
 

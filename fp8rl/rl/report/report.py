@@ -153,11 +153,11 @@ def _samples(run: RunDir, found: Found) -> Section:
     for step, records in samples:
         rows = []
         for record in records:
-            said = [MARK.format(text) if by == "environment" else text for by, text in record.said] or [record.text]
+            turns = [MARK.format(text) if by == "environment" else text for by, text in record.said] or [record.text]
             parts = record.reward_parts if len(record.reward_parts) > 1 else {}
             reward = [f"{record.reward:g}", *(PART.format(part, f"{value:g}") for part, value in parts.items())]
             d = "" if record.abs_diff_mean is None else format_difference(record.abs_diff_mean)
-            answer = (Markup("").join(said), *((known.get(record.prompt, ""),) if known else ()))
+            answer = (Markup("").join(turns), *((known.get(record.prompt, ""),) if known else ()))
             rows.append((record.prompt, *answer, Markup("").join(reward), d))
         tables.append(Table(columns, rows, f"Step {step}", open=step == samples[-1][0]))
     return Section("Sample rollouts", *tables)

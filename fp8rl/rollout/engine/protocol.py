@@ -157,12 +157,12 @@ def missing_report(log: str) -> HandshakeError:
     lines = log.splitlines()
     mentions = [i for i, line in enumerate(lines) if "plugin" in line.lower() or "fp8rl" in line.lower()]
     quoted = sorted({i for mention in mentions for i in range(mention, min(mention + 15, len(lines)))})[:60]
-    said = "\n".join(lines[i] for i in quoted) or "(its log does not mention a plugin)"
+    quotation = "\n".join(lines[i] for i in quoted) or "(its log does not mention a plugin)"
     return HandshakeError(
         "found no report of the plugin, expected one: the plugin did not load, and SGLang serves on its stock ops. "
         "Install the distribution, so that its entry point sglang.srt.plugins is there, and correct the error in the "
         "log:\n"
-        f"{said}"
+        f"{quotation}"
     )
 
 
@@ -189,5 +189,5 @@ def _differ_within(key: str, found: Any, expected: Any, remedy: str) -> list[str
         return [line for name, have, want in pairs for line in _differ_within(name, have, want, remedy)]
     if found == expected:
         return []
-    said = "nothing" if found is None else repr(found)
-    return [f"{key}: found {said}, expected {'nothing' if expected is None else repr(expected)}. {remedy}"]
+    value = "nothing" if found is None else repr(found)
+    return [f"{key}: found {value}, expected {'nothing' if expected is None else repr(expected)}. {remedy}"]

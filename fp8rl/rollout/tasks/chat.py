@@ -176,18 +176,18 @@ def _following(
         else message
         for message in history
     ]
-    said: dict[str, Any] = {"role": "assistant", "content": SAID}
+    turn: dict[str, Any] = {"role": "assistant", "content": SAID}
     begun = render(tokenizer, before, options, answer=False)
     content = SAID
     if calls:
-        plain = render(tokenizer, [*before, said], options, answer=False)
-        said["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
-        called = render(tokenizer, [*before, said], options, answer=False)
+        plain = render(tokenizer, [*before, turn], options, answer=False)
+        turn["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
+        called = render(tokenizer, [*before, turn], options, answer=False)
         start, _, end = plain.rpartition(SAID)
         while not called.endswith(end):  # what ends a turn with calls and one without
             end = end[1:]
         content = called.removeprefix(start).removesuffix(end)
-    whole = render(tokenizer, [*before, said, *messages], options, answer=True)
+    whole = render(tokenizer, [*before, turn, *messages], options, answer=True)
     start, found, following = whole.rpartition(content)
     if not found or not _THOUGHTS.sub("", start).startswith(_THOUGHTS.sub("", begun)):
         raise _rewritten(messages)
@@ -245,16 +245,16 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
     Raises UserError: the message has thoughts, and the template writes none.
     """
     copied = dict(message)
-    if said := thoughts(message):
+    if text := thoughts(message):
         asked, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}
-        own = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
+        names = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
         keys = [
-            key for key in (*own, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([asked, turn | {key: THOUGHT}]) or "")
+            key for key in (*names, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([asked, turn | {key: THOUGHT}]) or "")
         ]
         if not keys:
             remedy = "Leave them out, or put them into the content as the model writes them."
-            raise user_error(own[0], found=said, expected="none: the chat template writes no thoughts", remedy=remedy)
-        copied[keys[0]] = said
+            raise user_error(names[0], found=text, expected="none: the chat template writes no thoughts", remedy=remedy)
+        copied[keys[0]] = text
     if isinstance(calls := copied.get("tool_calls"), list | tuple):
         copied["tool_calls"] = []
         for call in calls:

@@ -210,14 +210,14 @@ def read_request(
 
 def _check_constants(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
     """Refuse settings other than the run's: all that is sampled is trained on, by the run's distribution."""
-    own: dict[str, tuple[Any, ...]] = {"seed": (), "tool_choice": ("auto", "none")}  # others need a grammar
+    allowed: dict[str, tuple[Any, ...]] = {"seed": (), "tool_choice": ("auto", "none")}  # others need a grammar
     if sampling.temperature:  # else it is greedy whatever they say
-        own |= {name: (getattr(sampling, name),) for name in ("temperature", "top_p", "top_k", "min_p")}
-        own |= {"frequency_penalty": (0,), "presence_penalty": (0,)}
-    for name, values in (_CONSTANTS | own).items():
+        allowed |= {name: (getattr(sampling, name),) for name in ("temperature", "top_p", "top_k", "min_p")}
+        allowed |= {"frequency_penalty": (0,), "presence_penalty": (0,)}
+    for name, values in (_CONSTANTS | allowed).items():
         if name in found and found[name] not in values and name not in override:
             remedy = "Leave it out"
-            if name in own:
+            if name in allowed:
                 remedy += f"; or write {name} into environment.harness.override, and the program's value is ignored"
             expected = f"{' or '.join(map(repr, values)) or 'none'}, as in the run"
             raise Refusal(f"{name}: found {shown(found[name], 80)}, expected {expected}. {remedy}", name)

@@ -173,10 +173,10 @@ def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> 
     """Return the state of all models: the policy's at the top level, each other model's under its name."""
     state: dict[str, Any] = {"step": step}
     for name, part in parts.items():
-        held = _state_of(part, loading, extra.get(CONTENT) != "weights")
+        state_of_part = _state_of(part, loading, extra.get(CONTENT) != "weights")
         if name:
-            add_prefix_for_sharding(held, f"{name}.")
-        state |= {name: held} if name else held
+            add_prefix_for_sharding(state_of_part, f"{name}.")
+        state |= {name: state_of_part} if name else state_of_part
     return state
 
 

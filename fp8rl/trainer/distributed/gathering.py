@@ -76,12 +76,12 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
             ((dtype, maps),) = ranges.items()
             whole: dict[str, Any] = {key: torch.zeros(buffer.numel_unpadded) for key in _KEYS}
             start = 0
-            for bucket, held in zip(buffer.buckets, maps, strict=True):
+            for bucket, of_bucket in zip(buffer.buckets, maps, strict=True):
                 if not empty_data:
                     size = bucket.grad_data.numel() // self.data_parallel_group.size()
                     for key in _KEYS:
                         into = whole[key][start : start + bucket.numel_unpadded]
-                        read = partial(self._read, held["param_map"], key)
+                        read = partial(self._read, of_bucket["param_map"], key)
                         for at, piece in gathered_pieces(read, size, self.data_parallel_group):
                             there = into[at : at + len(piece)]  # what is beyond is padding
                             there.copy_(piece[: len(there)])

@@ -237,8 +237,8 @@ def _count_as_held(optimizer: DistributedOptimizer) -> None:
     (distrib_optimizer.py:441), but its index has the order of the model."""
     places = optimizer.model_param_group_index_map
     for number in {group for group, _ in places.values()}:
-        own = sorted((place, parameter) for parameter, (group, place) in places.items() if group == number)
-        for place, (_, parameter) in enumerate(sorted(own, key=lambda entry: entry[1].dtype != torch.float32)):
+        members = sorted((place, parameter) for parameter, (group, place) in places.items() if group == number)
+        for place, (_, parameter) in enumerate(sorted(members, key=lambda entry: entry[1].dtype != torch.float32)):
             places[parameter] = number, place
 
 

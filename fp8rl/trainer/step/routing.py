@@ -128,13 +128,13 @@ class LayerRouting(RouterReplay):
     ) -> tuple[Tensor, Tensor]:
         """Return the experts that are used, int64 [T, k], best first, and their scores [T, k]. scores: [T, E]."""
         assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        values, choice = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.router_replay_action is None:
-            return values, own
-        self.record_indices(own)
+            return values, choice
+        self.record_indices(choice)
         if self.router_replay_action is RouterReplayAction.RECORD:
-            return values, own
-        experts = torch.where(self.target_topk_idx == UNKNOWN, own, self.target_topk_idx)
+            return values, choice
+        experts = torch.where(self.target_topk_idx == UNKNOWN, choice, self.target_topk_idx)
         # In the order of top-k, so that a softmax over the values adds in the same order as without replay.
         values, best_first = scores.gather(1, experts).sort(dim=-1, descending=True)
         return values, experts.gather(1, best_first)

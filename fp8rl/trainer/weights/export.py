@@ -58,30 +58,30 @@ class Exporter:
         """
         at = self._layout
         dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
-        for name, held, served in weights:
+        for name, local, served in weights:
             row = self._weights.rows(name)[0]
             if name in row.copies:
                 continue  # the stage with the original exports it
             if row.expert is not None:
-                if experts.next(held.nbytes) == at.expert_dp_rank:
+                if experts.next(local.nbytes) == at.expert_dp_rank:
                     if base is not None and row.name in base.tensors:
                         yield from self._of_base(name, base)
                     else:
-                        yield from self._tensors(name, held, [self._pieces(held, served)])
+                        yield from self._tensors(name, local, [self._pieces(local, served)])
                 continue
-            its_replica, its_rank = divmod(dense.next(held.nbytes), at.tp_size)
+            its_replica, its_rank = divmod(dense.next(local.nbytes), at.tp_size)
             if its_replica != at.dp_rank:
                 continue
             if base is not None and row.name in base.tensors:
                 if its_rank == at.tp_rank:
                     yield from self._of_base(name, base)
                 continue
-            if at.tp_size > 1 and self._weights.axis(name, held) is not None:
-                parts = _gathered(self._pieces(held, served), its_rank, at.tp_group)
+            if at.tp_size > 1 and self._weights.axis(name, local) is not None:
+                parts = _gathered(self._pieces(local, served), its_rank, at.tp_group)
             else:
-                parts = [self._pieces(held, served)]
+                parts = [self._pieces(local, served)]
             if its_rank == at.tp_rank:
-                yield from self._tensors(name, held, parts)
+                yield from self._tensors(name, local, parts)
 
     def _of_base(self, name: str, base: SharedBase) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         return ((row.name, base.tensor(row.name)) for row in self._weights.rows(name))
@@ -138,13 +138,13 @@ def adopt(
     if not rows or rows[0][0].name not in base.tensors:
         return False
     stacked = parameter.dim() == 3
-    held = base.fused(rows[0], len(rows) if stacked else 0)
+    stored = base.fused(rows[0], len(rows) if stacked else 0)
     axis = scales.axis(names[0], parameter)
     ranks, rank = (1, 0) if axis is None else (layout.tp_size, layout.tp_rank)
-    if isinstance(held, QuantizedTensor):
-        freeze(parameter, _frozen(held, names[0], rows[0], scales, ranks, rank, axis))
+    if isinstance(stored, QuantizedTensor):
+        freeze(parameter, _frozen(stored, names[0], rows[0], scales, ranks, rank, axis))
         return True
-    view = held if axis is None else held.chunk(ranks, axis)[rank]
+    view = stored if axis is None else stored.chunk(ranks, axis)[rank]
     alike = (view.shape, view.dtype) == (parameter.shape, parameter.dtype) and view.is_contiguous()
     if rows[0][0].megatron.layout == "heads" or len(rows[0]) > 1 < ranks or not alike:
         return False

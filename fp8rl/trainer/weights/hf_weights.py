@@ -63,17 +63,17 @@ class HFWeights:
             remedy = "Download the weights, or convert them to safetensors."
             raise user_error("model.path", str(self.path), "a model directory with *.safetensors weights", remedy)
         files, whole = stored_files(self.path), self.whole_names(model)
-        for name, held in self._held(model):
+        for name, parameter in self._held(model):
             if names is not None and name not in names:
                 continue
-            named, quantized = whole[name], te_runtime.is_quantized(held)
-            part = self.part(named, lambda row: files.read(row.name), self._megatron.axis(named, held))
-            part = part.to(held.device, self._dtype if quantized else held.dtype)
+            named, quantized = whole[name], te_runtime.is_quantized(parameter)
+            part = self.part(named, lambda row: files.read(row.name), self._megatron.axis(named, parameter))
+            part = part.to(parameter.device, self._dtype if quantized else parameter.dtype)
             check_finite(" and ".join(row.name for row in self.rows_of(named)), part)
             if quantized:
-                te_runtime.fill(held, part)
+                te_runtime.fill(parameter, part)
             else:
-                held.copy_(part)
+                parameter.copy_(part)
 
     def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield the (HF name, tensor) pairs of this rank's shard. The shards of all ranks together are the checkpoint.
@@ -158,19 +158,19 @@ class HFWeights:
 
     def whole_names(self, model: GPTModel) -> dict[str, str]:
         """Return the names of this rank's weights, adapters and buffers in the whole model."""
-        held = {**dict(named_weights(model)), **dict(model.named_buffers())}
+        tensors = {**dict(named_weights(model)), **dict(model.named_buffers())}
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         first_expert = self._layout.ep_rank * (self._definition.sizes.experts // self._layout.ep_size)
         names: dict[str, str] = {}
-        for name in (one for one in held if not is_adapter(one)):
+        for name in (one for one in tensors if not is_adapter(one)):
             whole = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
             numbered = r"(?<=\.experts\.linear_fc[12]\.weight)\d+$"
             names[name] = re.sub(numbered, lambda found: str(first_expert + int(found[0])), whole)
         for name, whole in list(names.items()):
             for letter in ("a", "b"):
-                if (own := beside(name, letter)) in held:
-                    names[own] = beside(whole, letter)
-                elif (of_all := own.rstrip("0123456789")) in held:
+                if (adapter := beside(name, letter)) in tensors:
+                    names[adapter] = beside(whole, letter)
+                elif (of_all := adapter.rstrip("0123456789")) in tensors:
                     names[of_all] = beside(whole, letter).rstrip("0123456789")
         return names
 

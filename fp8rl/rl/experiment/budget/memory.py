@@ -289,9 +289,9 @@ _WAKE_LATER: tuple[Kind, ...] = ("cache", "states", "graphs")
 
 def _engine(job: Job) -> tuple[MemoryClass, ...]:
     adapters = job.shape.adapter_bytes if job.separate else 0
-    own = 0 if job.base else served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)
+    weights = 0 if job.base else served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)
     return (
-        MemoryClass.through("engine weights", adapters + own, "weights"),
+        MemoryClass.through("engine weights", adapters + weights, "weights"),
         MemoryClass.through("KV cache", job.kv_tokens * cache_bytes(job), "cache"),
         MemoryClass.through("states of sequences", job.states * job.shape.request_bytes(job.engine_tp), "states"),
         MemoryClass.through("CUDA graphs", job.graph_bytes, "graphs"),

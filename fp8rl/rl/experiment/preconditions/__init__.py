@@ -84,8 +84,8 @@ def check_functions(experiment: Experiment) -> None:
     load_environment(experiment.environment)
     for index, config in enumerate(experiment.rewards.functions):
         _check_reward(config, f"rewards.functions.{index}")
-    for place, own in enumerate(experiment.eval.sets):
-        for index, config in enumerate(own.rewards.functions if own.rewards else ()):
+    for place, eval_set in enumerate(experiment.eval.sets):
+        for index, config in enumerate(eval_set.rewards.functions if eval_set.rewards else ()):
             _check_reward(config, f"eval.sets.{place}.rewards.functions.{index}")
 
 

@@ -93,9 +93,9 @@ def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int,
             expected=f"a file, since eval.problems is {evaluation.problems}",
             remedy="Set data.eval, name sets in eval.sets, or turn evaluation off by eval.problems=0.",
         )
-    for index, own in enumerate(evaluation.sets):
-        source = data.source(own, f"eval.sets.{index}")
-        yield source, own.problems, own.max_new_tokens or rollout.max_new_tokens, own.rewards or experiment.rewards
+    for index, one in enumerate(evaluation.sets):
+        source = data.source(one, f"eval.sets.{index}")
+        yield source, one.problems, one.max_new_tokens or rollout.max_new_tokens, one.rewards or experiment.rewards
 
 
 def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
@@ -208,8 +208,8 @@ class _Check:
 
     def _check_roles(self, problem: Problem, name: str) -> None:
         """Render each form of conversation once: templates refuse some orders of turns and some forms of calls."""
-        said = ("user", "assistant", "tool")  # whose texts may be long
-        turns = [{**turn, "content": "x"} if turn["role"] in said else turn for turn in problem.messages]
+        roles = ("user", "assistant", "tool")  # whose texts may be long
+        turns = [{**turn, "content": "x"} if turn["role"] in roles else turn for turn in problem.messages]
         form = tuple((turn["role"], _form(turn)) for turn in turns)
         if form in self._rendered:
             return

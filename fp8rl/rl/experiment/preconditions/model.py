@@ -48,10 +48,10 @@ def read_model(path: Path, key: str = "model.path") -> Model:
 def check_architecture(model: Model, experiment: Experiment) -> None:
     """Raise `UserError` if the architecture in a user's file is not the model's; it may be a teacher's instead."""
     file = experiment.model.architecture
-    if file is not None and experiment.teacher is None and (own := load_architecture(file)) is not model.architecture:
+    if file is not None and experiment.teacher is None and (users := load_architecture(file)) is not model.architecture:
         raise user_error(
             "model.architecture",
-            found=f"{file} with {own.name}",
+            found=f"{file} with {users.name}",
             expected=f"that of model.path, {model.architecture.name}",
             remedy="Remove model.architecture, or name another model.",
         )

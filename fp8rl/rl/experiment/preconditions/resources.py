@@ -189,8 +189,8 @@ def _own_cgroups() -> list[Path]:
         limit = group / "memory.max"
         return limit.is_file() and limit.read_text().strip() != "max"
 
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    path = CGROUPS / own
+    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    path = CGROUPS / name
     return [group for group in (path, *path.parents) if group.is_relative_to(CGROUPS) and limited(group)]
 
 

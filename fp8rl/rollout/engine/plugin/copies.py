@@ -39,8 +39,8 @@ class CopiesOfKvB:
         whole = product.weight.detach()
         if (scales := getattr(product, "weight_scale_inv", None)) is not None:
             whole = QuantizedTensor(whole, scales.detach().to(spec.scale_dtype), spec).dequantize(torch.bfloat16)
-        held = torch.cat((self.attention.w_kc, self.attention.w_vc.transpose(1, 2)), 1).flatten(0, 1)
-        return held.dtype == whole.dtype and held.view(torch.int16).equal(whole.view(torch.int16))
+        copies = torch.cat((self.attention.w_kc, self.attention.w_vc.transpose(1, 2)), 1).flatten(0, 1)
+        return copies.dtype == whole.dtype and copies.view(torch.int16).equal(whole.view(torch.int16))
 
 
 def copies_in(model: nn.Module) -> Mapping[Tensor, CopiesOfKvB]:

@@ -154,14 +154,14 @@ class EngineHost(nn.Module):
             return ops.routed_experts(x, probs, chosen, w13, w2, spec, "bf16", rows)
         # A CUDA graph may not wait for the device, and only the device knows how many (token, choice) pairs belong to
         # this rank. So all pairs are sorted: other ranks' pairs come last, and no expert computes them.
-        held = len(stacks[0])
-        local = chosen.long() - self.rank.rank * held
-        order, counts = ops.group_by_expert(torch.where((local < 0) | (local >= held), held, local), held + 1)
+        here = len(stacks[0])
+        local = chosen.long() - self.rank.rank * here
+        order, counts = ops.group_by_expert(torch.where((local < 0) | (local >= here), here, local), here + 1)
         token = order // chosen.shape[1]
-        outputs = ops.experts(x[token], counts[:held], w13.of_rows(token), w2.of_rows(token), spec, "bf16")
-        own = torch.arange(len(order), device=order.device) < counts[:held].sum()
+        outputs = ops.experts(x[token], counts[:here], w13.of_rows(token), w2.of_rows(token), spec, "bf16")
+        computed = torch.arange(len(order), device=order.device) < counts[:here].sum()
         choices = torch.empty_like(outputs)
-        choices[order] = torch.where(own[:, None], outputs, -0.0)
+        choices[order] = torch.where(computed[:, None], outputs, -0.0)
         choices = self._group.all_reduce(choices)  # of each only one rank has more than -0
         return ops.combine(choices, probs, torch.arange(chosen.numel(), device=chosen.device), x.dtype)
 

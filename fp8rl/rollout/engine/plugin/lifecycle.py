@@ -230,15 +230,15 @@ def memory(runner: Any) -> Memory:
 
     Only `in_use` counts CUDA graphs, since torch does not know their size.
     """
-    device, held = state().weights.device, dict.fromkeys((WEIGHTS, CACHE), 0)
-    for tag in held.keys() - state().released.keys():
+    device, sizes = state().weights.device, dict.fromkeys((WEIGHTS, CACHE), 0)
+    for tag in sizes.keys() - state().released.keys():
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(runner, tag)}
-        held[tag] = sum(storage.nbytes() for storage in storages.values())
+        sizes[tag] = sum(storage.nbytes() for storage in storages.values())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Memory(in_use=total - free, **held)
+        return Memory(in_use=total - free, **sizes)
     give_back()  # what was freed is nobody's
-    return Memory(in_use=psutil.Process().memory_info().rss, **held)
+    return Memory(in_use=psutil.Process().memory_info().rss, **sizes)
 
 
 def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:

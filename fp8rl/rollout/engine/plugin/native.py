@@ -38,14 +38,14 @@ def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[
     that no parameter has, and silently drops them."""
     from sglang.srt.model_loader.auto_loader import STANDARD_STACKED_MAPPING
 
-    held = dict(self.named_parameters())
+    parameters = dict(self.named_parameters())
 
     def others() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             if not name.endswith(SCALE_SUFFIX):
                 yield name, tensor
-            elif STANDARD_STACKED_MAPPING.try_load(name, tensor, held) is None:
-                held[name].weight_loader(held[name], tensor)
+            elif STANDARD_STACKED_MAPPING.try_load(name, tensor, parameters) is None:
+                parameters[name].weight_loader(parameters[name], tensor)
 
     return original(self, others())
 

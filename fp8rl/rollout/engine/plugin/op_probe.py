@@ -62,8 +62,8 @@ def answer(runner: Any, recording: Path) -> str:
     tokens = next(record[site.key(f"in.{TOKENS}")] for site in sites if TOKENS in site.op.reads)
     outputs |= {f"free.{name}": tensor for name, tensor in free_forward(host, tokens).items()}
     path = recording.with_name(ANSWER)
-    held = {name: tensor.cpu().contiguous().clone() for name, tensor in outputs.items()}
-    save_file(held, path, {"settings": json.dumps(constants(host.sizes))})
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in outputs.items()}
+    save_file(tensors, path, {"settings": json.dumps(constants(host.sizes))})
     return file_sha256(path)
 
 

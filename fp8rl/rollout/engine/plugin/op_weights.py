@@ -74,5 +74,5 @@ def hold(model: nn.Module, definition: Model, spec: QuantSpec, rank: EngineRank)
             if part not in module._modules:
                 module.add_module(part, nn.Module())
             module = module.get_submodule(part)
-        held: Any = torch.zeros(shape, dtype=dtype)  # rows that pad a vocabulary stay zeros
-        module.register_parameter(last, nn.Parameter(held, requires_grad=False))
+        zeros: Any = torch.zeros(shape, dtype=dtype)  # rows that pad a vocabulary stay zeros
+        module.register_parameter(last, nn.Parameter(zeros, requires_grad=False))

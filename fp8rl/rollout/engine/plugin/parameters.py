@@ -28,30 +28,30 @@ def hf_tensors(
 
     block: rows of a tensor that share a row of scales. within: look in these parameters only.
     """
-    held = dict(model.named_parameters())  # a tied parameter once
+    parameters = dict(model.named_parameters())  # a tied parameter once
     for name, by_index in table.in_engine.items():
         for suffix, rows in (("", 1), (SCALE_SUFFIX, block)):
-            parameter = held.get(name + suffix)  # none of adapters before they are attached
+            parameter = parameters.get(name + suffix)  # none of adapters before they are attached
             if parameter is not None and (within is None or parameter in within):
                 yield from _split(parameter, table, by_index, suffix, rows, rank)
 
 
 def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Return each quantized parameter with its scales."""
-    held = dict(model.named_parameters())
-    return ((p, held[name + SCALE_SUFFIX]) for name, p in held.items() if name + SCALE_SUFFIX in held)
+    parameters = dict(model.named_parameters())
+    return ((p, parameters[name + SCALE_SUFFIX]) for name, p in parameters.items() if name + SCALE_SUFFIX in parameters)
 
 
 def check_table(model: nn.Module, definition: Model) -> None:
     """Check that the engine's model has exactly the parameters that its table lists. Raises RuntimeError, which names
     missing and further parameters."""
     expected = definition.tensors.in_engine.keys()
-    held = {name.removesuffix(SCALE_SUFFIX) for name, _ in model.named_parameters()}
+    names = {name.removesuffix(SCALE_SUFFIX) for name, _ in model.named_parameters()}
     # An engine that starts without weights has made up whatever is saved with a model, its buffers too.
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    held |= model.state_dict().keys() - tied
-    spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in CACHE_SCALES)
-    missing = sorted(expected - held)
+    names |= model.state_dict().keys() - tied
+    spare = sorted(name for name in names - expected if name.rpartition(".")[2] not in CACHE_SCALES)
+    missing = sorted(expected - names)
     if spare or missing:
         raise RuntimeError(
             f"fp8rl plugin: found the parameters {spare[:5]} in the engine and {missing[:5]} not, expected those that "
@@ -128,9 +128,9 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
         name, weight = rows[0].engine.parameter, model.get_parameter(rows[0].engine.parameter)
         counts, own = [rank.rows(row) for row in rows], [config.adapts(row) for row in rows]
         stack = (len(weight),) if rows[0].expert is not None and config.experts == "per_expert" else ()
-        held = sum(count for count, adapted in zip(counts, own, strict=True) if adapted)
+        adapted_rows = sum(count for count, adapted in zip(counts, own, strict=True) if adapted)
         a = _register(model, name, "a", *stack, sum(own) * config.rank, weight.shape[-1])
-        b = _register(model, name, "b", *stack, held, config.rank)
+        b = _register(model, name, "b", *stack, adapted_rows, config.rank)
         fused = _fused(counts, own, config.rank).to(weight.device) if len(rows) > 1 else None
         wide = b.detach() if fused is None else fused.wide(b.detach())
         found[weight] = ServedAdapter(a, b, fused, LowRank(a.detach(), wide, config.scale, sum(own)))

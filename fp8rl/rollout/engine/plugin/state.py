@@ -95,12 +95,12 @@ WEIGHTS, SCALES, DERIVED, KV_CACHE, STATES = "weights", "scales", "derived", "kv
 
 def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
     """Return the tensors that a rank holds. runner: SGLang's ModelRunner."""
-    held = list(weights.tensors())
-    found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, _, part in held]
-    own = {parameter.untyped_storage().data_ptr() for _, parameter, _ in held}
+    weight_views = list(weights.tensors())
+    found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, _, part in weight_views]
+    storages = {parameter.untyped_storage().data_ptr() for _, parameter, _ in weight_views}
     for name, tensors in weights.operands():
         # An operand may be the weights themselves, as kernels take them.
-        if made := [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in own]:
+        if made := [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in storages]:
             found.append(holding(name, DERIVED, *made))
     kept_in = runner.token_to_kv_pool.dtype
     for name, buffer in cache_buffers(runner):

@@ -93,14 +93,14 @@ class Paged:
         return slots, self.batch.extend_seq_lens.long(), self.batch.extend_prefix_lens > 0
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        held = self._states_of(layer).conv[0]
-        rows = held.view(len(held), weight.shape[1] - 1, len(weight))  # whatever order SGLang has
+        slots = self._states_of(layer).conv[0]
+        rows = slots.view(len(slots), weight.shape[1] - 1, len(weight))  # whatever order SGLang has
         return ops.paged_causal_conv(x, weight, rows, *self.states)
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        held = self._states_of(layer).temporal
-        count, heads, values, keys = held.shape
-        return ops.paged_gated_delta_rule(q, k, v, g, beta, held.view(count, heads, keys, values), *self.states)
+        slots = self._states_of(layer).temporal
+        count, heads, values, keys = slots.shape
+        return ops.paged_gated_delta_rule(q, k, v, g, beta, slots.view(count, heads, keys, values), *self.states)
 
     def _states_of(self, layer: int) -> Any:
         return self.backend.linear_attn_backend.req_to_token_pool.mamba2_layer_cache(layer)

@@ -93,8 +93,8 @@ class Harness:
         """Run the command; return the JSON of the last line that it prints, if it is JSON."""
         config = self._config
         names = [*_PASSED, *config.variables]
-        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
-        environment = {name: os.environ[name] for name in names if name in os.environ} | own
+        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        environment = {name: os.environ[name] for name in names if name in os.environ} | variables
         reach_loopback(environment)
         given = {"question": problem.question, "messages": problem.conversation, "fields": dict(problem.fields)}
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # what it says takes no memory
@@ -111,9 +111,9 @@ class Harness:
                 await process.communicate(json.dumps(given, default=str).encode())
             finally:
                 await end_process(process)  # which ends what it has started
-            printed, said = _end_of(output, _KEPT_OUTPUT), _end_of(errors, _KEPT_ERRORS)
+            printed, tail = _end_of(output, _KEPT_OUTPUT), _end_of(errors, _KEPT_ERRORS)
         if process.returncode:
-            raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {said}")
+            raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {tail}")
         try:
             return json.loads(printed.splitlines()[-1]) if printed else None
         except ValueError:

@@ -164,12 +164,12 @@ class Recording:
         try:
             for end in range(len(request.messages), 0, -1):
                 if (point := self._points.get(keys[end - 1])) is not None:
-                    said = point.branch.ids[point.begin : point.length]
+                    turn = point.branch.ids[point.begin : point.length]
                     calls = request.messages[end - 1].get("tool_calls", ())
                     history, further = request.messages[: end - 1], request.messages[end:]
                     with suppress(RewritingTemplateError):  # then it is a row of its own
                         between = continuation_ids(
-                            tokenizer, history, said, further, options, calls, truncated=point.truncated
+                            tokenizer, history, turn, further, options, calls, truncated=point.truncated
                         )
                         return self._goes_on(point, between)
                     break

@@ -44,8 +44,8 @@ class RewardSection(Section):
     @classmethod
     def located(cls, values: Any, directory: Path) -> Any:
         values = super().located(values, directory)
-        held = values if isinstance(values, dict) else {}
-        name, kwargs = held.get("function"), held.get("kwargs")
+        mapping = values if isinstance(values, dict) else {}
+        name, kwargs = mapping.get("function"), mapping.get("kwargs")
         ours = BUILT_IN.get(name) if isinstance(name, str) else None
         if ours is not None and ours.tokenizer and isinstance(kwargs, dict) and ours.tokenizer in kwargs:
             kwargs = kwargs | {ours.tokenizer: located_as(SpecPath, kwargs[ours.tokenizer], directory)}

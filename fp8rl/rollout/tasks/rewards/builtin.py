@@ -140,11 +140,11 @@ async def model(
     """
     ids = await asyncio.to_thread(_rendered, tokenizer, question, answers)
     headers = {"Authorization": f"Bearer {os.environ[key_variable]}"} if key_variable else None
-    said = await posted(url.rstrip("/") + "/classify", {"input_ids": ids}, headers)
-    if not isinstance(said, list) or len(said) != len(answers):
-        raise ValueError(f"found {str(said)[:200]}, expected {len(answers)} classifications, one per answer")
+    items = await posted(url.rstrip("/") + "/classify", {"input_ids": ids}, headers)
+    if not isinstance(items, list) or len(items) != len(answers):
+        raise ValueError(f"found {str(items)[:200]}, expected {len(answers)} classifications, one per answer")
     rewards: list[float] = []
-    for logits in (item["embedding"] for item in said):
+    for logits in (item["embedding"] for item in items):
         if (label is None and len(logits) != 1) or (label is not None and not 0 <= label < len(logits)):
             raise ValueError(
                 f"found {len(logits)} logits of a reward model and label={label}, expected one, or a label below "

@@ -90,10 +90,10 @@ def attention_spec(
         "q_layernorm": head_norm(sizes.heads),
         "k_layernorm": head_norm(sizes.kv_heads),
     }
-    own = {} if sizes.joined == 1 else {"joined": sizes.joined}
+    sizes_of_heads = {} if sizes.joined == 1 else {"joined": sizes.joined}
     return ModuleSpec(
-        module=module or (JoinedHeads if own else SelfAttention),
-        params={"attn_mask_type": AttnMaskType.causal, **own},
+        module=module or (JoinedHeads if sizes_of_heads else SelfAttention),
+        params={"attn_mask_type": AttnMaskType.causal, **sizes_of_heads},
         submodules=SelfAttentionSubmodules(**usual | submodules),
     )
 
