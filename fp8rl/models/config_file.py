@@ -45,8 +45,8 @@ class ConfigFile:
         return cls(read_json(path, key, "a Hugging Face config.json"), path, key)
 
     def inner(self, name: str, with_keys: Collection[str]) -> ConfigFile:
-        """Return the configuration of an inner model, the value of `name`, and add `with_keys` of the whole file. A key
-        that both have must have the same value."""
+        """Return the configuration of an inner model, which is the value of `name`, with `with_keys` of the whole file
+        added. A key that occurs in both must have the same value in both."""
         values = self._values.get(name)
         if not isinstance(values, dict):
             raise self.refusal(name, values, "the configuration of its model of text, a JSON object")

@@ -175,7 +175,7 @@ class Host(Protocol):
         """Compute `ops.gated_delta_rule` of values in the order of `in_rows`. The result has the usual order again."""
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts, or replay a choice. route: an op such as `ops.route`, without `choose`."""
+        """Choose each token's experts, or replay a choice. route: `ops.route`, say, with all arguments but `choose`."""
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Compute `ops.routed_experts`."""

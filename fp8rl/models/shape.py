@@ -48,7 +48,7 @@ class WeightGroup:
     copies: int = 1
     """The number of such weights in each of the layers."""
     taken: int = 0
-    """The number of the copies that a token is multiplied with; 0 for a weight of no product."""
+    """How many of the copies a token is multiplied with; 0 for a weight of no product."""
     by_heads: bool = False
     """True if Megatron interleaves the weight's tensors by heads."""
     tied: bool = False

@@ -1,6 +1,6 @@
 """The format of keys and values: what the engine's cache holds, and what the trainer attends to.
 
-In FP8 a rotated key, a value, or a row that is both is divided by a static scale and rounded to E4M3
+In FP8 a rotated key, a value, or an MLA row (key and value in one) is divided by a static scale and rounded to E4M3
 once, when it is made. So an entry of the cache depends on its token alone, and a token's result does not depend on its
 batch. The engine keeps the codes, the trainer the same numbers in BF16. Neither multiplies them by the scales again:
 the scale of keys goes into the scale of the scores, the scale of values into the result. Scales are powers of two, so

@@ -378,7 +378,7 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor, kept: 
     both = torch.arange(2, device=q.device)
 
     def paged(first: int, stop: int) -> Tensor:
-        """Return the result of queries first to stop of both sequences, as their newest tokens."""
+        """Return paged attention of queries `first` to `stop` - 1 of both sequences, as if they were the last ones."""
         new, lengths = (torch.full((2,), count, device=q.device) for count in (stop - first, stop))
         fresh = q[:, first - oldest : stop - oldest].flatten(0, 1)
         return probe.attend(probe.paged, fresh, cache, slots, both, new, lengths).unflatten(0, (2, -1))

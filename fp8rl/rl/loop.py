@@ -168,7 +168,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
 
 
 def scored_records(ahead: ScoredBatch | None) -> list[ScoredRecord]:
-    """Return the records of the answers to later steps that were scored in a step, in order; none without any."""
+    """Return records of the answers to later steps that were scored in this step; an empty list if there are none."""
     if ahead is None:
         return []
     batch, rollout = ahead.batch, ahead.batch.fields["rollout_logprobs"]

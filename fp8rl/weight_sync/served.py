@@ -126,7 +126,7 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     router for quantized), and modules that are only kept. Its entries are path prefixes. SGLang's `is_layer_skipped`
     compares whole path components, for fused projections and for a layer's experts. For a layer's experts the common
     module is named, but never the layer's prefix, because transformers takes the prefix of layer 1 for layer 10 too.
-    q_a_proj and kv_a_proj are one module in the engine. It is named as well: SGLang's GLM-4.7-Flash looks only for it.
+    q_a_proj and kv_a_proj are one module in the engine, named too because SGLang's GLM-4.7-Flash looks only for it.
     """
     config: dict[str, Any] = {
         "quant_method": "fp8",

@@ -45,7 +45,7 @@ def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
 
 
 def base_digest(path: Path, model: Model) -> str:
-    """Return a digest of the weights of a directory, 32 hex digits. It is taken in BF16, whatever files hold them."""
+    """Return a digest, 32 hex digits, of a directory's weights in BF16, whatever the dtype in the files is."""
     return digest_of_all({name: tensor_digest(weight) for name, weight in starting_weights(path, model)})
 
 

@@ -164,8 +164,8 @@ def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:
 
 
 def mlp_activations(sizes: ModelSizes, *mlps: tuple[int, int], experts: int = 0) -> Activations:
-    """Return the activations of MLPs: 4H + 6F each, of which FP8 products save 0.97(H + F), and 4 bytes for each of
-    `experts`. mlps: (number of such MLPs that a token takes, width F)."""
+    """Return the activations of MLPs: 4H + 6F bytes each (H: the hidden size), of which FP8 products save
+    0.97(H + F), and 4 bytes for each of `experts`. mlps: (number of such MLPs that a token takes, width F)."""
     hidden = sizes.hidden_size
     return Activations(
         bf16=4 * experts + sum(taken * (4 * hidden + 6 * width) for taken, width in mlps),

@@ -85,7 +85,7 @@ def _of_head(sizes: ModelSizes) -> tuple[int, int, int]:
 
 
 def _in_proj(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-    """Return the convolution's channels, in the host's order, and z, both of this rank's heads."""
+    """Return the convolution's channels, in the host's order, and z. Both are of this rank's heads only."""
     own, found = host.sizes.of(GatedDelta), host.products(site, x, rows)
     if len(found) == 2:
         return found

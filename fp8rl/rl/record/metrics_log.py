@@ -60,7 +60,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def metrics_found(path: Path) -> tuple[list[Row], list[BadLine]]:
-    """Read the rows, with rising steps, of a metrics file that may be damaged; and the lines that are no such rows."""
+    """Read a metrics file that may be damaged. Return its rows in rising order of steps, and its unusable lines."""
     rows, bad = json_lines(path, "metrics", _row)
     rising = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     return list(rising.values()), bad

@@ -215,7 +215,7 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: i
 
 def step_threads(offload: bool) -> int:
     """Return the number of threads for this rank's optimizer step. An optimizer offloaded from a GPU to the host gets
-    the rank's share of the node's cores. Otherwise the number is 1, since CPU ops keep a row's bits with one thread."""
+    the rank's share of the node's cores. Otherwise it is 1: on a CPU, ops keep a row's bits only with one thread."""
     if not (offload and torch.cuda.is_available()):
         return 1
     ranks = all_gathered(platform.node()).count(platform.node())

@@ -25,7 +25,7 @@ from fp8rl.trainer.config import CHUNKS
 
 @dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):
-    """The layout of packed rows for attention: Megatron's parameters, and ours."""
+    """The layout of packed rows for attention: the fields that Megatron reads, and fields for our attention."""
 
     lengths: Tensor
     """int64 [B], the length of each row."""

@@ -32,7 +32,7 @@ SAVED_SAMPLED, SAVED_OTHER = "train/saved_sampled_tokens", "train/saved_other_to
 class TreeMicroBatch(PackedMicroBatch):
     """Rows as a prefix tree in one row of the model's input [1, T], padded at its end as packed rows are.
 
-    `index` gives the number of each of the T tokens in one of the rows that share the token.
+    `index` has the number of each of the T tokens among the tokens of `batch`, in one of the rows that share it.
     """
 
     numbers: Tensor

@@ -197,7 +197,7 @@ def own_gpu() -> OwnGpu | None:
 
 def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job, bool]:
     """Return the job of a step on this machine, with the KV cache that an engine gets; and whether the policy's engines
-    have GPUs of their own, as they do if the trainer leaves enough. The teacher's engines come after them."""
+    have GPUs of their own, as they do if the trainer leaves enough. The teacher's engines get the GPUs after those."""
     storage = storage_on(experiment.numerics_config(), True, has_transformer_engine())
     job = job_of(experiment, shape, storage, gpu.memory)
     left = gpu.count - job.layout.world_size
