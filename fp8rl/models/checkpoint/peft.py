@@ -198,7 +198,7 @@ Lowered = BeforeValidator(lambda value: value.lower() if isinstance(value, str) 
 
 
 class _History(BaseModel):
-    """Settings that reading ignores: how an adapter was trained, and details of methods that `PeftConfig` refuses."""
+    """Settings that are read but not used: how an adapter was trained, and details of what `PeftConfig` refuses."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -35,7 +35,7 @@ class Holding:
     """One tensor in a process's memory, or an object that holds its bytes."""
 
     name: str
-    """The name of its parameter, as the owner calls it, or of the buffer."""
+    """The name of the tensor's parameter in the trainer or engine that holds it, or the name of a buffer."""
     kind: str
     """Its purpose: `parameters`, `masters`, …; see the inventory that lists it."""
     format: str

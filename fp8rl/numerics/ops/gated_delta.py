@@ -226,7 +226,7 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: 
     between = steps.masked_fill(pairs.triu(1)[..., None], -torch.inf).exp()
 
     def decayed(x: Tensor) -> Tensor:
-        """Return the products of each row of x with the earlier keys of its chunk, decayed since their tokens."""
+        """Return the products of each row of x with the keys up to it in its chunk, decayed since the key's token."""
         if between.shape[-1] == 1:
             return (x @ k.transpose(-1, -2)) * between[..., 0]
         return (x[..., :, None, :] * k[..., None, :, :] * between).sum(-1)

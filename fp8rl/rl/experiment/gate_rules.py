@@ -192,7 +192,7 @@ def _evaluated(experiment: Experiment) -> Iterator[str]:
 
 
 def _beyond(name: str, e: Experiment) -> str:
-    """Return the setting under which the position or age in a metric's name cannot occur; empty if it may occur."""
+    """Return the setting that rules out the token position or age in a metric's name; empty if none does."""
     found, rollout = _OF_NUMBER.fullmatch(name), e.rollout
     if found is None:
         return ""

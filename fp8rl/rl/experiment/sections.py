@@ -76,7 +76,7 @@ class ModelSection(Section):
         return model_directory(self.path, self.revision, "model.path")
 
     def at(self, directory: Path) -> ModelSection:
-        """Return the section with a directory as `path`, and no revision."""
+        """Return a copy of the section with `directory` as its `path` and without a revision."""
         return self.model_copy(update={"path": str(directory), "revision": None})
 
 

@@ -189,7 +189,7 @@ class Experts(Held):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the tensors under the keys of Megatron's grouped MLP, which have `experts.` twice."""
+        """Return the tensors under the keys of Megatron's grouped MLP, in which `experts.` is doubled."""
         sharded = super().sharded_state_dict("", sharded_offsets, metadata)
         replace_prefix_for_sharding(sharded, "", f"{prefix}experts.")
         return {f"{prefix}{name}": tensor for name, tensor in sharded.items()}

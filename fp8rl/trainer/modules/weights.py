@@ -41,7 +41,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def matrices(name: str, of_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter, or a tensor of its shape, with its name; each matrix of stacked experts [experts, N, K]."""
+    """Yield a parameter, or a tensor of its shape, with its name. Stacked experts [experts, N, K]: each matrix."""
     if of_parameter.dim() < 3:
         yield name, of_parameter
     else:
