@@ -30,7 +30,7 @@ class Commands(typer.core.TyperGroup):
     """The group of all commands. It expands `~` in arguments, which no shell does in quotes or after a `=`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, [_at_home(each) for each in args])
+        return super().parse_args(ctx, [_at_home(arg) for arg in args])
 
 
 def _at_home(argument: str) -> str:

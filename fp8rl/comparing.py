@@ -36,7 +36,7 @@ class Listing:
     numbers: int
 
     def rendered(self) -> Table:
-        """Return the table for a terminal; a narrow one wraps names and cuts none. Names are not read as markup."""
+        """Return the table for a terminal. A narrow terminal wraps long names. Names are not read as markup."""
         table = Table(title=self.title or None, box=SIMPLE_HEAD, pad_edge=False)
         for index, column in enumerate(self.columns):
             is_number = index >= self.numbers

@@ -61,8 +61,8 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
         asked = [f"data.train={unused}", "data.eval=null", f"eval.sets={json.dumps(given)}", every]
     files = RunDir(subject.absolute())
     if files.experiment.is_file():
-        own = load_experiment(files.experiment, asked, lambda text: None) if asked else files.experiment
-        experiment = load_experiment(own, overrides)
+        spec = load_experiment(files.experiment, asked, lambda text: None) if asked else files.experiment
+        experiment = load_experiment(spec, overrides)
     elif not given:
         raise UserError(_NOTHING_TO_ASK)
     else:
@@ -101,7 +101,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
     sets = list(held_out(experiment, tokenizer))
     metrics: dict[str, float] = {}
     with ExitStack() as closing:
-        judges = [Judge(each.rewards, tokenizer, each.rewards_key or "rewards") for each in sets]
+        judges = [Judge(eval_set.rewards, tokenizer, eval_set.rewards_key or "rewards") for eval_set in sets]
         for judge in judges:
             closing.callback(judge.close)
         say(f"starting an engine with {path} in {served.numerics.mode} mode")
@@ -120,23 +120,23 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
             longest = experiment.rollout.context_length
             conversations = Conversations(experiment.environment, tokenizer, ask, longest)
             closing.callback(conversations.close)
-        for each, judge in zip(sets, judges, strict=True):
-            say(f"asking {len(each.groups)} problems of {each.name or 'data.eval'}")
+        for eval_set, judge in zip(sets, judges, strict=True):
+            say(f"asking {len(eval_set.groups)} problems of {eval_set.name or 'data.eval'}")
             if conversations is None:
-                answers = [[] for _ in each.groups]
-                for answer in background.run(sample_groups(client, each.groups, each.sampling)):
+                answers = [[] for _ in eval_set.groups]
+                for answer in background.run(sample_groups(client, eval_set.groups, eval_set.sampling)):
                     answers[answer.group].append(answer)
             else:
-                asked = [conversations.begin(group, each.sampling, 0) for group in each.groups]
+                asked = [conversations.begin(group, eval_set.sampling, 0) for group in eval_set.groups]
                 while wait(asked, _LOOK_SECONDS).not_done:
                     conversations.check()
                 answers = [future.result() for future in asked]
-            verdicts = [judge.begin(group.prompt, found) for group, found in zip(each.groups, answers, strict=True)]
+            verdicts = [judge.begin(group.prompt, found) for group, found in zip(eval_set.groups, answers, strict=True)]
             judged = [[one for one in judge.wait(verdict) if not one.trajectory.branch] for verdict in verdicts]
-            metrics |= set_metrics(each, judged)
+            metrics |= set_metrics(eval_set, judged)
             answers_given = [one.trajectory for group in judged for one in group]
             if (cut := sum(not one.finished for one in answers_given)) * 2 > len(answers_given):
-                say(no_room(cut, len(answers_given), f"max_new_tokens={each.sampling.max_new_tokens}"))
+                say(no_room(cut, len(answers_given), f"max_new_tokens={eval_set.sampling.max_new_tokens}"))
             for failures in (judge.failures, *([] if conversations is None else [conversations.failures])):
                 for text in filter(None, failures.new_messages()):
                     say(text)
@@ -144,7 +144,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
 
 
 def _check_keys(subject: Path, overrides: Sequence[str]) -> None:
-    """Refuse overrides of the keys that the first argument decides: of the model and its adapters."""
+    """Refuse overrides of keys about the model and its adapters, which the first argument decides."""
     free = () if os.path.isfile(subject / "spec.yaml") else ("model.architecture",)
     for override in overrides:
         key = override.partition("=")[0]

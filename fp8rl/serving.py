@@ -53,7 +53,7 @@ def check_open(host: str, api_key: str | None) -> None:
         raise user_error(
             "--host",
             found=host,
-            expected="an IPv4 address of this machine, or 0.0.0.0 for all that it has",
+            expected="an IPv4 address of this machine, or 0.0.0.0 for all its addresses",
             remedy="Correct it, or leave it out: only programs on this machine can connect then.",
         ) from None
     if not loopback and api_key is None:
@@ -76,7 +76,7 @@ def serve(
 ) -> Iterator[SGLangServer]:
     """Run an engine with this model and OpenAI's endpoints below `/v1` while the block lasts.
 
-    say: is told which kernels are compiled first. port: None takes a free one. api_key: None makes a new one.
+    say: prints which kernels are compiled first. port: None takes a free port. api_key: None makes a new key.
 
     Raises:
         UserError, EngineError: see `SGLangServer.start`. HandshakeError: the engine computes in other numerics.
@@ -121,7 +121,7 @@ def convert_model(
 ) -> QuantSpec:
     """Quantize a model's directory, with an adapter merged into it if given, for a user's server; return the spec.
 
-    architecture: a user's file with the model's architecture. note: is told remarks on unusual weights.
+    architecture: a user's file with the model's architecture. note: prints remarks on unusual weights.
 
     Raises:
         UserError: the model, the preset or the adapter cannot be used, or `out` exists.
@@ -169,7 +169,7 @@ def give_adapter(
 ) -> None:
     """Send a model's adapters to the engine, and verify all tensors that the engine holds.
 
-    definition: of the model with its adapters. base: digests of the weights that the engine was started with as version
+    definition: the model with its adapters. base: digests of the weights with which the engine was started, as version
         0, quantized by the spec.
 
     Raises:

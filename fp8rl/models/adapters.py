@@ -61,8 +61,8 @@ def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[
     """Yield the rows of adapters for the rows of weights: `X.lora_A.weight` and `X.lora_B.weight` for `X.weight`.
 
     For a parameter that fuses several matrices, `lora_a` has the A of each matrix, one after the other, and `lora_b`
-    the rows of their Bs in the parameter's own layout. Where ranks share the rows of a weight, they share the rows of
-    B, and each rank has all of A. Where they share its columns, they share the columns of A, and each has all of B.
+    the rows of their Bs in the parameter's layout. If ranks split the rows of a weight, they split the rows of B, and
+    each rank has all of A. If they split the weight's columns, they split the columns of A, and each has all of B.
     """
     for row in filter(config.adapts, rows):
         name, expert = row.name.removesuffix(f".{WEIGHT}"), row.expert
@@ -90,7 +90,7 @@ def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[
 
 
 def _beside(weight: Location, letter: str) -> Location:
-    """Return the location of a weight's A or B."""
+    """Return the location of the A or B (`letter`) of a weight's adapter."""
     before, _, after = weight.parameter.rpartition(WEIGHT)
     axis = 1 if letter == "A" else 0
     return replace(
@@ -105,9 +105,9 @@ def _beside(weight: Location, letter: str) -> Location:
 def check_adapter(rows: Iterable[TensorRow], config: AdapterSection) -> None:
     """Check an adapter against the rows of the model's weights. Raises UserError for a target that the model does not
     have, if no matrix gets an adapter, or for a rank above a matrix's width."""
-    held = [row for row in rows if row.adaptable]
-    names = list(dict.fromkeys(matrix(row) for row in held))
-    adapted = [row for row in held if config.adapts(row)]
+    adaptable = [row for row in rows if row.adaptable]
+    names = list(dict.fromkeys(matrix(row) for row in adaptable))
+    adapted = [row for row in adaptable if config.adapts(row)]
     if config.targets != "all" and (unknown := [name for name in config.targets if name not in names]):
         expected = f"names of the model's matrices: {', '.join(names)}"
         raise user_error("adapter.targets", ", ".join(unknown), expected, "Correct adapter.targets, or set it to all.")

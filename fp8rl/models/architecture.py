@@ -46,7 +46,7 @@ class Architecture:
     model_type: str
     """The value of `model_type` in config.json."""
     sizes: Callable[[ConfigFile], ModelSizes]
-    """A function that reads the sizes in a config.json, and refuses what the shared ops do not define."""
+    """A function that reads the sizes in a config.json, and refuses variants that are not supported."""
     families: tuple[Family, ...]
     """The families of ops in the order of a layer's forward. Each says which layers have it."""
     engine_config: Callable[[dict[str, Any], ModelSizes], dict[str, Any]] = lambda config, sizes: config
@@ -57,7 +57,7 @@ class Architecture:
     aliases: tuple[str, ...] = ()
     """Other values of `model_type`, which older versions of transformers do not know."""
     multimodal: Multimodal | None = None
-    """How checkpoints hold this model of text beside a tower for pictures; None: there are no such checkpoints."""
+    """How multimodal checkpoints hold this text model together with an image encoder; None: there are none."""
 
     @property
     def kinds(self) -> tuple[tuple[str, ...], ...]:
@@ -75,12 +75,12 @@ class Architecture:
     def forward(self, sizes: ModelSizes) -> Forward:
         """Return the ops of a model of these sizes."""
         layers = (families_of_layer(self.families, sizes, layer) for layer in range(sizes.layers))
-        return Forward(FIRST_OPS, tuple(sum((f.ops(sizes) for f in each), ()) for each in layers), LAST_OPS)
+        return Forward(FIRST_OPS, tuple(sum((f.ops(sizes) for f in families), ()) for families in layers), LAST_OPS)
 
 
 @dataclass(frozen=True)
 class Model:
-    """An architecture in the sizes of one model, and the adapters beside its weights."""
+    """One model: its architecture, its sizes, and its adapters if it has any."""
 
     architecture: Architecture
     sizes: ModelSizes
@@ -88,7 +88,7 @@ class Model:
 
     @property
     def multimodal(self) -> Multimodal | None:
-        """Return how the checkpoint holds the model beside a tower; None: the checkpoint has no tower."""
+        """Return how the checkpoint holds the model together with an image encoder; None: it has no image encoder."""
         return self.architecture.multimodal if self.sizes.tower else None
 
     @functools.cached_property
@@ -107,8 +107,8 @@ class Model:
         return self.architecture.forward(self.sizes)
 
     def adapted(self, adapter: AdapterSection | None) -> Model:
-        """Return the model with these adapters beside its weights. Raises UserError, as
-        :func:`models.adapters.check_adapter` does, if the model cannot have them."""
+        """Return the model with these adapters. Raises UserError, as :func:`models.adapters.check_adapter` does, if the
+        model cannot have them."""
         if adapter is not None:
             check_adapter(self.tensors.rows.values(), adapter)
         return replace(self, adapter=adapter)
@@ -149,12 +149,12 @@ def _no_architecture(path: str, key: str, found: str) -> UserError:
 
 
 def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> Model:
-    """Read the model of a Hugging Face directory, by its config.json; messages speak of the directory as `key`.
+    """Read the model of a Hugging Face directory, by its config.json; messages call the directory `key`.
 
-    served: it is quantized, as an engine loads it.
+    served: the directory is one that an engine loads, with quantized weights.
 
     Raises:
-        UserError: no readable config, an unknown architecture, or a variant that the shared ops do not define.
+        UserError: no readable config, an unknown architecture, or a variant that is not supported.
     """
     return model_of(ConfigFile.read(Path(path), key), served=served)
 
@@ -189,12 +189,12 @@ def model_of(config: ConfigFile, *, served: bool = False) -> Model:
 
 
 def multimodal_of(path: Path, key: str = "model.path") -> Multimodal | None:
-    """Return how a directory's checkpoint holds its model of text beside a tower; None: it has no tower."""
+    """Return how a directory's checkpoint holds its text model together with an image encoder; None: it has none."""
     return read_model(path, key, served=True).multimodal
 
 
 def text_config(path: Path, key: str = "model.path") -> dict[str, Any]:
-    """Return the config.json of a directory's model of text, with the names of a checkpoint without a tower."""
+    """Return the config.json of a directory's text model, as a checkpoint without an image encoder would have it."""
     config, model = ConfigFile.read(path, key), read_model(path, key, served=True)
     if (multimodal := model.multimodal) is None:
         return config.values
@@ -204,7 +204,7 @@ def text_config(path: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | None = None) -> Shape:
-    """Read the shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
+    """Read the shape of a Hugging Face directory's model from config.json alone; messages call the directory `key`.
 
     adapter: what is trained in place of the weights. Whether the weights are quantized makes no difference. Draft
     layers (multi-token prediction) are not counted.

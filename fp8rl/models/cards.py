@@ -50,7 +50,7 @@ class Configuration(BaseModel):
         below, files = f"{self.data_dir}/" if self.data_dir else "", self.data_files
         if files is None:
             return [f"{below}*"] if below else []
-        return [below + each for each in _texts(list(files.values()) if isinstance(files, dict) else files)]
+        return [below + text for text in _texts(list(files.values()) if isinstance(files, dict) else files)]
 
 
 class _Card(BaseModel):
@@ -67,19 +67,19 @@ def read_configurations(folder: Path, key: str) -> dict[str, Configuration]:
             if matched is not None:
                 check_yaml(matched[1], ours=False)
                 card = _Card.model_validate(yaml.load(matched[1], yaml.CSafeLoader) or {})
-                found |= {each.config_name: each for each in card.configs or ()}
+                found |= {config.config_name: config for config in card.configs or ()}
         except (ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError) as error:
             why = " ".join(str(error).split())
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 why = f"{listed(first['loc'], '.')}: {first['msg']}"
             remedy = "Correct the card, or give the path of a file of the data set on this machine."
-            raise user_error(f"{key}: {path}", found=why, expected="a card as the hub has it", remedy=remedy) from error
+            raise user_error(f"{key}: {path}", found=why, expected="a valid card", remedy=remedy) from error
     return found
 
 
 def _texts(value: str | _Split | list[str] | list[str | _Split] | list[_Patterns]) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    for each in [value.path] if isinstance(value, _Split) else value if isinstance(value, list) else ():
-        yield from _texts(each)
+    for part in [value.path] if isinstance(value, _Split) else value if isinstance(value, list) else ():
+        yield from _texts(part)

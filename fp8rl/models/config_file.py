@@ -45,8 +45,8 @@ class ConfigFile:
         return cls(read_json(path, key, "a Hugging Face config.json"), path, key)
 
     def inner(self, name: str, with_keys: Collection[str]) -> ConfigFile:
-        """Return the configuration of an inner model, the value of `name`, and add `with_keys` of the whole file. A key
-        that both have must have the same value."""
+        """Return the configuration of an inner model, which is the value of `name`, with `with_keys` of the whole file
+        added. A key that occurs in both must have the same value in both."""
         values = self._values.get(name)
         if not isinstance(values, dict):
             raise self.refusal(name, values, "the configuration of its model of text, a JSON object")
@@ -65,7 +65,7 @@ class ConfigFile:
         return user_error(f"{self._key}: {name} in {self._path}", found=found, expected=expected, remedy=remedy)
 
     def architecture(self, known: str = "the name of one") -> str:
-        """Return the first of `architectures`. known: what an error message says that was expected."""
+        """Return the first of `architectures`. known: the expected values, for the error message."""
         found = self._values.get("architectures")
         name = found[0] if isinstance(found, list) and found else found
         if not isinstance(name, str):
@@ -113,7 +113,7 @@ class ConfigFile:
         layers: Collection[str] = ("full_attention",),
         mrope: bool = False,
     ) -> None:
-        """Refuse what the shared ops do not define: a key with another value than in `expected`, a kind of layer that
+        """Refuse what is not supported: a key with another value than in `expected`, a kind of layer that
         is not in `layers` (such as a window of attention), and scaled rotary embeddings.
 
         rotary_part: allow that only a part of a head is rotated. scaled: leave the check of the rotation to

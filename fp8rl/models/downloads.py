@@ -1,4 +1,4 @@
-"""Limits of what a hub may send. Its clients wait as long as single bytes arrive, and name files by its headers."""
+"""Limits on what a hub may send. Without them clients wait as long as single bytes arrive, and trust its headers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Limits:
             raise HubAnswerError("has to be asked again and again")
 
     def hear(self, response: httpx.Response) -> None:
-        """Check the headers by which the hub's clients name files, and that say how long to wait."""
+        """Check the headers from which the hub's clients take names of files and times to wait."""
         headers = response.headers
         if (packed := headers.get("content-encoding", "identity")) != "identity":
             raise HubAnswerError(f"sends {packed!r:.40}, which it was asked not to")
@@ -120,7 +120,7 @@ class _Network(httpcore.SyncBackend):
 
 @contextmanager
 def limited() -> Iterator[Limits]:
-    """Have the hub's clients keep to limits within the block, and yield the limits."""
+    """Let the hub's clients keep to limits inside the block, and yield the limits."""
     limits, former = Limits(), _http._GLOBAL_CLIENT_FACTORY
 
     def client() -> httpx.Client:

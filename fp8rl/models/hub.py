@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face hub: told apart from paths, pinned to a commit, and fetched.
+"""Models and data sets of the Hugging Face hub: which texts name one, which commit it is, and how it is fetched.
 
 `huggingface_hub` fetches files into its cache, and heeds HF_TOKEN, HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT. A
 repository that is pinned to a commit and is in the cache needs no network.
@@ -117,7 +117,7 @@ def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
 def _snapshot(
     path: str, kind: Kind, pinned: str, limits: Limits, wanted: list[str] | None, unwanted: list[str] | None = None
 ) -> Path:
-    """Return the folder of a commit with its files that match the patterns; without a network, those in the cache."""
+    """Return the folder of a commit with the files that match the patterns; without a network, with cached files."""
     import httpx
     from huggingface_hub import HfApi, constants, errors, snapshot_download
     from huggingface_hub._tree_cache import read_tree_cache
@@ -159,7 +159,7 @@ def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | 
     configs = read_configurations(card, key)
     if not configs:
         return None
-    default = next((each for each, held in configs.items() if held.default or each == "default"), None)
+    default = next((config for config, files in configs.items() if files.default or config == "default"), None)
     chosen = name or (default if len(configs) > 1 else next(iter(configs)))
     if chosen not in configs:
         remedy = f"Set it: {{path: {path}, name: {listed([*configs][:1])}}}."
@@ -167,7 +167,7 @@ def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | 
     patterns = configs[chosen].patterns
     if not patterns:
         return None
-    return [*patterns, *(each.replace("**/", "") for each in patterns), *_CARD]
+    return [*patterns, *(pattern.replace("**/", "") for pattern in patterns), *_CARD]
 
 
 @contextmanager
@@ -211,8 +211,8 @@ def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterato
         if isinstance(error, OSError) and error.strerror:
             found = f"{path}{of}, and {error.strerror} at {constants.HF_HUB_CACHE}"
             raise _refusal(key, found, "a cache with room", "Free some, or set HF_HOME to another disk.") from error
-        said = str(error) if isinstance(error, HubAnswerError) else f"answers as none does ({type(error).__name__})"
-        found = f"{path}{of} at {hub}, a hub that {said}"
+        why = str(error) if isinstance(error, HubAnswerError) else f"answers as none does ({type(error).__name__})"
+        found = f"{path}{of} at {hub}, a hub that {why}"
         remedy = f"Correct HF_ENDPOINT, or try later; {page} should open in a browser."
         raise _refusal(key, found, "what the hub's protocol has", remedy) from error
 

@@ -1,6 +1,6 @@
-"""The lowering of a program: neighbouring ops in one, and norms that quantize their result, with the same bits.
+"""The lowering of a program for speed: neighbouring ops become one op, and norms quantize their own result.
 
-A GPU takes one launch for such an op. A program that is not lowered is as right, and a recorder runs it so.
+A GPU needs one launch for such an op. The program as it was gives the same bits, and recorders run it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def lowered(definition: Model, spec: QuantSpec) -> Forward:
     """Lower the program of a model whose products are quantized by `spec`."""
     layers = []
     for index, layer in enumerate(definition.forward.layers):
-        for fusion in (each for family in definition.architecture.families for each in family.fusions):
+        for fusion in (fusion for family in definition.architecture.families for fusion in family.fusions):
             layer = fuse(layer, fusion)
         if spec.quantized:
             rows = [row for row in definition.tensors.rows.values() if row.layer == index and row.product]
@@ -28,7 +28,7 @@ def lowered(definition: Model, spec: QuantSpec) -> Forward:
 
 
 def fuse(ops: Sequence[Op], fusion: Fusion) -> tuple[Op, ...]:
-    """Run the ops of a layer that the fusion names as one."""
+    """Replace the ops of a layer that the fusion names by one op."""
     for first in range(len(ops)):
         some = ops[first : first + len(fusion.forms)]
         if tuple(op.form for op in some) == fusion.forms:
@@ -43,16 +43,16 @@ def fuse(ops: Sequence[Op], fusion: Fusion) -> tuple[Op, ...]:
 
 
 def with_rows(ops: Sequence[Op], takes: Container[str]) -> tuple[Op, ...]:
-    """Have a norm of the residual stream quantize its result for the ops behind it whose names `takes` has."""
+    """Let norms of the residual stream quantize their result for the later ops that are named in `takes`."""
     found = list(ops)
     for place, norm in enumerate(ops):
         if norm.form is not ADD_NORM:
             continue
         value, readers = norm.writes[0], []
-        for behind in range(place + 1, len(ops)):
-            if value in ops[behind].reads and ops[behind].name in takes:
-                readers.append(behind)
-            if value in ops[behind].writes:
+        for later in range(place + 1, len(ops)):
+            if value in ops[later].reads and ops[later].name in takes:
+                readers.append(later)
+            if value in ops[later].writes:
                 break
         if readers:
             found[place] = replace(norm, form=NORM_ROWS, writes=(*norm.writes, value + ROWS))

@@ -1,7 +1,7 @@
-"""Multimodal checkpoints: a model of text, which is trained, and a tower for pictures, which is kept.
+"""Multimodal checkpoints: a text model, which is trained, and an image encoder (the tower), which is kept unchanged.
 
 Such a checkpoint has another config.json and other names of tensors, and may stack experts. Files are read and written
-in its form; everything else sees only the model of text.
+in its form; all other code sees only the text model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Multimodal:
-    """How a published checkpoint holds a model of text beside a tower for pictures."""
+    """How a published checkpoint holds a text model together with an image encoder."""
 
     name: str
     """The checkpoint's name in `architectures` of config.json."""
@@ -29,8 +29,8 @@ class Multimodal:
     towers: tuple[str, ...] = ("model.visual.",)
     """Beginnings of the tower's names."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By the end of the name of a tensor [experts, N, K]: the last parts of the names of the matrices of each expert
-    that it stacks."""
+    """For the end of the name of a stacked tensor [experts, N, K]: the last parts of the names of the matrices that it
+    has for each expert."""
 
     def names(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
         """Return the piece of the files that holds each tensor of the table. A tensor that is only kept has its own

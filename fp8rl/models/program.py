@@ -1,9 +1,8 @@
-"""The program of a model: its forward as a sequence of ops over named values, which each side runs.
+"""The program of a model: its forward pass as a sequence of ops over named values. Trainer and engine both run it.
 
-Each op reads some values and writes some, which later ops may read. A form of op says once how it is computed
-(`OpForm.compute`). What it needs of its surroundings it asks a host: an engine over its paged cache, a trainer over its
-rows. A lowered program (`models.lowering`) runs neighbouring ops as one, with the same bits. A recorder runs the
-program as it is.
+Each op reads some values and writes some, which later ops may read. `OpForm.compute` says how a form of op is computed,
+once for both sides. It calls a `Host` for all that differs between the sides: an engine's host reads a paged cache, a
+trainer's host the rows of a batch. A lowered program (`models.lowering`) runs neighbouring ops as one: same bits.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ class OpForm:
     shapes: str
     """The shapes of inputs and outputs. T is the number of tokens of some sequences, end to end."""
     compared: int | None = None
-    """The number of leading outputs that are compared; None: all."""
+    """The number of leading outputs that are compared between trainer and engine; None: all."""
     constants: tuple[str, ...] = ()
     """Names of constants of the op, which both sides report."""
     compute: Callable[..., Sequence[Any]]
     """A function of a host, the site and the inputs, which returns the outputs."""
     takes_rows: bool = False
-    """Its products may take the quantized rows of the norm before them, as a last input."""
+    """True if the op's products can take the rows that the norm before them has quantized, as a last input."""
     across_tokens: bool = False
-    """True if tokens of a sequence depend on each other in it: what `recompute=attention` computes again."""
+    """True if the op lets tokens of a sequence depend on each other. `recompute=attention` recomputes such ops."""
     channels: Callable[[ModelSizes], tuple[int, ...]] | None = None
-    """Widths of a head's parts in the first output, which `Host.joined` put in the host's order. Recordings have all
-    heads' first parts, then all heads' second ones, and so on; None: the first output is in no order of the host's."""
+    """Widths of a head's parts in the first output, whose order `Host.joined` decides. Recordings have all heads' first
+    parts, then all heads' second parts, and so on. None: the order does not depend on the host."""
     part: Part | None = None
     """The row of the precision map for a module that computes the op; None: it is part of a product, or has no row."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """One op of the forward."""
+    """One op of the forward pass."""
 
     name: str
     form: OpForm
@@ -75,7 +74,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Ops in a row, by their forms, that may run as one op, which takes the weights of all of them."""
+    """Forms of consecutive ops that may run as one op, which has the weights of them all."""
 
     forms: tuple[OpForm, ...]
     fused: OpForm
@@ -109,81 +108,81 @@ class Forward:
 
 
 ROWS = ".rows"
-"""What the name of a value is followed by in that of its quantized rows."""
+"""The suffix that a value's name has in the name of its quantized rows."""
 Watch = Callable[[OpSite, Sequence[Tensor | None], Sequence[Tensor]], None]
 
 
 class Host(Protocol):
-    """The side that runs a program. T tokens, end to end; a rank has its own heads and experts."""
+    """The side that runs a program, as ops see it. T: all sequences' tokens. A rank has only its heads and experts."""
 
     sizes: ModelSizes
     kv: KVFormat
     spec: QuantSpec
 
     def tensor(self, site: OpSite, name: str = "", of: str = "") -> Tensor:
-        """A weight of the op, or of the op `of` of its layer, that is no product's; name: the end of its name, where
-        it has several."""
+        """Return a weight of the op that is not a product's. of: another op of the layer, to take its weight. name: the
+        end of the weight's name, if the op has several."""
 
     def product(self, site: OpSite, x: Tensor, rows: Any = None) -> Tensor:
-        """x times the matrices of the op end to end, with their biases. rows: x as `ops.norm_rows` quantized it."""
+        """Return x times all matrices of the op, end to end, plus biases. rows: x, quantized by `ops.norm_rows`."""
 
     def products(self, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-        """The same, matrix by matrix."""
+        """Return the products with the op's matrices one by one; see `product`."""
 
     def product_of_heads(self, site: OpSite) -> Callable[..., Tensor]:
-        """`ops.head_linear` with the op's matrix: of x, the first row of each head, their number, and transposed."""
+        """Return a function of x, first, count and transposed: `ops.head_linear` with the op's matrix."""
 
     def embed(self, site: OpSite, tokens: Tensor) -> Tensor: ...
 
     def logprobs(self, site: OpSite, logits: Tensor) -> Tensor: ...
 
     def whole(self, x: Tensor) -> Tensor:
-        """All tokens of a value of which ranks that share the sequence have a part."""
+        """Return a value of all tokens. x: this rank's tokens, if ranks split the sequence."""
 
     def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Apply a function to a value of all heads [T, C], of which a rank has the part x of its own heads."""
+        """Apply a function to a value [T, C] of all ranks' heads, and return this rank's part. x: this rank's heads."""
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Parts of heads [T, heads, ...] in one value [T, C], in the host's order of channels."""
+        """Join parts of heads [T, heads, ...] to one value [T, C], in the host's order of channels."""
 
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        """Undo `joined`, of parts of these widths in each head."""
+        """Undo `joined`. widths: the width of each part in a head."""
 
     def rotate(self, q: Tensor, k: Tensor, norms: HeadNorms | None = None) -> tuple[Tensor, Tensor]:
-        """`ops.rope_heads` at the tokens' positions."""
+        """Compute `ops.rope_heads` at the tokens' positions."""
 
     def rotate_pairs(self, x: Tensor) -> Tensor: ...
 
     def attend(
         self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, rotates: bool = False, norms: HeadNorms | None = None
     ) -> Tensor:
-        """Attention to a sequence's keys [T, heads * D]. rotates: queries and keys come as products, and are rotated
-        here, and normed before that if there are norms."""
+        """Return the attention of each token to its sequence, [T, heads * D]. rotates: first rotate q and k. norms:
+        with `rotates`, norm q and k before that."""
 
     def attend_rows(self, site: OpSite, q: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Attention of q [T, heads, D] to rows [T, D] that are keys, and values in their first `rank` channels."""
+        """Return the attention of q [T, heads, D] to rows [T, D]: keys, whose first `rank` channels are the values."""
 
     def in_rows(self, x: Tensor) -> Tensor:
-        """A value as `convolve` and `recur` take it, which go from token to token."""
+        """Reorder a value for `convolve` and `recur`, which go through each sequence token by token."""
 
     def by_rows(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
-        """Apply a function to values whose tokens lie row after row: a gradient is a sum in this order."""
+        """Apply a function to values sequence by sequence, since a weight's gradient is summed in the values' order."""
 
     def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
-        """`ops.causal_conv` of a value that is `in_rows`, and stays so."""
+        """Compute `ops.causal_conv`. x and the result have the order of `in_rows`."""
 
     def recur(self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """`ops.gated_delta_rule` of values that are `in_rows`; the result is for the tokens again."""
+        """Compute `ops.gated_delta_rule` of values in the order of `in_rows`. The result has the usual order again."""
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """A token's experts, by `ops.route` or its like without `choose` and `ids`: replayed, or noted."""
+        """Choose each token's experts, or replay a choice. route: `ops.route`, say, with all arguments but `choose`."""
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
-        """`ops.routed_experts`."""
+        """Compute `ops.routed_experts`."""
 
 
 def run(sites: Iterable[OpSite], host: Host, values: dict[str, Any], watch: Watch | None = None) -> dict[str, Any]:
-    """Run ops in their order on the values that are there; watch: sees each of them."""
+    """Run ops in order, each on the values so far, and return all values. watch: called after each op."""
     for site in sites:
         op = site.op
         read = [values.get(name) for name in op.reads]
@@ -195,7 +194,7 @@ def run(sites: Iterable[OpSite], host: Host, values: dict[str, Any], watch: Watc
 
 
 EPS, THETA, ROPE_FACTOR = "norm_eps", "rope_theta", "the factor of the rope scaling"
-"""Constants that several forms have."""
+"""Names of constants that several forms have."""
 
 
 def constants(sizes: ModelSizes) -> dict[str, float]:

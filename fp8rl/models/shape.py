@@ -1,6 +1,6 @@
 """Size and cost of a model: sums over the rows of its tensors and over its families, without reading a weight.
 
-Of consecutive equal layers only one is looked at, so that a model of tens of thousands of tensors takes a moment.
+Equal layers in a row are computed once, so that a model of tens of thousands of tensors takes only a moment.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class WeightGroup:
     copies: int = 1
     """The number of such weights in each of the layers."""
     taken: int = 0
-    """The number of the copies that a token is multiplied with; 0 for a weight of no product."""
+    """How many of the copies a token is multiplied with; 0 for a weight of no product."""
     by_heads: bool = False
     """True if Megatron interleaves the weight's tensors by heads."""
     tied: bool = False
-    """True if the weight is the embedding once more. Only the last of several pipeline stages holds this copy."""
+    """True if the weight is a copy of the embedding. Only the last of several pipeline stages holds this copy."""
     trained: bool = True
     """True for a parameter, False for an FP32 buffer."""
     fp32: bool = False
@@ -75,7 +75,7 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model in numbers."""
+    """The size and the cost of a model."""
 
     sizes: ModelSizes
     families: tuple[Family, ...]
@@ -102,8 +102,8 @@ class Shape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """The number of elements of the weights that a token is multiplied with: with the output projection, without
-        the embedding."""
+        """The number of weights that one token is multiplied with. The output projection counts, the embedding does
+        not."""
         return sum(w.size * w.taken * (len(w.layers) if w.in_layers else 1) for w in self.weights)
 
     @cached_property
@@ -121,13 +121,13 @@ class Shape:
         return (wide + sum(math.prod(row.shape) for row in self.adapters)) * BF16_BYTES
 
     def kv_bytes(self, each: int = BF16_BYTES, ranks: int = 1) -> int:
-        """Bytes of one token in the caches of all layers, in one of an engine's tensor-parallel `ranks`. each: bytes of
-        an element."""
+        """Bytes of one token in the caches of all layers on one rank of an engine with `ranks` tensor-parallel ranks.
+        each: bytes of an element."""
         return each * self._sum(lambda family: family.cached(self.sizes, ranks))
 
     def request_bytes(self, ranks: int = 1) -> int:
-        """Bytes that a request holds in all layers in addition to `kv_bytes` of its tokens, in one of an engine's
-        tensor-parallel `ranks`."""
+        """Bytes of one request that do not depend on its length (`kv_bytes` counts its tokens): in all layers, on one
+        rank of an engine with `ranks` tensor-parallel ranks."""
         return self._sum(lambda family: family.held(self.sizes, ranks))
 
     def quantized_layers(self, weight: WeightGroup, spec: QuantSpec) -> range:
@@ -138,18 +138,18 @@ class Shape:
         return overlap(weight.layers, inner)
 
     def attention_flops(self, context: float) -> float:
-        """FLOPs of the forward of one query in all layers against `context` keys: query times keys, weights times
-        values, and the FLOPs of recurrent layers, which do not depend on `context`."""
+        """FLOPs of one token's forward pass over `context` keys, in all layers: query times keys, weights times values,
+        and the FLOPs of recurrent layers, which do not depend on `context`."""
         recurrent = self._sum(lambda family: family.recurrent(self.sizes))
         return recurrent + 2.0 * context * self._sum(lambda family: family.scored(self.sizes))
 
     def training_flops(self, length: int, causal: bool = True) -> float:
         """FLOPs of one token in a sequence of `length`, forward and backward, without recomputation: 6 per active
-        parameter, and three times the forward's attention. causal: half of the keys count."""
+        parameter, and 3 times `attention_flops`. causal: half of the keys count."""
         return 6.0 * self.active_parameters + 3 * self.attention_flops(length / 2 if causal else length)
 
     def activations(self, layer: int, part: str | None = None) -> Activations:
-        """Bytes that training keeps of a layer, or of one part of it, for the backward."""
+        """Bytes that training keeps for the backward pass, for a layer or for one part of it."""
         return self._activations[layer][part]
 
     @cached_property
@@ -157,7 +157,7 @@ class Shape:
         """The activations of each layer by part; None: the whole layer. Cached, since plans read it 100,000 times."""
 
         def total(kept: list[Activations]) -> Activations:
-            return Activations(*(sum(getattr(each, field.name) for each in kept) for field in fields(Activations)))
+            return Activations(*(sum(getattr(part, field.name) for part in kept) for field in fields(Activations)))
 
         parts: set[str | None] = {None, *(family.part for family in self.families)}
         found = []
@@ -190,14 +190,14 @@ def _groups(
     for row in rows:
         if not row.expert:  # the first one stands for all
             fused.setdefault(row.megatron.parameter, []).append(row)
-    for held in fused.values():
-        row, expert = held[0], held[0].expert is not None
+    for members in fused.values():
+        row, expert = members[0], members[0].expert is not None
         product = row.product or tied
         yield WeightGroup(
             name=row.op,
-            rows=sum(each.shape[0] for each in held),
+            rows=sum(member.shape[0] for member in members),
             columns=math.prod(row.shape[1:]),
-            pieces=tuple(each.shape[0] for each in held) if len(held) > 1 else (),
+            pieces=tuple(member.shape[0] for member in members) if len(members) > 1 else (),
             kind=row.kind,
             share="experts" if expert else "replicated" if row.engine.split is None else "split",
             place=place,

@@ -1,7 +1,7 @@
 """The shared base: a quantized model's tensors in one piece of memory, in the layout of the engine's parameters.
 
 A trainer that does not change these tensors and the engines of the same machine read the same bytes. Each side's
-parameters are views of the base. Where the trainer has rows in another order, it is told the order.
+parameters are views of the base. If the trainer needs rows in another order, it gets the order too.
 """
 
 from __future__ import annotations
@@ -103,22 +103,22 @@ class SharedBase:
         table, block = self.model.tensors, self.spec.weight.group
         for name, by_index in table.in_engine.items():
             for suffix, rows_of_one in (("", 1), (SCALE_SUFFIX, block)):
-                if (held := self.parameters.get(name + suffix)) is None:
+                if (parameter := self.parameters.get(name + suffix)) is None:
                     continue
                 for index, rows in by_index.items():
-                    fused = held if index is None else held[index]
+                    fused = parameter if index is None else parameter[index]
                     for row, part in zip(rows, table.engine_parts(fused, rows, rows_of_one, WHOLE), strict=True):
                         yield row.name + suffix, part
 
     def tensor(self, name: str) -> Tensor | QuantizedTensor:
-        """Return one tensor of the checkpoint, in the form that the base has."""
+        """Return one tensor of the checkpoint, quantized if the base has it quantized."""
         data, scales = self.tensors[name], self.tensors.get(name + SCALE_SUFFIX)
         return data if scales is None else QuantizedTensor(data, scales, self.spec.weight)
 
     def fused(self, rows: Sequence[TensorRow], stacked: int = 0) -> Tensor | QuantizedTensor:
         """Return consecutive tensors of one parameter of the engine as one tensor [N, ...], which is a view.
 
-        stacked: return [stacked, N, K] of this number of experts, the first of which has these rows.
+        stacked: a number of experts, of which `rows` are the first; return [stacked, N, K]. 0: no experts.
 
         Raises ValueError if the tensors are not consecutive.
         """
@@ -131,10 +131,10 @@ class SharedBase:
         before, count = (sum(row.shape[0] for row in part) for part in (together[:first], rows))
 
         def cut(suffix: str, block: int) -> Tensor:
-            held = self.parameters[location.parameter + suffix]
+            fused = self.parameters[location.parameter + suffix]
             if location.index is not None:
-                held = held[location.index : location.index + stacked] if stacked else held[location.index]
-            return held.narrow(1 if stacked else 0, before // block, -(-count // block))
+                fused = fused[location.index : location.index + stacked] if stacked else fused[location.index]
+            return fused.narrow(1 if stacked else 0, before // block, -(-count // block))
 
         if location.parameter + SCALE_SUFFIX not in self.parameters:
             return cut("", 1)

@@ -75,11 +75,11 @@ class ModelSizes:
     kept_in_layers: tuple[str, ...] = ()
     """Parts of names of such tensors within a layer, from the layer's number on: `.self_attn.indexer.`"""
     tower: str = ""
-    """The checkpoint's architecture if it has a tower for pictures beside this text model. The tower is only kept."""
+    """The checkpoint's architecture if it also has an image encoder (a tower), which nothing here uses; else empty."""
     picture_tokens: tuple[int, ...] = ()
     """The tokens for parts of a picture, in a checkpoint with a tower."""
     draft_layers: int = 0
-    """Number of layers behind the last one that predict further tokens. Nothing here trains or serves them."""
+    """Number of layers after the last layer that predict further tokens. Nothing here trains or serves them."""
     limit: str = "max_position_embeddings"
     """The key of config.json that gives `max_positions`, for messages; for an unusual key also the reason."""
     rope_scaling: Scaling | None = None
@@ -89,9 +89,9 @@ class ModelSizes:
 
     def of(self, kind: type[S]) -> S:
         """Return the object of class `kind` in `own`. Raises KeyError if the model has none."""
-        for each in self.own:
-            if isinstance(each, kind):
-                return each
+        for sizes in self.own:
+            if isinstance(sizes, kind):
+                return sizes
         raise KeyError(f"found the sizes {self.own}, expected a {kind.__name__} among them")
 
     @property
@@ -118,7 +118,7 @@ class ModelSizes:
         return self.moe and layer >= self.dense_layers
 
     def keeps(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is only kept: it is in a draft layer, or its name says so."""
+        """Return True for a tensor of the checkpoint that no side uses, such as a draft layer's: it is only kept."""
         numbers = range(self.layers, self.layers + self.draft_layers)
         beginnings = (*self.kept, *(f"model.layers.{number}." for number in numbers))
         return name.startswith(beginnings) or self.keeps_in_layer(name)
@@ -134,7 +134,7 @@ class ModelSizes:
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """Return the arguments of ModelSizes that architectures read in the same way: all except those for MLPs."""
+    """Return the arguments of ModelSizes that architectures read in the same way: all except arguments for MLPs."""
     return {
         "layers": config.size("num_hidden_layers"),
         "hidden_size": config.size("hidden_size"),
@@ -169,7 +169,7 @@ def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:
 
 
 def check_groups(config: ConfigFile, experts: int, groups: int, kept: int, top_k: int) -> None:
-    """Refuse groups that experts do not divide into, and fewer experts in the kept ones than a token takes."""
+    """Refuse groups that do not divide the experts, or whose kept groups have fewer experts than a token takes."""
     if experts % groups or (groups > 1 and experts // groups < 2):
         expected = f"a divisor of n_routed_experts = {experts} that leaves two of them or more in a group"
         raise config.refusal("n_group", groups, expected)

@@ -44,8 +44,8 @@ class Location:
     padded: bool = False
     """True if the parameter may have more rows than the tensor."""
     split: int | None = None
-    """The axis on which an engine's tensor-parallel ranks share the tensor. None: each rank has all of it, or, if it is
-    an expert's, one rank has all of it."""
+    """The axis on which an engine's tensor-parallel ranks split the tensor. None: each rank has the whole tensor; only
+    one rank has it if it is an expert's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class TensorRow:
     adapts: str | None = None
     """For an adapter's tensor: the weight that it adapts, or the first of the weights that share the adapter."""
     parts: tuple[int, ...] = ()
-    """Rows of each matrix, if the tensor is matrices end to end that ranks share one by one; (): it is one matrix."""
+    """The number of rows of each matrix, if the tensor consists of matrices that ranks split one by one; else ()."""
 
     @property
     def adaptable(self) -> bool:
@@ -85,14 +85,14 @@ class TensorRow:
         return self.product and (self.kind is not None or self.small)
 
     def split(self, tensor: Tensor, ranks: int) -> Sequence[Tensor]:
-        """Cut the tensor, or its scales, into the shares of `ranks` ranks that share its rows."""
+        """Split the rows of the tensor, or of its scales, over `ranks` ranks."""
         if not self.parts:
             return tensor.chunk(ranks)
-        return [torch.cat(each) for each in zip(*(part.chunk(ranks) for part in self.cut(tensor)), strict=True)]
+        return [torch.cat(share) for share in zip(*(part.chunk(ranks) for part in self.cut(tensor)), strict=True)]
 
     def join(self, shares: Sequence[Tensor]) -> Tensor:
         """Undo `split`."""
-        return torch.cat([part for own in zip(*map(self.cut, shares), strict=True) for part in own])
+        return torch.cat([piece for pieces in zip(*map(self.cut, shares), strict=True) for piece in pieces])
 
     def cut(self, tensor: Tensor) -> Sequence[Tensor]:
         """Cut the tensor, or a rank's share of it, or the scales of either, into its parts."""
@@ -139,7 +139,7 @@ class TensorTable:
     def engine_parts(self, fused: Tensor, rows: Sequence[TensorRow], block: int, rank: EngineRank) -> list[Tensor]:
         """Cut a parameter of one rank of an engine, or its scales, into the rank's parts of tensors, which are views.
 
-        block: rows of the weight for each row of `fused`; a tensor's last row of scales may stand for fewer.
+        block: number of the weight's rows for each row of `fused`; the last row of scales may have fewer.
         """
         sizes = [rank.rows(row, block) for row in rows]
         return _cut(fused, rows, sizes, padded=rows[0].engine.padded)
@@ -179,13 +179,13 @@ class TensorTable:
 
     def _rows_of_group(self, rows: Sequence[TensorRow], block: int) -> list[list[int]]:
         """Return how many rows of each part of each tensor belong to one group of heads."""
-        parts = (row.parts or (row.shape[0],) for row in rows)
-        return [[-(-part // self.groups_of(rows) // block) for part in own] for own in parts]
+        tensors = (row.parts or (row.shape[0],) for row in rows)
+        return [[-(-part // self.groups_of(rows) // block) for part in parts] for parts in tensors]
 
 
 @dataclass(frozen=True)
 class EngineRank:
-    """One of the tensor-parallel ranks of an engine: they share tensors by `Location.split`, and experts in order."""
+    """One tensor-parallel rank of an engine. Ranks split tensors by `Location.split`, and divide experts in order."""
 
     rank: int = 0
     ranks: int = 1
@@ -213,10 +213,10 @@ class EngineRank:
         return None if index is None or not 0 <= index - self.rank * count < count else index - self.rank * count
 
     def _range(self, row: TensorRow, size: int) -> tuple[int, int]:
-        """First and length of this rank's part of an axis."""
-        each = -(-size // PADDED_TO) * PADDED_TO // self.ranks if row.engine.padded else size // self.ranks
-        first = min(self.rank * each, size)
-        return first, min(each, size - first)
+        """Return the first index and the length of this rank's part of an axis."""
+        share = -(-size // PADDED_TO) * PADDED_TO // self.ranks if row.engine.padded else size // self.ranks
+        first = min(self.rank * share, size)
+        return first, min(share, size - first)
 
 
 WHOLE = EngineRank()

@@ -16,9 +16,9 @@ from torch import Tensor
 from fp8rl.models.program import OpSite
 
 TARGETS, LENGTHS = "targets", "lengths"
-"""Values beside the ops', int64: the token after each token [T], 0 at a sequence end; lengths [sequences]."""
+"""Further int64 values of a recording: the token after each token [T], 0 at a sequence's end; lengths [sequences]."""
 EACH = "each"
-"""The name of what is recorded of an op with experts in addition to its output."""
+"""The name under which each expert's term of a token's sum is recorded, in addition to the op's output."""
 
 
 @dataclass(frozen=True)

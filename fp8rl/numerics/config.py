@@ -73,10 +73,10 @@ class NumericsConfig:
             yield user_error("numerics.activation.granularity", activation.granularity, expected, remedy)
         if served.quantized and not weight.mx and (weight.format, weight.granularity) != ("e4m3", "block"):
             found = f"{weight.format} in {weight.granularity} granularity"
-            expected = "e4m3 in block granularity, or that of the preset mxfp8: so the engine holds FP8 weights"
+            expected = "e4m3 in block granularity, or the weights of the preset mxfp8: an engine holds no other FP8"
             yield user_error("numerics.weight", found, expected, f"Change it, {plain}")
         if served.quantized and weight.mx and native:
-            expected = "exact, whose products are ours"
+            expected = "exact: SGLang has no products for such weights"
             yield user_error("numerics.mode", "native with MXFP8 weights", expected, f"Set it to exact, {plain}")
         if served.quantized and not weight.mx and weight.scale == "e8m0":
             expected = "pow2 or fp32: the engine holds scales in FP32"
@@ -119,7 +119,7 @@ class NumericsConfig:
 
     @property
     def blocks_spec(self) -> QuantSpec:
-        """The spec whose blocks both sides' layouts must keep whole, also where only one side quantizes."""
+        """The spec whose blocks no rank of trainer or engine may cut, even if only one side quantizes."""
         return self.rollout_spec if self.rollout_spec.quantized else self.trainer_spec
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def kv_refusals(mode: Mode, kv: KVPrecision, key_scale: float, value_scale: floa
         yield user_error("numerics.kv", "fp8 with numerics.mode=native", expected, remedy)
     for key, scale in (("numerics.key_scale", key_scale), ("numerics.value_scale", value_scale)):
         if not 1 / _LARGEST_SCALE <= scale <= _LARGEST_SCALE or math.frexp(scale)[0] != 0.5:
-            expected = "a power of two from 2^-16 to 2^16, by which division rounds nothing"
+            expected = "a power of two from 2^-16 to 2^16, so that dividing by it rounds nothing"
             yield user_error(key, scale, expected, "Set the nearest one, or leave it out.")
         if scale != 1.0 and kv == "bf16":
             remedy = "Set numerics.kv to fp8, or leave it out."

@@ -1,6 +1,6 @@
 """The format of keys and values: what the engine's cache holds, and what the trainer attends to.
 
-In FP8 a rotated key, a value, or a row that is both is divided by a static scale and rounded to E4M3
+In FP8 a rotated key, a value, or an MLA row (key and value in one) is divided by a static scale and rounded to E4M3
 once, when it is made. So an entry of the cache depends on its token alone, and a token's result does not depend on its
 batch. The engine keeps the codes, the trainer the same numbers in BF16. Neither multiplies them by the scales again:
 the scale of keys goes into the scale of the scores, the scale of values into the result. Scales are powers of two, so
@@ -46,7 +46,7 @@ class KVFormat:
     def keys(self, x: Tensor) -> Tensor:
         """Return keys, or rows that are key and value in one, as attention reads them, in x's dtype.
 
-        The gradient is that of a division: straight through the rounding.
+        The gradient is the gradient of a division by the scale: it passes straight through the rounding.
         """
         return _Rounded.apply(x, self.key_scale) if self.quantized else x
 

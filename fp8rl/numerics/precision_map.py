@@ -1,6 +1,6 @@
 """The precision map: each class of tensors of a training step and of an engine, its planned format, and why.
 
-The first twelve rows are those of a map published for DeepSeek-V3. Rows for the router, adapters, data that ranks
+The first twelve rows come from a map published for DeepSeek-V3. Rows for the router, adapters, data that ranks
 exchange inside a layer, and the engine follow. docs/exactness.md has the map as a table, and some reasons at length. An
 audit (`fp8rl audit`) compares the plan with what a live trainer and engine are found to do.
 """
@@ -64,7 +64,7 @@ def precision_map(
     """Return a run's plan for each class, by key.
 
     implementation: how the ops are implemented on the run's device. gradient_wire, weight_gather: the formats between
-    data-parallel ranks. own: by key, formats that the model's own ops have instead.
+    data-parallel ranks. own: by key, formats of the model's ops that differ from the map.
     """
     spec, served = numerics.trainer_spec, numerics.rollout_spec.weight
     # A backward in BF16 takes gradients as they are.
@@ -82,15 +82,15 @@ def precision_map(
     }
     by_kernels = numerics.mode == "exact" and implementation == "triton"
     planned = {}
-    for each in CLASSES:
-        said = each.kernels if by_kernels else getattr(each, numerics.mode)
-        formats = tuple(dict.fromkeys(own.get(each.key, said).format(**names).split("|")))
-        planned[each.key] = Planned(formats, hidden=by_kernels and each.kernels != each.exact)
+    for row in CLASSES:
+        planned_format = row.kernels if by_kernels else getattr(row, numerics.mode)
+        formats = tuple(dict.fromkeys(own.get(row.key, planned_format).format(**names).split("|")))
+        planned[row.key] = Planned(formats, hidden=by_kernels and row.kernels != row.exact)
     return planned
 
 
 def unquantized(planned: Planned) -> Planned:
-    """Return the plan of the same tensors for a layer or a module kind that is left in BF16."""
+    """Return the plan for the same class of tensors in a layer or a module kind that is left in BF16."""
     return replace(planned, formats=("bf16",))
 
 
@@ -106,8 +106,8 @@ _LOSS = "Look at ops.token_logprobs and at the algorithm's objective."
 def _row(
     row: str, remedy: str, *classes: tuple[str, str, str, str, str], **other: dict[str, str]
 ) -> tuple[TensorClass, ...]:
-    """Return the classes of a row. classes: (key, tensors, format, published format, why). other: by key, the fields of
-    a class that differ, such as its format in native mode."""
+    """Return the classes of tensors in one row of the map. classes: (key, tensors, format, published format, why).
+    other: by key of a class, fields that differ, such as its format in native mode."""
     made = []
     for key, tensors, planned, published, why in classes:
         formats = {"exact": planned, "native": planned, "remedy": remedy} | other.get(key.replace(".", "_"), {})
@@ -291,6 +291,6 @@ CLASSES: tuple[TensorClass, ...] = (
     ),
 )  # fmt: skip
 
-ROWS = tuple(dict.fromkeys(each.row for each in CLASSES))
+ROWS = tuple(dict.fromkeys(tensors.row for tensors in CLASSES))
 DOCUMENTED = ROWS[:12]
 """The rows of the published map."""

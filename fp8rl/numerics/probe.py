@@ -79,7 +79,7 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
     operand = ops.weight_operand(quantize(w, spec.weight))
     stacked = torch.stack((w, -w, w * 2))
     group = ops.weight_operand(quantize(stacked, spec.weight))
-    yarn, own = Yarn(factor=40.0, original=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0), list(_probes())
+    yarn, of_models = Yarn(factor=40.0, original=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0), list(_probes())
     adapter, stacked_adapter = _adapter(random, (), 384, 512), _adapter(random, (3,), 384, 512)
     tokens = torch.arange(_MANY, device=device)
     positions = tokens[:, None]
@@ -90,7 +90,7 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
         return grouped_linear(torch.cat((x[:n], x)), counts, stacked, group, spec)[n:]
 
     def of_adapted_experts(n: int) -> Tensor:
-        """Return what `of_experts` returns, of experts with adapters."""
+        """Do the same as `of_experts`, with experts that have adapters."""
         counts, rows = torch.tensor([n, _MANY, 0], device=device), torch.cat((x[:n], x))
         weights = ExpertWeights(stacked, group, stacked_adapter)
         return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
@@ -109,9 +109,9 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
         "route_sigmoid": lambda n: ops.route_sigmoid(logits[:n].float(), logits[0].float(), 4, 4, 2, True, 1.5)[0],
         "token_logprobs": lambda n: ops.token_logprobs(logits[:n], tokens[:n], 0.7)[0],
     }
-    for probes in own:
+    for probes in of_models:
         rowwise |= probes.rows(random, _MANY)
-    attentions = (_ATTENTION, *(probes.attention for probes in own if probes.attention is not None))
+    attentions = (_ATTENTION, *(probes.attention for probes in of_models if probes.attention is not None))
     with torch.no_grad():
         variant = [name for name, op in rowwise.items() if any(not _same(op(n), op(_MANY)[:n]) for n in _FEW)]
         if any(not _same(of_experts(n), of_experts(0)) for n in _FEW):
@@ -124,10 +124,10 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
         if not _same(ops.fp8_linear(large, w, operand, spec)[-_MANY:], ops.fp8_linear(x, w, operand, spec)):
             variant.append("fp8_linear of a micro-batch")
         for newest, keys in ((2 * _MANY, 2 * _MANY), (_MANY, KEY_CHUNK + KEY_SPLIT + 33)):
-            for each in attentions:
-                q, k = random(2, newest, *each.queries), random(2, keys, *each.keys)
-                if not _attention_is_invariant(each, q, kv.keys(k), kv.dtype):
-                    variant.append(f"{each.name} over {keys} keys")
+            for probe in attentions:
+                q, k = random(2, newest, *probe.queries), random(2, keys, *probe.keys)
+                if not _attention_is_invariant(probe, q, kv.keys(k), kv.dtype):
+                    variant.append(f"{probe.name} over {keys} keys")
         variant += [name for name, (one, several) in _forms(random, spec).items() if not _same(one, several)]
     return variant
 
@@ -239,7 +239,7 @@ def _of_few_rows(device: torch.device | str) -> list[Tensor]:
     operand = ops.weight_operand(quantize(weight, spec.weight))
     found = [ops.fp8_linear(x[:n], weight, operand, spec, k_splits=k) for n, k in ((64, 1), (9, 1), (64, 2))]
     first, second = (random(3, *shape) / 16 for shape in ((256, 256), (256, 128)))
-    w13, w2 = (ExpertWeights(each, ops.weight_operand(quantize(each, spec.weight))) for each in (first, second))
+    w13, w2 = (ExpertWeights(stack, ops.weight_operand(quantize(stack, spec.weight))) for stack in (first, second))
     found.append(ops.experts(x, torch.tensor([40, 0, 24], device=x.device), w13, w2, spec))
     keys, values, each = random(4000, 2, 128), random(4000, 2, 128), torch.arange(3, device=x.device)
     for longest in (300, KEY_CHUNK + 100):
@@ -311,7 +311,7 @@ def _fused_forms(
     cache = NewSlots(torch.zeros_like(k), torch.zeros_like(v), token.flip(0), v)
     turned = ops.rope_heads(q, k, token, 1e6, norms=norms, cache=cache)
     weighted = ((q, norms.queries), (k, norms.keys))
-    parts = [ops.rope(ops.rms_norm(each, weight, 1e-6)[None], token[None], 1e6)[0] for each, weight in weighted]
+    parts = [ops.rope(ops.rms_norm(head, weight, 1e-6)[None], token[None], 1e6)[0] for head, weight in weighted]
     return {
         "norm_rows": (torch.cat((normed, total)), torch.cat(separate)),
         "rows_linear": (ops.rows_linear(rows, first, x.dtype), product),
@@ -335,7 +335,7 @@ def _adapted_forms(
     """Return pairs of results that must be equal: an adapted product whole and in slices of K, in two orders of the
     weight's rows, and the experts' adapter terms together and one by one."""
     adapter, of_each = _adapter(random, (), *w.shape), _adapter(random, (3,), *w.shape)
-    halves = zip(*(each.chunk(2, 1) for each in (x, w, adapter.a)), strict=True)
+    halves = zip(*(fused.chunk(2, 1) for fused in (x, w, adapter.a)), strict=True)
     sums = [(ops.linear_partial(part, of_w), ops.linear_partial(part, of_a)) for part, of_w, of_a in halves]
     h = ops.merge_partials([of_a for _, of_a in sums], x.dtype)
     term = ops.low_rank_term(h, adapter.b, adapter.scale, adapter.parts)
@@ -378,7 +378,7 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor, kept: 
     both = torch.arange(2, device=q.device)
 
     def paged(first: int, stop: int) -> Tensor:
-        """Return the result of queries first to stop of both sequences, as their newest tokens."""
+        """Return paged attention of queries `first` to `stop` - 1 of both sequences, as if they were the last ones."""
         new, lengths = (torch.full((2,), count, device=q.device) for count in (stop - first, stop))
         fresh = q[:, first - oldest : stop - oldest].flatten(0, 1)
         return probe.attend(probe.paged, fresh, cache, slots, both, new, lengths).unflatten(0, (2, -1))

@@ -4,7 +4,7 @@ The scale formula is TransformerEngine's `Float8BlockScaling`: scale = fp8_max /
 rounded down to a power of two by clearing the mantissa; a block whose amax is 0 or infinite has scale 1. Where the
 division overflows FP32, the scale is the largest finite value of the input's dtype.
 
-E8M0 scales are those of OCP MX 1.0: they bring amax's exponent to the exponent of the format's largest value. So the
+E8M0 scales follow OCP MX 1.0: they bring amax's exponent to the exponent of the format's largest value. So the
 largest values of a block may saturate: in E4M3 a scaled value is below 512, and saturates above 448.
 """
 

@@ -216,8 +216,8 @@ class QuantSpec:
     def digest(self) -> str:
         """Return 16 hex digits of the SHA-256 over the canonical JSON. Equal specs have equal digests, also if one was
         written by an older version."""
-        said = self.to_dict() | {"scope": sorted(_ALL_ONCE if self.scope == ALL else self.scope)}
-        canonical = json.dumps(said, sort_keys=True, separators=(",", ":"))
+        data = self.to_dict() | {"scope": sorted(_ALL_ONCE if self.scope == ALL else self.scope)}
+        canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 

@@ -1,7 +1,7 @@
 """Quantized weights in the form that products take, made once per weight version.
 
 Optimizers and checkpoint loaders write weights in place without bumping torch's own version counter, so the version is
-explicit: whoever changes the weights calls `advance`, and nothing of an older version is ever served.
+explicit: code that changes the weights calls `advance`, which drops all that was made from an older version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8rl.numerics.spec import TensorSpec
 
 
 class WeightCache:
-    """The operands of one model on one process."""
+    """The weights of one model in the form that its products take, on one process."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
@@ -29,7 +29,7 @@ class WeightCache:
         self._plain: dict[Tensor, Tensor] = {}
 
     def serve(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
-        """Serve the result of `make`, called for each version, in place of a parameter. It then gets no gradient."""
+        """Use the result of `make` in place of a parameter, which then gets no gradient."""
         self._made[weight] = make
 
     def advance(self, version: int) -> None:
@@ -39,16 +39,16 @@ class WeightCache:
         self.version = version
 
     def weights(self) -> list[Tensor]:
-        """Return the weights that a forward has asked for at this version."""
+        """Return the weights whose operands were asked for at this version."""
         return [weight for weights, _ in self._operands for weight in weights]
 
     def operands(self) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
-        """Yield the operands of this version: the weights of a product, and their operand."""
+        """Yield for each product of this version its weights and their operand."""
         yield from ((weights, operand) for (weights, _), operand in self._operands.items())
         yield from (((weight,), served) for weight, served in self._plain.items())
 
     def served(self, weight: Tensor) -> Tensor:
-        """Return the weight that a module serves in place of its parameter, made anew.
+        """Compute the weight that is used in place of a parameter.
 
         Quantized products take this weight, and a sync sends it. It is the parameter itself, or the dequantized codes
         of a frozen parameter, or the result of the function that was given to `serve`.
@@ -59,8 +59,8 @@ class WeightCache:
         return weight.detach() if frozen is None else frozen.dequantized().to(weight.dtype)
 
     def plain(self, weight: Tensor) -> Tensor:
-        """Return the weight of an unquantized product: the parameter itself, so that it gets a gradient, or the weight
-        that is served in its place, which is made once per version."""
+        """Return the weight of an unquantized product: the parameter itself, so that it gets a gradient, or `served`,
+        computed once per version."""
         if weight not in self._made and frozen_of(weight) is None:
             return weight
         if weight not in self._plain:
@@ -80,7 +80,7 @@ class WeightCache:
         """Return `ops.group_operand` of the weights that are served for the experts, or the `Frozen` of frozen weights.
         weights: the experts' parameters [N, K], or their stack [experts, N, K]."""
         given = (weights,) if isinstance(weights, Tensor) else tuple(weights)
-        frozen = [each for weight in given if (each := frozen_of(weight)) is not None]
+        frozen = [operand for weight in given if (operand := frozen_of(weight)) is not None]
         if frozen:
             return frozen[0] if isinstance(weights, Tensor) else frozen
         if (given, spec) not in self._operands:
@@ -89,18 +89,18 @@ class WeightCache:
         return self._operands[given, spec]
 
 
-# Operands of frozen weights: codes and scales alone, wherever they lie.
+# Operands of frozen weights: only codes and scales, in whatever memory they are.
 #
-# A trained weight has copies beside it, which its products and its gradients take. A frozen weight is multiplied from
-# its codes; every other form is made in the call that needs it, and dropped.
+# A trained weight also has copies for its products and its gradients. A frozen weight has none: each call reads its
+# codes, makes another form from them if it needs one, and drops it.
 
 _ATTRIBUTE = "frozen_operand"
 
 
 def freeze(parameter: torch.nn.Parameter, frozen: Frozen) -> None:
-    """Reduce a parameter to its shape and dtype, and let products take `frozen` in its place.
+    """Free a parameter's memory, so that reading it gives NaN, and let products take `frozen` in its place.
 
-    The parameter's memory is given up: a read of it gives NaN.
+    The parameter keeps its shape and dtype.
     """
     parameter.requires_grad_(False)
     parameter.data = parameter.data.new_full((), math.nan).expand(parameter.shape)
@@ -116,7 +116,7 @@ def frozen_of(parameter: Tensor) -> Frozen | None:
 class Frozen:
     """The operand of a frozen weight [N, K], or of a stack of them [experts, N, K].
 
-    The codes may be another owner's memory, which has the rows in another order or has more rows.
+    The codes may be in memory that is shared with engines, with the rows in another order and with more rows.
     """
 
     held: QuantizedTensor

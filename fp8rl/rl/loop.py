@@ -121,7 +121,7 @@ def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
 def step_records(first: StepPass, batch: TokenBatch) -> tuple[list[RolloutRecord], list[ScoredRecord]]:
     """Return the records of a step's trajectories, and of the answers to later steps that were scored in it.
 
-    first: the step's first pass, whose log-probabilities are recorded. batch: with the advantages of its last pass.
+    first: the step's first pass, whose log-probabilities are recorded. batch: the batch with its final advantages.
     """
     rollouts = replace(first.rollouts, batch=batch)
     return rollout_records(rollouts, first.result.logprobs), scored_records(first.ahead)
@@ -168,7 +168,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
 
 
 def scored_records(ahead: ScoredBatch | None) -> list[ScoredRecord]:
-    """Return the records of the answers to later steps that were scored in a step, in order; none without any."""
+    """Return records of the answers to later steps that were scored in this step; an empty list if there are none."""
     if ahead is None:
         return []
     batch, rollout = ahead.batch, ahead.batch.fields["rollout_logprobs"]

@@ -15,9 +15,9 @@ GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Numbers of answers that CUDA graphs are captured for, unless the spec names them."""
 CPU_CACHE_TOKENS = 32768
 CPU_RUNNING = 64
-"""Answers that an engine on a CPU works on at a time, with a model that keeps a state for each sequence."""
+"""Number of answers that an engine on a CPU samples at a time, with a model that keeps a state for each sequence."""
 STATES_PER_ANSWER = 3
-"""States that SGLang (0.5.19) needs for each answer with a prefix cache: the answer's, and two of prefixes."""
+"""States that SGLang (0.5.19) needs for each answer with a prefix cache: one for the answer, two for prefixes."""
 
 
 class RolloutSection(Section):

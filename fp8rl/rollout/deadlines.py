@@ -1,8 +1,8 @@
 """Waits with a timeout, which can always be cancelled.
 
-Nothing else calls `asyncio.wait_for`. In Python 3.11 it forgets a cancellation if the result comes in the same turn of
-the loop (bpo-37658), so that the canceller waits for ever; and at its deadline it waits without a bound for a task that
-goes on in spite of its cancellation, such as a user's function that catches everything.
+They replace `asyncio.wait_for`. In Python 3.11 it loses a cancellation if the result arrives in the same turn of the
+loop (bpo-37658): then the canceller waits for ever. And after its deadline it waits without a limit for a task that
+ignores its cancellation, such as a user's function that catches every exception.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import psutil
 Result = TypeVar("Result")
 
 GRACE_S = 5.0
-"""Seconds for a task that is cancelled, or a process that is told to end, to do so."""
+"""Seconds within which a cancelled task or a terminated process must end."""
 
 
 async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
-    """Return the result of an awaitable within a timeout. It is cancelled at the deadline, and when this is. Raises
-    TimeoutError: it took longer."""
+    """Return the result of an awaitable. Raises TimeoutError: it took longer than `seconds`. The awaitable is cancelled
+    then, and also when this call is cancelled."""
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -36,7 +36,7 @@ async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
 async def end(*tasks: asyncio.Future[Any], seconds: float = GRACE_S) -> list[asyncio.Future[Any]]:
     """Cancel tasks and wait for their end.
 
-    Tasks that have not ended after `seconds` are cancelled once more, and returned: nobody waits for them any longer.
+    Tasks that have not ended after `seconds` are cancelled once more, and returned without a further wait.
     """
     left = [task for task in tasks if not task.done()]
     for task in left:
@@ -53,7 +53,7 @@ async def end(*tasks: asyncio.Future[Any], seconds: float = GRACE_S) -> list[asy
 
 
 async def end_process(process: asyncio.subprocess.Process, seconds: float = GRACE_S) -> None:
-    """Terminate a process, and after `seconds` kill it with all its children. A process that has ended is left."""
+    """Terminate a process. If it still runs after `seconds`, kill it with all its children."""
     if process.returncode is not None:
         return
     with suppress(ProcessLookupError):
@@ -69,13 +69,13 @@ async def end_process(process: asyncio.subprocess.Process, seconds: float = GRAC
 
 
 def kill_family(pid: int, *, itself: bool = True) -> list[psutil.Process]:
-    """Kill a process and all its descendants whose parents live, and return those that were killed."""
+    """Kill a process and all descendants that can still be reached from it. Return the ids of the killed processes."""
     try:
         process = psutil.Process(pid)
         family = [*process.children(recursive=True), *([process] if itself else [])]
     except psutil.NoSuchProcess:
         return []
-    for each in family:
+    for member in family:
         with suppress(psutil.NoSuchProcess):
-            each.kill()
+            member.kill()
     return family

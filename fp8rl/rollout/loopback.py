@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 _NAMES = ("127.0.0.1", "localhost", "::1")
 _LISTS = ("no_proxy", "NO_PROXY")
-"""Libraries read the one or the other; where one is missing, some read the other."""
+"""A library reads one of the two variables; some libraries read the other one if theirs is missing."""
 
 
 def reach_loopback(environment: MutableMapping[str, str] = os.environ) -> None:

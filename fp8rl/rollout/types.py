@@ -26,7 +26,7 @@ class EngineDiedError(EngineError):
 
 
 class StaleWeightsError(EngineError):
-    """Tokens were sampled at other weights than the trainer expects."""
+    """Tokens were sampled by other weights than the trainer expects."""
 
 
 class HandshakeError(EngineError):
@@ -70,8 +70,8 @@ class KeptTokens:
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> KeptTokens:
-        ids = torch.tensor([token for each in lists for token in each], dtype=torch.int32)
-        return cls(torch.tensor([len(each) for each in lists], dtype=torch.int32), ids)
+        ids = torch.tensor([token for kept in lists for token in kept], dtype=torch.int32)
+        return cls(torch.tensor([len(kept) for kept in lists], dtype=torch.int32), ids)
 
     def then(self, rest: KeptTokens) -> KeptTokens:
         return KeptTokens(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]))
@@ -83,7 +83,7 @@ class KeptTokens:
 
     def lists(self) -> list[list[int]]:
         """Return the ids of each draw."""
-        return [each.tolist() for each in self.ids.split(self.counts.tolist())]
+        return [ids.tolist() for ids in self.ids.split(self.counts.tolist())]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Group:
 
     prompt: Prompt
     seeds: tuple[int, ...]
-    """One for each answer, from `numerics.sampling.answer_seed`; greedy answers ignore it, retries keep it."""
+    """The seed of each answer, from `numerics.sampling.answer_seed`. A retry keeps it; greedy answers ignore it."""
 
 
 def some_or_all(top_k: int) -> int:
@@ -198,13 +198,13 @@ class Trajectory:
     routed_experts: Tensor | None = field(default=None, repr=False)
     """As in a Completion, int16 [P + T - 1, L, K]."""
     environment_spans: tuple[tuple[int, int], ...] = ()
-    """Spans of `token_ids`, (begin, end) in order, that an environment wrote; the model has sampled the others."""
+    """Spans of `token_ids`, (begin, end) in order, that an environment wrote. The model sampled all other tokens."""
     stopped: bool = True
-    """For a finished answer: its last token is a stop token."""
+    """Whether a finished answer ends with a stop token."""
     outcome: dict[str, float] = field(default_factory=dict)
-    """The result of its environment."""
+    """The result of the answer's environment."""
     failed: bool = False
-    """Its environment failed, so that nothing can be learnt from it."""
+    """Whether the answer's environment failed, so that the answer cannot be trained on."""
     branch: int = 0
     """The number of this row among the rows of one conversation; row 0 is the row that ended the conversation."""
     supports: KeptTokens | None = field(default=None, repr=False)

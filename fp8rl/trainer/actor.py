@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 _PULSE_SECONDS = 5.0
-"""Seconds between two checks that the ranks that a call waits for are alive."""
+"""Seconds between two checks of whether the ranks are alive, while a call waits for them."""
 _DYING_SECONDS = 2.0
 """Seconds to wait for Ray to report a dead rank: its peers' collective fails a moment before Ray knows of it."""
 _WATCH = "watch"
@@ -210,7 +210,7 @@ class TrainerGroup:
         return self.score_routed(batch, role).logprobs
 
     def score_routed(self, batch: TokenBatch, role: Role = "policy") -> Scored:
-        """Return log-probabilities; for a batch with routes the router's own choice; for a batch with seeds draws."""
+        """Like `score`, with the router's own choice for a batch with routes, and draws for a batch with seeds."""
         return _assembled(self._of_reporting(role, "score_routed", ray.put(batch)), batch)
 
     def begin_score(self, batch: TokenBatch) -> Callable[[], Tensor]:
@@ -299,7 +299,7 @@ class TrainerGroup:
         return self._get(range(len(calls)), calls)
 
     def _of_reporting(self, role: Role, method: str, *args: Any) -> list[Any]:
-        return [each for each in self._all("apply", role, method, *args, of_reporting_ranks=True) if each is not None]
+        return [part for part in self._all("apply", role, method, *args, of_reporting_ranks=True) if part is not None]
 
     def _send(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self._actors]

@@ -53,22 +53,22 @@ def attach(
         parameter.requires_grad_(stays(name))
     whole = weights.whole_names(model)
     for path, module in list(model.named_modules()):
-        held = module._parameters.get("weight")
-        if held is None:
+        weight = module._parameters.get("weight")
+        if weight is None:
             continue
-        names = [whole[name] for name, _ in matrices(f"{path}.weight", held)]
+        names = [whole[name] for name, _ in matrices(f"{path}.weight", weight)]
         if not any(config.adapts(row) for row in weights.rows_of(names[0])):
             continue
         if not hasattr(type(module), "adapter"):
             found = f"{names[0]} in a {type(module).__name__}, which computes no adapter"
             remedy = "Set numerics.mode=exact, or leave this matrix out of adapter.targets."
             raise user_error("adapter", found, "products by the shared ops", remedy)
-        adapter = _made(held, names, weights, config, seed, model.config.sequence_parallel, start)
+        adapter = _made(weight, names, weights, config, seed, model.config.sequence_parallel, start)
         module.register_parameter("lora_a", adapter.a)
         module.register_parameter("lora_b", adapter.b)
         module.adapter = adapter  # type: ignore[assignment]
         if adapter.merges:
-            cache.serve(held, partial(adapter.merged, held))
+            cache.serve(weight, partial(adapter.merged, weight))
 
 
 def keep_graph(model: GPTModel) -> None:
@@ -96,7 +96,7 @@ def _made(
 ) -> Adapter:
     """Make the adapter of a parameter.
 
-    names: its matrices' names in the whole model. in_parts: tensor-parallel ranks split the tokens between products.
+    names: its matrices' names in the whole model. in_parts: whether ranks split the tokens (sequence parallelism).
     """
     stacked, shared = held.dim() == 3, config.experts == "shared"
     axis = getattr(held, "partition_dim", -1) if getattr(held, "tensor_model_parallel", False) else -1
@@ -104,10 +104,10 @@ def _made(
 
     def begin(letter: str, own_axis: int, first: Callable[[TensorRow], Tensor]) -> nn.Parameter:
         split = axis == own_axis
-        own = [beside(name, letter) for name in names]
+        parameters = [beside(name, letter) for name in names]
         if stacked and shared:
-            own = [own[0].rstrip("0123456789")]
-        made = [weights.part(name, first, own_axis if split else None) for name in own]
+            parameters = [parameters[0].rstrip("0123456789")]
+        made = [weights.part(name, first, own_axis if split else None) for name in parameters]
         value = torch.stack(made) if stacked and not shared else made[0]
         parameter = nn.Parameter(value.to(held))
         if split:
@@ -161,9 +161,9 @@ def update_survival(model: GPTModel, spec_of: Callable[[str], TensorSpec | None]
         copies = layout.expert_dp_size if module.weight.dim() == 3 else layout.dp_size
         low_rank, weights = adapter.low_rank, module.weight.view(-1, *module.weight.shape[-2:])
         for index, weight in enumerate(weights):
-            own = low_rank.of_expert(index)
-            update = ops.updates(own)
-            left = _quantized(ops.merged(weight, own), spec) - _quantized(weight, spec)
+            matrix = low_rank.of_expert(index)
+            update = ops.updates(matrix)
+            left = _quantized(ops.merged(weight, matrix), spec) - _quantized(weight, spec)
             sums += torch.stack([(left * update).sum(), left.square().sum(), update.square().sum()]).cpu() / copies
     both, of_left, of_update = torch.stack(all_gathered(sums)).sum(0).tolist()
     if not of_update:

@@ -49,9 +49,9 @@ def of_model(model: Scorer) -> Iterator[Holding]:
     yield from _parameters(model)
     names = {id(parameter): name for name, parameter in model.model.named_parameters()}
     for weights, operand in model.cache.operands():
-        held = [name for weight in weights for name, _ in matrices(names[id(weight)], weight)]
-        of_each = operand if isinstance(operand, list) and len(operand) == len(held) else [operand]
-        for name, value in zip(held, of_each):
+        weight_names = [name for weight in weights for name, _ in matrices(names[id(weight)], weight)]
+        of_each = operand if isinstance(operand, list) and len(operand) == len(weight_names) else [operand]
+        for name, value in zip(weight_names, of_each):
             yield holding(name, "operands", *tensors_in(value))
 
 
@@ -92,13 +92,13 @@ class _Listener(TorchDispatchMode):
 
 
 def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Transfer:
-    """Return the record of one call of torch's c10d operators. buffers: `buffer_kinds`."""
+    """Return the record of one call of torch's c10d operators. buffers: the result of `buffer_kinds`."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     kinds = [buffers[place] for tensor in tensors if (place := _storage(tensor)) in buffers]
     # A boxed argument may be a process group, or what its ranks do with the numbers.
     boxed = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-    groups = [each for each in boxed if each._type().qualified_name().endswith(".ProcessGroup")]
+    groups = [value for value in boxed if value._type().qualified_name().endswith(".ProcessGroup")]
     # Where it writes to comes first: a rank hands in the last of the tensors.
     sent = tensors[-1] if tensors else torch.empty(0)
     return Transfer(
@@ -125,7 +125,7 @@ def _parameters(trainer: Scorer) -> Iterator[Holding]:
     for name, parameter in named_weights(trainer.model):
         if te_runtime.is_quantized(parameter):
             weight = te_runtime.quantized(parameter)
-            total = sum(each.nbytes for each in te_runtime.stored(parameter))
+            total = sum(tensor.nbytes for tensor in te_runtime.stored(parameter))
             yield Holding(name, "parameters", format_of(weight.data.dtype), tuple(parameter.shape), total)
         else:
             yield holding(name, "parameters", parameter.data)
@@ -136,9 +136,9 @@ def _gradients(trainer: Trainer) -> Iterator[Holding]:
         if not parameter.requires_grad:
             continue
         total = parameter.main_grad
-        for each, weight in matrices(name, parameter):
+        for matrix_name, weight in matrices(name, parameter):
             size = weight.numel() * total.itemsize
-            yield Holding(each, "gradients", format_of(total.dtype), tuple(weight.shape), size)
+            yield Holding(matrix_name, "gradients", format_of(total.dtype), tuple(weight.shape), size)
 
 
 def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
@@ -178,8 +178,8 @@ def _state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str
 def _padding(trainer: Trainer) -> Iterator[Holding]:
     parameters = list(trainer.model.parameters())
     for index, buffer in enumerate(buffers(trainer)):
-        own = [parameter for parameter in parameters if parameter in buffer.param_to_bucket]
-        spare = buffer.grad_data.numel() - sum(parameter.main_grad.numel() for parameter in own)
+        members = [parameter for parameter in parameters if parameter in buffer.param_to_bucket]
+        spare = buffer.grad_data.numel() - sum(parameter.main_grad.numel() for parameter in members)
         for part, data in (("gradients", buffer.grad_data), ("parameters", buffer.param_data)):
             if data is not None and spare:
                 yield Holding(

@@ -74,13 +74,13 @@ def _trace(model: GPTModel, definition: Model, tokens: Tensor, temperature: floa
 
 @contextmanager
 def _watched(model: GPTModel, definition: Model) -> Iterator[tuple[Written, dict[OpSite, Tensor]]]:
-    """Record the ops' outputs, and the rows that a layer's experts put out, in the forward pass of one sequence."""
+    """Record the outputs of all ops, and the output rows of each layer's experts, in one sequence's forward pass."""
     written: Written = {}
     rows: dict[OpSite, Tensor] = {}
     last: list[Tensor] = []
 
     def note_op(site: OpSite, read: Sequence[Any], made: Sequence[Tensor]) -> None:
-        found = [each.detach() if each.dim() == 2 else each.detach().flatten(0, 1) for each in made]
+        found = [out.detach() if out.dim() == 2 else out.detach().flatten(0, 1) for out in made]
         if (channels := site.op.form.channels) is not None:
             widths = channels(definition.sizes)
             parts = found[0].unflatten(-1, (-1, sum(widths))).split(widths, -1)
@@ -88,7 +88,7 @@ def _watched(model: GPTModel, definition: Model) -> Iterator[tuple[Written, dict
         if CHOSEN in site.op.writes:
             probs, chosen = found
             found[0] = probs.new_zeros(len(probs), definition.sizes.experts).scatter(1, chosen, probs)
-        written[site] = [each.clone() for each in found]
+        written[site] = [out.clone() for out in found]
         if last:  # the experts of this op
             rows[site] = last.pop()
 

@@ -56,14 +56,14 @@ class Roles:
 
     def offload(self) -> OffloadReport:
         """Free memory on the device for engines that sample there; see :func:`offload`."""
-        held = sum(
+        total = sum(
             holding.bytes
             for model in self._held()
             for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
         )
         moved = sum(offload(model) for model in self.models.values() if isinstance(model, Trainer))
         moved += sum(model.offload() for model in self.models.values() if isinstance(model, Reference))
-        return OffloadReport(moved, held - moved)
+        return OffloadReport(moved, total - moved)
 
     def onload(self) -> None:
         """Bring back what was offloaded. The gradients come back as zeros."""
@@ -145,7 +145,7 @@ def offload(trainer: Trainer) -> int:
     here = device.current().type
     state = (tensor for kind, tensor in optimizer_tensors(trainer) if kind in ("masters", "moments"))
     return trainer.optimizer.host_copy.offload(
-        [tensor for tensor in state if tensor.device.type == here], [each.grad_data for each in buffers(trainer)]
+        [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(trainer)]
     )
 
 
@@ -163,7 +163,7 @@ class Critic(Trainer):
         return HeadOutput(values, torch.zeros_like(values))
 
     def _is_trained_whole(self, name: str) -> bool:
-        """Return whether a parameter is the head's. The head is trained itself when other weights have adapters."""
+        """Return True for the value head's parameter, which is trained itself if other weights have adapters."""
         return name.startswith("output_layer.")
 
     def _finish(self, model: GPTModel) -> None:

@@ -135,7 +135,7 @@ class Scorer:
             return [name for name, p in self.model.named_parameters() if in_fp8 and te_runtime.is_quantized(p)]
         used = {id(weight) for weight in self.cache.weights()}
         asked = ((name, p) for name, p in self.model.named_parameters() if id(p) in used)
-        return [each for name, parameter in asked for each, _ in matrices(name, parameter)]
+        return [matrix for name, parameter in asked for matrix, _ in matrices(name, parameter)]
 
     def _finish(self, model: GPTModel) -> None:
         """Finish the model once its weights are loaded."""

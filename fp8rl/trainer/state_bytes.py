@@ -66,7 +66,7 @@ def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -
 def state_bytes(
     shape: Shape, config: TrainerSection, numerics: NumericsConfig, storage: Storage, rank: int = 0, base: bool = False
 ) -> dict[str, StateBytes]:
-    """Count the bytes that one rank needs for training `dense` weights (including replicated weights) and `experts`.
+    """Count the bytes that one rank holds for `experts`, and for all other weights, `dense`.
 
     If the shape has adapters, they are trained in place of the weights, and only the weights' parameters and operands
     are held. base: weights are read in the engines' memory (`sync.shared_base`), except for weights that the engines
@@ -81,14 +81,14 @@ def state_bytes(
         if base:
             frozen_ones = _of_stage(shape, config, numerics.trainer_spec, at.pp_rank)
             kept = sum(
-                each.elements * each.count * (FP32_BYTES if each.weight.fp32 else BF16_BYTES)
-                for each in frozen_ones
-                if each.stands_otherwise(config.tp)
+                group.elements * group.count * (FP32_BYTES if group.weight.fp32 else BF16_BYTES)
+                for group in frozen_ones
+                if group.stands_otherwise(config.tp)
             )
             found["dense"] += StateBytes(parameters=kept)
         for buffer in () if base else trained:
-            each = FP32_BYTES if buffer.fp32 else BF16_BYTES
-            frozen = StateBytes(parameters=buffer.elements * each + buffer.scales, operands=buffer.operands)
+            width = FP32_BYTES if buffer.fp32 else BF16_BYTES
+            frozen = StateBytes(parameters=buffer.elements * width + buffer.scales, operands=buffer.operands)
             found["experts" if buffer.experts else "dense"] += frozen
         trained = list(_of_adapters(shape, config, at.pp_rank))
     for buffer in trained:
@@ -121,24 +121,24 @@ def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Stor
     FP8 parameters have a separate buffer. With several stages an embedding that is also the output projection has a
     separate buffer too.
     """
-    held = list(_of_stage(shape, config, spec, stage))
+    groups = list(_of_stage(shape, config, spec, stage))
     for experts in (False, True):
-        mine = [each for each in held if (each.weight.share == "experts") is experts and not each.apart]
+        mine = [group for group in groups if (group.weight.share == "experts") is experts and not group.apart]
         for fp8, fp32 in ((False, False), (True, False), (False, True)):
-            as_fp8 = [each for each in mine if (each.quantized and storage == "transformer_engine") is fp8]
-            own = [each for each in as_fp8 if each.weight.fp32 is fp32]
-            if own:
+            as_fp8 = [group for group in mine if (group.quantized and storage == "transformer_engine") is fp8]
+            members = [group for group in as_fp8 if group.weight.fp32 is fp32]
+            if members:
                 yield Buffer(
                     experts,
-                    sum(-(-each.elements // _PARAMETER) * _PARAMETER * each.count for each in own),
+                    sum(-(-group.elements // _PARAMETER) * _PARAMETER * group.count for group in members),
                     fp8,
                     fp32,
-                    operands=0 if fp8 else sum(each.operand_bytes(spec.weight, storage) for each in own),
-                    scales=sum(2 * each.scale_bytes(spec.weight) for each in own) if fp8 else 0,
+                    operands=0 if fp8 else sum(group.operand_bytes(spec.weight, storage) for group in members),
+                    scales=sum(2 * group.scale_bytes(spec.weight) for group in members) if fp8 else 0,
                 )
-    for each in held:
-        if each.apart:
-            yield Buffer(False, each.elements)
+    for group in groups:
+        if group.apart:
+            yield Buffer(False, group.elements)
 
 
 def _of_adapters(shape: Shape, config: TrainerSection, stage: int) -> Iterator[Buffer]:
@@ -214,16 +214,16 @@ def _of_stage(shape: Shape, config: TrainerSection, spec: QuantSpec, stage: int)
 
 
 def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) -> StateBytes:
-    """Return the bytes of a buffer. moment_bytes: of a moment's element; None: moments and masters are offloaded."""
+    """Return the bytes of a buffer. moment_bytes: bytes per element of a moment; None: the optimizer is offloaded."""
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))
-    each = FP32_BYTES if buffer.fp32 else 2 if buffer.fp8 else BF16_BYTES  # codes and their transpose, or BF16
+    width = FP32_BYTES if buffer.fp32 else 2 if buffer.fp8 else BF16_BYTES  # codes and their transpose, or BF16
     return StateBytes(
-        parameters=buffer.elements * each + buffer.scales,
+        parameters=buffer.elements * width + buffer.scales,
         operands=buffer.operands,
         gradients=buffer.elements * FP32_BYTES,
         masters=0 if moment_bytes is None or buffer.fp32 else mine * FP32_BYTES,
         moments=mine * 2 * (moment_bytes or 0),
-        padding=(padded - buffer.elements) * (each + FP32_BYTES),
+        padding=(padded - buffer.elements) * (width + FP32_BYTES),
     )

@@ -196,7 +196,7 @@ class Trainer(Scorer):
         """Return the rows of the tensor table that each parameter holds, whole or in part."""
         rows = self.weights.rows(self.model)
         return {
-            parameter: [row for each, _ in matrices(name, parameter) for row in rows[each]]
+            parameter: [row for matrix, _ in matrices(name, parameter) for row in rows[matrix]]
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }

@@ -64,7 +64,7 @@ class SyncReport:
     def metrics(self) -> dict[str, float]:
         """Return the numbers, except for the version, as `sync/...` metrics in seconds and bytes."""
         values = dataclasses.asdict(self) | {"mismatched_tensors": self.mismatched_tensors}
-        return {f"sync/{name}": float(each) for name, each in values.items() if name not in ("version", "mismatched")}
+        return {f"sync/{name}": float(value) for name, value in values.items() if name not in ("version", "mismatched")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Bridge:
         timeout_s, since = config.answer_within_s, None
         if (config.delta or self.adapter) and not whole:
             with _as_sync_error(version):
-                held = set(asyncio.run(_each(endpoints, lambda engine: engine.ping(), timeout_s)))
-            common = held.pop() if len(held) == 1 else None
+                versions = set(asyncio.run(_each(endpoints, lambda engine: engine.ping(), timeout_s)))
+            common = versions.pop() if len(versions) == 1 else None
             since = None if common is None else int(common)
         contents: Contents = self.base.contents(since) if self.adapter else "weights"
         if contents == "weights and adapters" and config.shared_base and all(self.trainer.apply(reads, self.spec)):
@@ -194,16 +194,16 @@ def send_and_verify(
         parts = send()
         sent = time.perf_counter()
         manifest = Manifest.merged(version, spec, parts)
-        held = asyncio.run(_each(endpoints, commit, timeout_s))
+        reported = asyncio.run(_each(endpoints, commit, timeout_s))
         problems = [
             f"engine {endpoint.url}: {line}"
-            for endpoint, entries in zip(endpoints, held, strict=True)
+            for endpoint, entries in zip(endpoints, reported, strict=True)
             for line in manifest.differences(entries)
         ]
         if not problems:
             asyncio.run(_each(endpoints, go_on, timeout_s))
         end = time.perf_counter()
-    bad = set().union(*(manifest.mismatched(entries) for entries in held))
+    bad = set().union(*(manifest.mismatched(entries) for entries in reported))
     report = SyncReport(
         version=version,
         bytes=sum(part.bytes for part in parts),

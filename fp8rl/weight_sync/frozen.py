@@ -65,16 +65,16 @@ class FrozenBase:
         if contents == "adapters":
             assert self.sent is not None
             return [*parts, self.sent, scale]
-        digests = {n: each for part in parts for n, each in part.digests.items() if n not in part.adapters}
-        held = sum(part.weight_bytes - part.adapter_bytes for part in parts)
-        self.sent = self.sent or ShardDigests(digests, held, 0)
+        digests = {n: digest for part in parts for n, digest in part.digests.items() if n not in part.adapters}
+        size = sum(part.weight_bytes - part.adapter_bytes for part in parts)
+        self.sent = self.sent or ShardDigests(digests, size, 0)
         _compare(self.sent.digests, digests, "what the trainer sends of the weights")
         return [*parts, scale]
 
     def base_note(self, names: Sequence[str]) -> str:
         """Return the part of an error message that says how many mismatched tensors belong to the base, or nothing."""
-        own = sum(name in self.sent.digests for name in names) if self.sent is not None else 0
-        return f" ({own} of the base, which changed in the engine under the run)" if own else ""
+        of_base = sum(name in self.sent.digests for name in names) if self.sent is not None else 0
+        return f" ({of_base} of the base, which changed in the engine under the run)" if of_base else ""
 
 
 def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
@@ -84,7 +84,7 @@ def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor
     adapters = trainer.weights.adapters(trainer.model)
     if contents == "adapters beside a base":
         of_base = trainer.placed.base.tensors
-        return itertools.chain((each for each in trainer.export_weights() if each[0] not in of_base), adapters)
+        return itertools.chain((pair for pair in trainer.export_weights() if pair[0] not in of_base), adapters)
     return adapters if contents == "adapters" else itertools.chain(trainer.export_weights(), adapters)
 
 
@@ -215,7 +215,7 @@ def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], ti
         EngineError: an engine cannot read the base, and must be replaced.
     """
     sent = write_base(trainer, spec)
-    addresses = next(each for each in trainer.apply(_addresses, len(endpoints)) if each)
+    addresses = next(found for found in trainer.apply(_addresses, len(endpoints)) if found)
 
     async def read(endpoint: Endpoint, address: str) -> None:
         async with EngineClient(endpoint, timeout_s=timeout_s) as engine:

@@ -126,7 +126,7 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     router for quantized), and modules that are only kept. Its entries are path prefixes. SGLang's `is_layer_skipped`
     compares whole path components, for fused projections and for a layer's experts. For a layer's experts the common
     module is named, but never the layer's prefix, because transformers takes the prefix of layer 1 for layer 10 too.
-    q_a_proj and kv_a_proj are one module in the engine. It is named as well: SGLang's GLM-4.7-Flash looks only for it.
+    q_a_proj and kv_a_proj are one module in the engine, named too because SGLang's GLM-4.7-Flash looks only for it.
     """
     config: dict[str, Any] = {
         "quant_method": "fp8",
@@ -171,7 +171,7 @@ def convert_checkpoint(
     tensors = recorder.watch(tensors) if recorder else tensors
     if whole:
         kept = kept_tensors(source, model)
-        tensors = chain(tensors, ((name, each) for name, each in kept if model.sizes.keeps_in_layer(name)))
+        tensors = chain(tensors, ((name, tensor) for name, tensor in kept if model.sizes.keeps_in_layer(name)))
     write_served_checkpoint(tensors, source, path, spec)
 
 
@@ -183,7 +183,7 @@ def _merging(source: Path, model: Model, adapter: Path) -> Callable[[str, Tensor
     def add(name: str, weight: Tensor) -> Tensor:
         if not config.adapts(row := model.tensors[name]):
             return weight
-        a, b = (tensors[each].to(weight.dtype) for each in pair_of(row, config))
+        a, b = (tensors[factor].to(weight.dtype) for factor in pair_of(row, config))
         return merged(weight, LowRank(a, b, config.scale))
 
     return add

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1, Kimi-K2 and Moonlight: latent attention, a sigmoid router, shared experts, dense first layers.
 
-Kimi-K2 (384 experts in one group) and Moonlight-16B-A3B (queries without a narrow row, no YaRN) are the same
-architecture in other sizes. The draft layers behind the last layer (multi-token prediction) are kept as they are.
+Kimi-K2 (384 experts in one group) and Moonlight-16B-A3B (no low-rank queries, no YaRN) are the same
+architecture in other sizes. The draft layers after the last layer (multi-token prediction) are kept as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIANTS = {
     "topk_method": "noaux_tc",
     "rope_interleave": True,
 }
-"""The only values of these keys that the shared ops define."""
+"""The only supported values of these keys."""
 BLOCK_OF_PAIR = 128
 """Rows of a block. SGLang joins q_a_proj and kv_a_proj, and their scales, so q_a_proj must have whole blocks."""
 

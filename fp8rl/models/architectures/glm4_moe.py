@@ -1,7 +1,7 @@
 """GLM-4.5, GLM-4.5-Air and GLM-4.6: a sigmoid router with a bias for each expert, shared experts, dense first layers.
 
 Attention is Qwen3's with biases on queries, keys and values, rotation of a part of each head, and norms of heads in the
-larger models only. The draft layers behind the last layer (multi-token prediction) are kept as they are.
+larger models only. The draft layers after the last layer (multi-token prediction) are kept as they are.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ VARIANTS = {
     "partial_rotary_factor": 1,
     "pretraining_tp": 1,
 }
-"""The only values of these keys that the shared ops define."""
+"""The only supported values of these keys."""
 
 
 def sizes(config: ConfigFile, kv_heads: int | None = None) -> ModelSizes:

@@ -15,7 +15,7 @@ PLACE = "block_sparse_moe."
 EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 THETA = 1e6
 VARIANTS = {"hidden_act": "silu", "sliding_window": None, "tie_word_embeddings": False}
-"""The only values of these keys that SGLang's model and the shared ops define."""
+"""The only values of these keys that SGLang's model and this project support."""
 
 
 def sizes(config: ConfigFile) -> ModelSizes:

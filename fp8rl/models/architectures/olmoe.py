@@ -29,11 +29,11 @@ def sizes(config: ConfigFile) -> ModelSizes:
         if found != fixed:
             remedy = "Use another model: SGLang computes OLMoE with this value only."
             raise config.refusal(name, found, f"{fixed:g}", remedy)
-    own = family_sizes(config, heads, kv_heads, head_dim) | {"norm_eps": norm_eps}
+    common = family_sizes(config, heads, kv_heads, head_dim) | {"norm_eps": norm_eps}
     return checked(
         config,
         ModelSizes(
-            **own,
+            **common,
             experts=config.one_of("num_experts", "num_local_experts"),
             top_k=config.size("num_experts_per_tok", default=8),
             expert_size=config.size("intermediate_size", default=2048),

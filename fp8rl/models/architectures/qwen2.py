@@ -8,7 +8,7 @@ from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 
 VARIANTS = {"hidden_act": "silu", "partial_rotary_factor": 1, "dual_chunk_attention_config": None}
-"""The only values of these keys that the shared ops define. Every Qwen2 has its biases, which no key turns off."""
+"""The only supported values of these keys. Every Qwen2 has its biases, which no key turns off."""
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -16,10 +16,10 @@ def sizes(config: ConfigFile) -> ModelSizes:
     config.refuse_variants(VARIANTS)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)
-    own = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
+    common = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
     ffn_size = config.size("intermediate_size")
     return checked(
-        config, ModelSizes(**own, ffn_size=ffn_size, head_norms=None, qkv_bias=True, cpu_head_dim=hidden // heads)
+        config, ModelSizes(**common, ffn_size=ffn_size, head_norms=None, qkv_bias=True, cpu_head_dim=hidden // heads)
     )
 
 

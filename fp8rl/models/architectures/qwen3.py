@@ -8,7 +8,7 @@ from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 
 VARIANTS = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1}
-"""The only values of these keys that the shared ops define."""
+"""The only supported values of these keys."""
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -16,8 +16,8 @@ def sizes(config: ConfigFile) -> ModelSizes:
     config.refuse_variants(VARIANTS)
     heads = config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)
-    own = family_sizes(config, heads, kv_heads, config.size("head_dim", default=128))
-    return checked(config, ModelSizes(**own, ffn_size=config.size("intermediate_size")))
+    common = family_sizes(config, heads, kv_heads, config.size("head_dim", default=128))
+    return checked(config, ModelSizes(**common, ffn_size=config.size("intermediate_size")))
 
 
 ARCHITECTURE = Architecture(

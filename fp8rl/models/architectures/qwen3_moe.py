@@ -14,11 +14,11 @@ def sizes(config: ConfigFile) -> ModelSizes:
     config.refuse_variants(qwen3.VARIANTS | {"decoder_sparse_step": 1, "mlp_only_layers": []})
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=4)
-    own = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
+    common = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
     return checked(
         config,
         ModelSizes(
-            **own,
+            **common,
             # transformers 5 writes the second spelling, older ones the first.
             experts=config.one_of("num_experts", "num_local_experts"),
             top_k=config.size("num_experts_per_tok"),

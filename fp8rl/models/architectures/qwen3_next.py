@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta rules in three of four layers, gated attention in the fourth, experts in each.
 
-A gate multiplies the output of the shared expert. Norms multiply by 1 + their weight, except the norm behind the rule.
+A gate multiplies the output of the shared expert. Norms multiply by 1 + their weight, except the norm after the rule.
 The draft layer (multi-token prediction, `mtp.`) is kept as it is.
 """
 
@@ -24,7 +24,7 @@ VARIANTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-"""The only values of these keys that the shared ops define."""
+"""The only supported values of these keys."""
 DRAFTS = "mtp."
 """The beginning of the names of the draft layer's tensors."""
 
@@ -32,25 +32,25 @@ DRAFTS = "mtp."
 def sizes(config: ConfigFile) -> ModelSizes:
     """Read the sizes. Absent keys have the defaults of transformers' Qwen3NextConfig."""
     renormalize = config.flag("norm_topk_prob", default=True)
-    own = hybrid_sizes(config, joined=True) | expert_sizes(config, 512, 10)
-    return checked(config, ModelSizes(**own, renormalize=renormalize))
+    arguments = hybrid_sizes(config, joined=True) | expert_sizes(config, 512, 10)
+    return checked(config, ModelSizes(**arguments, renormalize=renormalize))
 
 
 def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
-    """Return the arguments of ModelSizes that this model and its successors read in the same way: all except those for
-    MLPs. joined: as in `GatedDelta`."""
+    """Return the arguments of ModelSizes that this model and its successors read in the same way: all except arguments
+    for MLPs. joined: as in `GatedDelta`."""
     config.refuse_variants(VARIANTS, rotary_part=True, layers=(LINEAR, FULL), mrope=True)
     head_dim = config.size("head_dim", default=256)
     heads = config.size("num_attention_heads", default=16)
-    own = family_sizes(config, heads, config.size("num_key_value_heads", default=2), head_dim)
-    every = config.interval("full_attention_interval", "layer_types", LINEAR, FULL, own["layers"], default=4)
+    arguments = family_sizes(config, heads, config.size("num_key_value_heads", default=2), head_dim)
+    every = config.interval("full_attention_interval", "layer_types", LINEAR, FULL, arguments["layers"], default=4)
     key_heads = config.size("linear_num_key_heads", default=16)
     value_heads = config.size("linear_num_value_heads", default=32)
     if value_heads % key_heads:
         expected = f"a multiple of linear_num_key_heads = {key_heads}: each key serves equally many values"
         raise config.refusal("linear_num_value_heads", value_heads, expected)
     linear = GatedDelta(
-        layers=tuple(layer for layer in range(own["layers"]) if (layer + 1) % every),
+        layers=tuple(layer for layer in range(arguments["layers"]) if (layer + 1) % every),
         key_heads=key_heads,
         value_heads=value_heads,
         key_dim=config.size("linear_key_head_dim", default=128),
@@ -59,7 +59,7 @@ def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
         joined=joined,
     )
     changes = {"rotary_dim": config.rotary_dim(head_dim, default=0.25), "joined": 1, "zero_centered_norms": True}
-    return own | changes | {"kept": (DRAFTS,), "own": (linear,)}
+    return arguments | changes | {"kept": (DRAFTS,), "own": (linear,)}
 
 
 def expert_sizes(config: ConfigFile, experts: int, top_k: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A model in whole quantization blocks: widths that end within a block are filled up with zeros.
+"""Padding of a model with zeros: every width becomes a multiple of the quantization block.
 
 The zeros change one thing that the model computes: the mean in its norms, whose weights are scaled to undo that.
 Training leaves the zeros at zero, since their gradients are exactly zero: each is a product with an activation or
@@ -32,7 +32,7 @@ MOST = 2
 
 
 def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) -> dict[str, Any]:
-    """Write the model of `source` in whole blocks, in the dtypes that it is stored in.
+    """Write the model of `source`, padded to whole blocks, in the dtypes that it is stored in.
 
     If heads are narrower than a block, heads are added until they fill blocks together. check: called before anything
     is written, to refuse a padded model that cannot be used. Returns the new values of keys of config.json.
@@ -49,9 +49,9 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
     check(wider)
     _refuse_other_norms(model, wider, key)
     if model.multimodal is not None or any(True for _ in kept_tensors(source, model, key)):
-        expected = "one without, as their widths would no longer fit"
-        remedy = "Save its text alone with transformers (docs/models.md)."
-        raise user_error(key, "a model with draft layers or a tower for pictures", expected, remedy)
+        expected = "a model without them, because their widths would no longer fit"
+        remedy = "Save only its text model with transformers (docs/models.md)."
+        raise user_error(key, "a model with draft layers or an image encoder", expected, remedy)
     scale = math.sqrt(model.sizes.hidden_size / wider.sizes.hidden_size)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -102,7 +102,7 @@ def _changes(values: Mapping[str, Any], model: Model, key: str) -> dict[str, Any
     if (hidden := changes.get("hidden_size")) is not None:
         changes |= {"head_dim": sizes.head_dim, "rms_norm_eps": sizes.norm_eps * sizes.hidden_size / hidden}
     if not changes:
-        raise user_error(key, "whole blocks in every width", "one that ends within a block", "Leave out --pad.")
+        raise user_error(key, "whole blocks in every width", "a width that needs padding", "Leave out --pad.")
     for name, new in changes.items():
         old = {"num_key_value_heads": sizes.kv_heads, "num_attention_heads": sizes.heads}.get(name, values.get(name))
         if isinstance(old, int) and new > MOST * old:
@@ -165,9 +165,9 @@ def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _check_zeros(name: str, tensor: Tensor, row: TensorRow, key: str) -> None:
-    """Raise UserError if rows behind a tensor's own, or an embedding's columns, are not zero.
+    """Raise UserError unless a tensor is zero in the rows that padding added and, for an embedding, in such columns.
 
-    The columns of a product may have any value, such as a merged adapter's first A: they are multiplied by zeros.
+    Added columns of a product are multiplied by zeros, and may have any value, such as the first A of a merged adapter.
     """
     beyond = [tensor[row.shape[0] :]]
     if tensor.dim() > 1 and row.op == "embed":

@@ -45,7 +45,7 @@ def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
 
 
 def base_digest(path: Path, model: Model) -> str:
-    """Return a digest of the weights of a directory, 32 hex digits. It is taken in BF16, whatever files hold them."""
+    """Return a digest, 32 hex digits, of a directory's weights in BF16, whatever the dtype in the files is."""
     return digest_of_all({name: tensor_digest(weight) for name, weight in starting_weights(path, model)})
 
 
@@ -57,7 +57,7 @@ def digest_of_all(weights: Mapping[str, str]) -> str:
 def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base: Path) -> None:
     """Write the adapters of a model as a directory, which replaces what was there.
 
-    tensors: by the names of the model's table. base: directory of the weights to which the adapters belong.
+    tensors: the adapters by their names in the model's table. base: the directory with the weights that they belong to.
     """
     config = model.adapter
     assert config is not None, "a model without adapters"
@@ -79,8 +79,8 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
     written: dict[str, Tensor] = {}
     for row in adapted:
         for letter, name in zip("AB", pair_of(row, config), strict=True):
-            own = tensors[name].detach().cpu()
-            written[_key(row, letter)] = own.clone() if config.experts == "shared" else own.contiguous()
+            tensor = tensors[name].detach().cpu()
+            written[_key(row, letter)] = tensor.clone() if config.experts == "shared" else tensor.contiguous()
     with new_directory(path) as partial:
         write_tensors(partial / TENSORS, written, {"format": "pt", BASE: base_digest(base, model)})
         (partial / CONFIG).write_text(json.dumps(described, indent=1))
@@ -97,8 +97,8 @@ def read_config(path: Path, model: Model, key: str) -> AdapterSection:
         targets=tuple(dict.fromkeys(map(matrix, found))),
         experts="per_expert" if any(row.expert is not None for row in found) else "none",
     )
-    held = {row.name for row in found}
-    if without := [row.name for row in _weights(model) if config.adapts(row) and row.name not in held]:
+    adapted = {row.name for row in found}
+    if without := [row.name for row in _weights(model) if config.adapts(row) and row.name not in adapted]:
         some = f"{path} with adapters of some matrices {matrix(model.tensors[without[0]])} and none of {without[0]}"
         raise _refusal(key, some, "one for each matrix of that name", MERGE)
     return config
@@ -110,7 +110,7 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
     base: directory of the weights to which the adapters are added.
 
     Raises:
-        UserError: as `read_config` does; or the tensors are not those of the model's adapters, or have another base.
+        UserError: as `read_config` does; or the model's adapters have other tensors, or another base.
     """
     config = model.adapter
     assert config is not None, "a model without adapters"
@@ -143,7 +143,7 @@ def _adapted(path: Path, model: Model, described: PeftConfig, key: str) -> list[
     """Return the rows of the weights that a PEFT directory adapts. Its tensors and its description must agree."""
     with open_tensors(path / TENSORS, key) as file:
         stored = {name: file.get_slice(name) for name in file.keys()}
-        shapes = {name: (tuple(held.get_shape()), held.get_dtype()) for name, held in stored.items()}
+        shapes = {name: (tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in stored.items()}
     found, left = [], set(shapes)
     for row in _weights(model):
         if (pair := {_key(row, "A"), _key(row, "B")}) <= left:
@@ -198,7 +198,7 @@ Lowered = BeforeValidator(lambda value: value.lower() if isinstance(value, str) 
 
 
 class _History(BaseModel):
-    """Settings of how an adapter was trained, and of methods that `PeftConfig` refuses: reading ignores them."""
+    """Settings that are read but not used: how an adapter was trained, and details of what `PeftConfig` refuses."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -258,7 +258,7 @@ class PeftConfig(_History):
     megatron_config: None = None
 
     def adapts(self, module: str, layer: int | None) -> bool:
-        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none: tensors show what it matches."""
+        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none: the tensors show its matches."""
         layers = self.layers_to_transform
         layers = [layers] if isinstance(layers, int) else layers
         if layers and layer not in layers:  # an empty list is all layers
@@ -287,12 +287,12 @@ _OTHERWISE = {
     "alora_invocation_tokens": ("plain LoRA, without it", _TRAIN),
     "arrow_config": ("plain LoRA, without it", _TRAIN),
 }
-"""By key: the expected value, and the remedy for another value. For other keys they are plain LoRA, and `MERGE`."""
+"""For a key: the expected value and the remedy. All other keys expect plain LoRA, and have the remedy `MERGE`."""
 
 
 def read_peft_config(directory: Path, key: str) -> PeftConfig:
-    """Read the adapter_config.json of a directory; messages call the directory `key`. Raises UserError if the file is
-    not that of a plain LoRA adapter."""
+    """Read the adapter_config.json of a directory; messages call the directory `key`. Raises UserError if the file
+    does not describe a plain LoRA adapter."""
     path = directory / CONFIG
     values = read_json(path, key, f"the {CONFIG} of PEFT", _RESTORE)
     given = {name: value for name, value in values.items() if value is not None}  # null: not set
@@ -322,7 +322,7 @@ def _config_refusal(key: str, path: Path, name: str, given: dict[str, Any]) -> U
 
 
 def _of_changed_base(name: str) -> str:
-    """Return the remedy for an initialization that changed the weights. When PEFT merges, it repeats some of these."""
+    """Return the remedy for an initialization that changed the weights. PEFT repeats some of them when it merges."""
     if name in ("pissa", "olora"):
         return f"{_CONVERT}, or merge it into its model (merge_and_unload), and start from that model."
     return f"{_CONVERT}." if name in ("corda", "lora_ga") or name.startswith("pissa") else MERGE

@@ -36,7 +36,7 @@ def check_stored(
     """Check that the directory holds exactly the tensors of `model`, in its shapes, as finite floats or as matrices in
     FP8 with a scale for each block. Tensors that are only kept may have any shape.
 
-    say: is told how weights in FP8 are read.
+    say: called with sentences on how weights in FP8 are read and what happens to an image encoder.
 
     Raises:
         UserError: there are no files, a file is broken, or the files are of another model; the message names the first
@@ -93,8 +93,8 @@ def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterato
 def starting_weights(
     path: Path, model: Model, device: torch.device | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the table's tensors as both sides start from them: finite, and rounded to the dtype that
-    the sides hold. device: the tensors' device. part, parts: yield share `part` of `parts` shares of the tensors.
+    """Yield (name, tensor) of the table's tensors as trainer and engines start from them: finite, and rounded to the
+    dtype that they hold. device: the tensors' device. part, parts: yield share `part` of `parts` shares of the tensors.
     Raises UserError: some values are not finite."""
     mine = set(sorted(model.tensors.rows)[part::parts])
     for name, tensor in _tensors(path, "model.path", mine.__contains__):
@@ -104,7 +104,7 @@ def starting_weights(
 
 
 def kept_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of draft layers and other tensors that are only kept, in BF16 where the files have FP8."""
+    """Yield (name, tensor) of the tensors that no side uses, such as draft layers, in BF16 where files have FP8."""
     return _tensors(path, key, model.sizes.keeps)
 
 
@@ -113,8 +113,8 @@ def _other_choice(coded: set[str], model: Model) -> str:
     may = {row.name for row in model.tensors.rows.values() if row.product and row.kind is not None}
     never, plain = (coded & model.tensors.rows.keys()) - may, may - coded
     found = [(plain, "in BF16 which specs here can quantize"), (never, "in FP8 which no spec here quantizes")]
-    said = [f"{len(names)} {what}, such as {min(names)}" for names, what in found if names]
-    return f"the model has matrices {', and '.join(said)}: the run's spec decides on both sides" if said else ""
+    kinds = [f"{len(names)} {what}, such as {min(names)}" for names, what in found if names]
+    return f"the model has matrices {', and '.join(kinds)}: the run's spec decides on both sides" if kinds else ""
 
 
 def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
@@ -123,8 +123,8 @@ def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
 
 
 def _of_tower(path: Path, files: WeightFiles, name: str, multimodal: Multimodal) -> str:
-    """Describe the tower of a checkpoint whose architecture is `name`, and what becomes of it."""
-    shapes = [files.described(each)[0] for each in files.where if each.startswith(multimodal.towers)]
+    """Describe the image encoder (tower) of a checkpoint whose architecture is `name`, and what happens to it."""
+    shapes = [files.described(tensor)[0] for tensor in files.where if tensor.startswith(multimodal.towers)]
     numbers = sum(map(math.prod, shapes))
     return (
         f"{path} is a {name}: its text is trained and served. Nothing reads its tower for pictures "
@@ -161,15 +161,15 @@ def weight_files(path: Path, key: str) -> list[Path]:
         raise user_error(f"{key}: {INDEX}", found=found, expected="files that are there", remedy=_COPY_ALL)
     if listed and (whole := path / WHOLE_MODEL) in present and whole not in files:
         raise _two_models(key, f"{whole} beside {INDEX}, which does not name it")
-    held: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in sorted({*files, *present}):
         for name in WeightFiles([file], key).where:
-            if (other := held.setdefault(name, file)) != file:
+            if (other := file_of.setdefault(name, file)) != file:
                 raise _two_models(key, f"{name} in {other.name} and in {file.name} of {path}")
     for name, wanted in listed.items():
-        if held.get(name) != path / wanted:
+        if file_of.get(name) != path / wanted:
             raise user_error(f"{key}: {INDEX}", f"{name} in {wanted}", "a tensor that the file has", _COPY_ALL)
-    for name, place in held.items():
+    for name, place in file_of.items():
         if listed and place in files and name not in listed:
             raise user_error(f"{key}: {INDEX}", f"no {name}", f"all tensors of {place.name}", _COPY_ALL)
     return files

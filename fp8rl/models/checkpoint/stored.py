@@ -1,9 +1,9 @@
 """Tensors of safetensors files by the names of a model's table, whatever form they are stored in.
 
-A checkpoint such as DeepSeek-V3's has a weight's codes under its name, and beside them FP32 scales, one for each
-block of 128 x 128, under the name with `_scale_inv` behind it, perhaps in another file. Both sides start from codes
-times scales in BF16, and quantize these weights anew by the run's quantization spec. A code times a power of two is a
-BF16 number; any other product is rounded to one.
+A checkpoint such as DeepSeek-V3's has the FP8 codes of a weight under the weight's name, and FP32 scales, one for each
+block of 128 x 128, under this name + `_scale_inv`, perhaps in another file. Trainer and engines start from codes times
+scales in BF16, and quantize these weights anew by the run's quantization spec. A code times a power of two is a BF16
+number; any other product is rounded to one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CODES = "F8_E4M3"
 class WeightFiles:
     """The tensors of safetensors files by name, whichever file they are in. Files stay open while this object exists.
 
-    multimodal: how the files hold the model beside a tower; None: they hold the model alone, by the names of its table.
+    multimodal: how the files hold the model and an image encoder; None: they hold only the model, by its table's names.
 
     Raises:
         UserError: from the constructor, for a file that is missing or broken; the message calls the file `key`.
@@ -35,20 +35,20 @@ class WeightFiles:
 
     def __init__(self, files: Iterable[Path], key: str, multimodal: Multimodal | None = None) -> None:
         self._open: dict[Path, Any] = {file: open_tensors(file, key) for file in files}
-        where = {name: file for file, held in self._open.items() for name in held.keys()}
+        where = {name: file for file, opened in self._open.items() for name in opened.keys()}
         self.pieces = {name: Piece(name) for name in where}
         """The piece of the files that holds each tensor."""
         if multimodal is not None:
-            held = ((name, self._open[file].get_slice(name)) for name, file in where.items())
-            self.pieces = multimodal.names({name: tuple(each.get_shape()) for name, each in held})
+            slices = ((name, self._open[file].get_slice(name)) for name, file in where.items())
+            self.pieces = multimodal.names({name: tuple(part.get_shape()) for name, part in slices})
         self.where = {name: where[piece.name] for name, piece in self.pieces.items()}
         """The file of each tensor, in the files' order."""
 
     def described(self, name: str) -> tuple[tuple[int, ...], str]:
         """Return the shape of a tensor, and safetensors' name of its dtype, from its file's header."""
         piece = self.pieces[name]
-        held = self._open[self.where[name]].get_slice(piece.name)
-        return piece.shape or tuple(held.get_shape()), held.get_dtype()
+        stored = self._open[self.where[name]].get_slice(piece.name)
+        return piece.shape or tuple(stored.get_shape()), stored.get_dtype()
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as it is stored, or in BF16 if it is stored in FP8."""
@@ -72,8 +72,8 @@ class WeightFiles:
 def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
     """Multiply codes E4M3 [N, K] with scales [ceil(N / 128), ceil(K / 128)] in FP32. Return BF16 [N, K]."""
     rows, columns = codes.shape
-    each = scales.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-    return (codes.float() * each).bfloat16()
+    factors = scales.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+    return (codes.float() * factors).bfloat16()
 
 
 def is_scales(name: str, files: WeightFiles) -> bool:

@@ -83,7 +83,7 @@ def write_directory(
     """Write the files of a model: what `describe` puts into the directory, and the tensors of all ranks.
 
     All ranks take part. `path` appears whole or not at all, and replaces what was there.
-    tensors: (name, tensor) of this rank, no name on two ranks. describe: called on rank 0 alone. pieces: by name, the
+    tensors: (name, tensor) of this rank, no name on two ranks. describe: called only on rank 0. pieces: by name, the
     piece of the files that a tensor becomes; parts of a stacked tensor are in `dtype`. Other tensors keep their names.
 
     An error on one rank is raised on all ranks.
@@ -175,9 +175,9 @@ class Stacks:
         if tuple(tensor.shape) != piece.shape:
             raise ValueError(f"{piece.name}: found a part of shape {list(tensor.shape)}, expected {list(piece.shape)}")
         part, file = tensor.detach().to("cpu", self._dtype).contiguous(), self._files[piece.name]
-        with (self._folder / file).open("r+b") as held:
-            held.seek(8 + len(self._header(piece.name)) + piece.start * self._dtype.itemsize)
-            held.write(part.view(torch.uint8).numpy().data)
+        with (self._folder / file).open("r+b") as stream:
+            stream.seek(8 + len(self._header(piece.name)) + piece.start * self._dtype.itemsize)
+            stream.write(part.view(torch.uint8).numpy().data)
         self.written[piece.name] = file, part.nbytes + self.written.get(piece.name, (file, 0))[1]
 
     def _header(self, name: str) -> bytes:

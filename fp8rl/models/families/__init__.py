@@ -1,8 +1,8 @@
-"""Families of ops, of which the layers of decoders consist: sizes, tensors and costs of each family.
+"""Families of ops, the parts that a decoder's layers consist of: sizes, tensors and costs of each family.
 
-A family is a part of a layer, such as attention. One file here has its tensors, its piece of the program, its cache,
-its cost and how ranks share it. Engine and trainer run the program by hosts of their own; for native mode the trainer
-has a file of the same name (`trainer.modules.families`). An architecture lists its families; no table lists them all.
+A family is a part of a layer, such as attention. One file here has its tensors, its ops, its cache, its cost and how
+ranks split it. That is all that exact mode needs. For native mode the trainer has a file of the same name
+(`trainer.modules.families`). An architecture lists its families; no table lists them all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Part = Literal["attention", "mlp"]
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes per token that a BF16 trainer keeps of a part of a layer for the backward."""
+    """Bytes per token that a BF16 trainer keeps for the backward pass, for one part of a layer."""
 
     bf16: float
     fp8: float
@@ -28,7 +28,7 @@ class Activations:
     core: float = 0.0
     """Bytes of `bf16` that are not kept if attention's core is recomputed."""
     gathered: float = 0.0
-    """Further bytes, which context-parallel ranks gather in the backward."""
+    """Further bytes, which context-parallel ranks gather in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Widths:
 
 
 Ranks = Literal["context", "engine"]
-"""Context-parallel ranks of a trainer; tensor-parallel ones of an engine."""
+"""`context`: the context-parallel ranks of a trainer. `engine`: the tensor-parallel ranks of an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,12 @@ class Family:
     name: str
     """The name of its file."""
     part: Part
-    """The part of a layer: in attention tokens depend on each other, in an MLP each token is by itself."""
+    """The part of a layer. In attention, a token depends on other tokens; in an MLP, it does not."""
     kinds: tuple[tuple[str, ...], ...]
     """Module kinds by which a quantization spec decides about the family's products. The kinds that one product fuses
     share a tuple: a spec names all of them or none."""
     tensors: Callable[[ModelSizes, int], Iterator[TensorRow]]
-    """The rows of one layer, in the order of the forward, with the norm before the family."""
+    """Yields the rows of one layer, in the order of the forward pass, with the norm before the family."""
     ops: Callable[[ModelSizes], tuple[Op, ...]]
     """The ops of one layer."""
     activations: Callable[[ModelSizes], Activations]
@@ -67,31 +67,31 @@ class Family:
     within: Callable[[ModelSizes, int], bool] = lambda sizes, layer: True
     """True if a layer, counted from 0, has the family."""
     cached: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
-    """Number of elements of a token in the cache of one of an engine's tensor-parallel `ranks`, in one layer."""
+    """Elements per token and layer in the cache of one engine rank. ranks: the engine's tensor-parallel ranks."""
     held: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
-    """Bytes that a request holds, whatever its length, in one of an engine's tensor-parallel `ranks`, in one layer."""
+    """Bytes per request and layer, whatever the request's length, on one engine rank. ranks: as for `cached`."""
     value: Callable[[ModelSizes], int] = lambda sizes: 0
     """Width of a head's value in an engine's decode attention; 0: the family attends to no keys."""
     scored: Callable[[ModelSizes], int] = lambda sizes: 0
     """Number of multiplications of one query with one key and its value, in one layer."""
     recurrent: Callable[[ModelSizes], int] = lambda sizes: 0
-    """FLOPs of a token, without products with weights, that do not depend on the sequence's length, in one layer."""
+    """FLOPs per token and layer that do not depend on the sequence's length, without products with weights."""
     divided: Callable[[ModelSizes], Mapping[str, int]] = lambda sizes: {}
-    """Numbers that tensor-parallel ranks have to divide, by their keys in config.json."""
+    """Numbers that must be multiples of the number of tensor-parallel ranks, by their keys in config.json."""
     unshared: Callable[[ModelSizes], Mapping[Ranks, str]] = lambda sizes: {}
-    """By kind of ranks that cannot share the family: the reason, as a statement about the model."""
+    """For each kind of ranks that cannot split the family: the reason, as a statement about the model."""
     kernels: tuple[tuple[int, int], str] | None = None
-    """The least compute capability of GPUs for the family's exact kernels, and why; None: the least of all kernels."""
+    """The least compute capability that the family's exact kernels need, and why; None: what all exact kernels need."""
 
 
 def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int) -> list[Family]:
-    """Return those of an architecture's families that a layer has, in the order of its forward."""
+    """Return the families of an architecture that a layer has, in the order of its forward pass."""
     return [family for family in families if family.within(sizes, layer)]
 
 
 @dataclass(frozen=True)
 class PartNames:
-    """The beginnings of the names of a layer's part on each side. The rest of a tensor's name is the same."""
+    """How the names of the tensors in one part of a layer begin, in the checkpoint and on each side."""
 
     layer: int
     inside: str
@@ -99,7 +99,7 @@ class PartNames:
     there: str
     """The beginning in Megatron, such as `decoder.layers.3.self_attention.`"""
     served: str
-    """The beginning in the engine, if it is not that of the checkpoint."""
+    """The beginning in the engine, if the checkpoint has another one."""
 
     @classmethod
     def of(cls, layer: int, inside: str, there: str, served: str | None = None) -> PartNames:
@@ -143,7 +143,7 @@ class PartNames:
 
 
 def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> TensorRow:
-    """Return the row of a norm's weight, which each rank of both sides has whole."""
+    """Return the row of a norm's weight. Every rank of trainer and engine has the whole weight."""
     return TensorRow(name=name, shape=(size,), op=op, layer=layer, engine=Location(name), megatron=Location(megatron))
 
 
@@ -164,8 +164,8 @@ def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:
 
 
 def mlp_activations(sizes: ModelSizes, *mlps: tuple[int, int], experts: int = 0) -> Activations:
-    """Return the activations of MLPs: 4H + 6F each, of which FP8 products save 0.97(H + F), and 4 bytes for each of
-    `experts`. mlps: (number of such MLPs that a token takes, width F)."""
+    """Return the activations of MLPs: 4H + 6F bytes each (H: the hidden size), of which FP8 products save
+    0.97(H + F), and 4 bytes for each of `experts`. mlps: (number of such MLPs that a token takes, width F)."""
     hidden = sizes.hidden_size
     return Activations(
         bf16=4 * experts + sum(taken * (4 * hidden + 6 * width) for taken, width in mlps),

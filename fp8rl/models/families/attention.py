@@ -37,7 +37,7 @@ def _heads_norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
 
 
 def _qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-    return [each.unflatten(-1, (-1, host.sizes.head_dim)) for each in host.products(site, x, rows)]
+    return [out.unflatten(-1, (-1, host.sizes.head_dim)) for out in host.products(site, x, rows)]
 
 
 def _normed_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -79,7 +79,7 @@ ATTENTION = OpForm(
     compute=lambda host, site, q, k, v: (host.attend(site, q, k, v),),
 )
 NORMED_ATTENTION = replace(ATTENTION, name="normed_attention", compute=_normed_attention)
-"""Norms of heads, rotation, keys and values into the cache, and attention: `ops.rope_heads` is one launch."""
+"""Norms of heads, rotation, the write to the cache, and attention. `ops.rope_heads` does all but the last at once."""
 ROTATED_ATTENTION = replace(ATTENTION, name="rotated_attention", compute=_rotated_attention)
 FUSIONS = (
     Fusion((HEAD_NORM, HEAD_NORM, ROPE, ATTENTION), NORMED_ATTENTION),
@@ -135,8 +135,8 @@ def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     if sizes.head_norms is not None:
         together = sizes.head_norms == "together"
         for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads)):
-            held = f"{name}_layernorm.norm.weight" if together else f"{name}_layernorm.weight"
-            yield at.norm(f"{name}_norm", head_dim * (heads if together else 1), op=f"{name}_norm", megatron=held)
+            path = f"{name}_layernorm.norm.weight" if together else f"{name}_layernorm.weight"
+            yield at.norm(f"{name}_norm", head_dim * (heads if together else 1), op=f"{name}_norm", megatron=path)
     yield o_proj(sizes, at, head_dim)
 
 
@@ -150,7 +150,7 @@ def _activations(sizes: ModelSizes) -> Activations:
 
 
 def _widths(sizes: ModelSizes) -> Widths:
-    """Return the widths. A head, or a group of `joined` heads, must be whole blocks: ranks share no group of heads."""
+    """Return the widths. A head, or a group of `joined` heads, must fill whole blocks, since ranks do not split it."""
     name = "head_dim" if sizes.joined == 1 else f"{sizes.joined} * head_dim"
     return Widths({name: sizes.joined * sizes.head_dim})
 

@@ -20,7 +20,7 @@ from fp8rl.numerics import ops
 
 
 def _gated_qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-    queries, k, v = (each.unflatten(-1, (-1, host.sizes.head_dim)) for each in host.products(site, x, rows))
+    queries, k, v = (out.unflatten(-1, (-1, host.sizes.head_dim)) for out in host.products(site, x, rows))
     q, gate = queries.unflatten(-2, (-1, 2)).unbind(-2)
     return q, gate.flatten(-2), k, v
 
@@ -54,7 +54,7 @@ def gated_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
 
 
 def _activations(sizes: ModelSizes) -> Activations:
-    """Return the activations of plain attention, and those of the gates and of the result before the gates."""
+    """Return the activations of plain attention, of the gates, and of the result before the gates."""
     plain = attention.FAMILY.activations(sizes)
     return replace(plain, bf16=plain.bf16 + 4 * sizes.heads * sizes.head_dim)
 

@@ -22,7 +22,7 @@ from fp8rl.models.tensors import Location, TensorRow
 from fp8rl.numerics import ops
 
 IN_FP32: dict[str, Any] = {"served": torch.float32, "trained": torch.float32}
-"""Arguments of the rows of a layer's vectors. Checkpoints have them in FP32 or BF16; both sides hold them in FP32."""
+"""Arguments for the row of a vector, which checkpoints have in FP32 or BF16, and which both sides hold in FP32."""
 STATE_BYTES, CONV_BYTES = 4, 2
 """Bytes of a number in a request's states, and in the rows that a request keeps for its convolutions."""
 
@@ -85,7 +85,7 @@ def _of_head(sizes: ModelSizes) -> tuple[int, int, int]:
 
 
 def _in_proj(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-    """The channels of a rank's heads, in the host's order, and z."""
+    """Return the convolution's channels, in the host's order, and z. Both are of this rank's heads only."""
     own, found = host.sizes.of(GatedDelta), host.products(site, x, rows)
     if len(found) == 2:
         return found
@@ -98,7 +98,7 @@ def _gates(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
     own, found = host.sizes.of(GatedDelta), host.products(site, x)
     if len(found) == 2:
         return found
-    b, a = (each.flatten(-2) for each in found[0].unflatten(-1, (-1, 2, own.shares)).unbind(-2))
+    b, a = (gate.flatten(-2) for gate in found[0].unflatten(-1, (-1, 2, own.shares)).unbind(-2))
     return b, a
 
 
@@ -118,7 +118,7 @@ def _gated_norm(host: Host, site: OpSite, x: Tensor, z: Tensor) -> Sequence[Tens
     weight, eps = host.tensor(site), host.sizes.norm_eps
 
     def normed(*values: Tensor) -> Tensor:
-        heads, gates = (each.unflatten(-1, (-1, len(weight))) for each in values)
+        heads, gates = (value.unflatten(-1, (-1, len(weight))) for value in values)
         return ops.gated_rms_norm(heads, gates, weight, eps).flatten(-2)
 
     return (host.by_rows(normed, x, z),)
@@ -226,7 +226,7 @@ def _widths(sizes: ModelSizes) -> Widths:
 
 
 def _widths_apart(sizes: ModelSizes) -> Widths:
-    """Return the widths. Heads are reordered for Megatron, which only whole blocks allow."""
+    """Return the widths. Heads are reordered for Megatron, so each must be whole blocks."""
     own = sizes.of(GatedDelta)
     values = "linear_value_head_dim * linear_num_value_heads / linear_num_key_heads"
     return Widths({"linear_key_head_dim": own.key_dim, values: own.shares * own.value_dim})

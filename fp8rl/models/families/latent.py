@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), whose queries, keys and values come from narrow rows."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values come from narrow vectors."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Latent:
 
 
 def _latent_attention(host: Host, site: OpSite, q: Tensor, kv_row: Tensor) -> Sequence[Tensor]:
-    sizes, own, of_heads = host.sizes, host.sizes.of(Latent), host.product_of_heads(site)
-    rank, plain, rotate = own.kv_rank, sizes.plain_dim, host.rotate_pairs if own.rotated else (lambda x: x)
+    sizes, latent, of_heads = host.sizes, host.sizes.of(Latent), host.product_of_heads(site)
+    rank, plain, rotate = latent.kv_rank, sizes.plain_dim, host.rotate_pairs if latent.rotated else (lambda x: x)
     latents = ops.rms_norm(kv_row[..., :rank].contiguous(), host.tensor(site), sizes.norm_eps)
     rows = host.whole(torch.cat((latents, kv_row[..., rank:]), -1))
     rows = torch.cat((rows[..., :rank], rotate(rows[..., None, rank:])[..., 0, :]), -1)
@@ -42,7 +42,7 @@ def _latent_attention(host: Host, site: OpSite, q: Tensor, kv_row: Tensor) -> Se
     inside = of_heads(heads[..., :plain], 0, plain, True)
     queries = torch.cat((inside, rotate(heads[..., plain:])), -1)
     out = host.attend_rows(site, queries, rows, rank)
-    return (of_heads(out, plain, own.value_dim, False).flatten(-2),)
+    return (of_heads(out, plain, latent.value_dim, False).flatten(-2),)
 
 
 LATENT_DOWN = OpForm(
@@ -118,13 +118,13 @@ def _activations(sizes: ModelSizes) -> Activations:
 
 def _widths(sizes: ModelSizes) -> Widths:
     """Return the widths, without the rows of kv_a_proj_with_mqa, which need not be whole blocks."""
-    own, heads = sizes.of(Latent), sizes.heads
+    latent, heads = sizes.of(Latent), sizes.heads
     return Widths(
-        {"q_lora_rank": own.q_rank, "kv_lora_rank": own.kv_rank},
+        {"q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank},
         {
             "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads * sizes.head_dim,
-            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (sizes.plain_dim + own.value_dim),
-            "num_attention_heads * v_head_dim": heads * own.value_dim,
+            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (sizes.plain_dim + latent.value_dim),
+            "num_attention_heads * v_head_dim": heads * latent.value_dim,
         },
     )
 

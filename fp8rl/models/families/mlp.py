@@ -17,7 +17,7 @@ from fp8rl.numerics import ops
 
 
 def _router(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
-    """A router's weight is BF16 in the checkpoint, and held in FP32 by some engines."""
+    """Return a router's logits. Some engines hold its weight in FP32, though the checkpoint has it in BF16."""
     return (ops.linear_partial(x, host.tensor(site).to(x.dtype)),)
 
 
@@ -93,8 +93,8 @@ _WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "share
 
 
 def moe_ops(sizes: ModelSizes) -> tuple[Op, ...]:
-    """Return the ops of shared experts, then of the choice of routed experts, by softmax or by sigmoid, and of their
-    sum."""
+    """Return the ops of the norm, of shared experts, of the router (softmax or sigmoid), and of routed experts with the
+    sum of both."""
     logits, choice = (LINEAR, TOPK) if sizes.sigmoid_router is None else (ROUTER, SIGMOID_TOPK)
     return (
         _NORM,
@@ -158,7 +158,7 @@ def moe_tensors(
             served=torch.float32,
         )
     for expert in range(sizes.experts):
-        for name, shape, held, fc in (
+        for name, shape, parameter, fc in (
             ("gate_proj", (width, hidden), "w13_weight", "linear_fc1"),
             ("up_proj", (width, hidden), "w13_weight", "linear_fc1"),
             ("down_proj", (hidden, width), "w2_weight", "linear_fc2"),
@@ -171,7 +171,7 @@ def moe_tensors(
                 expert=expert,
                 kind=f"experts.{name}",
                 product=True,
-                engine=Location(f"{at.inside}experts.{held}", index=expert),
+                engine=Location(f"{at.inside}experts.{parameter}", index=expert),
                 megatron=Location(f"{at.there}experts.{fc}.weight{expert}"),
             )
     if sizes.shared_size:

@@ -2,7 +2,7 @@
 
 The compiler must be of the CUDA release that torch is built for: the headers of CCCL refuse another. A toolkit of the
 system that fits is taken as it is. Otherwise the compiler from NVIDIA's wheels is taken. Its directory has another
-layout than these libraries expect (`lib` in place of `lib64`, and no `libcudart.so`), so `view` makes one of links.
+layout than these libraries expect (`lib` in place of `lib64`, no `libcudart.so`), so `view` makes a directory of links.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def fitting(cuda: str | None) -> Toolkit | None:
 
 
 def other_compilers(cuda: str | None) -> str | None:
-    """Name the installed compilers, or `none`, if none of them is of this CUDA release. Return None if one is."""
+    """Return None if a compiler of this CUDA release is installed; otherwise the installed compilers, or `none`."""
     found = list(installed())
     if any(toolkit.release == cuda for toolkit in found):
         return None
-    return ", ".join(f"{each.nvcc} of CUDA {each.release}" for each in found) or "none"
+    return ", ".join(f"{toolkit.nvcc} of CUDA {toolkit.release}" for toolkit in found) or "none"
 
 
 def installed() -> Iterator[Toolkit]:
@@ -105,10 +105,10 @@ def _release(home: Path) -> str | None:
     if not (home / "include" / "cuda_runtime.h").is_file():
         return None
     try:
-        said = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
+        output = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    release = re.search(r"release (\d+\.\d+)", said)
+    release = re.search(r"release (\d+\.\d+)", output)
     return release[1] if release else None
 
 

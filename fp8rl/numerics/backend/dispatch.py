@@ -37,11 +37,11 @@ class AttentionProbe:
     tree: Callable[..., Any] | None = None
     """The op over the paths of a prefix tree, like `numerics.ops.tree_attention`; None: there is no such op."""
     values: int = 0
-    """The leading numbers of a key that are its value, which the ops are given in place of values; 0: they take
+    """How many leading numbers of a key are its value: the ops get this number in place of values. 0: the ops get
     values."""
 
     def attend(self, op: Callable[..., Any], queries: Any, keys: Any, *where: Any) -> Any:
-        """Call one of the ops."""
+        """Call one of these ops with queries and keys. where: the op's arguments about tokens and positions."""
         if self.values:
             return op(queries, keys, *where, self.values, 0.1)
         return op(queries, keys, keys, *where, 0.1)
@@ -52,8 +52,8 @@ class Probes:
     """Trials of ops that only some models have."""
 
     rows: Callable[[Callable[..., Any], int], Mapping[str, Callable[[int], Any]]]
-    """A function of `random`, which draws BF16 numbers of a shape, and of a number of rows. It returns, by name of an
-    op, a function of n that gives the op's result for the first n rows."""
+    """A function of `random` (which draws BF16 numbers of a shape) and a number of rows. For each op, by name, it
+    returns a function of n that computes the op for the first n rows."""
     attention: AttentionProbe | None = None
 
 

@@ -1,5 +1,5 @@
-"""What a user is told: the one error that is the user's to mend (a wrong value in a spec, a data file or a model
-directory), and texts on a terminal. What a user, a model or a server wrote is shown there, and never obeyed.
+"""`UserError`, which says how to correct a wrong value in a spec, a data file or a model directory, and the printing of
+text to a terminal. Control characters in text from a user, a model or a server are replaced before it is printed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ParamSpec, TextIO
 
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but for tabs and ends of lines, and those that turn the direction of what follows."""
+"""Characters that control a terminal, except tabs and ends of lines, or that turn the direction of the text."""
 P = ParamSpec("P")
 
 
@@ -30,7 +30,7 @@ class UserError(ValueError):
 
 
 def user_error(key: str, found: object, expected: str, remedy: str) -> UserError:
-    """Return the error for `key`: `found` is the value found (strings are quoted), `remedy` an imperative sentence."""
+    """Return the error for `key`. found: the value found (strings are quoted). remedy: an imperative sentence."""
     error = UserError(f"{key}: found {shown(found)}, expected {expected}. {remedy}")
     error.key, error.found, error.expected, error.remedy = key, shown(found), expected, remedy
     return error
@@ -52,13 +52,13 @@ def listed(names: Iterable[object], between: str = ", ", limit: int = 400) -> st
 
 
 def raise_first(refusals: Iterable[UserError]) -> None:
-    """Raise the first refusal of a generator of rules, if there is one. A rule may rely on the rules before it."""
+    """Raise the first error of a generator of rules, if there is one. A rule may rely on the rules before it."""
     for refusal in refusals:
         raise refusal
 
 
 def refusing(rules: Callable[P, Iterator[UserError]]) -> Callable[P, None]:
-    """Make a generator of rules a check, which raises the first refusal."""
+    """Turn a generator of errors, one for each broken rule, into a function that raises the first error."""
 
     @functools.wraps(rules)
     def check(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -68,9 +68,9 @@ def refusing(rules: Callable[P, Iterator[UserError]]) -> Callable[P, None]:
 
 
 def printable(text: str, instead: str = "\N{REPLACEMENT CHARACTER}") -> str:
-    """Return the text with `instead` for each character that a terminal would obey; lines and tabs stay.
+    """Return the text with `instead` in place of each character that controls a terminal; lines and tabs stay.
 
-    Half of a surrogate pair, which a path may have and no terminal takes, becomes a question mark.
+    Half of a surrogate pair, which a path may have and no terminal prints, becomes a question mark.
     """
     return _OBEYED.sub(instead, text).encode("utf-8", "replace").decode()
 
@@ -86,6 +86,6 @@ def say_error(text: object) -> None:
 
 
 def typed(command: str) -> str:
-    """Return a command of this environment as this shell finds it: `make demo` runs in one that is not activated."""
-    own, found = Path(sys.executable).with_name(command), shutil.which(command)
-    return command if found is not None and os.path.realpath(found) == os.path.realpath(own) else os.path.relpath(own)
+    """Return how to call a command of this environment: by its name if the shell finds it, else by its path."""
+    file, found = Path(sys.executable).with_name(command), shutil.which(command)
+    return command if found is not None and os.path.realpath(found) == os.path.realpath(file) else os.path.relpath(file)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and files of Python: whether two processes run the same code, and a user's."""
+"""Files that appear whole or not at all, and Python files: importing a user's file, digesting the running code."""
 
 from __future__ import annotations
 
@@ -184,15 +184,15 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-# Code by its files.
+# Python files.
 
 _SOURCE = "__fp8rl_source__"
-"""The attribute of a module that says which file it is, and what that said."""
+"""The attribute of a user's module that has the path and the contents of its file."""
 
 
 def module_of_file(path: str, key: str) -> ModuleType:
-    """Import the module of a file; the one that is imported already, if the file has not changed since. Raises
-    UserError: naming `key`: the file cannot be read. And whatever the module raises."""
+    """Import a file as a module, or return the module imported before if the file has not changed since. Raises
+    UserError, which names `key`, if the file cannot be read, and whatever the module itself raises."""
     source = os.path.abspath(path), read_bytes(Path(path), key, "a file of Python", "Correct the path.")
     name = "fp8rl_user_" + Path(path).stem
     if getattr(sys.modules.get(name), _SOURCE, None) == source:
@@ -207,7 +207,7 @@ def module_of_file(path: str, key: str) -> ModuleType:
 
 
 def code_digest(packages: Iterable[str], beside: str | None = None) -> str:
-    """Hash the Python files of these packages, as this process would import them, and the file `beside` them.
+    """Hash the Python files of these packages, as this process would import them, and the further file `beside`.
 
     Return 16 hex digits of the SHA-256.
     """

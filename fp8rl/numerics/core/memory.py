@@ -1,4 +1,4 @@
-"""The memory of a process: tensors that it holds, placeholders for those that come later, batches of tensors,
+"""The memory of a process: tensors that it holds, placeholders for tensors that come later, batches of tensors,
 and memory that other processes map.
 """
 
@@ -35,7 +35,7 @@ class Holding:
     """One tensor in a process's memory, or an object that holds its bytes."""
 
     name: str
-    """The name of its parameter, as the owner calls it, or of the buffer."""
+    """The name of the tensor's parameter in the trainer or engine that holds it, or the name of a buffer."""
     kind: str
     """Its purpose: `parameters`, `masters`, …; see the inventory that lists it."""
     format: str
@@ -62,14 +62,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value):
-        for each in vars(value).values():  # and what it has made of its fields since
-            yield from tensors_in(each)
+        for field in vars(value).values():  # and what it has made of its fields since
+            yield from tensors_in(field)
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        for item in value.values():
+            yield from tensors_in(item)
     elif isinstance(value, Iterable) and not isinstance(value, str):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
 
 
 def give_back() -> None:
@@ -83,10 +83,8 @@ def give_back() -> None:
         trim(0)
 
 
-# Models whose weights come later, and need no memory of their own until then: all parameters of such a model share one
-# piece, as large as the largest of them.
-#
-# Kernels, CUDA graphs and whoever fills parameters with something find memory behind each of them.
+# Placeholders, for models whose weights come later: all parameters of such a model share one piece of memory, as large
+# as the largest parameter. So each parameter has memory that kernels and CUDA graphs may read, and that may be filled.
 
 ZEROS, NAN = 0x00, 0xFF
 """Bytes that placeholders are filled with: zeros in every format, and NaN in every format that has NaN."""
@@ -94,7 +92,7 @@ ZEROS, NAN = 0x00, 0xFF
 
 @contextmanager
 def placeholders(fill: int) -> Iterator[None]:
-    """Let all parameters that modules get within the block share memory. After the block all its bytes are `fill`."""
+    """Let all parameters that modules get inside the block share memory. After the block its bytes are all `fill`."""
     shared = _Shared()
     hook = register_module_parameter_registration_hook(shared.take)
     try:
@@ -110,7 +108,7 @@ def own_memory(parameter: Tensor) -> None:
 
 
 class _Shared:
-    """The largest memory that a parameter came with so far, on each device, and all parameters that share it."""
+    """The memory that parameters share on each device, the largest so far of a parameter, and these parameters."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.device, Tensor] = {}
@@ -132,15 +130,15 @@ class _Shared:
         give_back()
 
     def _place(self, parameter: nn.Parameter) -> None:
-        own = self._memory[parameter.device][: parameter.nbytes]
-        parameter.data = own.view(parameter.dtype).view(parameter.shape)
+        start = self._memory[parameter.device][: parameter.nbytes]
+        parameter.data = start.view(parameter.dtype).view(parameter.shape)
 
 
 # A stream of tensors in batches of limited size: for the files of a checkpoint, or for one launch of a kernel.
 
 
 class Sized(Protocol):
-    """A tensor of any kind."""
+    """A tensor, or any other object that has a size in bytes."""
 
     @property
     def nbytes(self) -> int: ...
@@ -176,26 +174,26 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 # Memory that several processes of a machine map.
 #
-# On a CPU nobody can write it once it is sealed. It has no name in a file system: it goes with the last process that
-# maps it, however that ends, and /dev/shm's size does not bound it. A process that may inspect the owner opens it by
-# its address. On a GPU it is the owner's, others map it by CUDA IPC, and nothing keeps them from writing.
+# On a CPU no process can write to it once it is sealed. It has no name in a file system: it is freed when the last
+# process that maps it ends, in whatever way, and may be larger than /dev/shm. Processes that may inspect the owner open
+# it by its address. On a GPU it belongs to the owner, others map it by CUDA IPC, and nothing stops them from writing.
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _ON_GPU = "cuda:"
 
 
 class Shared(Protocol):
-    """Memory that this process owns."""
+    """Memory of this process that other processes can map."""
 
     def address(self) -> str:
-        """Return the address by which one other process maps the memory, as long as this one holds it."""
+        """Return an address by which one other process can map the memory while this process holds it."""
 
     def own(self, *, writable: bool = False) -> torch.Tensor:
-        """Return this process's view of it, uint8 [size]: CUDA opens a handle in other processes alone."""
+        """Return the memory in this process, uint8 [size]. (CUDA does not map an address in the owner's process.)"""
 
     def seal(self) -> None:
-        """Refuse every write from now on, in every process, where that can be done. Raises OSError: it is mapped to be
-        written somewhere."""
+        """Let no process write to the memory from now on, if the device can do this. Raises OSError: some process has
+        mapped the memory for writing."""
 
 
 def share(name: str, size: int, device: torch.device) -> Shared:
@@ -212,7 +210,7 @@ class HostMemory:
         os.ftruncate(self._file, size)
 
     def address(self) -> str:
-        """Return the path by which processes of the same user map it."""
+        """Return the path by which processes of the same user map the memory."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def own(self, *, writable: bool = False) -> torch.Tensor:
@@ -222,7 +220,7 @@ class HostMemory:
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
 
     def close(self) -> None:
-        """Forget the address. Processes that have mapped it keep it."""
+        """Forget the address. Processes that have mapped the memory keep it."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -244,12 +242,12 @@ class DeviceMemory:
         return self.flat
 
     def seal(self) -> None:
-        """Do nothing: CUDA IPC has no memory that can only be read. A digest finds what was written."""
+        """Do nothing: CUDA IPC has no read-only memory. Digests find out whether a process has written to it."""
 
 
 def mapped(address: str, *, writable: bool = False) -> Tensor:
-    """Return the memory at an address, uint8 [size]. A write to what is not writable ends the process (SIGSEGV). Raises
-    OSError: it is not there, or is sealed and was to be writable."""
+    """Return the memory at an address, uint8 [size]. Without `writable`, a write to it ends the process (SIGSEGV).
+    Raises OSError: there is no such memory, or it is sealed and `writable` was asked for."""
     if address.startswith(_ON_GPU):
         uuid, size, *handle = json.loads(address.removeprefix(_ON_GPU))
         seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

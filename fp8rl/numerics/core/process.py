@@ -51,7 +51,7 @@ def together(action: Callable[[], T]) -> list[T]:
 
 
 def exhaust(stream: Iterable[object]) -> None:
-    """Take the rest of a stream that ranks make together: a rank that leaves early keeps the others waiting."""
+    """Read the rest of a stream that all ranks produce together: if one rank stopped early, the others would wait."""
     for _ in stream:
         pass
 
@@ -79,8 +79,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 def memory_limit(size: int) -> Iterator[None]:
     """Raise MemoryError in the block if the process would take more than `size` further bytes of address space."""
     former, most = resource.getrlimit(resource.RLIMIT_AS)
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (min(held + size, former % (1 << 64)), most))  # -1 is no limit
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (min(used + size, former % (1 << 64)), most))  # -1 is no limit
     try:
         yield
     except MemoryError:

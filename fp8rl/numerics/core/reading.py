@@ -40,9 +40,9 @@ def parse_json(data: str | bytes, finite: bool = True) -> Any:
         raise ValueError(_TOO_DEEP) from None
     level = [value]
     for _ in range(DEEPEST):
-        level = [each for each in level if isinstance(each, dict | list)]
-        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
-    if any(isinstance(each, dict | list) for each in level):
+        level = [item for item in level if isinstance(item, dict | list)]
+        level = [part for item in level for part in (item.values() if isinstance(item, dict) else item)]
+    if any(isinstance(item, dict | list) for item in level):
         raise ValueError(_TOO_DEEP)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, and no text
@@ -233,8 +233,8 @@ def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tu
 
 
 def whole_json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Return `json_lines` of a file in which every line must be usable. Raises `UserError` with the first that is
-    not."""
+    """Return `json_lines` of a file in which every line must be usable. Raises `UserError`, which names the first
+    unusable line."""
     good, bad = json_lines(path, key, parse)
     if bad:
         remedy = f"Remove {'the line' if len(bad) == 1 else f'it and {len(bad) - 1} more'}."

@@ -81,7 +81,7 @@ def sections_in(annotation: Any) -> list[type[Section]]:
 
 @dataclass(frozen=True)
 class Located:
-    """A mark of a text that names a file."""
+    """Marks the type of a text that names a file."""
 
     says: str
     """The kind of file, in words."""
@@ -122,7 +122,7 @@ def located_as(kind: Any, value: Any, directory: Path) -> Any:
             return marks[0].absolute(value, directory)
         return located_as(parts[0], value, directory)
     if origin is tuple and isinstance(value, list):
-        return [located_as(parts[0], each, directory) for each in value]
+        return [located_as(parts[0], item, directory) for item in value]
     if origin in (tuple, typing.Union, types.UnionType):
         for part in parts:
             value = located_as(part, value, directory)

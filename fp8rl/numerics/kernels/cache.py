@@ -53,8 +53,8 @@ def relocate() -> None:
 
 
 def watch() -> None:
-    """Have this process list the kernels that it needs, wait while another process compiles one of these kernels, and
-    say which kernels it compiles itself."""
+    """Let this process list the kernels that it needs, wait while another process compiles one of these kernels, and
+    print which kernels it compiles itself."""
     if any(hook is not None for hook in (triton.knobs.runtime.jit_cache_hook, triton.knobs.compilation.listener)):
         return  # somebody watches already
     relocate()
@@ -109,7 +109,7 @@ _OURS = "fp8rl.numerics.kernels."
 
 @dataclass(frozen=True)
 class NoDevice:
-    """A driver that answers Triton's questions before a launch for a GPU which this machine does not have."""
+    """A driver that describes a GPU to Triton, before a launch, although this machine does not have the GPU."""
 
     capability: tuple[int, int] = (9, 0)
 
@@ -150,7 +150,7 @@ class Variant:
 
 
 def described(kernel: str, data: str) -> Variant:
-    """Keep of Triton's `specialization_data` what depends neither on the GPU nor on the machine."""
+    """Return the part of Triton's `specialization_data` that depends neither on the GPU nor on the machine."""
     values = json.loads(data)
     default = make_backend(GPUTarget(**values["target"])).parse_options({}).__dict__
     default = json.loads(json.dumps(default))
@@ -189,7 +189,7 @@ def compile_all(
 ) -> Compiled:
     """Compile the variants that the cache lacks for GPUs of a compute capability, in `processes` processes.
 
-    say: is told which variant is being compiled.
+    say: prints which variant is being compiled.
 
     Raises:
         UserError: a kernel of the list is no longer there, or has other arguments.

@@ -33,9 +33,9 @@ def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
 def _settle_keys() -> None:
     """Hash all functions of ours in one order, so that every process gives a kernel the same key in Triton's cache.
 
-    By itself Triton hashes a kernel when it is first launched. Of a function that the kernel calls, it then counts the
-    globals only if the function was hashed before: `DependenciesFinder._update_hash` asks for the globals first, and
-    hashes the function afterwards. So a kernel's key would depend on what the process launched before it.
+    By itself Triton hashes a kernel when it is first launched. The hash includes the globals of a function that the
+    kernel calls only if the function was hashed before: `DependenciesFinder._update_hash` asks for the globals first,
+    and hashes the function afterwards. So a kernel's key would depend on what the process launched before it.
     """
     for module in _modules():
         for value in vars(module).values():

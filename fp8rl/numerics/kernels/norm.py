@@ -94,7 +94,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (normed, x + residual, 1 / rms); a result that is not asked for is x.
 
-    quantized: gets the codes of the norm, which is itself not stored unless `kept`.
+    quantized: the tensor to write the norm's codes to. The norm itself is then stored only if `kept`.
     """
     hidden = x.shape[-1]
     flat = as_rows(x)

@@ -1,4 +1,4 @@
-"""The short causal convolution: `numerics.ops.short_conv`. The gradient is that of the definition, in torch."""
+"""The short causal convolution: `numerics.ops.short_conv`. The definition in torch computes the gradient."""
 
 from __future__ import annotations
 

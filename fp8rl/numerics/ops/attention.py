@@ -36,7 +36,7 @@ class TokenTree:
     lengths: Tensor
     """int64 [B], the number of all tokens of each row."""
     table: Tensor
-    """int32 [B, longest], the path of each row: its token at each position. Entries behind the row's length are stale.
+    """int32 [B, longest], the path of each row: its token at each position. Entries after the row's length are stale.
     In 32 bits, since kernels would spill slots of 64."""
     end: Tensor
     """int64 [T], for each token the place after its last descendant (`trees`)."""
@@ -119,16 +119,16 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: fl
     starts = lengths.cumsum(0) - lengths
     order, real = [], []
     for some in _of_similar_length(lengths, lengths):
-        own = lengths[some, None]
-        steps = torch.arange(int(own.max()), device=q.device)
-        real.append(steps < own)
+        some_lengths = lengths[some, None]
+        steps = torch.arange(int(some_lengths.max()), device=q.device)
+        real.append(steps < some_lengths)
         order.append((starts[some, None] + steps)[real[-1]])
-    counts, tokens = [len(each) for each in order], torch.cat(order)
+    counts, tokens = [len(indices) for indices in order], torch.cat(order)
     results = []
-    for own, *parts in zip(real, *(x[tokens].split(counts) for x in (q, k, v)), strict=True):
-        rows = [part.new_zeros(*own.shape, *part.shape[1:]).index_put((own,), part) for part in parts]
-        positions = torch.arange(own.shape[1], device=q.device).expand(own.shape)
-        results.append(attention(rows[0], rows[1], rows[2], positions, scale)[own])
+    for mask, *parts in zip(real, *(x[tokens].split(counts) for x in (q, k, v)), strict=True):
+        rows = [part.new_zeros(*mask.shape, *part.shape[1:]).index_put((mask,), part) for part in parts]
+        positions = torch.arange(mask.shape[1], device=q.device).expand(mask.shape)
+        results.append(attention(rows[0], rows[1], rows[2], positions, scale)[mask])
     return torch.cat(results)[tokens.argsort()]
 
 
@@ -150,10 +150,10 @@ def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     peak, total, out = _attend_chunk(queries, keys[:, :KEY_CHUNK], values[:, :KEY_CHUNK], 0, limits, inputs.scale)
     for start in range(KEY_CHUNK, keys.shape[1], KEY_CHUNK):
         chunk = slice(start, start + KEY_CHUNK)
-        own = _attend_chunk(queries, keys[:, chunk], values[:, chunk], start, limits, inputs.scale)
-        before, peak = peak, torch.maximum(peak, own[0])  # finite: every row saw key 0, in the first chunk
-        rescale, share = torch.exp(before - peak), torch.exp(own[0] - peak)
-        total, out = total * rescale + own[1] * share, out * rescale + own[2] * share
+        part = _attend_chunk(queries, keys[:, chunk], values[:, chunk], start, limits, inputs.scale)
+        before, peak = peak, torch.maximum(peak, part[0])  # finite: every row saw key 0, in the first chunk
+        rescale, share = torch.exp(before - peak), torch.exp(part[0] - peak)
+        total, out = total * rescale + part[1] * share, out * rescale + part[2] * share
     result = _unfold_rows((out / total)[:, :rows], (*q.shape[:3], v.shape[3]))
     return result.to(q.dtype), result, _unfold_rows((peak + total.log())[:, :rows], (*q.shape[:3], 1))[..., 0]
 
@@ -281,7 +281,7 @@ def _row_positions(positions: Tensor, repeats: int, groups: int) -> Tensor:
 def padded_sequences(
     table: Tensor, requests: Tensor, new: Tensor, lengths: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield sequences of similar length that are padded to one shape; the arguments are those of `paged_attention`.
+    """Yield batches of sequences of similar length, padded to one shape. Arguments: as in `paged_attention`.
 
     Each batch has the indices of new tokens, int64 [b, n]; the slots of all keys, int64 [b, t]; the new tokens'
     positions, int64 [b, n]; and a mask, bool [b, n], False in the padding, which repeats the last new token.

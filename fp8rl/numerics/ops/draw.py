@@ -1,4 +1,4 @@
-"""The draw of a token from its logits: a function of what is sampled, and of nothing else."""
+"""The draw of a token: a function of its logits, temperature, seed and position, and of nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ tokens fits into an int64, so that it is exact in any order."""
 EXP2 = tuple(math.log(2.0) ** n / math.factorial(n) for n in range(12))
 """Taylor coefficients of 2^f. For |f| <= 1/2 the remainder is below 2^-46."""
 LOG2_E, LEAST = 1.0 / math.log(2.0), -62.0
-"""A token that is less than 2^LEAST times as probable as the most probable one has the weight 0."""
+"""A token that is less than 2^LEAST times as probable as the most probable token has the weight 0."""
 
 _FLOOR_BLOCK = {"cpu": 1 << 18}
 """Number of logits that are processed at a time on a CPU: more would not fit into its caches."""

@@ -97,7 +97,7 @@ class ExpertWeights:
     operand: Any = None
     """The operand of the weights; None: they are not quantized."""
     low_rank: LowRank | None = None
-    """The adapter, each expert's own or one for all; None: none."""
+    """The adapters of the experts, or one adapter for all experts; None: there is no adapter."""
 
     def of_rows(self, index: Tensor) -> ExpertWeights:
         """Return the weights with the adapter for these rows of x, int64 [T]."""

@@ -125,18 +125,18 @@ def _recurrence(
     """Run the recurrence for q, k in FP32, normed. Sequences are sorted, the longest first, and take their steps
     together, so that the sequences that still have tokens are always the first ones."""
     count = lengths.tolist()
-    order = sorted(range(len(count)), key=lambda each: -count[each])
+    order = sorted(range(len(count)), key=lambda sequence: -count[sequence])
     starts, longest = [0], max(count, default=0)
-    for each in count:
-        starts.append(starts[-1] + each)
-    running = [sum(each > step for each in count) for step in range(longest)]
+    for length in count:
+        starts.append(starts[-1] + length)
+    running = [sum(length > step for length in count) for step in range(longest)]
     turns = torch.tensor([starts[b] + step for step, active in enumerate(running) for b in order[:active]])
     turns = turns.to(device=v.device, dtype=torch.int64)
     places = torch.tensor(order, device=v.device, dtype=torch.int64)
 
     shares = v.shape[1] // k.shape[1]
     state = states[places].contiguous()
-    by_step = (each[turns].split(running) for each in (q, k, v.float(), g.exp(), beta))
+    by_step = (x[turns].split(running) for x in (q, k, v.float(), g.exp(), beta))
     found = []
     for q_t, k_t, v_t, decay, beta_t in zip(*by_step, strict=True):
         now = state[: len(v_t)]
@@ -166,23 +166,23 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
 
     Each has the dtype of its input. Sequences of similar length are computed together, `GRADIENT_TOKENS` at a time.
     """
-    found = [torch.zeros_like(each) for each in inputs]
+    found = [torch.zeros_like(x) for x in inputs]
     starts = lengths.cumsum(0) - lengths
     rows = inputs[3].dim() == 3
     for some in _parts(lengths, WITH_ROWS if rows else GRADIENT_TOKENS):
-        own = lengths[some, None]
-        longest = int(own.max())
+        some_lengths = lengths[some, None]
+        longest = int(some_lengths.max())
         # padded to less than twice as many tokens
         chunk = min(SHORTEST if rows else CHUNK, max(SHORTEST, 1 << (longest - 1).bit_length()))
         width = -(-longest // chunk) * chunk
         steps = torch.arange(width, device=dout.device)
-        real = steps < own
+        real = steps < some_lengths
         tokens = (starts[some, None] + steps)[real]
 
         def padded(x: Tensor, real: Tensor = real, tokens: Tensor = tokens) -> Tensor:
             return x.new_zeros(*real.shape, *x.shape[1:]).index_put((real,), x[tokens])
 
-        leaves = [padded(each).requires_grad_() for each in inputs]
+        leaves = [padded(x).requires_grad_() for x in inputs]
         with torch.enable_grad():
             q, k, v, g, beta = leaves
             out = in_chunks(q, k, v, g, beta, states[some], chunk)
@@ -192,26 +192,26 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
 
 
 def _parts(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
-    """Yield the indices of sequences whose gradients are taken together: at most `tokens` tokens, if they are not one
-    sequence's, and alike in length to within a factor of two."""
+    """Yield the indices of sequences whose gradients are computed together: similar in length to within a factor of
+    two, and at most `tokens` tokens in all, or a single sequence."""
     if lengths.is_meta:  # nobody knows them, and these products launch no kernel of ours
         return
     groups: dict[int, list[int]] = {}
     count = lengths.tolist()
-    for each, length in enumerate(count):
+    for sequence, length in enumerate(count):
         if length:
-            groups.setdefault(max(length - 1, SHORTEST - 1).bit_length(), []).append(each)
+            groups.setdefault(max(length - 1, SHORTEST - 1).bit_length(), []).append(sequence)
     for _, group in sorted(groups.items()):
-        fit = max(1, tokens // max(count[each] for each in group))
+        fit = max(1, tokens // max(count[sequence] for sequence in group))
         for first in range(0, len(group), fit):
             yield torch.tensor(group[first : first + fit], device=lengths.device)
 
 
 def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Compute the rule of whole rows in chunks of tokens: not the bits of the recurrence, but its derivative.
+    """Compute the rule in chunks of tokens, to differentiate it. The result has not the bits of the recurrence.
 
     q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads], or g [B, S, heads,
-    K]; S a multiple of `chunk`. Padding is zeros behind a row. Returns [B, S, heads, V], FP32 or the wider dtype.
+    K]; S a multiple of `chunk`. Rows end with zeros as padding. Returns [B, S, heads, V], FP32 or the wider dtype.
     """
     shares = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(shares, 2) for x in _unit(q, k))
@@ -226,7 +226,7 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: 
     between = steps.masked_fill(pairs.triu(1)[..., None], -torch.inf).exp()
 
     def decayed(x: Tensor) -> Tensor:
-        """Products of x with the keys up to it, which have decayed since."""
+        """Return the products of each row of x with the keys up to it in its chunk, decayed since the key's token."""
         if between.shape[-1] == 1:
             return (x @ k.transpose(-1, -2)) * between[..., 0]
         return (x[..., :, None, :] * k[..., None, :, :] * between).sum(-1)

@@ -1,5 +1,5 @@
 """Elementwise gates: SwiGLU of MLPs, and the gates of attention's output, of an expert that every token takes, and of
-the norm behind linear attention."""
+the norm after linear attention."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class _SwiGlu(torch.autograd.Function):
 def sigmoid(x: Tensor) -> Tensor:
     """Compute 1 / (1 + exp(-x)).
 
-    torch.sigmoid takes another exp for the last few elements of a CPU tensor than for the others, so that a token's
-    bits would depend on its place in the batch.
+    torch.sigmoid computes exp by another code for the last few elements of a CPU tensor than for all other elements, so
+    that a token's bits would depend on its place in the batch.
     """
     return _Sigmoid.apply(x)
 
@@ -73,7 +73,7 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute x sigmoid(x). torch's own silu takes another exp for the last few elements of a tensor."""
+    """Compute x sigmoid(x). torch's own silu computes exp by another code for the last few elements of a tensor."""
     return x * sigmoid(x)
 
 

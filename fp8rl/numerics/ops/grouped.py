@@ -36,7 +36,7 @@ def grouped_linear(
     K], receive the gradients (`Gradients`); operand is their `group_operand`, the `weight_operand` of their stack, or
     its `Frozen`. plus [T, N]: as in `linear`. Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad,
     blocks along the tokens begin anew in each group. A group may be empty. Only a call without gradients may have rows
-    behind the last group. They are not computed: their results are undefined.
+    after the last group. They are not computed: their results are undefined.
     """
     if spec is None or operand is None:
         operand = weights.detach() if isinstance(weights, Tensor) else [weight.detach() for weight in weights]
@@ -183,7 +183,7 @@ def group_of_rows(counts: Sequence[int]) -> Tensor:
 
 
 def _span_product(rows: Tensor, start: int, stop: int, weight: Tensor, plus: Tensor | None, out: Tensor) -> None:
-    """Fill rows start to stop of `out`. A short span borrows neighbouring rows, which are dropped; none is padded."""
+    """Fill rows start to stop of `out`. A short span is computed with neighbouring rows, whose results are dropped."""
     if (
         stop - start >= FEWEST_ROWS
         and rows.dtype == weight.dtype == out.dtype

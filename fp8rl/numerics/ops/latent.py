@@ -66,7 +66,7 @@ def paged_latent_attention(
 ) -> Tensor:
     """Compute `latent_attention` of the newest tokens over rows in the slots of a cache [slots, D], bit for bit.
 
-    q [tokens, heads, D]; the rest as of `paged_attention`. Returns [tokens, heads, rank].
+    q [tokens, heads, D]; other arguments as in `paged_attention`. Returns [tokens, heads, rank].
     """
     keys = cache.unsqueeze(1)
     return paged_attention(q, keys, keys[..., :rank], table, requests, new, lengths, scale)
@@ -125,8 +125,8 @@ def head_product(
     """Compute `head_linear` without a gradient."""
     right = _matrices(weight, operand, x.shape[1], first, count, transposed)
     more = [None] * len(right) if plus is None else plus.unbind(1)
-    each = zip(x.unbind(1), right, more, strict=True)
-    return torch.stack([product(part.contiguous(), w.contiguous(), x.dtype, d) for part, w, d in each], 1)
+    heads = zip(x.unbind(1), right, more, strict=True)
+    return torch.stack([product(part.contiguous(), w.contiguous(), x.dtype, d) for part, w, d in heads], 1)
 
 
 def _matrices(weight: Tensor, operand: Any, heads: int, first: int, count: int, transposed: bool) -> Tensor:

@@ -130,7 +130,7 @@ def rows_linear(rows: Any, operand: Any, dtype: torch.dtype, plus: Tensor | None
 
 
 def add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
-    """Add a bias [N] to product [..., N], in a second rounding behind that of the product; None: return the product.
+    """Add a bias [N] to product [..., N], which is rounded already, and round again. None: return the product.
 
     Megatron and SGLang's FP8 products add it so too, while a fused BF16 product of torch's rounds once. A row's sum
     does not depend on other rows, so there is nothing for a kernel of ours to fix.

@@ -133,7 +133,7 @@ def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
 def grouped_low_rank_term(h: Tensor, counts: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
     """Compute `low_rank_term` with b [groups, N, parts * r] of each row's group.
 
-    h [T, parts * r] is sorted by group, counts int64 [groups]; rows behind the last group are as in `grouped_linear`.
+    h [T, parts * r] is sorted by group, counts int64 [groups]; rows after the last group are as in `grouped_linear`.
     """
     return _Term.apply(h, b, scale, parts, spans(counts, h))
 
@@ -164,7 +164,7 @@ def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Any)
         wide[torch.arange(len(groups)), groups] = h[: len(groups)] * scale
         return product(wide.flatten(1), b.transpose(0, 1).flatten(1), h.dtype)
     out, grouped = h.new_empty(len(h), b.shape[1]), sum(spans)
-    parts_of = (each[:grouped].split(list(spans)) for each in (out, h))
+    parts_of = (x[:grouped].split(list(spans)) for x in (out, h))
     for into, part, of_group in zip(*parts_of, b, strict=True):
         if len(part):
             into.copy_(_scaled(part, of_group, scale, even))
@@ -214,7 +214,7 @@ def merged(weight: Tensor, low_rank: LowRank) -> Tensor:
     if weight.dim() == 2:
         return updates(low_rank).add_(weight).float().to(weight.dtype)
     # Of experts one at a time: what is made here is four times as large as a weight.
-    return torch.stack([merged(each, low_rank.of_expert(index)) for index, each in enumerate(weight)])
+    return torch.stack([merged(matrix, low_rank.of_expert(index)) for index, matrix in enumerate(weight)])
 
 
 def updates(low_rank: LowRank) -> Tensor:
@@ -225,8 +225,8 @@ def updates(low_rank: LowRank) -> Tensor:
 def with_adapter_gradient(product: Tensor, x: Tensor, low_rank: LowRank, counts: Tensor | None = None) -> Tensor:
     """Return `product` unchanged in the forward; in the backward its gradient also goes to the adapter's A and B.
 
-    product: [..., N], of x [..., K] and the merged weight.
-    counts: int64 [experts], where each group of rows [T, K] has an adapter of its own.
+    product: [..., N], the product of x [..., K] with the merged weight. counts: int64 [experts], the rows of each
+    expert in x [T, K], if each expert has its own adapter.
     """
     groups = counts.tolist() if counts is not None and low_rank.per_expert else None
     out: Tensor = _WithAdapterGradient.apply(product, x, low_rank.a, low_rank.b, low_rank.scale, groups)
@@ -253,7 +253,7 @@ class _WithTermGradient(torch.autograd.Function):
 
 
 class _WithAdapterGradient(torch.autograd.Function):
-    """a [R, K], b [N, R], or of each group [groups, R, K] and [groups, N, R]."""
+    """Passes a product through and gives A and B gradients. a [R, K], b [N, R], or both with [groups] in front."""
 
     @staticmethod
     def forward(
@@ -272,7 +272,7 @@ class _WithAdapterGradient(torch.autograd.Function):
             da, db = _gradients(dy, rows, a, b, ctx.scale)
         else:
             groups = zip(dy.split(ctx.groups), rows.split(ctx.groups), a, b, strict=True)
-            da, db = (torch.stack(found) for found in zip(*(_gradients(*each, ctx.scale) for each in groups)))
+            da, db = (torch.stack(found) for found in zip(*(_gradients(*group, ctx.scale) for group in groups)))
         return grads[0], None, da, db, None, None
 
 

@@ -27,7 +27,7 @@ class Scaling(Hashable, Protocol):
         """Return the factor by which scores are multiplied in addition to 1 / sqrt(a head's width)."""
 
     def lengthened(self, plain: Tensor, theta: float) -> Tensor:
-        """Return the radians per position of each pair. plain: those of theta alone; both are FP64 [rotary_dim / 2]."""
+        """Return the radians per position of each pair, FP64 [rotary_dim / 2]. plain: the same without lengthening."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,15 +94,15 @@ def rope(
 ) -> Tensor:
     """Rotate x [B, S, heads, D] by its positions int64 [B, S]. FP32 inside, rounded once to x's dtype.
 
-    rotary_dim: the first channels of a head that are rotated; the others pass. None: all. scaling: of a lengthened
-    context; None: the frequencies are theta's alone.
+    rotary_dim: how many first channels of a head are rotated; None: all. scaling: the method of a lengthened context;
+    None: the frequencies follow from theta alone.
     """
     return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], scaling, False)
 
 
 @composed
 def rope_pairs(x: Tensor, positions: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:
-    """Rotate the pairs (x0, x1), (x2, x3), ... of x [B, S, heads, D], which stay where they are; else as `rope`."""
+    """Rotate x [B, S, heads, D] as `rope` does, but with neighbours (x0, x1), (x2, x3), ... as the pairs."""
     return _Rope.apply(x, positions, theta, x.shape[-1], scaling, True)
 
 

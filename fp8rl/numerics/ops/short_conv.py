@@ -49,9 +49,9 @@ class CausalConv(torch.autograd.Function):
         own, last = places(lengths, weight.shape[1] - 1, len(x))
         joined = _joined(x, rows, own)
         ctx.save_for_backward(x, weight, rows, own)
-        held = joined[last]
-        ctx.mark_non_differentiable(held)
-        return silu(_taps(joined.float(), weight.float()))[own - weight.shape[1] + 1].to(x.dtype), held
+        last_rows = joined[last]
+        ctx.mark_non_differentiable(last_rows)
+        return silu(_taps(joined.float(), weight.float()))[own - weight.shape[1] + 1].to(x.dtype), last_rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -70,7 +70,7 @@ class CausalConv(torch.autograd.Function):
 
 
 def places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return indices into the rows once `held` rows are put before each sequence: those of the tokens [T], and those
+    """Return indices into the rows after `held` rows are put before each sequence: the indices of the tokens [T], and
     of each sequence's last rows [B, held]."""
     numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)
     sequence = numbers.repeat_interleave(lengths, output_size=count)
@@ -80,7 +80,7 @@ def places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _joined(x: Tensor, rows: Tensor, own: Tensor) -> Tensor:
-    """Return x with the rows before each sequence, [T + B * held, C]."""
+    """Insert the rows before each sequence of x: [T + B * held, C]. own: the indices of x's rows in the result."""
     joined = x.new_empty(len(x) + rows.shape[0] * rows.shape[1], x.shape[1])
     others = torch.ones(len(joined), dtype=torch.bool, device=x.device).index_fill_(0, own, False)
     joined[own] = x

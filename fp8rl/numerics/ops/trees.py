@@ -21,7 +21,7 @@ from fp8rl.numerics.ops.attention import TokenTree, attention, padded_sequences
 
 @op
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: float) -> Tensor:
-    """`attention` of each token over the keys on its path, bit for bit.
+    """Compute `attention` of each token over the keys on its path, bit for bit.
 
     q [T, heads, D]; k [T, kv heads, D]; v [T, kv heads, E]. Returns [T, heads, E].
     """

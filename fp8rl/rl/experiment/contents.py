@@ -46,14 +46,14 @@ class Content:
 
 
 def contents(experiment: Experiment) -> dict[str, Content]:
-    """Digest the files that each key names, by the key; not missing files, nor files that the run does not read."""
+    """Digest the files that each key names, by the key, without missing files and files that the run does not read."""
     importlib.invalidate_caches()  # finders remember the directories that they have looked at
-    files = {key: (said, [*named]) for key, said, named in _named(experiment)}
-    return {key: Content(said, _digest(named)) for key, (said, named) in files.items() if named}
+    files = {key: (value, [*named]) for key, value, named in _named(experiment)}
+    return {key: Content(value, _digest(named)) for key, (value, named) in files.items() if named}
 
 
 def _named(experiment: Experiment) -> Iterator[tuple[str, str, Iterator[Path]]]:
-    """Yield each key that names files: (key, its value, the files)."""
+    """Yield (key, its value, its files) for each key that names files."""
     data, evaluation, environment = experiment.data, experiment.eval, experiment.environment
     for source in data.training:
         yield source.key, str(source.path), _below(source.path)
@@ -86,12 +86,12 @@ def _judges(rewards: RewardsSection, key: str) -> Iterator[tuple[str, str, Itera
         name = f"{key}.functions.{index}"
         yield f"{name}.function", config.function, _sources(config.function)
         ours = BUILT_IN.get(config.function)
-        if ours is not None and ours.tokenizer and isinstance(held := config.kwargs.get(ours.tokenizer), str):
-            yield f"{name}.kwargs.{ours.tokenizer}", held, _of_a_model(held)
+        if ours is not None and ours.tokenizer and isinstance(path := config.kwargs.get(ours.tokenizer), str):
+            yield f"{name}.kwargs.{ours.tokenizer}", path, _of_a_model(path)
 
 
 def _below(named: str | Path) -> Iterator[Path]:
-    """Yield the file, or a directory's files without hidden files and the caches that `datasets` has made."""
+    """Yield the file, or the files of a directory, without hidden files and without caches of `datasets`."""
     path = Path(named)
     if path.is_file():
         yield path
@@ -107,7 +107,7 @@ def _of_a_model(path: str | Path) -> Iterator[Path]:
 
 
 def _sources(name: str) -> Iterator[Path]:
-    """Yield the file of a user's function or class, whose name has a colon; nothing for a built-in name."""
+    """Yield the file of a user's function or class (its name has a colon); a built-in name has none."""
     module, colon, _ = name.rpartition(":")
     if colon:
         file = Path(module) if module.endswith(".py") else _module_file(module, [os.getcwd(), *sys.path])
@@ -116,7 +116,7 @@ def _sources(name: str) -> Iterator[Path]:
 
 
 def _programs(harness: HarnessSection) -> Iterator[Path]:
-    """Yield the files that a command names and the module after `-m`; no compiled programs, such as the interpreter."""
+    """Yield the files in a command, and the module after `-m`, but no compiled programs such as the interpreter."""
     directory = Path(harness.directory or "").absolute()
     for before, argument in zip(("", *harness.command), harness.command, strict=False):
         file = _module_file(argument, [str(directory)]) if before == "-m" else directory / argument
@@ -186,9 +186,9 @@ def fetched(experiment: Experiment, before: Experiment | None = None) -> Experim
         return section.model_copy(update={"revision": commits[asked]})
 
     data, teacher = experiment.data, experiment.teacher
-    train = tuple(pinned(own, "dataset", data.train_key(place)) for place, own in enumerate(data.train))
+    train = tuple(pinned(one, "dataset", data.train_key(place)) for place, one in enumerate(data.train))
     held_out = None if data.eval is None else pinned(data.eval, "dataset", "data.eval")
-    sets = tuple(pinned(own, "dataset", f"eval.sets.{place}") for place, own in enumerate(experiment.eval.sets))
+    sets = tuple(pinned(one, "dataset", f"eval.sets.{place}") for place, one in enumerate(experiment.eval.sets))
     found = experiment.model_copy(
         update={
             "model": pinned(experiment.model, "model", "model.path"),
@@ -207,10 +207,10 @@ def fetched(experiment: Experiment, before: Experiment | None = None) -> Experim
 
 def _data_sources(experiment: Experiment) -> Iterator[tuple[str, DataSource]]:
     data = experiment.data
-    yield from ((data.train_key(place), own) for place, own in enumerate(data.train))
+    yield from ((data.train_key(place), source) for place, source in enumerate(data.train))
     if data.eval is not None:
         yield "data.eval", data.eval
-    yield from ((f"eval.sets.{place}", own) for place, own in enumerate(experiment.eval.sets))
+    yield from ((f"eval.sets.{place}", eval_set) for place, eval_set in enumerate(experiment.eval.sets))
 
 
 def _hub_named(experiment: Experiment) -> Iterator[tuple[Kind, Named]]:

@@ -76,8 +76,8 @@ class TeacherSection(Section):
         )
 
     def numerics(self, section: NumericsSection, tp: int) -> NumericsConfig:
-        """Return the numerics of the teacher's engines. tp: the run's parts of a row-parallel product, in whose order
-        an engine of one rank adds too."""
+        """Return the numerics of the teacher's engines. tp: the number of parts in which the run sums row-parallel
+        products; an engine of one rank sums in the same parts."""
         # Scales of keys and values are chosen for the policy's.
         numerics = section.config(self.tp if self.tp > 1 else tp).with_bf16_kv()
         return replace(numerics, rollout=self.precision or numerics.rollout, router_replay="off")
@@ -111,8 +111,8 @@ class Experiment(Section):
     def formula(self) -> str:
         """The loss of a token, in one line."""
         alone = self.algorithm.compares_in_group and self.rollout.group_size == 1
-        said = "; rollout.group_size=1: the mean of a group of one counts as 0 and its std as 1, so A = R"
-        return f"loss: {self.algorithm.loss_summary}{said * alone}"
+        note = "; rollout.group_size=1: the mean of a group of one counts as 0 and its std as 1, so A = R"
+        return f"loss: {self.algorithm.loss_summary}{note * alone}"
 
     @property
     def needs_engines(self) -> bool:
@@ -126,8 +126,8 @@ class Experiment(Section):
 
     @property
     def carries_supports(self) -> bool:
-        """True if the engine reports the tokens that top-p, top-k or min-p left to draw from. The trainer needs them
-        where its own logits may leave others: at later weights, or in native mode."""
+        """True if the engine reports the tokens that top-p, top-k or min-p left to draw from. The trainer needs this
+        report if its own logits may leave other tokens: at later weights, or in native mode."""
         later = self.rollout.staleness > 0 or self.algorithm.updates > 1
         return self.rollout.truncation.cuts and (later or self.numerics.mode == "native")
 
@@ -143,8 +143,8 @@ class Experiment(Section):
 
     @property
     def base_spec(self) -> QuantSpec | None:
-        """The quantization spec of the frozen weights that both sides read from one memory, whatever the sides fall
-        back to later. None: each side has frozen weights of its own."""
+        """The quantization spec of the frozen weights that both sides read from one memory. It stays the same if the
+        sides fall back to BF16 later. None: each side has its own copy of the frozen weights."""
         return self.numerics_config().rollout_spec if self.sync.shared_base else None
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Refuses gates on metrics that the run does not measure, gates that can never act, and gates that contradict.
+"""Refuses gates on metrics that the run does not measure, gates that can never act, and contradicting gates.
 
 A `Condition` says whether a run has what a metric needs; fp8rl/rl/record/metrics.md names each metric's conditions.
 """
@@ -124,7 +124,7 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
         expected = f"one of {', '.join(known)}" if known else "another metric: this run has none of that kind"
         yield user_error(f"{key}.metric", gate.metric, expected, "Correct the name, or remove the gate.")
     if setting := _beyond(gate.metric, e):
-        expected = "a number in its name that occurs in such a run"
+        expected = "a name whose number occurs in this run"
         remedy = "Choose a lower one, or another metric."
         yield user_error(f"{key}.metric", f"{gate.metric} with {setting}", expected, remedy)
     if measured.flat_at_first and e.algorithm.updates > 1:
@@ -170,11 +170,11 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
 
 
 def _known(name: str, experiment: Experiment) -> Sequence[str] | None:
-    """Return the metrics that a run has in place of the metric `name`; None if the run may have `name`."""
+    """Return None if the run may have the metric `name`; otherwise the metrics of this kind that the run has."""
     if name.startswith(REWARD_PARTS):
         functions = experiment.rewards.functions
-        whole = {each.function for each in functions} <= BUILT_IN.keys() - set(_MAY_NAME_PARTS)
-        known = [REWARD_PARTS + each.label for each in functions] if len(functions) > 1 or not whole else []
+        whole = {reward.function for reward in functions} <= BUILT_IN.keys() - set(_MAY_NAME_PARTS)
+        known = [REWARD_PARTS + reward.label for reward in functions] if len(functions) > 1 or not whole else []
         return None if "/".join(name.split("/")[:3]) in known else known
     if name.startswith("eval/") and name != "eval/at_step":
         known = [*_evaluated(experiment)]
@@ -185,14 +185,14 @@ def _known(name: str, experiment: Experiment) -> Sequence[str] | None:
 def _evaluated(experiment: Experiment) -> Iterator[str]:
     if experiment.data.eval is not None:
         yield from ("eval/accuracy", "eval/problems")
-    for own in experiment.eval.sets:
+    for held_out in experiment.eval.sets:
         names = ["accuracy", "problems", "finished_fraction", "response_tokens_mean"]
-        names += [f"avg@{own.samples}"] * (own.samples > 1) + [f"pass@{k}" for k in own.pass_at]
-        yield from (f"eval/{own.name}/{name}" for name in names)
+        names += [f"avg@{held_out.samples}"] * (held_out.samples > 1) + [f"pass@{k}" for k in held_out.pass_at]
+        yield from (f"eval/{held_out.name}/{name}" for name in names)
 
 
 def _beyond(name: str, e: Experiment) -> str:
-    """Return the setting by which the position or age in a metric's name never occurs; empty if it may occur."""
+    """Return the setting that rules out the token position or age in a metric's name; empty if none does."""
     found, rollout = _OF_NUMBER.fullmatch(name), e.rollout
     if found is None:
         return ""

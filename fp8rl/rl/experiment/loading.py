@@ -25,8 +25,8 @@ from fp8rl.rl.record.run_dir import RunDir
 
 Say = Callable[[str], object]
 MEMBERS = {"algorithm": "name", "algorithm.rejection": "name", "environment": "function"}
-"""Sections in which the other keys depend on one, which names a member, and that key. Where a later layer names another
-member, its section replaces the section of the former one; so does a path alone, in place of a data source."""
+"""Sections in which one key chooses what the section configures, such as an algorithm, and the other keys depend on it.
+If a later layer chooses another value, it replaces the whole section. A path in place of a data source does so too."""
 _HERE = Path("(a mapping)")
 """The name in messages for a spec that is a mapping and not a file; its paths are relative to the current directory."""
 LARGEST_SPEC = 16 << 20
@@ -46,9 +46,9 @@ def load_experiment(
     """Read, inherit, override and validate a spec: a YAML file, a mapping with the same keys, or an experiment.
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
-    Mappings are merged and lists are replaced. Where a layer names another algorithm, environment, rejection or data
-    path, the settings of the former one are dropped; `say` is told which settings. The spec in a run's directory may
-    have keys that specs had once: they are left out.
+    Mappings are merged and lists are replaced. If a layer names another algorithm, environment, rejection or data path,
+    the settings of the former one are dropped, and `say` prints which settings. The spec in a run's directory may have
+    keys that have been removed since: they are left out.
     A relative path is relative to the directory of the file that it is written in. In an override, in a mapping, and
     for the default of `run.dir`, it is relative to the current directory. In the experiment all paths are absolute.
 
@@ -106,7 +106,7 @@ def read_resolved(path: str | Path) -> Experiment:
 
 
 def _without_what_went(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of an old run's spec without what specs can no longer have."""
+    """Return the values of an old run's spec without the keys and values that have been removed since."""
     values = without_removed(values)
     tracking, gates = values.get("tracking"), values.get("gates")
     if isinstance(tracking, dict) and isinstance(tracking.get("to"), list):  # MLflow and Trackio were trackers once
@@ -122,8 +122,8 @@ def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], s
     if resolved in ancestors:
         chain = " -> ".join(str(entry) for entry in (*ancestors, resolved))
         raise user_error("defaults", found=str(path), expected="no cycle", remedy=f"Break the cycle {chain}.")
-    own = Experiment.located(layer, path.absolute().parent)
-    names = own.pop("defaults", [])
+    located = Experiment.located(layer, path.absolute().parent)
+    names = located.pop("defaults", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise user_error(
@@ -144,7 +144,7 @@ def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], s
                 remedy=f"Correct the name; it was looked for in {resolved.parent}.",
             )
         values = merged(values, _inherited(_read_yaml(inherited), inherited, (*ancestors, resolved), say), say)
-    return merged(values, own, say)
+    return merged(values, located, say)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _as_yaml(spec: Mapping[str, Any]) -> str:
         raise
     except (TypeError, ValueError, RecursionError) as error:  # keys that are no text, a mapping that holds itself
         raise user_error(
-            "spec", found=str(error), expected="a mapping of plain values", remedy="Write what a YAML file could say."
+            "spec", found=str(error), expected="a mapping of plain values", remedy="Write only values of YAML."
         ) from error
 
 
@@ -226,10 +226,10 @@ def _parse_override(override: str) -> dict[str, Any]:
 
 
 def merged(base: dict[str, Any], layer: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Lay `layer` over `base`, both as YAML gives them: mappings are merged, all else is replaced.
+    """Return `base` with the values of `layer`, both as YAML gives them: mappings are merged, all else is replaced.
 
-    A value that stands for a section is the section with that one key. say: told which settings go with a former member
-    or source.
+    A value in place of a section is the section with its one short key. say: prints the settings that are dropped with
+    a former algorithm, environment, rejection or source.
     """
     return _merged(base, layer, "", Experiment, say)
 
@@ -243,7 +243,7 @@ def _merged(base: dict[str, Any], layer: dict[str, Any], key: str, section: type
     for name, value in layer.items():
         kind, listed = _section(section, name)
         inner = f"{key}.{name}".lstrip(".")
-        before, after = (_spelled_out(each, kind, listed) for each in (base.get(name), value))
+        before, after = (_spelled_out(given, kind, listed) for given in (base.get(name), value))
         is_source = kind is not None and issubclass(kind, DataSource)
         found[name] = value
         if is_source and (after is not value or isinstance(before, list)):
@@ -261,9 +261,9 @@ def _say_gone(key: str, selector: str, settings: Any, say: Say) -> None:
 
 
 def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | None, bool]:
-    """The section that a key of a section holds, and whether it is a list of them."""
+    """Return the class of the section that is the value of a key, and whether the value is a list of such sections."""
     fields = {} if section is None else section.model_fields
-    field = next((each for own, each in fields.items() if (each.alias or own) == name), None)
+    field = next((field for key, field in fields.items() if (field.alias or key) == name), None)
     if field is None:
         return None, False
     kinds = sections_in(field.annotation)
@@ -271,7 +271,7 @@ def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | 
 
 
 def types_of(key: str) -> set[Any]:
-    """Return the types of value that a dotted key takes; of a section with a `shorthand`, those of that too."""
+    """Return the types of value that a dotted key takes, with the types of a section's `shorthand`."""
     section: type[Section] | None = Experiment
     *above, name = key.split(".")
     for part in above:
@@ -293,7 +293,7 @@ def _types(annotation: Any) -> set[Any]:
 
 
 def _spelled_out(value: Any, kind: type[Section] | None, listed: bool) -> Any:
-    """A value that stands for a section, as the mapping that it stands for."""
+    """Return the mapping that a value in place of a section stands for; any other value unchanged."""
     alone = (str,) if listed else (str, list)
     if kind is None or not kind.shorthand or not isinstance(value, alone):
         return value

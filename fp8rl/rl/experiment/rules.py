@@ -34,14 +34,12 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
         remedy = "Name one (environment: mine.py:play), or another reward."
         yield user_error("environment", found, "an environment that returns numbers", remedy)
     if e.sync.pause == "in_place" and exact:
-        expected = (
-            "retract or abort: with old keys under new weights no trainer's weights give the same log-probabilities"
-        )
+        expected = "retract or abort: if keys are of old weights, no trainer can compute the same log-probabilities"
         remedy = "Set sync.pause=retract, or numerics.mode=native."
         yield user_error("sync.pause", "in_place with numerics.mode=exact", expected, remedy)
     if rollout.staleness and not algorithm.samples:
         found = f"{rollout.staleness} with algorithm.name={algorithm.name}"
-        expected = "0, as nothing is sampled that could be ahead"
+        expected = "0, because this algorithm samples nothing"
         yield user_error("rollout.staleness", found, expected, "Remove rollout.staleness.")
     if rollout.staleness and e.numerics.router_replay != "off":
         found = f"{e.numerics.router_replay} with rollout.staleness={rollout.staleness}"
@@ -61,7 +59,7 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
             yield user_error("algorithm.updates_per_batch", found, expected, "Lower it, or give a step more prompts.")
         if rollout.group_size == 1 and (algorithm.dynamic_sampling or algorithm.least_group > 1):
             found = f"1 with {'algorithm.dynamic_sampling=true' if algorithm.dynamic_sampling else algorithm.name}"
-            expected = "at least 2: a single answer has no others to be compared with, and teaches nothing"
+            expected = "at least 2: a single answer has no other answer to compare with, so nothing is learnt from it"
             remedy = "Raise rollout.group_size, or choose algorithm.name=reinforce++ without dynamic_sampling."
             yield user_error("rollout.group_size", found, expected, remedy)
     if e.sync.delta and e.sync.transport == "disk":
@@ -69,7 +67,7 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
         remedy = "Set sync.transport=tensor or distributed, or remove sync.delta."
         yield user_error("sync.delta", "true with sync.transport=disk", expected, remedy)
     if not algorithm.samples and e.guard.nonfinite_loss == "skip":
-        expected = "stop: a supervised run keeps no capsule of what it would skip"
+        expected = "stop: a supervised run would write no capsule of a skipped batch"
         remedy = "Remove guard.nonfinite_loss, and look at the examples that the error names."
         yield user_error("guard.nonfinite_loss", "skip", expected, remedy)
 
@@ -79,7 +77,7 @@ def _sleep(e: Experiment) -> Iterator[UserError]:
         return
     if e.rollout.staleness:
         found = f"true with rollout.staleness={e.rollout.staleness}"
-        expected = "rollout.staleness=0: an engine that samples ahead works while the trainer does"
+        expected = "rollout.staleness=0: otherwise engines sample while the trainer works"
         yield user_error("rollout.sleep", found, expected, "Set rollout.sleep=false, or rollout.staleness=0.")
     if e.sync.delta:
         expected = "a full sync: an engine that wakes has no weights to apply a delta to"
@@ -110,7 +108,7 @@ def _adapter(e: Experiment) -> Iterator[UserError]:
 
 
 def _private_base(e: Experiment) -> str | None:
-    """Return why engines cannot read frozen weights where the trainer has them; None: they can."""
+    """Return why engines cannot read frozen weights in the trainer's memory; None: they can."""
     if e.adapter is None or e.adapter.mode == "merged":
         return "no frozen weights are served: there is no adapter, or it is merged into them"
     numerics = e.numerics_config()
@@ -130,5 +128,5 @@ def _teacher(e: Experiment) -> Iterator[UserError]:
         yield user_error("teacher", found, "null, or an algorithm that uses one: opd", remedy)
     if e.rollout.temperature != 1.0:
         found = f"{e.rollout.temperature:g} with a teacher"
-        expected = "1, at which SGLang scores given tokens: policy and teacher would be compared at two temperatures"
+        expected = "1: SGLang scores a teacher's tokens at temperature 1, and the policy must have the same"
         yield user_error("rollout.temperature", found, expected, "Set rollout.temperature=1.0.")

@@ -76,7 +76,7 @@ class ModelSection(Section):
         return model_directory(self.path, self.revision, "model.path")
 
     def at(self, directory: Path) -> ModelSection:
-        """Return the section with a directory as `path`, and no revision."""
+        """Return a copy of the section with `directory` as its `path` and without a revision."""
         return self.model_copy(update={"path": str(directory), "revision": None})
 
 
@@ -264,15 +264,15 @@ class DataSection(Section):
 
     @property
     def training(self) -> list[Source]:
-        """Each source of `train`, with this section's settings where it has none of its own."""
-        return [self.source(own, self.train_key(place)) for place, own in enumerate(self.train)]
+        """The sources of `train`. Settings that a source lacks are taken from this section."""
+        return [self.source(source, self.train_key(place)) for place, source in enumerate(self.train)]
 
     def train_key(self, place: int) -> str:
         """Return the key by which messages name the source at `place` in `train`."""
         return "data.train" if len(self.train) == 1 else f"data.train.{place}"
 
     def source(self, own: DataSource, key: str) -> Source:
-        """Return a source with this section's settings where it has none of its own. key: its name in messages."""
+        """Return a source. Settings that it lacks are taken from this section. key: its name in messages."""
         system = self.system_prompt if own.system_prompt is None else own.system_prompt
         return Source(
             path=str(data_directory(own.path, own.revision, own.configuration, key)),
@@ -361,7 +361,7 @@ class EvalSection(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> EvalSection:
-        names = [each.name for each in self.sets]
+        names = [eval_set.name for eval_set in self.sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"found two sets called {', '.join(twice)}, expected one. Name one otherwise")
         return self

@@ -25,10 +25,10 @@ REMOVED: dict[str, str] = {
     "guard.capsule_sequences": "A capsule has the 8 worst sequences.",
     "eval.sets.right_from": "An answer is right from a reward of 1 on.",
 }
-"""Keys that specs had once, without the indices of lists, and what to do: a spec that has one is refused, the spec of
-an old run is read without it. Below a removed section, no key needs a row."""
+"""Removed keys, without the indices of lists, and what to do instead. A spec with a removed key is refused; the spec of
+an old run is read without the key. A removed section needs no rows for the keys in it."""
 _REFERENCE = re.compile(rf"(?<!\\)\$\{{(oc|{'|'.join(Experiment.model_fields)})\.[\w.]+[:}}]")
-"""A reference to another key or to the environment, as specs had once. Taken as text it would name a wrong file."""
+"""A reference to another key or to the environment, which specs no longer have. As text it would name a wrong file."""
 _LONGEST_NUMBER = 1024
 """The longest whole number that a spec may have, in bits."""
 _LONGEST_KEY = 160
@@ -93,7 +93,7 @@ def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
 
 
 def valid_keys(algorithm: str | None = None) -> list[str]:
-    """Every dotted key of an experiment, without the indices of lists. algorithm: leaves out the keys of all others."""
+    """Return every dotted key of an experiment, without indices of lists. algorithm: the only one whose keys count."""
     return list(dict.fromkeys(_walk(Experiment, "", algorithm)))
 
 
@@ -116,7 +116,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _own(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Leave out pydantic's error that a list is too short, where it follows from an error in an entry of the list."""
+    """Drop pydantic's error that a list is too short if it only follows from an error in an entry of the list."""
     places = [detail["loc"] for detail in details]
     return [
         detail
@@ -196,7 +196,7 @@ def nearest_key(key: str, known: list[str]) -> str:
     if leaf not in leaves and (close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)):
         return siblings[close[0]]
     alike = difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)
-    same = [name for name, own in zip(known, leaves, strict=True) if own in alike]
+    same = [name for name, last in zip(known, leaves, strict=True) if last in alike]
     return difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0] if same else ""
 
 
@@ -205,7 +205,7 @@ def _without_indices(key: str) -> str:
 
 
 def refusal_of_removed(key: str, found: str) -> str | None:
-    """Return what is said of a removed key, with its value as text; None: specs never had such a key."""
+    """Return the error message for a removed key. found: its value as text. None: there never was such a key."""
     remedy = REMOVED.get(".".join(part for part in key.split(".") if not part.isdigit()))
     if remedy is None:
         return None
@@ -213,7 +213,7 @@ def refusal_of_removed(key: str, found: str) -> str | None:
 
 
 def without_removed(value: Any, key: str = "") -> Any:
-    """Return the values of an old run's spec without the keys that have gone; `key` is where the value stands."""
+    """Return the values of an old run's spec without removed keys. key: the dotted key of `value`."""
     if isinstance(value, list):
         return [without_removed(entry, key) for entry in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Capsules: the worst sequences of a step, with all that it takes to score them again in another process.
+"""Capsules: the worst sequences of a step, with everything that is needed to score them again in another process.
 
 A capsule is a directory: `capsule.json` (why, and in which numerics), `tensors.safetensors` (tokens, and both sides'
 results), `spec.yaml` (the resolved experiment), `manifest.json` (digests of the served weights), `weights/` (the
@@ -74,7 +74,7 @@ class Capsule:
         return path if path.is_dir() else None
 
     def beginning(self, weights: Path) -> Experiment:
-        """Return the capsule's experiment as a run that begins with the weights that `export_weights` has written."""
+        """Return the capsule's experiment, changed to begin with the weights that `export_weights` has written."""
         adapter = self.experiment.adapter
         if adapter is not None:
             start = weights / _ADAPTER
@@ -125,10 +125,10 @@ def write_capsule(
     manifest: Path,
     held: Sequence[Mapping[str, str]] = (),
 ) -> None:
-    """Keep a step as the capsule `path`; it appears whole or not at all.
+    """Write the capsule of a step to `path`; it appears whole or not at all.
 
     export: writes the weights that scored the batch to a new directory; None leaves them out. why: sentences of gates
-    and faults. rows: of the batch, first those that a fault came from, then the worst. experiment, manifest: the files
+    and faults. rows: rows of the batch, first the faulty ones, then the worst. experiment, manifest: the files
     with the run's resolved experiment and with the digests of the served weights. held: the digests that each engine
     that answers reports now.
     """

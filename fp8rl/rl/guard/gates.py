@@ -18,7 +18,7 @@ from fp8rl.rl.record.metrics import metric
 
 
 def late_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a step that were measured after the decision on it. Gates judge them in the next step."""
+    """Return the metrics that were measured after the step's decision. Gates judge them in the next step."""
     return {name: value for name, value in row.items() if metric(name).late}
 
 

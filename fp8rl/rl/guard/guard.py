@@ -53,11 +53,11 @@ class Verdict:
     retry: bool
     """A gate changed the objective or the routes, so that the pass is done again before the update."""
     resync: bool
-    """The engines are synced although the weights stay."""
+    """The engines are synced although the weights have not changed."""
     fall_back: bool
     """Both sides go to BF16 before that sync."""
     stop: str
-    """The reason for which the run ends with this step; empty if it goes on."""
+    """The reason why the run ends with this step; empty if the run continues."""
 
 
 @dataclasses.dataclass
@@ -130,7 +130,7 @@ class Guard:
         return self._replays or self._gate_state.router_replay
 
     def judge(self, step: int, metrics: Mapping[str, float], fault: Fault | None, capsule: str | None) -> Verdict:
-        """Decide about a step by the metrics that it has so far.
+        """Decide whether a step is trained on, by the metrics that it has so far.
 
         capsule: where the step's worst sequences will be kept if a gate fires or the pass had a fault; None if nowhere.
         """

@@ -37,7 +37,7 @@ class ScoredBatch:
 
     @property
     def fresh(self) -> Tensor:
-        """bool [B, S], the tokens that the trainer's own weights have sampled: those on which both sides must agree."""
+        """bool [B, S], the tokens that the trainer's present weights have sampled, on which both sides must agree."""
         return self.batch.loss_mask & (self.versions == self.version)
 
     def metrics(self) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""The console of a run: one line per step, and on a terminal a live table below. log.txt has what the console said, the
-driver's warnings, and the traceback of what ended a run."""
+"""The console of a run: one line per step, and on a terminal a live table below. log.txt has the console's lines, the
+driver's warnings, and the traceback of the error that ended a run."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ class StepConsole:
 
 
 def steps_table(rows: Mapping[int, Mapping[str, float]]) -> Table:
-    """Make a table of the figures of a step's line. A row is a figure; columns are the first step and the last steps.
+    """Make a table of the numbers in a step's line: a row for each number, columns for the first and the last steps.
 
-    rows: by step, rising.
+    rows: the metrics of each step, in rising order of steps.
     """
     shown = [step for step in rows if step == min(rows) or step > max(rows) - _SHOWN]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -186,7 +186,7 @@ def format_percent(value: float) -> str:
 
 
 def _written(name: str, value: float) -> Text:
-    """Return a figure of a step's line, green if it has the value that it should have, and yellow if not."""
+    """Return a number of a step's line: green if it has the value that it should have, yellow if not."""
     if name == "mismatch/train_rollout_logprob_abs_diff_max":
         return Text(format_difference(value), style=f"{'yellow' if value else 'green'} not bold")
     if name == "mismatch/exact_frac":

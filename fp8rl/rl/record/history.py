@@ -97,8 +97,8 @@ class Session:
     commit: str | None
     """Commit of the code, with `+` for changes that are not committed; None outside a git repository."""
     ended: Annotated[float, _TIME] | None = None
-    """Seconds since 1970: the start plus a monotonic duration, as the clock may be set meanwhile. None while the
-    session lives, or if it was killed."""
+    """Seconds since 1970: the start plus a monotonic duration, since the clock may be changed during a run. None while
+    the session lives, or if it was killed."""
     why: str = ""
     """The reason for an end before the last step; empty if the session reached it."""
     notes: list[str] = dataclasses.field(default_factory=list)

@@ -1,11 +1,11 @@
 """Every metric of a run. Gates, reports, the reference page, wandb and the tests of real runs read this registry.
 
 It is the table `metrics.md` beside this file, one metric a line. A name is `group/name`. Groups: `rollout/` sampling
-and rewards, `train/` the optimizer steps, `critic/` the critic's, `mismatch/` trainer against engine on tokens that the
-trainer's own weights have sampled, `drift/` the same on trained tokens that older ones have sampled, `gates/` what
-followed from it, `sync/` weight synchronisation, `perf/` time, `memory/` what trainer and engines move as they take
-turns, `eval/` held-out problems, `tracking/` the log itself. Unless said otherwise a metric describes one step, those
-of `train/` and `critic/` as means over its updates; d is trainer minus rollout logprob of a sampled token, rho = e^d.
+and rewards, `train/` the policy's updates, `critic/` the critic's updates, `mismatch/` trainer against engine on tokens
+that the trainer's present weights have sampled, `drift/` the same on trained tokens that older weights have sampled,
+`gates/` gates that fired, `sync/` weight synchronisation, `perf/` time, `memory/` bytes that move when trainer and
+engines take turns, `eval/` held-out problems, `tracking/` the log. A metric is of one step unless it says otherwise;
+`train/` and `critic/` are means over its updates. d is trainer minus rollout logprob of a sampled token, rho = e^d.
 `p50` and `p99` are percentiles by nearest rank. Exponents are clamped to ±20.
 """
 
@@ -27,7 +27,7 @@ OUTCOMES = "rollout/outcome/"
 
 
 def held_out_is(*rows: Mapping[str, float]) -> str:
-    """Return the word for `eval/accuracy` in these rows: accuracy if all rewards are 0 or 1, else reward."""
+    """Return the word for `eval/accuracy` in these rows: `accuracy` if all rewards are 0 or 1, else `reward`."""
     graded = any("eval/graded" in row or not 0.0 <= row.get("eval/accuracy", 0.0) <= 1.0 for row in rows)
     return "reward" if graded else "accuracy"
 
@@ -133,8 +133,8 @@ def is_fixed(name: str) -> bool:
 
 def nearest_metric(name: str) -> str:
     """Return the metric whose name is most like `name`; for a family with numbers, the first such member."""
-    numbered = {each: family for each, family in FAMILIES.items() if "{n}" in each and "{set}" not in each}
-    members = [each.format(n=number) for each, family in numbered.items() for number in family.numbers[:16]]
+    numbered = {form: family for form, family in FAMILIES.items() if "{n}" in form and "{set}" not in form}
+    members = [form.format(n=number) for form, family in numbered.items() for number in family.numbers[:16]]
     (nearest,) = difflib.get_close_matches(name, [*METRICS, *members], n=1, cutoff=0.0)
     return nearest
 

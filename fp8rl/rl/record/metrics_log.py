@@ -20,8 +20,8 @@ DROPPED = "tracking/nonfinite_dropped"
 class MetricsLog:
     """Appends rows to a metrics file; steps rise strictly from row to row.
 
-    A new run must find no rows. A resumed run keeps the rows up to `resume_step` and cuts the others, whose steps it
-    repeats.
+    A new run must find no rows. A resumed run keeps the rows up to `resume_step`. It repeats the later steps, so it
+    removes their rows.
 
     Raises:
         ValueError: a new run finds rows.
@@ -60,7 +60,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def metrics_found(path: Path) -> tuple[list[Row], list[BadLine]]:
-    """Read the rows, with rising steps, of a metrics file that may be damaged; and the lines that are no such rows."""
+    """Read a metrics file that may be damaged. Return its rows in rising order of steps, and its unusable lines."""
     rows, bad = json_lines(path, "metrics", _row)
     rising = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     return list(rising.values()), bad

@@ -123,10 +123,10 @@ def open_run_dir(
     if resume and overwrite:
         raise UserError("--resume and --overwrite: found both, expected one. Leave one of them out.")
     run = RunDir(Path(base).absolute() / name)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             run.path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(run_lock(run.path))
+            stack.enter_context(run_lock(run.path))
             _prepare(run, resume, overwrite, reads)
             if not resume:
                 run.path.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)

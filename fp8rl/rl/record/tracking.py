@@ -57,7 +57,7 @@ class RunTracker:
         return written
 
     def alert(self, text: str) -> None:
-        """Tell the trackers of an event."""
+        """Send an event to the trackers."""
         self._trackers.alert(text)
 
     def write(self) -> None:
@@ -170,7 +170,7 @@ class BackgroundTrackers:
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """Give up the tracker of this name if the block raises anything."""
+        """Drop the tracker of this name if the block raises an error."""
         try:
             yield
         except BaseException as error:  # a library may exit; the thread serves the other trackers

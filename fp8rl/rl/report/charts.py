@@ -168,16 +168,16 @@ def _chart(title: str, look: ChartStyle, runs: Sequence[Drawn]) -> Chart:
             rows = [{**row, "step": evaluated_at(row)} for row in rows]
             if held_out_is(*rows) == "reward":
                 title, look = "Held-out reward", ChartStyle(look.note, "mean reward")
-                wanted = [(each, label.replace("accuracy", "reward")) for each, label in wanted]
+                wanted = [(measured, label.replace("accuracy", "reward")) for measured, label in wanted]
         if title == "Duration" and rows and "sync/seconds" in rows[0]:
             # It also compiles and maps memory: next to it the others would be a flat line.
             if not several:
                 note = f"{note} The first took {rows[0]['sync/seconds']:.2f} s."
             rows = rows[1:]
         if title == TIME and not several:
-            rows, wanted = _with_rest(rows, [each for each, _ in wanted]), [*wanted, (_REST, "other")]
-        for curve, (each, label) in enumerate(wanted):
-            trace = _trace(rows, each, label, look, curve)
+            rows, wanted = _with_rest(rows, [measured for measured, _ in wanted]), [*wanted, (_REST, "other")]
+        for curve, (measured, label) in enumerate(wanted):
+            trace = _trace(rows, measured, label, look, curve)
             if several:
                 alone = len(wanted) == 1
                 trace["name"] = name if alone else f"{label}, {name}"

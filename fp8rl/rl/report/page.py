@@ -109,7 +109,7 @@ def write_page(
 ) -> None:
     """Write a page to `path`. kind, name: its kind and subject. verdict: the sentences at its beginning."""
     charts = [
-        chart for each in sections for block in each.blocks if isinstance(block, Charts) for chart in block.charts
+        chart for section in sections for block in section.blocks if isinstance(block, Charts) for chart in block.charts
     ]
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_read),
@@ -123,7 +123,7 @@ def write_page(
         name=name,
         verdict=verdict,
         tiles=tiles,
-        sections=[each for each in sections if each.blocks],
+        sections=[section for section in sections if section.blocks],
         footer=footer,
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         # JSON inside a script element must not contain "</script" or "<!--".

@@ -117,8 +117,8 @@ def _steps_of(spec: str) -> int | None:
 def _events(title: str, events: Sequence[Event], run: RunDir) -> Section:
     columns: list[Column] = [("Step", "n"), ("Action", "code"), ("Why", ""), ("Capsule", "code")]
     rows = [
-        (each.step, each.action, each.text, f"fp8rl rescore {run.path}/{each.capsule}" if each.capsule else "")
-        for each in events
+        (event.step, event.action, event.text, f"fp8rl rescore {run.path}/{event.capsule}" if event.capsule else "")
+        for event in events
     ]
     return Section(title, Table(columns, rows, "When, what and why")) if rows else Section(title)
 
@@ -132,9 +132,9 @@ def _answers(found: Found) -> Section:
     lengths, rewards = [], []
     for step, records, _ in found:
         groups: dict[int, list[float]] = {}
-        for each in records:
-            groups.setdefault(each.group, []).append(each.reward)
-        lengths.append({"name": f"step {step}", "x": [len(each.token_ids) for each in records]})
+        for record in records:
+            groups.setdefault(record.group, []).append(record.reward)
+        lengths.append({"name": f"step {step}", "x": [len(record.token_ids) for record in records]})
         rewards.append({"name": f"step {step}", "x": [fmean(group) for group in groups.values()]})
     charts = [
         {"title": "Answer lengths", "note": "", "series": lengths, "along": "tokens", "unit": "answers"},
@@ -152,13 +152,13 @@ def _samples(run: RunDir, found: Found) -> Section:
     tables = []
     for step, records in samples:
         rows = []
-        for each in records:
-            said = [MARK.format(text) if by == "environment" else text for by, text in each.said] or [each.text]
-            parts = each.reward_parts if len(each.reward_parts) > 1 else {}
-            reward = [f"{each.reward:g}", *(PART.format(part, f"{value:g}") for part, value in parts.items())]
-            d = "" if each.abs_diff_mean is None else format_difference(each.abs_diff_mean)
-            answer = (Markup("").join(said), *((known.get(each.prompt, ""),) if known else ()))
-            rows.append((each.prompt, *answer, Markup("").join(reward), d))
+        for record in records:
+            turns = [MARK.format(text) if by == "environment" else text for by, text in record.said] or [record.text]
+            parts = record.reward_parts if len(record.reward_parts) > 1 else {}
+            reward = [f"{record.reward:g}", *(PART.format(part, f"{value:g}") for part, value in parts.items())]
+            d = "" if record.abs_diff_mean is None else format_difference(record.abs_diff_mean)
+            answer = (Markup("").join(turns), *((known.get(record.prompt, ""),) if known else ()))
+            rows.append((record.prompt, *answer, Markup("").join(reward), d))
         tables.append(Table(columns, rows, f"Step {step}", open=step == samples[-1][0]))
     return Section("Sample rollouts", *tables)
 
@@ -209,7 +209,7 @@ def _tiles(summary: RunSummary, rows: Sequence[Row]) -> list[Tile]:
             )
         )
     named = {"perf/rollout_tokens_per_second": "sampled", "perf/train_tokens_per_second": "trained"}
-    rates = {name: [row[each] for row in rows if each in row] for each, name in named.items()}
+    rates = {name: [row[measured] for row in rows if measured in row] for measured, name in named.items()}
     medians = [f"{median(values):,.0f} {name}" for name, values in rates.items() if values]
     if medians:
         tiles.append(Tile("Tokens per second", medians[0].partition(" ")[0], f"{', '.join(medians)}: medians"))

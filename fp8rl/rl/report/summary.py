@@ -197,7 +197,7 @@ def _change(evaluations: Sequence[Row]) -> tuple[float, float] | None:
     """The 95% interval of last minus first accuracy, by Newcombe's method (1998, number 10) from two Wilson intervals.
 
     It treats the two evaluations as independent samples. They have the same problems, so an interval from paired
-    answers would be narrower; but rows do not have the single answers.
+    answers would be narrower; but the rows of metrics hold only accuracies, not single answers.
     """
     if len(evaluations) < 2 or held_out_is(*evaluations) != "accuracy":
         return None

@@ -7,20 +7,20 @@ from fp8rl.rl.report.summary import RunSummary
 
 def verdict(summary: RunSummary) -> list[str]:
     """Describe the run in one or two sentences each: learning, agreement, weight syncs, warnings, interventions."""
-    told = [_learning(summary), _agreement(summary), _syncs(summary)]
+    sentences = [_learning(summary), _agreement(summary), _syncs(summary)]
     if summary.outlying_gradient is not None:
-        told.append(_gradient(summary, *summary.outlying_gradient))
+        sentences.append(_gradient(summary, *summary.outlying_gradient))
     if summary.cut_answers * 2 > summary.answers:
-        told.append(
+        sentences.append(
             f"{summary.cut_answers:,} of {_count(summary.answers, 'answer')} had no room left "
             "(rollout.max_new_tokens, rollout.context_length)."
         )
     if summary.first_intervention is not None:
         times, withheld = _count(summary.interventions, "intervention"), _count(summary.withheld_steps, "step")
-        told.append(f"{times}, {withheld} not trained on. The first, {summary.first_intervention}.")
+        sentences.append(f"{times}, {withheld} not trained on. The first, {summary.first_intervention}.")
     if summary.first_warning is not None:
-        told.append(f"{_count(summary.warnings, 'warning')}. The first, {summary.first_warning}.")
-    return told
+        sentences.append(f"{_count(summary.warnings, 'warning')}. The first, {summary.first_warning}.")
+    return sentences
 
 
 def _learning(summary: RunSummary) -> str:
@@ -48,13 +48,13 @@ def _learning(summary: RunSummary) -> str:
 
 
 def _gradient(summary: RunSummary, step: int, norm: float, median: float) -> str:
-    said = f"The gradient of step {step} had a norm of {norm:,.4g}, where the median is {median:.3g}"
+    sentence = f"The gradient of step {step} had a norm of {norm:,.4g}, where the median is {median:.3g}"
     if summary.largest_abs_diff and summary.largest_abs_diff_step == step:
-        said += (
+        sentence += (
             ", and the step has the run's largest mismatch: algorithm.tis_cap and algorithm.clip_dual bound what one "
             "token can do"
         )
-    return f"{said}."
+    return f"{sentence}."
 
 
 def _agreement(summary: RunSummary) -> str:
@@ -62,15 +62,15 @@ def _agreement(summary: RunSummary) -> str:
         return "No sampled tokens were compared between trainer and engine."
     if summary.bitwise_equal:
         tokens, steps = _count(summary.compared_tokens, "token"), _count(summary.steps, "step")
-        said = f"Trainer and engine agree bit for bit: d = 0 on all {tokens} of the trainer's version in {steps}"
+        sentence = f"Trainer and engine agree bit for bit: d = 0 on all {tokens} of the trainer's version in {steps}"
     else:
-        said = " ".join(_difference(summary)).rstrip(".")
+        sentence = " ".join(_difference(summary)).rstrip(".")
     if summary.older_tokens:
-        said += (
+        sentence += (
             f"; {summary.older_tokens:,} older ones that were trained on had drifted by {summary.mean_drift:.3g} nats "
             f"on average, {summary.largest_drift:.3g} at most"
         )
-    return f"{said}."
+    return f"{sentence}."
 
 
 def _difference(summary: RunSummary) -> list[str]:

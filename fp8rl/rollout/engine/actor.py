@@ -53,10 +53,10 @@ class Health:
 
 @dataclass(frozen=True)
 class Slept:
-    """The bytes that an engine has given up for its sleep, and still has; each is the largest number of any rank."""
+    """Bytes that a sleeping engine has released, and bytes that it still has. Both are the largest of all its ranks."""
 
     released: int
-    """Bytes of weights and KV cache that were given up. CUDA graphs, which are given up too, are not counted."""
+    """Bytes of weights and KV cache that were released. CUDA graphs are released too, but not counted."""
     behind: int
     """Bytes that are still in use (`rollout.engine.protocol.Memory.in_use`)."""
 
@@ -73,7 +73,7 @@ class Engine:
         host: str = LOOPBACK,
     ) -> None:
         """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: the report that the plugin
-        must give after each start, but for the weight version, which `start` gets. host: address to listen at."""
+        must give after each start, without the weight version, which `start` gets. host: address to listen at."""
         self._config = config
         self._log_path = Path(log_path)
         self._plugin = plugin
@@ -256,7 +256,7 @@ async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling:
 
 
 def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int) -> None:
-    """Raise StaleWeightsError, with counts, if a token was sampled at a weight version out of `oldest` to `newest`."""
+    """Raise StaleWeightsError, with counts, if a token's weight version is not one from `oldest` to `newest`."""
     found = Counter(version for trajectory in trajectories for version in trajectory.weight_versions)
     wrong = sum(count for version, count in found.items() if not oldest <= version <= newest)
     if wrong:
@@ -269,7 +269,7 @@ def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int)
 
 
 def _see_own_gpus_first() -> None:
-    """Reorder the GPUs that this process and its server see: those that Ray has given to this actor come first."""
+    """Reorder the GPUs that this process and its server see: GPUs that Ray has given to this actor come first."""
     given = [str(gpu) for gpu in ray.get_gpu_ids()] if ray.is_initialized() else []
     if given:
         named = os.environ.get("CUDA_VISIBLE_DEVICES")

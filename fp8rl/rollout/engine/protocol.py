@@ -60,7 +60,7 @@ class EngineReport(Message):
     kv_cache_dtype: str = "bfloat16"
     """Dtype of the KV cache, as torch names it."""
     without_deepgemm: str | None = None
-    """The reason why products do not run on DeepGEMM, which the spec insists on; None if they do, or need not."""
+    """The reason why products do not run on DeepGEMM although the spec requires it; None if there is no such reason."""
     adapter: dict[str, Any] | None = None
     """The run's section on adapters; None: the engine has no adapters."""
 
@@ -80,7 +80,7 @@ WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 RELEASED = (WEIGHTS, CACHE, GRAPHS)
 """The memory that an engine gives up while it sleeps, as SGLang names it."""
 ADAPTER_SCALE = "adapter.scale"
-"""The entry, beside the names of tensors, of the scale by which an engine multiplies its adapters."""
+"""The name under which digests contain the scale of an engine's adapters."""
 DELTA = "delta:"
 """The prefix in the name of a tensor that is sent as a change (`numerics.delta`). The rest of the name is the label of
 the tensor that changes, as a rank of an engine holds it."""
@@ -157,12 +157,12 @@ def missing_report(log: str) -> HandshakeError:
     lines = log.splitlines()
     mentions = [i for i, line in enumerate(lines) if "plugin" in line.lower() or "fp8rl" in line.lower()]
     quoted = sorted({i for mention in mentions for i in range(mention, min(mention + 15, len(lines)))})[:60]
-    said = "\n".join(lines[i] for i in quoted) or "(its log does not mention a plugin)"
+    quotation = "\n".join(lines[i] for i in quoted) or "(its log does not mention a plugin)"
     return HandshakeError(
         "found no report of the plugin, expected one: the plugin did not load, and SGLang serves on its stock ops. "
         "Install the distribution, so that its entry point sglang.srt.plugins is there, and correct the error in the "
         "log:\n"
-        f"{said}"
+        f"{quotation}"
     )
 
 
@@ -189,5 +189,5 @@ def _differ_within(key: str, found: Any, expected: Any, remedy: str) -> list[str
         return [line for name, have, want in pairs for line in _differ_within(name, have, want, remedy)]
     if found == expected:
         return []
-    said = "nothing" if found is None else repr(found)
-    return [f"{key}: found {said}, expected {'nothing' if expected is None else repr(expected)}. {remedy}"]
+    value = "nothing" if found is None else repr(found)
+    return [f"{key}: found {value}, expected {'nothing' if expected is None else repr(expected)}. {remedy}"]

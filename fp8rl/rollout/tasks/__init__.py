@@ -1,1 +1,1 @@
-"""What is asked and what an answer is worth: data, chat, environments, rewards."""
+"""Problems and the rewards of their answers: data, chat, environments, rewards."""

@@ -105,7 +105,7 @@ def continuation_ids(
     calls: Sequence[Mapping[str, Any]] = (),
     truncated: bool = False,
 ) -> list[int]:
-    """Tokenize what follows the model's turn: its end, unless the turn has it, messages, and the next turn's opening.
+    """Tokenize what follows the model's turn: end of turn (unless it is there), messages, and the next turn's opening.
 
     history: messages before the turn. turn: the turn's tokens. calls: the turn's tool calls; a template may read their
     names and ids. truncated: the turn was ended by its length, not by its last token. options: see `render`.
@@ -137,7 +137,7 @@ def answer_ids(
 
 
 def _begun(turn: str, answer: str) -> str:
-    """Return the beginning of an answer, such as <think>, that the turn's opening already has; empty: it has none."""
+    """Return the beginning of an answer that is already in the turn's opening, such as <think>; else an empty text."""
     longest = next((n for n in range(min(len(turn), len(answer)), 0, -1) if turn.endswith(answer[:n])), 0)
     return answer[:longest] if answer[:longest].strip() else ""
 
@@ -176,18 +176,18 @@ def _following(
         else message
         for message in history
     ]
-    said: dict[str, Any] = {"role": "assistant", "content": SAID}
+    turn: dict[str, Any] = {"role": "assistant", "content": SAID}
     begun = render(tokenizer, before, options, answer=False)
     content = SAID
     if calls:
-        plain = render(tokenizer, [*before, said], options, answer=False)
-        said["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
-        called = render(tokenizer, [*before, said], options, answer=False)
+        plain = render(tokenizer, [*before, turn], options, answer=False)
+        turn["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
+        called = render(tokenizer, [*before, turn], options, answer=False)
         start, _, end = plain.rpartition(SAID)
         while not called.endswith(end):  # what ends a turn with calls and one without
             end = end[1:]
         content = called.removeprefix(start).removesuffix(end)
-    whole = render(tokenizer, [*before, said, *messages], options, answer=True)
+    whole = render(tokenizer, [*before, turn, *messages], options, answer=True)
     start, found, following = whole.rpartition(content)
     if not found or not _THOUGHTS.sub("", start).startswith(_THOUGHTS.sub("", begun)):
         raise _rewritten(messages)
@@ -214,14 +214,14 @@ _Attempt = Callable[[Sequence[Message]], str | None]
 def _in_known_roles(
     attempt: _Attempt, messages: Sequence[Message], given: Sequence[Message] | None = None
 ) -> Sequence[Message]:
-    """Return the messages with roles that the template knows: `developer` becomes `system` if it does not know that.
+    """Return the messages with roles that the template knows: it may know `system`, but not `developer`.
 
     given: the original messages, for an error.
 
     Raises UserError: the template leaves a message's content out, or writes it as it would under any other role.
     """
     marked = [{**message, "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
-    asked = [number for number, each in enumerate(marked) if each["role"] not in ("user", "assistant")]
+    asked = [number for number, message in enumerate(marked) if message["role"] not in ("user", "assistant")]
     text = attempt(marked) if asked else None
     for number in asked:
         role, other = messages[number]["role"], {**marked[number], "role": "\ue000role\ue001"}
@@ -230,7 +230,7 @@ def _in_known_roles(
         elif known := marked[number]["content"] in text:
             known = role in ("system", "tool") or attempt([*marked[:number], other, *marked[number + 1 :]]) != text
         if not known and role == "developer":
-            renamed = [{**each, "role": "system"} if each["role"] == role else each for each in messages]
+            renamed = [{**message, "role": "system"} if message["role"] == role else message for message in messages]
             return _in_known_roles(attempt, renamed, messages)
         if not known and messages[number].get("content"):
             expected = "a role that the chat template writes there: it would leave this message out"
@@ -245,16 +245,16 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
     Raises UserError: the message has thoughts, and the template writes none.
     """
     copied = dict(message)
-    if said := thoughts(message):
+    if text := thoughts(message):
         asked, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}
-        own = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
+        names = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
         keys = [
-            key for key in (*own, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([asked, turn | {key: THOUGHT}]) or "")
+            key for key in (*names, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([asked, turn | {key: THOUGHT}]) or "")
         ]
         if not keys:
             remedy = "Leave them out, or put them into the content as the model writes them."
-            raise user_error(own[0], found=said, expected="none: the chat template writes no thoughts", remedy=remedy)
-        copied[keys[0]] = said
+            raise user_error(names[0], found=text, expected="none: the chat template writes no thoughts", remedy=remedy)
+        copied[keys[0]] = text
     if isinstance(calls := copied.get("tool_calls"), list | tuple):
         copied["tool_calls"] = []
         for call in calls:
@@ -266,8 +266,8 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
 
 
 def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:
-    """Count the tokens of `following` that the turn ends with, before at most one end that the template does not
-    know. A blank that the template writes before the end may be missing."""
+    """Count the first tokens of `following` that the turn already ends with. One more token may end the turn, if the
+    template does not write it. A blank that the template writes before the end of turn may be missing."""
     for written in (list(turn), list(turn[:-1])):
         for count in range(min(len(written), len(following)), 0, -1):
             if written[-count:] == list(following[:count]):

@@ -1,6 +1,6 @@
 """OpenAI's protocol of chat and text completions: its requests and its answers.
 
-A request of a program in training is parsed here, and refused if its answer would differ from OpenAI's.
+A program's request during training is parsed here. It is refused if the answer would differ from OpenAI's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
 
 
 class Refusal(Exception):
-    """A request is not answered; the message names the cause."""
+    """A request that is not answered. The message names the reason."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -57,14 +57,14 @@ class CompletionRequest:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    """A stream ends with the usage."""
+    """Whether a stream ends with the numbers of tokens."""
     messages: tuple[dict[str, Any], ...] = ()
     """A chat's messages, as a chat template reads them."""
     tools: tuple[dict[str, Any], ...] = ()
     """A chat's tools, as a chat template reads them."""
     chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
     may_call: bool = False
-    """Tools may be called."""
+    """Whether the model may call tools."""
     prompt: str | tuple[int, ...] = ""
     """Text or tokens of a text completion."""
     size: int = 0
@@ -87,7 +87,7 @@ class Answer:
     number: int
 
     def completion(self, chat: bool) -> dict[str, Any]:
-        """Return the answer to a request that wants it whole."""
+        """Return the answer as JSON for a request without streaming."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish_reason, "logprobs": None}
         if chat:
             content = self.text if self.text or not self.tool_calls else None
@@ -99,7 +99,7 @@ class Answer:
         return {**head, "choices": [choice], "usage": self._usage}
 
     def events(self, chat: bool, include_usage: bool) -> Iterator[str]:
-        """Yield the events of a stream."""
+        """Yield the answer as the events of a stream, each as JSON."""
         head = self._head("chat.completion.chunk" if chat else "text_completion", chat)
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": self.text}]
         if self.tool_calls:
@@ -210,14 +210,14 @@ def read_request(
 
 def _check_constants(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
     """Refuse settings other than the run's: all that is sampled is trained on, by the run's distribution."""
-    own: dict[str, tuple[Any, ...]] = {"seed": (), "tool_choice": ("auto", "none")}  # others need a grammar
+    allowed: dict[str, tuple[Any, ...]] = {"seed": (), "tool_choice": ("auto", "none")}  # others need a grammar
     if sampling.temperature:  # else it is greedy whatever they say
-        own |= {name: (getattr(sampling, name),) for name in ("temperature", "top_p", "top_k", "min_p")}
-        own |= {"frequency_penalty": (0,), "presence_penalty": (0,)}
-    for name, values in (_CONSTANTS | own).items():
+        allowed |= {name: (getattr(sampling, name),) for name in ("temperature", "top_p", "top_k", "min_p")}
+        allowed |= {"frequency_penalty": (0,), "presence_penalty": (0,)}
+    for name, values in (_CONSTANTS | allowed).items():
         if name in found and found[name] not in values and name not in override:
             remedy = "Leave it out"
-            if name in own:
+            if name in allowed:
                 remedy += f"; or write {name} into environment.harness.override, and the program's value is ignored"
             expected = f"{' or '.join(map(repr, values)) or 'none'}, as in the run"
             raise Refusal(f"{name}: found {shown(found[name], 80)}, expected {expected}. {remedy}", name)

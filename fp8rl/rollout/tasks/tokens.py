@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 
 
 def written_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokenize a text that begins with all its special tokens, as those of chat templates do."""
+    """Tokenize a text that already has its special tokens, as the texts of chat templates do."""
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokenize a text with what the tokenizer puts before one, such as the BOS: once, also if the text has it."""
+    """Tokenize a text, and put the tokenizer's first tokens, such as the BOS, before it unless the text has them."""
     ids, put = written_ids(tokenizer, text), tokenizer(text).input_ids
     count = next((n for n in range(len(put)) if put[n : n + len(ids)] == ids), 0)
     return ids if ids[:count] == put[:count] else put[:count] + ids
 
 
 def behind_ids(tokenizer: PreTrainedTokenizerBase, text: str, before: Sequence[int] = ()) -> list[int]:
-    """Tokenize a text that stands behind other tokens, as it would be in the whole.
+    """Tokenize a text that follows other tokens, with the same result as if it were tokenized together with them.
 
-    Some tokenizers put a blank before each text, or before what follows a special token. before: the tokens before the
-    text; empty: any that are not special.
+    Some tokenizers put a blank before each text, or before a text after a special token. before: the tokens before the
+    text; empty: any tokens that are not special.
     """
     special = tokenizer.added_tokens_decoder.get(before[-1]) if before else None
     alone = written_ids(tokenizer, text)
@@ -42,7 +42,7 @@ def behind_ids(tokenizer: PreTrainedTokenizerBase, text: str, before: Sequence[i
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, first: bool = False) -> str:
-    """Return the text of tokens as it is. first: they begin a text, without the blank that the tokenizer puts there."""
+    """Return the exact text of tokens. first: they begin a text, so the blank that the tokenizer puts first goes."""
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     before = [tokenizer.eos_token_id or 0]
     text: str = decode(list(ids)) if first else decode([*before, *ids]).removeprefix(decode(before))

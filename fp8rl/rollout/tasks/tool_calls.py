@@ -72,12 +72,12 @@ def read_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[st
     typed, literal = copy.deepcopy(parser), copy.deepcopy(parser)  # to `literal`, every argument is a text
     kinds: dict[tuple[str, str], set[str]] = {}
     for tool, other in zip(typed.tools, literal.tools, strict=True):
-        schema, own = tool.function.parameters, get_schema_properties(tool.function.parameters)
-        kinds |= {(tool.function.name, name): _kinds(part, schema) for name, part in own.items()}
-        text_alone = {name: {"type": "string"} for name in own}
+        schema, properties = tool.function.parameters, get_schema_properties(tool.function.parameters)
+        kinds |= {(tool.function.name, name): _kinds(part, schema) for name, part in properties.items()}
+        text_alone = {name: {"type": "string"} for name in properties}
         other.function.parameters = {"type": "object", "properties": text_alone}
         texts = {name: part for name, part in text_alone.items() if "string" in kinds[tool.function.name, name]}
-        tool.function.parameters = {"type": "object", "properties": own | texts}
+        tool.function.parameters = {"type": "object", "properties": properties | texts}
     rest, calls = original(typed, text)
     for call, written in zip(calls, original(literal, marked)[1], strict=False):
         with suppress(ValueError):  # arguments that are no JSON have no such values
@@ -92,7 +92,7 @@ def read_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[st
 
 
 def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
-    """Return the types of values that a JSON schema, a part of `root`, names; of listed values, `string` and `null`."""
+    """Return the types of values that a JSON schema allows (of an enum, string and null). root: the whole schema."""
     if not isinstance(schema, dict) or not depth:
         return set()
     parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]

@@ -27,7 +27,7 @@ ADAPTER, BASE = "adapter", "base"
 JOINED = "joined_heads"
 """The key of `About.extra` for `ModelSizes.joined`, which orders the rows of queries, keys and values; absent: 1."""
 _EXTRA = "_extra_state"
-"""Part of the name of a state for recipes with a history in TransformerEngine's modules. Block scaling has none."""
+"""Part of the names under which TransformerEngine's modules store a recipe's history. Block scaling has no history."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
         raise user_error(
             f"checkpoint {path}: {JOINED}",
             found=found,
-            expected=f"{expected}, the heads whose rows lie together in this version's model",
+            expected=f"{expected}, the number of heads whose rows are together in this version's model",
             remedy="Resume with the version of fp8rl that wrote it, or start a new run from its model.",
         )
     names = sorted(about.files)
@@ -139,7 +139,7 @@ def _check_adapter(path: Path, found: dict[str, Any] | None, expected: dict[str,
                 f"checkpoint {path}: {'digest of the base' if key == BASE else f'adapter.{key}'}",
                 found=found.get(key),
                 expected=f"{expected.get(key)}, as the {'model of model.path' if key == BASE else 'spec'} has it",
-                remedy="Give the model.path whose weights the adapters were trained beside."
+                remedy="Set model.path to the model with which the adapters were trained."
                 if key == BASE
                 else "Resume with the adapter section that it was written with, or start a new run.",
             )
@@ -173,10 +173,10 @@ def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> 
     """Return the state of all models: the policy's at the top level, each other model's under its name."""
     state: dict[str, Any] = {"step": step}
     for name, part in parts.items():
-        held = _state_of(part, loading, extra.get(CONTENT) != "weights")
+        state_of_part = _state_of(part, loading, extra.get(CONTENT) != "weights")
         if name:
-            add_prefix_for_sharding(held, f"{name}.")
-        state |= {name: held} if name else held
+            add_prefix_for_sharding(state_of_part, f"{name}.")
+        state |= {name: state_of_part} if name else state_of_part
     return state
 
 

@@ -40,7 +40,7 @@ def safe_pickles(path: Path) -> Iterator[None]:
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
-        causes = [error] if isinstance(error, pickle.UnpicklingError) else [each[0] for each in error.failures.values()]
+        causes = [error] if isinstance(error, pickle.UnpicklingError) else [pair[0] for pair in error.failures.values()]
         for cause in causes:
             if isinstance(cause, pickle.UnpicklingError):
                 expected = "tensors, numbers and the plan of where they lie, since a pickle may run any code"

@@ -70,7 +70,7 @@ class Staged:
 
     def write(self) -> Written:
         """Write this rank's items, read them back from the disk, and compare them with what was staged. Raises OSError:
-        the disk is full, or the bytes read back are not those staged."""
+        the disk is full, or the bytes read back differ from the staged bytes."""
         files, results = {}, []
         for name, items in self._plan.files.items():
             file = partial(self.path) / STATE / name

@@ -1,4 +1,4 @@
-"""Megatron's optimizer, changed to gather masters and moments for a checkpoint in pieces, and in its gradient norm."""
+"""Megatron's optimizer, changed in how it gathers masters and moments for a checkpoint, and in its gradient norm."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
             ((dtype, maps),) = ranges.items()
             whole: dict[str, Any] = {key: torch.zeros(buffer.numel_unpadded) for key in _KEYS}
             start = 0
-            for bucket, held in zip(buffer.buckets, maps, strict=True):
+            for bucket, of_bucket in zip(buffer.buckets, maps, strict=True):
                 if not empty_data:
                     size = bucket.grad_data.numel() // self.data_parallel_group.size()
                     for key in _KEYS:
                         into = whole[key][start : start + bucket.numel_unpadded]
-                        read = partial(self._read, held["param_map"], key)
+                        read = partial(self._read, of_bucket["param_map"], key)
                         for at, piece in gathered_pieces(read, size, self.data_parallel_group):
                             there = into[at : at + len(piece)]  # what is beyond is padding
                             there.copy_(piece[: len(there)])
@@ -102,17 +102,16 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
 
 
 def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> Iterator[tuple[str, slice]]:
-    """Yield the matrices of a parameter that a rank's shard of it overlaps: each matrix's name, and its slice of the
-    shard.
+    """Yield each matrix of a parameter that is, in part, in a rank's shard: its name, and its slice of the shard.
 
     start, size: the shard's first element in the parameter, and its number of elements.
     """
     if parameter.dim() < 3:
         yield name, slice(0, size)
         return
-    each = parameter[0].numel()
-    for index in range(start // each, -(-(start + size) // each)):
-        yield f"{name}{index}", slice(max(0, index * each - start), min((index + 1) * each - start, size))
+    matrix = parameter[0].numel()
+    for index in range(start // matrix, -(-(start + size) // matrix)):
+        yield f"{name}{index}", slice(max(0, index * matrix - start), min((index + 1) * matrix - start, size))
 
 
 def gathered_pieces(read: Callable[[int, int], Tensor], size: int, group: Any) -> Iterator[tuple[int, Tensor]]:
@@ -124,8 +123,8 @@ def gathered_pieces(read: Callable[[int, int], Tensor], size: int, group: Any) -
     ranks, here = group.size(), device.current()
     step = max(1, AT_ONCE // (ranks + 1))
     for start in range(0, size, step):
-        own = read(start, min(start + step, size)).to(here)
-        pieces = [torch.empty_like(own) for _ in range(ranks)]
-        dist.all_gather(pieces, own, group)
+        local = read(start, min(start + step, size)).to(here)
+        pieces = [torch.empty_like(local) for _ in range(ranks)]
+        dist.all_gather(pieces, local, group)
         for rank, piece in enumerate(pieces):
             yield rank * size + start, piece.cpu()

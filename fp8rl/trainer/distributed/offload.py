@@ -79,7 +79,7 @@ class HostCopy:
         return host.as_strided(tensor.size(), tensor.stride(), host.storage_offset() + tensor.storage_offset())
 
     def check_onloaded(self, what: str = "masters and moments") -> None:
-        """Raise RuntimeError if their memory is gone."""
+        """Raise RuntimeError if the tensors are offloaded. what: the message's name for them."""
         if self.offloaded:
             raise RuntimeError(
                 f"found {what} in the host's memory, expected them on the device: the trainer's turn has "

@@ -123,8 +123,8 @@ class Optimizer:
     def write_weights(self) -> None:
         """Compute the model's weights from the FP32 masters, as a step does.
 
-        A checkpoint stores FP8 weights in BF16. Quantized from BF16, codes and scales may differ from those quantized
-        from the masters.
+        A checkpoint stores FP8 weights in BF16. Codes and scales that are quantized from BF16 may differ from codes and
+        scales that are quantized from the masters.
         """
         for optimizer in self.inner.chained_optimizers:
             optimizer._copy_main_params_to_model_params()
@@ -215,7 +215,7 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: i
 
 def step_threads(offload: bool) -> int:
     """Return the number of threads for this rank's optimizer step. An optimizer offloaded from a GPU to the host gets
-    the rank's share of the node's cores. Otherwise the number is 1, since CPU ops keep a row's bits with one thread."""
+    the rank's share of the node's cores. Otherwise it is 1: on a CPU, ops keep a row's bits only with one thread."""
     if not (offload and torch.cuda.is_available()):
         return 1
     ranks = all_gathered(platform.node()).count(platform.node())
@@ -237,8 +237,8 @@ def _count_as_held(optimizer: DistributedOptimizer) -> None:
     (distrib_optimizer.py:441), but its index has the order of the model."""
     places = optimizer.model_param_group_index_map
     for number in {group for group, _ in places.values()}:
-        own = sorted((place, parameter) for parameter, (group, place) in places.items() if group == number)
-        for place, (_, parameter) in enumerate(sorted(own, key=lambda each: each[1].dtype != torch.float32)):
+        members = sorted((place, parameter) for parameter, (group, place) in places.items() if group == number)
+        for place, (_, parameter) in enumerate(sorted(members, key=lambda entry: entry[1].dtype != torch.float32)):
             places[parameter] = number, place
 
 
@@ -246,8 +246,8 @@ def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:
     """Give Adam its state before the first step, so that a checkpoint of step 0 can be written and read."""
     optimizer = megatron_optimizer.optimizer
     if isinstance(optimizer, HybridDeviceOptimizer):  # it would take a step of random gradients
-        for each in optimizer.sub_optimizers:
-            _create_adamw_moments(each)
+        for part in optimizer.sub_optimizers:
+            _create_adamw_moments(part)
         optimizer._sync_sub_optimizers_state_to_hdo()
     elif isinstance(optimizer, torch.optim.AdamW):
         _create_adamw_moments(optimizer)

@@ -42,7 +42,7 @@ InFp8 = Callable[[], Mapping[nn.Parameter, TensorSpec]]
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent to its data-parallel peers since the start, counted as for a ring."""
+    """Bytes that this rank has sent to its data-parallel peers since the start, as a ring algorithm would send them."""
 
     gradients: int = 0
     """Bytes of gradients: (ranks - 1) parts of a buffer for each sum."""
@@ -148,9 +148,9 @@ def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSp
     weights = _weights_in(buffer, in_fp8)
     size = buffer.numel() // ranks.size()
     parts = [(rank * size, (rank + 1) * size) for rank in range(ranks.size())]
-    own = parts[ranks.rank()]
-    amaxes, sent = _agree_on_amaxes(weights, own, ranks)
-    codes = _quantize_own(weights, amaxes, own)
+    updated = parts[ranks.rank()]
+    amaxes, sent = _agree_on_amaxes(weights, updated, ranks)
+    codes = _quantize_own(weights, amaxes, updated)
     sent += _exchange(buffer, weights, codes, parts, ranks)
     _dequantize_in_place(weights, amaxes, codes)
     return sent
@@ -160,8 +160,8 @@ def _weights_in(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]
     """Return the matrices that are sent as codes, in the order of the buffer."""
     begins = int(buffer.storage_offset())
     of_each = ((matrix, spec) for p, spec in in_fp8 for matrix in p.data.view(-1, *p.shape[-2:]))
-    held = [_Weight(matrix, spec, int(matrix.storage_offset()) - begins) for matrix, spec in of_each]
-    return sorted(held, key=lambda weight: weight.start)
+    matrices = [_Weight(matrix, spec, int(matrix.storage_offset()) - begins) for matrix, spec in of_each]
+    return sorted(matrices, key=lambda weight: weight.start)
 
 
 def _agree_on_amaxes(weights: Sequence[_Weight], own: Part, ranks: dist.ProcessGroup) -> tuple[list[Tensor], int]:

@@ -87,7 +87,7 @@ def cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_sizes_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `maybe_move_tensor_to_cpu` that converts CPU tensors to NumPy arrays too."""
+    """Return a replacement for `maybe_move_tensor_to_cpu`, which by itself makes no NumPy array of a CPU tensor."""
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         moved = original(tensor, as_numpy, record_stream)

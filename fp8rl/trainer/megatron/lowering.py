@@ -31,7 +31,7 @@ _ROWS = 16
 
 @dataclass(frozen=True)
 class Lowering:
-    """The settings of native mode for the libraries; all empty if they compute no FP8 of their own."""
+    """The settings of Megatron and TransformerEngine in native mode. They are empty if these compute nothing in FP8."""
 
     transformer_engine: bool = False
     """Whether the layers are TransformerEngine's."""

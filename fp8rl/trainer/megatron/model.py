@@ -68,8 +68,8 @@ def build_model(
     model.rope_scaling = sizes.rope_scaling
     if sizes.rope_scaling is not None and (rotation := getattr(model, "rotary_pos_emb", None)) is not None:
         # Megatron's own scaling is Llama 3's for one length of the context.
-        own = frequencies(sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling)
-        rotation.inv_freq = own.to(rotation.inv_freq)
+        scaled = frequencies(sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling)
+        rotation.inv_freq = scaled.to(rotation.inv_freq)
     # GPTModel names the classes of both ends itself, and leaves tags to an initialisation that is skipped.
     if model.pre_process:
         patches.become(model.embedding.word_embeddings, Embedding).tied = sizes.tied
@@ -98,16 +98,16 @@ def transformer_config(
     lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
 ) -> TransformerConfig:
     """Return Megatron's config of a model. Gradients are summed over ranks, not averaged. Only the lowering turns on
-    fused CUDA kernels. In exact mode the layers run their program, and the config says nothing of what is in them."""
+    fused CUDA kernels. In exact mode the layers run the model's program, and the config does not describe modules."""
     config_type: type[TransformerConfig] = TransformerConfig
     sizes = definition.sizes
     if mode == "exact":
-        own = _of_program(definition) | (_RECOMPUTE["layer"] if config.recompute == "layer" else {})
+        layers = _of_program(definition) | (_RECOMPUTE["layer"] if config.recompute == "layer" else {})
     else:
         families = megatron_families(definition)
-        config_type = next((each.config_type for each in families if each.config_type is not None), config_type)
-        own = {key: value for each in families for key, value in each.config(sizes).items()}
-        own |= _RECOMPUTE[config.recompute]
+        config_type = next((family.config_type for family in families if family.config_type), config_type)
+        layers = {key: value for family in families for key, value in family.config(sizes).items()}
+        layers |= _RECOMPUTE[config.recompute]
     general: dict[str, Any] = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden_size,
@@ -141,22 +141,22 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # with rows of several lengths also where there are no experts
         "calculate_per_token_loss": True,
     }
-    return config_type(**general | dict(lowering.config) | own)
+    return config_type(**general | dict(lowering.config) | layers)
 
 
 def _of_program(definition: Model) -> dict[str, Any]:
-    """Return what Megatron needs to know of layers that run a program: the experts that its ranks share, and whether
-    checkpoints have a key for each layer, as layers differ."""
+    """Return Megatron's config of layers that run a program: experts for its ranks to share and, if the layers differ,
+    that checkpoints have a key for each layer."""
     sizes, families = definition.sizes, definition.architecture.families
-    kinds = {tuple(each.name for each in families_of_layer(families, sizes, at)) for at in range(sizes.layers)}
+    kinds = {tuple(family.name for family in families_of_layer(families, sizes, at)) for at in range(sizes.layers)}
     of_experts = {
         "num_moe_experts": sizes.experts,
         "moe_router_topk": sizes.top_k,
         "moe_ffn_hidden_size": sizes.expert_size,
         "moe_router_pre_softmax": True,  # without it Megatron refuses one expert a token
     }
-    own: dict[str, Any] = {"hetereogenous_dist_checkpoint": len(kinds) > 1}
-    return own | (of_experts if sizes.moe else {})
+    checkpoints: dict[str, Any] = {"hetereogenous_dist_checkpoint": len(kinds) > 1}
+    return checkpoints | (of_experts if sizes.moe else {})
 
 
 def _block(
@@ -164,13 +164,13 @@ def _block(
 ) -> TransformerBlockSubmodules:
     """Return the decoder block of this pipeline stage, with TransformerEngine's parameter names."""
     first = get_transformer_layer_offset(config)
-    own = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
+    precisions = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
     if precision.numerics.mode == "exact":
-        programs = [{"definition": definition, "precision": each, "recompute": recompute} for each in own]
-        specs = [ModuleSpec(module=ProgramLayer, params=each) for each in programs]
+        programs = [{"definition": definition, "precision": one, "recompute": recompute} for one in precisions]
+        specs = [ModuleSpec(module=ProgramLayer, params=program) for program in programs]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=exact.RMSNorm)
     library: Library = "transformer_engine" if transformer_engine else "megatron"
-    layers = [Layer(definition.sizes, _MODULES[library](each), each) for each in own]
+    layers = [Layer(definition.sizes, _MODULES[library](one), one) for one in precisions]
     specs = [
         ModuleSpec(
             module=TransformerLayer,

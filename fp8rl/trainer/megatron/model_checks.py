@@ -60,8 +60,8 @@ def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "roll
 
 @refusing
 def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Iterator[UserError]:
-    """Check `trainer.gradient_wire`, `weight_gather` and `router_bias_rate`. With another wire format, ranks must send
-    something, and the format must fit `spec`. A bias rate needs a model with biases.
+    """Check `trainer.gradient_wire`, `weight_gather` and `router_bias_rate`. A format other than the default needs
+    ranks that send something, and must fit `spec`. A bias rate needs a model with biases.
 
     spec: what the trainer quantizes at the start. Raises UserError.
     """
@@ -104,11 +104,11 @@ def check_rows(
         found = "true with numerics.mode=native and without TransformerEngine"
         yield user_error("trainer.packing", found, expected, remedy)
     if config.prefix_sharing and mode != "exact":
-        expected = "false: a shared token's bits are those of each of its rows in exact mode alone"
+        expected = "false: only in exact mode does a shared token have the same bits in each of its rows"
         remedy = "Set trainer.prefix_sharing=false, or numerics.mode=exact."
         yield user_error("trainer.prefix_sharing", f"true with numerics.mode={mode}", expected, remedy)
     if config.prefix_sharing and cp > 1:
-        expected = "false: context-parallel ranks share the tokens of rows that lie apart"
+        expected = "false: context-parallel ranks split the tokens of rows that are padded one by one"
         remedy = "Set trainer.prefix_sharing=false, or trainer.cp=1."
         yield user_error("trainer.prefix_sharing", f"true with trainer.cp={cp}", expected, remedy)
     if cp > 1 and mode != "exact":
@@ -118,7 +118,7 @@ def check_rows(
     if cp > 1 and config.packing:
         remedy = "Set trainer.packing=false, or trainer.cp=1."
         yield user_error(
-            "trainer.cp", f"{cp} with trainer.packing=true", "1: ranks share the tokens of padded rows", remedy
+            "trainer.cp", f"{cp} with trainer.packing=true", "1: ranks split the tokens of padded rows", remedy
         )
     chunks = CHUNKS * cp  # of a row, two for a rank
     if cp > 1 and length is not None and length % chunks:
@@ -200,7 +200,7 @@ def _remedy_of_piece(shape: Shape, tp: int, key: str, piece: str) -> str:
 
 
 def _unshared(shape: Shape, ranks: Ranks) -> str | None:
-    """Return the reason why ranks of this kind cannot share the model; None if they can."""
+    """Return the reason why these ranks cannot split the model; None if they can."""
     found = (family.unshared(shape.sizes).get(ranks) for family, _ in shape.layers_of())
     return next((why for why in found if why), None)
 

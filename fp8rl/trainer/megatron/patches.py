@@ -63,7 +63,7 @@ def _value(value: Any) -> Callable[[Any], Any]:
 
 
 def _ours(module: str, name: str) -> Callable[[Any], Any]:
-    """Return a `make` that gives a function of the trainer, and only then imports its module and so Megatron."""
+    """Return a `Patch.make` that imports a function of the trainer, and so Megatron, only when it is called."""
     return lambda replaced: getattr(importlib.import_module(f"fp8rl.trainer.{module}"), name)
 
 

@@ -57,7 +57,7 @@ def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None
     With TransformerEngine, a model that was built in FP8 can switch to BF16 and back. Its weights stay in FP8.
 
     Raises:
-        UserError: the change is another one. Then nothing has changed.
+        UserError: any other change. The model is then as before.
     """
     if not built.transformer_engine:
         return

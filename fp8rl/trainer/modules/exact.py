@@ -1,7 +1,7 @@
-"""The tensors of a layer in exact mode, in modules with Megatron's names, and the products with them.
+"""Modules that hold a layer's tensors in exact mode, under Megatron's names, and compute the products with them.
 
-The modules are made from the table of the model's tensors. A product's rows, or its columns, are shared by the
-tensor-parallel ranks as the table says (`Location.split`).
+The modules are made from the table of the model's tensors. The table also says whether tensor-parallel ranks split a
+weight's rows or its columns (`Location.split`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
 from fp8rl.trainer.modules.weights import empty_weight, norm_weight, tag_split
 
 BUILT_FIRST = ("linear_proj", "linear_q_down_proj", "linear_q_up_proj")
-"""Modules that Megatron's attention makes before its others. The order of parameters is the order of a sum over all
-gradients, and of the optimizer's buffers."""
+"""Modules that Megatron's attention makes before its other modules. The order of parameters decides the order of a sum
+over all gradients, and of the optimizer's buffers."""
 
 
 class Held(MegatronModule):
-    """Tensors of a layer, each whole on this rank or a part of it."""
+    """Tensors of a layer. This rank holds each tensor whole, or a part of it."""
 
     halves: frozenset[str] = frozenset()
-    """Names of tensors that have the gate's rows, then the up projection's: each half is shared by itself."""
+    """Names of tensors with the gate's rows, then the up projection's. The ranks split each half by itself."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, precision: LayerPrecision) -> None:
         super().__init__(config)
@@ -49,13 +49,13 @@ class Held(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Return every tensor with the axis that tensor-parallel ranks split, for Megatron's checkpoints."""
-        held: dict[str, Any] = {}
-        self._save_to_state_dict(held, "", keep_vars=True)
-        split = {name for name, each in held.items() if getattr(each, "tensor_model_parallel", False)}
+        tensors: dict[str, Any] = {}
+        self._save_to_state_dict(tensors, "", keep_vars=True)
+        split = {name for name, tensor in tensors.items() if getattr(tensor, "tensor_model_parallel", False)}
         sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
-            held,
+            tensors,
             prefix,
-            {name: held[name].partition_dim for name in split},
+            {name: tensors[name].partition_dim for name in split},
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
@@ -70,10 +70,10 @@ class Held(MegatronModule):
 class Product(Held):
     """The weight [N, K] of a product.
 
-    kind: the module kind by which a spec decides about it. axis: the weight's axis that tensor-parallel ranks share;
-    None: each has it whole, and computes the product of its own tokens.
+    kind: the module kind by which a spec decides whether to quantize the weight. axis: the axis on which the
+    tensor-parallel ranks split the weight. None: each rank has it whole, and computes the product of its tokens.
 
-    Where ranks share K, their FP32 partial sums are added in rank order and rounded once. A single rank does the same
+    If ranks split K, their FP32 partial sums are added in rank order and rounded once. A single rank does the same
     with `precision.k_splits` slices of K, so both layouts give the same bits.
     """
 
@@ -96,8 +96,8 @@ class Product(Held):
         return ops.add_bias(out, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, K] -> [S, B, N]. If ranks share a sequence, x is this rank's part of it where N is shared, and the
-        result is where K is shared."""
+        """[S, B, K] -> [S, B, N]. With sequence parallelism, x has only this rank's part of S if ranks split N, and the
+        result has only this rank's part of S if ranks split K."""
         p = self.precision
         if self.axis == 1:
             return self._over_ranks(x)
@@ -141,7 +141,7 @@ class StackedWeights(Held):
     ) -> ShardedStateDict:
         """Return all experts of a layer under one key. `GroupedWeights` can read what this wrote, and the reverse."""
         sharded, groups = super().sharded_state_dict(prefix, sharded_offsets, metadata), self.groups
-        for key, held in ((f"{prefix}{name}", each) for name, each in self.named_parameters() if each.dim() == 3):
+        for key, held in ((f"{prefix}{name}", weight) for name, weight in self.named_parameters() if weight.dim() == 3):
             sharded[key] = ShardedTensor.from_rank_offsets(
                 key,
                 held,
@@ -154,7 +154,7 @@ class StackedWeights(Held):
 
 
 class Experts(Held):
-    """The weights of this rank's experts, and `ops.experts` with them."""
+    """Holds the weights of this rank's experts, and computes `ops.experts` with them."""
 
     linear_fc1: StackedWeights
     linear_fc2: StackedWeights
@@ -189,10 +189,10 @@ class Experts(Held):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the tensors under the keys of Megatron's grouped MLP, which have `experts.` twice."""
+        """Return the tensors under the keys of Megatron's grouped MLP, in which `experts.` is doubled."""
         sharded = super().sharded_state_dict("", sharded_offsets, metadata)
         replace_prefix_for_sharding(sharded, "", f"{prefix}experts.")
-        return {f"{prefix}{name}": each for name, each in sharded.items()}
+        return {f"{prefix}{name}": tensor for name, tensor in sharded.items()}
 
 
 def hold(layer: Held, rows: Iterable[TensorRow], precision: LayerPrecision) -> None:
@@ -236,7 +236,7 @@ def place(row: TensorRow) -> str:
 
 
 def _give(module: Held, name: str, rows: Sequence[TensorRow]) -> None:
-    """Register this rank's part of the tensors end to end. Megatron holds matrices where checkpoints have more axes."""
+    """Register this rank's part of the tensors as one parameter. A tensor with more than two axes becomes a matrix."""
     first, axis, whole = rows[0], rows[0].engine.split, sum(row.shape[0] for row in rows)
     shape: tuple[int, ...] = (whole, math.prod(first.shape[1:])) if first.shape[1:] else (whole,)
     if first.megatron.buffer:
@@ -263,7 +263,7 @@ def _give(module: Held, name: str, rows: Sequence[TensorRow]) -> None:
 
 
 def _stacked(layer: Held, rows: Sequence[TensorRow]) -> StackedWeights:
-    """Make this rank's part of the experts' matrices, whose rows are those of each of an expert's tensors."""
+    """Make the parameter for this rank's experts: for each expert the rows of its tensors, one tensor after another."""
     experts = {row.expert for row in rows}
     of_one = [row for row in rows if row.expert == rows[0].expert]
     count, outputs = len(experts) // layer.groups.ep.size(), sum(row.shape[0] for row in of_one)
@@ -274,7 +274,7 @@ def _stacked(layer: Held, rows: Sequence[TensorRow]) -> StackedWeights:
 
 
 def whole_sequence(x: Tensor, in_parts: bool, group: dist.ProcessGroup) -> Tensor:
-    """Gather a sequence of which each tensor-parallel rank has a part, if so; then each has a part of the gradient."""
+    """Gather the sequence from the tensor-parallel ranks if each has a part; its gradient is split in the same way."""
     if not in_parts:
         return x
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
@@ -305,8 +305,7 @@ class PlainColumnLinear(ColumnParallelLinear):
 
 
 class _MergeOverRanks(torch.autograd.Function):
-    """Exchanges FP32 partial sums. Each rank adds the partial sums for its part of the sequence in rank order, and then
-    `plus`, the term of that part."""
+    """Exchanges FP32 partial sums. Each rank adds the sums for its part of the sequence in rank order, then `plus`."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, plus: Tensor | None, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""The host of a program in the trainer: what a layer's ops ask of their surroundings in one forward."""
+"""The trainer's host: gives the ops of a layer's program weights, products and attention in one forward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fp8rl.trainer.modules.rows import PackedRows, own_positions, shared_attenti
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm that is not computed yet: the one product that reads it may compute it itself."""
+    """A norm that is not computed yet. Only one product reads it, and may compute norm and product in one op."""
 
     x: Tensor
     weight: Tensor
@@ -33,7 +33,7 @@ class Normed:
 
 @dataclass(frozen=True)
 class OfHeads:
-    """Products of each head with its part of kv_b: `ops.head_linear`. weight: [heads * (plain + value), kv rank].
+    """Multiplies each head by its rows of kv_b: `ops.head_linear`. weight: [heads * (plain + value), kv rank].
 
     operand: the weight's operand, if the weight is quantized. adapter: the weight's adapter, merged or separate.
     """
@@ -61,7 +61,7 @@ class OfHeads:
 class LayerHost:
     """The host of a layer (`models.program.Host`).
 
-    layer: a `ProgramLayer`. packed: the layout of rows that lie end to end; None: rows are padded on the right, so that
+    layer: a `ProgramLayer`. packed: the layout of rows that are end to end; None: rows are padded on the right, so that
     a token's position is its index, and padding is never a key of a real query.
     """
 
@@ -85,7 +85,7 @@ class LayerHost:
         return [part for held in self._held(site).values() for part in self._cut(self._product(held[0], x), held)]
 
     def _held(self, site: OpSite) -> dict[str, list[TensorRow]]:
-        """The tensors of each parameter of an op's products."""
+        """Return the parameters of an op's products, each with the checkpoint's tensors in it."""
         held: dict[str, list[TensorRow]] = {}
         for row in self.layer.tensors_of[site.op.name]:
             if row.product:
@@ -101,7 +101,7 @@ class LayerHost:
         return product(ops.rms_norm(x.x, x.weight, x.eps))  # type: ignore[no-any-return]
 
     def _cut(self, fused: Tensor, rows: Sequence[TensorRow]) -> Sequence[Tensor]:
-        """Cut what a parameter's product puts out into the products of the checkpoint's tensors."""
+        """Cut the output of a parameter's product into the outputs for the checkpoint's tensors."""
         if len(rows) == 1:
             return [fused]
         ranks, groups = self.layer.tp_group.size(), self.layer.table.groups_of(rows)
@@ -123,14 +123,14 @@ class LayerHost:
         return whole_sequence(x, self.layer.config.sequence_parallel, self.layer.tp_group)
 
     def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The ranks gather their heads, so that the bits do not depend on the layout. Each rank gives a weight the
-        gradient of its own heads."""
+        """Apply the function to the heads of all ranks, so that the bits do not depend on the layout. A weight's
+        gradient on a rank comes from this rank's heads only."""
         group = self.layer.tp_group
         whole = function(all_gather_last_dim_from_tensor_parallel_region(x, group))
         return whole.chunk(group.size(), -1)[group.rank()]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Head by head, so that a rank has whole heads."""
+        """Put the parts of each head next to each other, so that a rank has whole heads."""
         return torch.cat(list(parts), -1).flatten(-2)
 
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
@@ -185,7 +185,7 @@ class LayerHost:
 
     @property
     def _shares_rows(self) -> bool:
-        """Whether context-parallel ranks have parts of a row."""
+        """Whether context-parallel ranks split the rows."""
         return self.layer.config.context_parallel_size > 1
 
     def _positions(self, x: Tensor) -> Tensor:
@@ -199,10 +199,10 @@ class LayerHost:
     def _counted(self, x: Tensor) -> Tensor:
         if self._shares_rows:
             group = parallel_state.get_context_parallel_group()
-            own = own_positions(x.shape[0] * group.size(), group.rank(), group.size()).to(x.device)
+            positions = own_positions(x.shape[0] * group.size(), group.rank(), group.size()).to(x.device)
         else:
-            own = torch.arange(x.shape[0], device=x.device)
-        return own.expand(x.shape[1], -1)
+            positions = torch.arange(x.shape[0], device=x.device)
+        return positions.expand(x.shape[1], -1)
 
     # Linear attention goes from token to token of whole rows: between `in_rows` and `recur`, values are [T, ...].
 
@@ -223,7 +223,7 @@ class LayerHost:
         return out.unflatten(0, (self._batch, -1)).transpose(0, 1)
 
     def _lengths(self, x: Tensor) -> Tensor:
-        """The lengths int64 [B] of rows end to end."""
+        """Return int64 [B], the lengths of the rows."""
         if self.packed is None:
             return torch.full((self._batch,), len(x) // self._batch, device=x.device)
         return self.packed.lengths if self.packed.tree is None else self.packed.tree.lengths
@@ -234,12 +234,12 @@ class LayerHost:
         return route(choose=self._choice)
 
     def _choice(self, probs: Tensor, top_k: int) -> Tensor:
-        """The experts of a replay, if there is one."""
+        """Return the experts that the replay says; without a replay, the best ones by `probs`."""
         return self.layer.router_replay.get_replay_topk(probs, top_k, default_compute_topk=_best)[1]
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
-        """Expert outputs come back unweighted, in the model's dtype. The rank that owns a token multiplies them by its
-        probabilities, sums in FP32 in ascending expert order, and rounds once."""
+        """Compute the experts. Their outputs come back unweighted, in the model's dtype. The rank of a token multiplies
+        them by the token's probabilities, sums in FP32 in ascending expert order, and rounds once."""
         experts, group = self.layer.experts, self.layer.groups.ep
         order, counts = ops.group_by_expert(chosen, self.sizes.experts)
         pairs = rows_of_pairs(x.flatten(0, -2), order, self.sizes.top_k)

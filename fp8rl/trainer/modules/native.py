@@ -1,7 +1,7 @@
 """Modules that all families of ops use in native mode: Megatron's own, with TransformerEngine's products on a GPU.
 
-TransformerEngine has no CPU kernels. On a CPU the FP8 product is `numerics.ops`' with the spec's scales, and all other
-ops are Megatron's. Only the place where the router's probabilities are applied is aligned with the engine.
+TransformerEngine has no CPU kernels. On a CPU `numerics.ops` computes the FP8 products with the spec's scales, and all
+other ops are Megatron's. Only the place where the router's probabilities are applied is aligned with the engine.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Adapter:
         return LowRank(self.a, wide, self.config.scale, self.parts)
 
     def term(self, x: Tensor, k_splits: int = 1) -> Tensor | None:
-        """Return the adapter's term, which a product of x adds before rounding; None for a merged adapter."""
+        """Return the adapter's term, which the product of x adds before it rounds; None for a merged adapter."""
         return None if self.merges else ops.low_rank_of(x, self.low_rank, k_splits)
 
     def with_adapter_gradient(self, product: Tensor, x: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -225,8 +225,8 @@ def count(model: nn.Module, real: Tensor | None) -> None:
 
     real: bool [b, s], False in the padding. Stop before the backward pass, which may recompute the forward pass.
     """
-    for each in _rounding_of(model):
-        each.real = real
+    for rounding in _rounding_of(model):
+        rounding.real = real
 
 
 def kv_saturated(model: nn.Module) -> float:
@@ -235,10 +235,10 @@ def kv_saturated(model: nn.Module) -> float:
     All ranks must call it, also ranks whose layers have no keys.
     """
     total = torch.zeros(2, dtype=torch.int64, device=next(model.parameters()).device)
-    for each in _rounding_of(model):
-        if each.counts is not None:
-            total += each.counts
-            each.counts = None
+    for rounding in _rounding_of(model):
+        if rounding.counts is not None:
+            total += rounding.counts
+            rounding.counts = None
     dist.all_reduce(total)
     saturated, numbers = total.tolist()
     return float(saturated / max(numbers, 1))

@@ -1,8 +1,8 @@
-"""A layer of Megatron's in exact mode: it holds weights, and runs the program of `models` with them.
+"""The layer that exact mode gives Megatron: it holds weights, and runs the model's program with them.
 
-Megatron keeps what it is there for: the split of weights and of the sequence over ranks, pipelines, recomputation of
-whole layers, checkpoints, the distributed optimizer. Values are [S, B, ...]. With sequence parallelism a
-tensor-parallel rank has a part of S between products.
+Megatron still splits weights and sequence over ranks, runs pipelines, recomputes whole layers, writes checkpoints and
+has the distributed optimizer. Values are [S, B, ...]. With sequence parallelism a tensor-parallel rank has a part of S
+between products.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ProgramLayer(Held):
     """One layer of the model: its tensors, and its ops in their order."""
 
     watch: Watch | None = None
-    """Sees each op of a forward, with what it read and wrote; the program then runs as it is."""
+    """Called after each op with its inputs and outputs. With it, ops are not fused, and none is recomputed."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class ProgramLayer(Held):
 
     @contextmanager
     def around_ops(self, around: Callable[[OpSite, Callable[[], Sequence[Any]]], Sequence[Any]]) -> Iterator[None]:
-        """Let a function call each op of a forward, also of one that a backward repeats, and return what it made."""
+        """Wrap each op inside the block, also if the backward pass recomputes it. around: takes the op and a function
+        that computes it; returns the op's outputs."""
 
         def called(site: OpSite) -> OpSite:
             compute = site.op.form.compute
@@ -107,7 +108,7 @@ class ProgramLayer(Held):
         return getattr(self.get_submodule(module), name)  # type: ignore[no-any-return]
 
     def product(self, row: TensorRow) -> Product:
-        """Return the product with a tensor."""
+        """Return the product whose weight holds a tensor."""
         return self.get_submodule(place(row).rpartition(".")[0])  # type: ignore[return-value]
 
     @property
@@ -121,12 +122,12 @@ class ProgramLayer(Held):
         return len({place(row) for row in own}) == 1 and all(row.kind and row.expert is None for row in own)
 
 
-# Parts of a layer that the backward computes again.
+# Parts of a layer that the backward pass recomputes.
 
 
 @dataclass(frozen=True)
 class Block:
-    """Ops in a row. reads: names of values that they take. writes: names of values that are read behind them."""
+    """Consecutive ops. reads: names of their inputs. writes: names of their outputs that later ops read."""
 
     sites: tuple[OpSite, ...]
     recomputed: bool
@@ -134,7 +135,7 @@ class Block:
     writes: tuple[str, ...]
 
     def computed_again(self, host: LayerHost, values: dict[str, Any]) -> dict[str, Any]:
-        """Run the ops, keep only what they read, and run them once more in the backward."""
+        """Run the ops and keep only their inputs; the backward pass runs the ops once more."""
 
         def compute(*given: Any) -> tuple[Tensor, ...]:
             made = run(self.sites, host, dict(zip(self.reads, given)))
@@ -145,7 +146,7 @@ class Block:
 
 
 def blocks(ops: Sequence[Op], again: set[str], layer: int) -> tuple[Block, ...]:
-    """Cut the ops of a layer into those that are computed again, by their names, and those between."""
+    """Cut the ops of a layer into blocks. again: names of the ops that the backward pass recomputes."""
     cuts = [at for at, op in enumerate(ops) if not at or (op.name in again) != (ops[at - 1].name in again)]
     found = []
     for first, end in zip(cuts, [*cuts[1:], len(ops)], strict=True):
@@ -161,7 +162,7 @@ def blocks(ops: Sequence[Op], again: set[str], layer: int) -> tuple[Block, ...]:
     return tuple(found)
 
 
-# A norm and the FP8 product behind it are one op (`ops.norm_fp8_linear`), which keeps only the norm's input.
+# A norm and the FP8 product after it are one op (`ops.norm_fp8_linear`), which keeps only the norm's input.
 
 
 def _left_to_product(host: Any, site: OpSite, x: Tensor, residual: Tensor | None = None) -> Sequence[Any]:
@@ -171,7 +172,7 @@ def _left_to_product(host: Any, site: OpSite, x: Tensor, residual: Tensor | None
 
 
 def norms_in_products(ops: Sequence[Op], takes: Callable[[Op], bool]) -> list[Op]:
-    """Leave a norm to the op behind it, if this op alone reads it and `takes` norms."""
+    """Let the op after a norm compute the norm too, if no other op reads it and `takes` returns True for the op."""
     found = list(ops)
     for at, norm in enumerate(ops[:-1]):
         value, behind = norm.writes[0], ops[at + 1]
@@ -182,6 +183,6 @@ def norms_in_products(ops: Sequence[Op], takes: Callable[[Op], bool]) -> list[Op
 
 
 def _is_read(value: str, ops: Sequence[Op]) -> bool:
-    """Return whether an op reads a value before one replaces it."""
+    """Return whether an op reads the value before another op replaces it."""
     touching = next((op for op in ops if value in (*op.reads, *op.writes)), None)
     return touching is not None and value in touching.reads

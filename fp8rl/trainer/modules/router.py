@@ -42,7 +42,7 @@ def on_their_ranks(
     """Send rows [T * k, H] to their experts on all ranks, and return the experts' outputs in the order of the rows.
 
     rows: sorted by expert. counts: int64 [experts], the number of rows of each expert. experts: computes this rank's
-    experts on the rows [R, H] that arrived, sorted by expert and then by sender, and the number of rows of each expert.
+    experts. It takes the rows [R, H] that arrived, sorted by expert and then sender, and each expert's number of rows.
     """
     ranks = group.size()
     arriving = torch.empty_like(counts)
@@ -50,8 +50,8 @@ def on_their_ranks(
     arriving = arriving.view(ranks, -1)  # by the rank that sends, and the expert here
     leave, arrive = on_host(torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))), len(rows))
     here: Tensor = all_to_all(group, rows, arrive, leave)
-    each = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
-    order = each.repeat_interleave(arriving.flatten(), output_size=sum(arrive)).argsort(stable=True)
+    expert = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
+    order = expert.repeat_interleave(arriving.flatten(), output_size=sum(arrive)).argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     made = experts(_Reordered.apply(here, order, place), arriving.sum(0))
     back: Tensor = all_to_all(group, _Reordered.apply(made, place, order), leave, arrive)
@@ -59,7 +59,7 @@ def on_their_ranks(
 
 
 def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
-    """Wait for int64 [2, ranks]: the numbers of rows that this rank sends to each rank, and receives from it.
+    """Wait for int64 [2, ranks], the numbers of rows that this rank sends to each rank and receives from each rank.
 
     rows: the number of rows sent, which the host knows already.
     """
@@ -97,8 +97,7 @@ class _Reordered(torch.autograd.Function):
 
 
 class OneExpertRouter(TopKRouter):
-    """A router that renormalises over one expert per token. As in the engine, the expert's probability is 1, whatever
-    its logit, times the factor of a sigmoid router.
+    """A router that renormalises over one expert per token: the probability is 1, or a sigmoid router's factor.
 
     With one expert, Megatron requires a softmax over all experts (`moe_router_pre_softmax`) and does not renormalise
     the probability. Nor does it renormalise the sigmoid of one expert.

@@ -25,7 +25,7 @@ from fp8rl.trainer.config import CHUNKS
 
 @dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):
-    """The layout of packed rows for attention: Megatron's parameters, and ours."""
+    """The layout of packed rows for attention: the fields that Megatron reads, and fields for our attention."""
 
     lengths: Tensor
     """int64 [B], the length of each row."""
@@ -125,5 +125,5 @@ def _in_order(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the ranks' parts in the order of positions: [B, S / ranks, ...] -> [B, S, ...]."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
-    fronts, backs = zip(*(each.chunk(CHUNKS, 1) for each in parts), strict=True)
+    fronts, backs = zip(*(part_of.chunk(CHUNKS, 1) for part_of in parts), strict=True)
     return torch.cat((*fronts, *reversed(backs)), 1)

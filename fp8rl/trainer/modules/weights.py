@@ -41,7 +41,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def matrices(name: str, of_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter, or a tensor of its shape, with its name. Of stacked experts [experts, N, K], yield each."""
+    """Yield a parameter, or a tensor of its shape, with its name. Stacked experts [experts, N, K]: each matrix."""
     if of_parameter.dim() < 3:
         yield name, of_parameter
     else:
@@ -106,6 +106,6 @@ class GroupedWeights(nn.Module):
 
 
 def empty_weight(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Return a parameter that something will fill."""
+    """Return an uninitialised parameter."""
     device = torch.cuda.current_device()
     return nn.Parameter(torch.empty(shape, dtype=dtype or config.params_dtype, device=device))

@@ -40,10 +40,10 @@ class Head:
         return out
 
     def local_product(self, hidden: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input and the output of the product with this rank's weight, from input and output of a call.
+        """Return the input and the output of the product with this rank's weight.
 
-        The product's input is all ranks' rows [S * B, H]. Its output, or the output's gradient, is this rank's columns
-        [S * B, N / ranks].
+        hidden, out: the input of a call of the head, and the call's output or its gradient. The product's input has the
+        rows of all ranks [S * B, H]; its output has this rank's columns [S * B, N / ranks].
         """
         ranks = out.shape[-1] // self.weight.shape[0]
         if ranks > 1:
@@ -237,7 +237,7 @@ class _InChunks(torch.autograd.Function):
         d_rows, d_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=torch.float32)
         given = [(index, grad) for index, grad in enumerate(grads[:2]) if grad is not None]
         d_read = zip(*(grad.tensor_split(ctx.chunks, 1) for _, grad in given), strict=True)
-        pieces = (each.tensor_split(ctx.chunks) for each in (rows, d_rows))
+        pieces = (x.tensor_split(ctx.chunks) for x in (rows, d_rows))
         for piece, d_piece, part, d_part in zip(*pieces, ctx.targets.split(ctx.chunks), d_read, strict=True):
             with torch.enable_grad():
                 piece = piece.detach().requires_grad_()

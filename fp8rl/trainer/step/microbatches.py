@@ -61,9 +61,9 @@ class MicroBatch:
         return hidden.flatten(0, 1).unsqueeze(1)
 
     def targets_of(self, values: Tensor) -> Tensor:
-        """Return the values at the targets, [N] over all tensor-parallel ranks.
+        """Return the values of the targets, [N]: of all tensor-parallel ranks, one rank after another.
 
-        values: [B, S], of the batch's tokens.
+        values: [B, S], a value for each token of the batch.
         """
         return self.to_model(values.roll(-1, 1)).t().flatten()
 
@@ -201,7 +201,7 @@ def _spread(rows: list[int], lengths: list[int], count: int, room: int) -> list[
             return None
         micro[place].append(row)
         heapq.heappush(emptiest, (tokens + lengths[row], place))
-    return [micro[place] for _, place in sorted(emptiest, key=lambda each: (-each[0], each[1]))]
+    return [micro[place] for _, place in sorted(emptiest, key=lambda entry: (-entry[0], entry[1]))]
 
 
 # Micro-batches whose rows are shared by context-parallel ranks: each has a part of every row's tokens.

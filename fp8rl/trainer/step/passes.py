@@ -157,7 +157,7 @@ def _loss(
     read_head: ReadHead,
     routes: Tensor | None,
 ) -> tuple[Tensor, Tensor, _MicroOutput]:
-    """Be Megatron's loss function: return the loss to differentiate, an unused token count, and results to keep."""
+    """Return what Megatron's loss function must: the loss to differentiate, an unused token count, results to keep."""
     batch = micro.batch
     found = read_head(hidden, head_of(model), micro)
     real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]

@@ -66,14 +66,14 @@ class Routing:
     """The routers of one model during a pass.
 
     loads: int64 [layers of this stage, E], the number of tokens in this rank's rows that chose each expert, without
-    padding. Of ranks with the same rows only one counts. None: not counted.
+    padding. If several ranks have the same rows, only one of them counts. None: not counted.
     """
 
     def __init__(self, layers: list[LayerRouting], layout: Layout, loads: Tensor | None = None) -> None:
         self._layers, self._layout, self.loads = layers, layout, loads
 
     def begin(self, micro: MicroBatch) -> None:
-        """Set the routes of a micro-batch, before its forward."""
+        """Give the routers the routes of a micro-batch, before its forward pass."""
         if micro.batch.routes is None or not micro.batch.replay:
             return
         # Routers see [S, B] tokens, and under sequence parallelism this rank's part of S.
@@ -128,13 +128,13 @@ class LayerRouting(RouterReplay):
     ) -> tuple[Tensor, Tensor]:
         """Return the experts that are used, int64 [T, k], best first, and their scores [T, k]. scores: [T, E]."""
         assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        values, choice = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.router_replay_action is None:
-            return values, own
-        self.record_indices(own)
+            return values, choice
+        self.record_indices(choice)
         if self.router_replay_action is RouterReplayAction.RECORD:
-            return values, own
-        experts = torch.where(self.target_topk_idx == UNKNOWN, own, self.target_topk_idx)
+            return values, choice
+        experts = torch.where(self.target_topk_idx == UNKNOWN, choice, self.target_topk_idx)
         # In the order of top-k, so that a softmax over the values adds in the same order as without replay.
         values, best_first = scores.gather(1, experts).sort(dim=-1, descending=True)
         return values, experts.gather(1, best_first)
@@ -177,6 +177,6 @@ def move_biases(model: nn.Module, loads: Tensor, rate: float) -> None:
 
     loads: int64 [layers with experts, E], the number of tokens of the whole batch that chose each expert.
     """
-    biases = [each for name, each in model.named_buffers() if name.endswith(".expert_bias")]
+    biases = [bias for name, bias in model.named_buffers() if name.endswith(".expert_bias")]
     for bias, load in zip(biases, loads, strict=True):
         bias += rate * torch.sign(load.sum() - load.numel() * load)

@@ -32,7 +32,7 @@ SAVED_SAMPLED, SAVED_OTHER = "train/saved_sampled_tokens", "train/saved_other_to
 class TreeMicroBatch(PackedMicroBatch):
     """Rows as a prefix tree in one row of the model's input [1, T], padded at its end as packed rows are.
 
-    `index` gives the number of each of the T tokens in one of the rows that share the token.
+    `index` has the number of each of the T tokens among the tokens of `batch`, in one of the rows that share it.
     """
 
     numbers: Tensor
@@ -96,8 +96,8 @@ class TreeMicroBatch(PackedMicroBatch):
         return self._placed(self.asked, gathered(values, self.target_of), padding)[:, 1:]
 
     def metrics(self) -> dict[str, Tensor]:
-        batch, own = self.batch, self.index[: self.real]
-        sampled = batch.loss_mask.sum() - batch.loss_mask.flatten()[own].sum()
+        batch, computed = self.batch, self.index[: self.real]
+        sampled = batch.loss_mask.sum() - batch.loss_mask.flatten()[computed].sum()
         return {SAVED_SAMPLED: sampled, SAVED_OTHER: batch.lengths.sum() - self.real - sampled}
 
     def _placed(self, numbers: Tensor, values: Tensor, padding: int) -> Tensor:
@@ -125,8 +125,8 @@ def with_tree_ratio(metrics: dict[str, float], batch: TokenBatch) -> dict[str, f
 
 
 def token_keys(batch: TokenBatch) -> np.ndarray:
-    """Return int16 [B, S, C], the key by which tokens with equal prefixes are the same token of a tree. It is the id
-    and, if routes are replayed, the experts, as engines with different weights choose different experts."""
+    """Return int16 [B, S, C], a key for each token. Tokens with equal keys and prefixes are one token of a tree. It
+    is the id and, if routes are replayed, the experts, which engines with different weights may choose differently."""
     keys = batch.tokens.cpu().contiguous().numpy().view(np.int16).reshape(*batch.tokens.shape, -1)
     if not batch.replay:
         return keys
@@ -137,8 +137,8 @@ def token_keys(batch: TokenBatch) -> np.ndarray:
 def build_tree(keys: np.ndarray, lengths: list[int]) -> tuple[TokenTree, Tensor, Tensor]:
     """Build the prefix tree of rows, on the CPU.
 
-    keys: [B, S, C] from `token_keys`. Returns the tree; int64 [T], the number among the B * S tokens of the row token
-    that each tree token was made for; and int64 [B, S], the tree token of each row token, 0 in the padding.
+    keys: [B, S, C] from `token_keys`. Returns the tree; int64 [T], for each token of the tree the first of the B * S
+    tokens of the rows that share it; and int64 [B, S], the tree's token for each token of a row, 0 in the padding.
     """
     rows, width = keys.shape[:2]
     place = np.zeros((rows, width), np.int64)
@@ -230,17 +230,17 @@ def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, T
 
 def _padded(tree: TokenTree, tokens: int, padding: int) -> TokenTree:
     """Append a separate row of `padding` tokens to a tree of `tokens` tokens."""
-    own = torch.arange(tokens, tokens + padding)
+    added = torch.arange(tokens, tokens + padding)
     table = tree.table.new_zeros(len(tree.table) + 1, max(tree.table.shape[1], padding))
     table[:-1, : tree.table.shape[1]] = tree.table
-    table[-1, :padding] = own
+    table[-1, :padding] = added
     count = torch.tensor([padding])
     return TokenTree(
         new=torch.cat([tree.new, count]),
         lengths=torch.cat([tree.lengths, count]),
         table=table,
-        end=torch.cat([tree.end, torch.full_like(own, tokens + padding)]),
-        flat=torch.cat([tree.flat, own]),
+        end=torch.cat([tree.end, torch.full_like(added, tokens + padding)]),
+        flat=torch.cat([tree.flat, added]),
         first=torch.cat([tree.first, len(tree.flat) + torch.arange(padding)]),
     )
 

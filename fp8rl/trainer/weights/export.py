@@ -50,38 +50,38 @@ class Exporter:
     def share(
         self, weights: Iterable[tuple[str, Tensor, Tensor]], base: SharedBase | None = None
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end: it gathers parts.
+        """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end, to gather parts.
 
-        weights: (Megatron's name in the whole model, this rank's part with Megatron's tags, and the tensor that is
-        served in place of the part), in the same order on all ranks of a pipeline stage. base: all ranks take a tensor
-        that the base has from the base, whole.
+        weights: (Megatron's name in the whole model, this rank's part with Megatron's tags, and the tensor that engines
+        get in place of the part), in the same order on all ranks of a pipeline stage. base: a tensor that the base has
+        is exported from the base, where it is whole.
         """
         at = self._layout
         dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
-        for name, held, served in weights:
+        for name, local, served in weights:
             row = self._weights.rows(name)[0]
             if name in row.copies:
-                continue  # the stage with the original hands it out
+                continue  # the stage with the original exports it
             if row.expert is not None:
-                if experts.next(held.nbytes) == at.expert_dp_rank:
+                if experts.next(local.nbytes) == at.expert_dp_rank:
                     if base is not None and row.name in base.tensors:
                         yield from self._of_base(name, base)
                     else:
-                        yield from self._tensors(name, held, [self._pieces(held, served)])
+                        yield from self._tensors(name, local, [self._pieces(local, served)])
                 continue
-            its_replica, its_rank = divmod(dense.next(held.nbytes), at.tp_size)
+            its_replica, its_rank = divmod(dense.next(local.nbytes), at.tp_size)
             if its_replica != at.dp_rank:
                 continue
             if base is not None and row.name in base.tensors:
                 if its_rank == at.tp_rank:
                     yield from self._of_base(name, base)
                 continue
-            if at.tp_size > 1 and self._weights.axis(name, held) is not None:
-                parts = _gathered(self._pieces(held, served), its_rank, at.tp_group)
+            if at.tp_size > 1 and self._weights.axis(name, local) is not None:
+                parts = _gathered(self._pieces(local, served), its_rank, at.tp_group)
             else:
-                parts = [self._pieces(held, served)]
+                parts = [self._pieces(local, served)]
             if its_rank == at.tp_rank:
-                yield from self._tensors(name, held, parts)
+                yield from self._tensors(name, local, parts)
 
     def _of_base(self, name: str, base: SharedBase) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         return ((row.name, base.tensor(row.name)) for row in self._weights.rows(name))
@@ -121,16 +121,15 @@ def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> lis
 
 # A frozen parameter of the trainer, read from a base in the engine's layout.
 #
-# What products take in FP8 is multiplied from the base's codes (`weight_cache.Frozen`); Megatron's order of rows and a
-# rank's part are taken in each call. What is not quantized becomes a view of the base where it stands there as here,
-# and stays the trainer's own where it does not: a fused q|k|v in BF16, a part of a row-parallel weight, another
-# dtype.
+# FP8 products read the base's codes (`weight_cache.Frozen`); each call takes the rank's part of them, in Megatron's
+# order of rows. A weight that is not quantized becomes a view of the base if the base has the same numbers in the same
+# order. Otherwise it keeps memory of its own: a fused q|k|v in BF16, a part of a row-parallel weight, another dtype.
 
 
 def adopt(
     parameter: nn.Parameter, names: Sequence[str], base: SharedBase, scales: MegatronWeights, layout: Layout
 ) -> bool:
-    """Let a frozen parameter read its values from the base; return True if it can.
+    """Let a frozen parameter read its values from the base, which engines read too; return True if it can.
 
     names: the parameter's name in the whole model or, for stacked experts, each expert's name.
     """
@@ -139,13 +138,13 @@ def adopt(
     if not rows or rows[0][0].name not in base.tensors:
         return False
     stacked = parameter.dim() == 3
-    held = base.fused(rows[0], len(rows) if stacked else 0)
+    stored = base.fused(rows[0], len(rows) if stacked else 0)
     axis = scales.axis(names[0], parameter)
     ranks, rank = (1, 0) if axis is None else (layout.tp_size, layout.tp_rank)
-    if isinstance(held, QuantizedTensor):
-        freeze(parameter, _frozen(held, names[0], rows[0], scales, ranks, rank, axis))
+    if isinstance(stored, QuantizedTensor):
+        freeze(parameter, _frozen(stored, names[0], rows[0], scales, ranks, rank, axis))
         return True
-    view = held if axis is None else held.chunk(ranks, axis)[rank]
+    view = stored if axis is None else stored.chunk(ranks, axis)[rank]
     alike = (view.shape, view.dtype) == (parameter.shape, parameter.dtype) and view.is_contiguous()
     if rows[0][0].megatron.layout == "heads" or len(rows[0]) > 1 < ranks or not alike:
         return False
@@ -173,14 +172,14 @@ def _frozen(
     return Frozen(held, order.contiguous(), block)
 
 
-# What is in a parameter of Megatron's.
+# The checkpoint's tensors in a parameter of Megatron's.
 
 
 class MegatronWeights:
     """The mapping between Megatron's parameters, whole or split over tensor-parallel ranks, and checkpoint tensors.
 
-    Parameters have their names in the whole model. block: rows and columns of a weight per element: 1 for weights, the
-    block size for scales.
+    Parameters have their names in the whole model. block: 1 to map weights; to map scales, the size of the weight's
+    block that has one scale.
     """
 
     def __init__(self, table: TensorTable, block: int = 1) -> None:
@@ -225,4 +224,4 @@ class MegatronWeights:
             return torch.cat(list(parts), axis)
         cut = [self._table.split(part, rows, self._block, ranks) for part in parts]
         shares = zip(rows, zip(*cut, strict=True), strict=True)
-        return self.fuse(parameter, [row.join(own) for row, own in shares])
+        return self.fuse(parameter, [row.join(share) for row, share in shares])

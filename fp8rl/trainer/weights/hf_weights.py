@@ -63,17 +63,17 @@ class HFWeights:
             remedy = "Download the weights, or convert them to safetensors."
             raise user_error("model.path", str(self.path), "a model directory with *.safetensors weights", remedy)
         files, whole = stored_files(self.path), self.whole_names(model)
-        for name, held in self._held(model):
+        for name, parameter in self._held(model):
             if names is not None and name not in names:
                 continue
-            named, quantized = whole[name], te_runtime.is_quantized(held)
-            part = self.part(named, lambda row: files.read(row.name), self._megatron.axis(named, held))
-            part = part.to(held.device, self._dtype if quantized else held.dtype)
+            named, quantized = whole[name], te_runtime.is_quantized(parameter)
+            part = self.part(named, lambda row: files.read(row.name), self._megatron.axis(named, parameter))
+            part = part.to(parameter.device, self._dtype if quantized else parameter.dtype)
             check_finite(" and ".join(row.name for row in self.rows_of(named)), part)
             if quantized:
-                te_runtime.fill(held, part)
+                te_runtime.fill(parameter, part)
             else:
-                held.copy_(part)
+                parameter.copy_(part)
 
     def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield the (HF name, tensor) pairs of this rank's shard. The shards of all ranks together are the checkpoint.
@@ -105,18 +105,18 @@ class HFWeights:
 
     def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield this rank's shard of the weights without adapters, merged or separate."""
-        whole, held = self.whole_names(model), self._weights(model)
-        parts = (part for name, each in held for part in matrices(name, each))
-        return self._exporter.share(((whole[name], each, each.detach()) for name, each in parts), self._base)
+        whole, weights = self.whole_names(model), self._weights(model)
+        parts = (part for name, weight in weights for part in matrices(name, weight))
+        return self._exporter.share(((whole[name], part, part.detach()) for name, part in parts), self._base)
 
     def adapters(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield this rank's shard of the adapters."""
         whole = self.whole_names(model)
-        parts = ((name, each) for name, each in named_weights(model) if is_adapter(name))
-        return self._exporter.share((whole[name], each, each.detach()) for name, each in parts)
+        parts = ((name, part) for name, part in named_weights(model) if is_adapter(name))
+        return self._exporter.share((whole[name], part, part.detach()) for name, part in parts)
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
-        """Return for each of this rank's `named_weights` the checkpoint's tensors that it holds, whole or in part."""
+        """Return for each of this rank's `named_weights` the checkpoint's tensors in it, whole or in part."""
         whole = self.whole_names(model)
         return {name: self.rows_of(whole[name]) for name, _ in self._held(model)}
 
@@ -125,7 +125,7 @@ class HFWeights:
         return self._megatron.rows(name)
 
     def part(self, name: str, values: Callable[[TensorRow], Tensor], axis: int | None) -> Tensor:
-        """Return this rank's part of a matrix that is filled with `values` of each of the matrix's tensors.
+        """Fill a matrix with `values(row)` for each checkpoint tensor in it, and return this rank's part of the matrix.
 
         name: the matrix's name in the whole model. axis: the axis on which ranks split it; None: each has it whole.
         """
@@ -138,7 +138,7 @@ class HFWeights:
         yield from self._buffers(model)
 
     def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield this rank's tensors by their names in the whole model, each with the tensor that is served for it."""
+        """Yield this rank's tensors by their names in the whole model, each with the tensor that engines get for it."""
         whole = self.whole_names(model)
         for name, held in self._weights(model):
             read_from_base = te_runtime.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
@@ -153,23 +153,24 @@ class HFWeights:
 
     def _buffers(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
         whole = self.whole_names(model)
-        return ((name, each) for name, each in model.named_buffers() if whole.get(name) in self._table.in_megatron)
+        buffers = model.named_buffers()
+        return ((name, buffer) for name, buffer in buffers if whole.get(name) in self._table.in_megatron)
 
     def whole_names(self, model: GPTModel) -> dict[str, str]:
         """Return the names of this rank's weights, adapters and buffers in the whole model."""
-        held = {**dict(named_weights(model)), **dict(model.named_buffers())}
+        tensors = {**dict(named_weights(model)), **dict(model.named_buffers())}
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         first_expert = self._layout.ep_rank * (self._definition.sizes.experts // self._layout.ep_size)
         names: dict[str, str] = {}
-        for name in (one for one in held if not is_adapter(one)):
+        for name in (one for one in tensors if not is_adapter(one)):
             whole = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
             numbered = r"(?<=\.experts\.linear_fc[12]\.weight)\d+$"
             names[name] = re.sub(numbered, lambda found: str(first_expert + int(found[0])), whole)
         for name, whole in list(names.items()):
             for letter in ("a", "b"):
-                if (own := beside(name, letter)) in held:
-                    names[own] = beside(whole, letter)
-                elif (of_all := own.rstrip("0123456789")) in held:
+                if (adapter := beside(name, letter)) in tensors:
+                    names[adapter] = beside(whole, letter)
+                elif (of_all := adapter.rstrip("0123456789")) in tensors:
                     names[of_all] = beside(whole, letter).rstrip("0123456789")
         return names
 

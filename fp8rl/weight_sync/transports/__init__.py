@@ -22,8 +22,8 @@ from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 
 class Transport(Protocol):
-    """Sends tensors, in the processes of all trainer ranks. It is sent there for each sync, so it must be picklable
-    and keeps no state.
+    """Sends tensors from the processes of all trainer ranks. Each sync pickles the transport itself to these processes,
+    so it keeps no state.
 
     It fails with an EngineError, an httpx.HTTPError or an OSError, which the bridge turns into a SyncError.
     """

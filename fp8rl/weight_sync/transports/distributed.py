@@ -83,7 +83,7 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
     with in_turn(_QUEUE):
         host = engines[0].seen_from
         store = open_store(host, size)
-        own, *others = map(
+        local, *others = map(
             asyncio.ensure_future,
             (
                 asyncio.to_thread(_join, name, store, size, backend),
@@ -94,10 +94,10 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
             ),
         )
         try:
-            done, _ = await asyncio.wait([own, *others], return_when=asyncio.FIRST_EXCEPTION)
-            for call in done - {own}:
+            done, _ = await asyncio.wait([local, *others], return_when=asyncio.FIRST_EXCEPTION)
+            for call in done - {local}:
                 call.result()  # an engine's own word of what failed is worth more than that it is missed
-            group = own.result()
+            group = local.result()
         except TimeoutError as error:
             # Under gloo each rank leaves its address in the store, under NCCL rank 0 alone leaves one.
             last = (key.rpartition("/")[2] for key in store.list_keys())

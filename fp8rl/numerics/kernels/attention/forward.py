@@ -106,7 +106,7 @@ def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend(inputs: AttentionInputs, tail: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the result of `attention` and its log-sum-exp, FP32 [B, Q, heads], of inputs that are known to fit.
+    """Return the result of `attention` and its log-sum-exp, FP32 [B, Q, heads]. The caller has checked the inputs.
 
     tail: `TAIL` of the kernel; v is then the first channels of k.
     """
@@ -160,7 +160,7 @@ def attend_paged(
     scale: float,
     tail: int = 0,
 ) -> Tensor:
-    """Compute `paged_attention` of arguments that are known to fit; tail: as in `attend`."""
+    """Compute `paged_attention`. The caller has checked the arguments. tail: as in `attend`."""
     (tokens, heads, _), dim = q.shape, v_cache.shape[2]
     sequences, group = len(requests), heads // k_cache.shape[1]
     requests, lengths = requests.contiguous(), lengths.contiguous()
@@ -208,7 +208,7 @@ def check_dtypes(q: Tensor, *keys: Tensor, kept: torch.dtype = torch.bfloat16) -
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, kept: torch.dtype = torch.bfloat16) -> None:
-    """Raise UserError unless the kernels know these dtypes and head sizes. kept: as of `check_dtypes`."""
+    """Raise UserError unless the kernels know these dtypes and head sizes. kept: see `check_dtypes`."""
     dim = q.shape[-1]
     check_dtypes(q, k, v, kept=kept)
     if not 16 <= dim <= 256 or dim & (dim - 1):

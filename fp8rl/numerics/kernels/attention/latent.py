@@ -97,7 +97,7 @@ class _Latent(torch.autograd.Function):
 
 
 def _check(q: Tensor, rows: Tensor, rank: int, kept: torch.dtype = torch.bfloat16) -> None:
-    """Raise UserError unless the kernels know these dtypes and sizes. kept: as of `check_dtypes`."""
+    """Raise UserError unless the kernels know these dtypes and sizes. kept: see `check_dtypes`."""
     check_dtypes(q, rows, kept=kept)
     tail = rows.shape[-1] - rank
     known = 16 <= rank <= 512 and 16 <= tail <= 128 and not rank & (rank - 1) and not tail & (tail - 1)

@@ -39,7 +39,7 @@ NO_ENGINE_FITS: dict[Mode, str] = {
 
 
 def fullest(job: Job, apart: bool) -> Memory:
-    """The memory of the fullest GPU of a run. apart: engines have GPUs of their own."""
+    """Return the memory of the fullest GPU of a run. apart: engines have GPUs of their own."""
     if not job.engines:
         return trainer_memory(job)
     if apart:
@@ -48,8 +48,8 @@ def fullest(job: Job, apart: bool) -> Memory:
 
 
 def with_cache(job: Job, experiment: Experiment, gpu_memory: float, apart: bool) -> Job:
-    """Return the job with the size of an engine's KV cache, if the spec leaves it open: the tokens that can be in use
-    at a time, or fewer to leave the slack free; at least one row."""
+    """Fill in the size of an engine's KV cache if the spec has none: the tokens that can be in use at a time, or fewer,
+    so that the slack stays free, but at least one row."""
     rollout = experiment.rollout
     if rollout.max_total_tokens is not None or not job.engines:
         return job
@@ -65,13 +65,13 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
     if memory.peak <= gpu_memory:
         return
     phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu_memory
-    held = sorted(memory.classes, key=lambda each: (each.bytes.get(phase, 0.0), each.name), reverse=True)
-    sized = [(each.bytes.get(phase, 0.0), each) for each in held]
+    classes = sorted(memory.classes, key=lambda kept: (kept.bytes.get(phase, 0.0), kept.name), reverse=True)
+    sized = [(kept.bytes.get(phase, 0.0), kept) for kept in classes]
     able = [
-        (size, each.name, cure) for size, each in sized if size and (cure := _cure(job, each, gpu_memory)) is not None
+        (size, kept.name, cure) for size, kept in sized if size and (cure := _cure(job, kept, gpu_memory)) is not None
     ]
-    # The largest class; rather one whose cure is not costly, if it is large enough.
-    enough = [each for each in able if each[0] >= short and not each[2].costly]
+    # The largest class that is large enough and whose remedy is not costly; else the largest class.
+    enough = [choice for choice in able if choice[0] >= short and not choice[2].costly]
     size, name, cure = (enough or able)[0]
     where = "an engine's GPU" if memory.rank is None else f"the GPU of rank {memory.rank}"
     more = " That alone is not enough." if size < short else ""
@@ -84,9 +84,10 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
 
 
 def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: float = 0.0) -> int:
-    """Return how many tokens of a micro-batch fit on a GPU that holds `memory` with the job's own; 0: none fits.
+    """Return the largest number of tokens of a micro-batch that fits on a GPU; 0: none fits.
 
-    slack: part of the GPU's memory that stays free. Only activations, and logits up to a chunk, grow with the tokens.
+    memory: the GPU's bytes with the job's micro-batch. slack: part of the GPU's memory that stays free. Only
+    activations, and logits up to a chunk, grow with the tokens.
     """
     stage = (memory.rank or 0) // job.layout.stage_size
     logits = stage == job.layout.pp - 1
@@ -109,7 +110,7 @@ class Remedy:
     key: str
     remedy: str
     costly: bool = False
-    """The remedy takes more GPUs than the run has, or costs something in every step."""
+    """True if the remedy needs more GPUs than the run has, or costs time in every step."""
 
 
 def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Remedy | None:
@@ -177,7 +178,7 @@ def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Remedy:
 
 @dataclass(frozen=True)
 class OwnGpu:
-    """A GPU of this machine, whose GPUs are alike."""
+    """A GPU of this machine. All its GPUs are alike."""
 
     name: str
     memory: int
@@ -196,7 +197,7 @@ def own_gpu() -> OwnGpu | None:
 
 def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job, bool]:
     """Return the job of a step on this machine, with the KV cache that an engine gets; and whether the policy's engines
-    have GPUs of their own, as they do if the trainer leaves enough. The teacher's engines come after them."""
+    have GPUs of their own, as they do if the trainer leaves enough. The teacher's engines get the GPUs after those."""
     storage = storage_on(experiment.numerics_config(), True, has_transformer_engine())
     job = job_of(experiment, shape, storage, gpu.memory)
     left = gpu.count - job.layout.world_size
@@ -210,8 +211,7 @@ def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job
 
 
 def with_own_cache(experiment: Experiment) -> Experiment:
-    """Return the experiment with the KV cache that its engines get here, if the spec leaves it open and there is a
-    GPU."""
+    """Fill in the KV cache that an experiment's engines get on this machine, if it has a GPU and the spec no size."""
     gpu = own_gpu()
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment

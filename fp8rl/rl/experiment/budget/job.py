@@ -51,11 +51,11 @@ GPUS = {
 _SAYS_NOTHING = re.compile(
     r"nvidia|geforce|rtx|blackwell|server|workstation|edition|sxm\d?|nvl|(80|141|96|48|24)gb|[^a-z0-9]"
 )
-"""The parts of a GPU's name that do not tell it from the other GPUs of the table."""
+"""Parts of a GPU's name that are not needed to tell it from the other GPUs of the table."""
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of a name as people write it, such as `RTX-PRO-6000`. Raises UserError: the table has no such GPU."""
+    """Find a GPU by its name, however it is written: `RTX-PRO-6000`. Raises UserError: the table has no such GPU."""
     known = {_SAYS_NOTHING.sub("", key): key for key in GPUS}
     plain = _SAYS_NOTHING.sub("", name.lower())
     if plain not in known:
@@ -75,7 +75,7 @@ class TeacherBytes:
     cache: float
     graphs: float
     working: float
-    """Bytes that the engine needs to be free in addition to its weights, cache and graphs."""
+    """Further bytes that must be free for the engine, in addition to its weights, cache and graphs."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class Job:
     """Sequence states that an engine holds in addition to the KV cache, if the model has states."""
     bucket_bytes: int = 256 << 20
     maps: bool = False
-    """Engines map the buckets of every rank, so that each has a context on each GPU."""
+    """Whether engines map the buckets of every rank, so that each engine has a CUDA context on each GPU."""
     graph_bytes: float = 0.0
     """Bytes of an engine's CUDA graphs."""
     working_bytes: float = 0.0
-    """Bytes that an engine needs to be free in addition to its weights, KV cache and CUDA graphs."""
+    """Further bytes that must be free for an engine, in addition to its weights, KV cache and CUDA graphs."""
     buffer_bytes: float = 0.0
     """Bytes of `working_bytes` that the engine keeps while it sleeps."""
     sleep: bool = False
@@ -166,8 +166,8 @@ class Job:
 
 
 def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: float, length: int | None = None) -> Job:
-    """The job of a step on GPUs with `gpu_memory` bytes. length: tokens of each row; None: `rollout.context_length`.
-    If the spec leaves the KV cache open, the job has 0 tokens there, until `fit.with_cache`."""
+    """Make the job of a step on GPUs with `gpu_memory` bytes. length: tokens of each row; None:
+    `rollout.context_length`. A KV cache whose size the spec leaves open has 0 tokens, until `fit.with_cache`."""
     rollout, algorithm = experiment.rollout, experiment.algorithm
     length = length or rollout.context_length
     rows = algorithm.problems_per_step(rollout) * (rollout.group_size if algorithm.samples else 1)

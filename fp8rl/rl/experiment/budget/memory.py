@@ -54,7 +54,7 @@ class MemoryClass:
     leaves: bool = False
     """The trainer frees these bytes while engines work, if the two take turns."""
     on_host: bool = False
-    """Bytes that leave are kept in the host's memory meanwhile; otherwise they are discarded."""
+    """True if bytes that leave are kept in the host's memory meanwhile; otherwise they are discarded."""
     stays: bool = False
     """A sleeping engine keeps these bytes."""
 
@@ -80,10 +80,10 @@ class Memory:
     @property
     def held(self) -> dict[str, Mapping[Phase, float]]:
         """Bytes in each phase, by class. Classes without bytes are left out."""
-        return {each.name: each.bytes for each in self.classes if any(each.bytes.values())}
+        return {part.name: part.bytes for part in self.classes if any(part.bytes.values())}
 
     def in_phase(self, phase: Phase) -> float:
-        return sum(each.bytes.get(phase, 0.0) for each in self.classes)
+        return sum(part.bytes.get(phase, 0.0) for part in self.classes)
 
     @property
     def peak(self) -> float:
@@ -93,7 +93,7 @@ class Memory:
     @property
     def always(self) -> float:
         """Bytes that are held in every phase."""
-        return sum(min(each.bytes.get(phase, 0.0) for phase in PHASES) for each in self.classes)
+        return sum(min(part.bytes.get(phase, 0.0) for phase in PHASES) for part in self.classes)
 
 
 def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
@@ -102,14 +102,14 @@ def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
 
 
 def fullest_rank(job: Job) -> int:
-    """Return the fullest trainer rank: in the stage with the most bytes, the rank of the first replica, whose shares
+    """Return the fullest trainer rank. It is in the stage with the most bytes, and in the first replica, whose shares
     are rounded up."""
     stages = [stage * job.layout.stage_size for stage in range(job.layout.pp)]
     return max(stages, key=lambda rank: Memory(rank, _trainer(job, rank)).peak)
 
 
 def trainer_memory(job: Job, stage: int | None = None) -> Memory:
-    """Memory of the fullest GPU that has only a trainer rank. stage: in this pipeline stage; None: in any."""
+    """Return the memory of the fullest GPU that has only a trainer rank. stage: its pipeline stage; None: any stage."""
     rank = fullest_rank(job) if stage is None else stage * job.layout.stage_size
     return Memory(rank, (*_trainer(job, rank), MemoryClass.through("runtime", RUNTIME_BYTES)))
 
@@ -126,11 +126,11 @@ def colocated_memory(job: Job) -> Memory:
     rank = fullest_rank(job)
     trainer, engine = _trainer(job, rank), _engine(job)
     if job.sleep:
-        trainer = tuple(each.without("rollout", "sync") if each.leaves else each for each in trainer)
+        trainer = tuple(part.without("rollout", "sync") if part.leaves else part for part in trainer)
         # Weights wake first, and the rest once they are there.
         engine = tuple(
-            each if each.stays else each.without("train", "update", *(("sync",) if each.kind in _WAKE_LATER else ()))
-            for each in engine
+            part if part.stays else part.without("train", "update", *(("sync",) if part.kind in _WAKE_LATER else ()))
+            for part in engine
         )
     runtimes = [MemoryClass.through("runtime", RUNTIME_BYTES), MemoryClass.through("engine runtime", RUNTIME_BYTES)]
     if job.maps:
@@ -141,14 +141,14 @@ def colocated_memory(job: Job) -> Memory:
 
 def moved_bytes(job: Job, rank: int) -> float:
     """Bytes that a rank moves to the host's memory while engines sample: masters, moments, a reference's weights."""
-    return sum(each.bytes["update"] for each in _trainer(job, rank) if each.on_host)
+    return sum(part.bytes["update"] for part in _trainer(job, rank) if part.on_host)
 
 
 def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
     """Bytes of a pipeline stage's activations in training, without logits, for all micro-batches that are under way.
 
-    Stage s of p has p - s micro-batches under way (1F1B). tokens: of a micro-batch, if not the job's. Context-parallel
-    ranks share the activations, and gather those of one layer.
+    Stage s of p has p - s micro-batches under way (1F1B). tokens: the tokens of a micro-batch; None: as in the job.
+    Context-parallel ranks split the activations, and gather the activations of one layer.
     """
     tokens = tokens or job.micro_batch
     stage_layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
@@ -165,7 +165,7 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
     For a C library that returns large blocks to the system (`MALLOC_MMAP_THRESHOLD_=262144`); by default it keeps more.
     """
     rank = fullest_rank(job)
-    state = sum(each.total for each in trainer_state(job, rank).values())
+    state = sum(part.total for part in trainer_state(job, rank).values())
     stage = rank // job.layout.stage_size
     layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
     kept = [[job.shape.activations(layer, part).bf16 for part in ("attention", "mlp")] for layer in layers]
@@ -179,8 +179,8 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
 
 
 def logit_bytes(job: Job, tokens: int | None = None) -> float:
-    """6 bytes for each logit of a micro-batch, over the whole vocabulary; or of a chunk, plus the head weight's
-    gradient, which is added up in FP32. Tensor parallelism shares only this gradient."""
+    """Return 6 bytes for each logit of a micro-batch, over the whole vocabulary. With chunks: of one chunk, plus the
+    head weight's FP32 gradient, which is the only part that tensor-parallel ranks split."""
     sizes, mine = job.shape.sizes, (tokens or job.micro_batch) / job.layout.cp
     chunk = job.layout.head_chunk_tokens
     total = 4.0 * sizes.vocab_size * sizes.hidden_size / job.layout.tp if mine > chunk else 0.0
@@ -188,8 +188,8 @@ def logit_bytes(job: Job, tokens: int | None = None) -> float:
 
 
 def _of_layer(job: Job, layer: int) -> tuple[float, float]:
-    """Return the bytes per token of a layer's activations: kept until the layer's backward, and recomputed in it. The
-    shared kernels keep inputs in BF16, and quantize them again."""
+    """Return the bytes per token of a layer's activations that are kept until its backward pass, and that are
+    recomputed in it. The shared kernels keep inputs in BF16, and quantize them again."""
     sizes, kept = job.shape.sizes, job.shape.activations(layer)
     attention, mlp = (job.shape.activations(layer, part).bf16 for part in ("attention", "mlp"))
     quantized = job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized
@@ -258,7 +258,7 @@ _STATE: tuple[tuple[str, Kind, bool, bool], ...] = (
 
 def _placeholders(job: Job) -> int:
     """Bytes of placeholders until the first sync is over: on each side, all parameters share the memory of the largest
-    one until they are read from the base (`numerics.core.memory`)."""
+    parameter until they are read from the shared base (`numerics.core.memory`)."""
     spec, weights = job.numerics.rollout_spec, job.shape.weights
     trainers = max(weight.size * weight.copies // _ranks(job, weight) * BF16_BYTES for weight in weights)
     engines = max(
@@ -270,12 +270,12 @@ def _placeholders(job: Job) -> int:
 
 
 def _operands_of_a_call(job: Job) -> int:
-    """Bytes that the backward of the largest frozen weight makes of its codes and then frees (`numerics.weight_cache`):
-    their transpose; or if it computes in BF16, the dequantized weight and its transpose."""
+    """Bytes that the backward pass makes from the codes of the largest frozen weight, and then frees: their transpose
+    or, if it computes in BF16, the dequantized weight and its transpose (`numerics.weight_cache`)."""
     spec = job.numerics.trainer_spec
-    each = 1 if job.numerics.trainer == "fp8" else 2 * spec.weight.dequantized_dtype.itemsize
+    factor = 1 if job.numerics.trainer == "fp8" else 2 * spec.weight.dequantized_dtype.itemsize
     quantized = (weight for weight in job.shape.weights if job.shape.quantized_layers(weight, spec))
-    return max((weight.size * weight.copies // _ranks(job, weight) * each for weight in quantized), default=0)
+    return max((weight.size * weight.copies // _ranks(job, weight) * factor for weight in quantized), default=0)
 
 
 def _ranks(job: Job, weight: WeightGroup) -> int:
@@ -289,9 +289,9 @@ _WAKE_LATER: tuple[Kind, ...] = ("cache", "states", "graphs")
 
 def _engine(job: Job) -> tuple[MemoryClass, ...]:
     adapters = job.shape.adapter_bytes if job.separate else 0
-    own = 0 if job.base else served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)
+    weights = 0 if job.base else served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)
     return (
-        MemoryClass.through("engine weights", adapters + own, "weights"),
+        MemoryClass.through("engine weights", adapters + weights, "weights"),
         MemoryClass.through("KV cache", job.kv_tokens * cache_bytes(job), "cache"),
         MemoryClass.through("states of sequences", job.states * job.shape.request_bytes(job.engine_tp), "states"),
         MemoryClass.through("CUDA graphs", job.graph_bytes, "graphs"),

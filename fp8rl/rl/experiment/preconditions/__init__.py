@@ -40,7 +40,7 @@ __all__ = ["check", "read_model"]
 def check(experiment: Experiment, say: Callable[[str], object] = lambda text: None) -> Model:
     """Check the spec against its model, its data and this machine; return the model that was read.
 
-    say: is told remarks that the user should know and need not act on.
+    say: prints remarks for the user, who need not act on them.
 
     Raises:
         UserError: for the first rule that the run breaks.
@@ -84,8 +84,8 @@ def check_functions(experiment: Experiment) -> None:
     load_environment(experiment.environment)
     for index, config in enumerate(experiment.rewards.functions):
         _check_reward(config, f"rewards.functions.{index}")
-    for place, own in enumerate(experiment.eval.sets):
-        for index, config in enumerate(own.rewards.functions if own.rewards else ()):
+    for place, eval_set in enumerate(experiment.eval.sets):
+        for index, config in enumerate(eval_set.rewards.functions if eval_set.rewards else ()):
             _check_reward(config, f"eval.sets.{place}.rewards.functions.{index}")
 
 

@@ -38,7 +38,7 @@ def check_data(
 ) -> None:
     """Read each source and check its problems; in a very large source, a sample of them.
 
-    say: is told remarks that the user need not act on. pictures: tokens that stand for a part of a picture.
+    say: prints remarks for the user, who need not act on them. pictures: tokens that stand for a part of a picture.
 
     Raises:
         UserError: a source is missing or empty, or one of its problems (named by number) cannot be used.
@@ -93,9 +93,9 @@ def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int,
             expected=f"a file, since eval.problems is {evaluation.problems}",
             remedy="Set data.eval, name sets in eval.sets, or turn evaluation off by eval.problems=0.",
         )
-    for index, own in enumerate(evaluation.sets):
-        source = data.source(own, f"eval.sets.{index}")
-        yield source, own.problems, own.max_new_tokens or rollout.max_new_tokens, own.rewards or experiment.rewards
+    for index, one in enumerate(evaluation.sets):
+        source = data.source(one, f"eval.sets.{index}")
+        yield source, one.problems, one.max_new_tokens or rollout.max_new_tokens, one.rewards or experiment.rewards
 
 
 def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
@@ -116,7 +116,7 @@ def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
 
 
 def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | None:
-    """Return a remark on the first answer that the tokenizer changes when it encodes and decodes it; None if none."""
+    """Return a remark on the first answer that changes when it is encoded and decoded; None: no answer changes."""
     for index in range(min(DECODED, len(problems))):
         answer = problems[index].answer
         if len(answer) > _LONG:
@@ -160,8 +160,8 @@ class _HeldOut:
 class _Check:
     """Checks the problems of a source one at a time.
 
-    after: tokens that must have room after a prompt. rewards: those that the reference answers must fit; None: the
-    answers are trained on.
+    after: number of tokens for which there must be room after a prompt. rewards: the reference answers must fit them;
+    None: the answers themselves are trained on.
     """
 
     def __init__(
@@ -196,20 +196,20 @@ class _Check:
                 )
 
     def _check_pictures(self, problem: Problem, name: str) -> None:
-        """Refuse tokens of pictures: their positions are a picture's rows and columns, which no side computes."""
+        """Refuse tokens of pictures: their positions are rows and columns of a picture, which are not implemented."""
         texts = [str(message["content"]) for message in problem.conversation]
         if found := [token for token in self._pictures if any(token in text for text in texts)]:
             raise user_error(
                 f"{self._key}: {name}",
                 found=f"{found[0]}, the place of a picture",
-                expected="text: the positions of pictures (M-RoPE) are not defined here",
+                expected="text: the positions of pictures (M-RoPE) are not implemented",
                 remedy=f"Correct or remove {name}.",
             )
 
     def _check_roles(self, problem: Problem, name: str) -> None:
         """Render each form of conversation once: templates refuse some orders of turns and some forms of calls."""
-        said = ("user", "assistant", "tool")  # whose texts may be long
-        turns = [{**turn, "content": "x"} if turn["role"] in said else turn for turn in problem.messages]
+        roles = ("user", "assistant", "tool")  # whose texts may be long
+        turns = [{**turn, "content": "x"} if turn["role"] in roles else turn for turn in problem.messages]
         form = tuple((turn["role"], _form(turn)) for turn in turns)
         if form in self._rendered:
             return
@@ -241,7 +241,7 @@ class _Check:
         size = sum(len(text.encode()) for text in texts)
         # Calls, thoughts and names, of which a template may write all.
         further = [{name: turn[name] for name in turn.keys() - {"role", "content"}} for turn in turns]
-        most = size + sum(len(json.dumps(each)) for each in further if each)
+        most = size + sum(len(json.dumps(message)) for message in further if message)
         if self._turn * len(turns) + TOKENS_PER_BYTE * most <= room:
             return
         tokens = fewest_tokens(tokenizer, size)

@@ -48,10 +48,10 @@ def read_model(path: Path, key: str = "model.path") -> Model:
 def check_architecture(model: Model, experiment: Experiment) -> None:
     """Raise `UserError` if the architecture in a user's file is not the model's; it may be a teacher's instead."""
     file = experiment.model.architecture
-    if file is not None and experiment.teacher is None and (own := load_architecture(file)) is not model.architecture:
+    if file is not None and experiment.teacher is None and (users := load_architecture(file)) is not model.architecture:
         raise user_error(
             "model.architecture",
-            found=f"{file} with {own.name}",
+            found=f"{file} with {users.name}",
             expected=f"that of model.path, {model.architecture.name}",
             remedy="Remove model.architecture, or name another model.",
         )
@@ -59,7 +59,7 @@ def check_architecture(model: Model, experiment: Experiment) -> None:
 
 def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
     """Check that the teacher, if there is one, can be served and can score answers; return its shape. Raises UserError:
-    the teacher's directory or layout is wrong, its vocabulary is another one, or it has no room for the longest
+    the teacher's directory or layout is wrong, it has another vocabulary, or its context is too short for the longest
     answer."""
     if experiment.teacher is None:
         return None

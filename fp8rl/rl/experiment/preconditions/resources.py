@@ -28,7 +28,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 8 * 2**20
 """Where processes share memory, and the most bytes that an engine keeps there besides the buckets of a sync."""
 RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
-"""Memory that a trainer rank, or an engine, takes for itself alone before it has a model (measured)."""
+"""Bytes that the process of a trainer rank, or of an engine, takes before it has a model (measured)."""
 
 
 def kv_cache_bytes(shape: Shape, engines: RolloutSection, each: int) -> int:
@@ -58,7 +58,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         return
     state = [_state(shape, experiment, stage) for stage in range(experiment.trainer.pp)]
     numerics = experiment.numerics_config()
-    each = numerics.kv_format.dtype.itemsize
+    element_bytes = numerics.kv_format.dtype.itemsize
     weights = served_bytes(shape, numerics.rollout_spec) if experiment.needs_engines else 0
     left = _check_processes(shape, experiment, state, weights)
     if not experiment.needs_engines:
@@ -71,15 +71,15 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
                 "teacher.max_total_tokens",
                 found=experiment.teacher.max_total_tokens,
                 expected=f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
-                f"{left / 2**30:.1f} GiB are left beside the processes",
+                f"{left / 2**30:.1f} GiB are left by the processes",
                 remedy="Lower teacher.max_total_tokens or teacher.engines, or free memory.",
             )
         left -= taken
     rollout = experiment.rollout
-    caches = kv_cache_bytes(shape, rollout, each)
+    caches = kv_cache_bytes(shape, rollout, element_bytes)
     if caches > left:
         expected = f"a cache that fits the free memory: {rollout.engines} engine(s) would need "
-        expected += f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left beside the processes"
+        expected += f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left by the processes"
         beside = rollout.engines * rollout.states(cuda=False) * shape.request_bytes()
         if 2 * beside > caches:
             raise user_error(
@@ -88,7 +88,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
                 expected=expected,
                 remedy=f"Lower it: states of sequences alone take {beside / 2**30:.1f} GiB. Or free memory.",
             )
-        most = max(0, left - beside) // (rollout.engines * shape.kv_bytes(each))
+        most = max(0, left - beside) // (rollout.engines * shape.kv_bytes(element_bytes))
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.cache_tokens,
@@ -98,8 +98,8 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
 
 
 def _check_processes(shape: Shape, experiment: Experiment, states: list[int], weights: int) -> int:
-    """Return the bytes that all processes leave free. states: bytes of a rank, by stage. weights: bytes of an engine's
-    weights."""
+    """Return the bytes of memory that are left beyond all processes. states: bytes of a rank, by stage. weights: bytes
+    of an engine's weights."""
     ranks, rollout = experiment.trainer.world_size, experiment.rollout
     engines = len(experiment.engine_ranks)
     available = available_memory()
@@ -148,8 +148,8 @@ def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
 
 
 def _on_the_host(job: Job, stage: int) -> int:
-    """Bytes of host memory that a rank with a GPU takes. If Adam runs on the host: FP32 masters, two moments and
-    gradients. If trainer and engines take turns: also the bytes that the rank moves to the host."""
+    """Return the bytes of host memory that a rank with a GPU takes: if Adam runs on the host, FP32 masters, two moments
+    and gradients; if trainer and engines take turns, also the bytes that the rank moves to the host."""
     layout = job.layout.model_copy(update={"optimizer": OptimizerSection()})
     rank = stage * layout.stage_size
     turns = int(moved_bytes(job, rank)) if job.sleep else 0
@@ -179,7 +179,7 @@ def available_memory() -> int:
 
 
 def _own_cgroups() -> list[Path]:
-    """The control groups of this process, from its own up to the root; in a container only the root is visible."""
+    """Return the control groups of this process, from its own up to the root; a container shows only the root."""
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:
@@ -189,14 +189,14 @@ def _own_cgroups() -> list[Path]:
         limit = group / "memory.max"
         return limit.is_file() and limit.read_text().strip() != "max"
 
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    path = CGROUPS / own
+    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    path = CGROUPS / name
     return [group for group in (path, *path.parents) if group.is_relative_to(CGROUPS) and limited(group)]
 
 
 def _left_in(group: Path) -> int:
-    """Return a control group's limit less its bytes in use. File pages not read lately are not in use: the kernel frees
-    them."""
+    """Return a control group's limit minus its bytes in use. Pages of files that were not read lately do not count: the
+    kernel can free them."""
     limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
     usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return max(0, limit - used + int(usage.get("inactive_file", 0)))

@@ -44,10 +44,10 @@ class Target:
     capability: tuple[int, int] | None = None
     """Compute capability of the GPUs; None: not known."""
     expandable_segments: str | None = None
-    """The setting of torch's allocator there that asks for expandable segments; None: it does not."""
+    """The setting of torch's allocator there that turns on expandable segments; None: they are off."""
     other_compilers: str | None = None
-    """CUDA's compilers there (or `none`), if all are of other releases than torch is built for. None: one is of that
-    release."""
+    """CUDA's compilers there (or `none`), if all are of other releases than torch is built for. None: one compiler fits
+    torch."""
     known: bool = True
     """False for the machines of a cluster that is not ours, which are checked when the run is placed on them."""
 
@@ -95,7 +95,7 @@ def check_model_layout(shape: Shape, experiment: Experiment) -> None:
 
 
 def engine_ranks(e: Experiment, gpus: bool) -> Iterator[UserError]:
-    """Refuse exact engines of several ranks on GPUs, where none has run yet, and native ones on CPUs."""
+    """Refuse engines of several ranks in exact mode on GPUs, where none has run yet, and in native mode on CPUs."""
     mode = e.numerics.mode
     for key, width in (("rollout.tp", e.rollout.tp), ("teacher.tp", 1 if e.teacher is None else e.teacher.tp)):
         if width > 1 and (mode == "exact") is gpus:
@@ -114,7 +114,7 @@ def shared_memory_refusals(target: Target) -> Iterator[UserError]:
 
 
 def _deepgemm(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
-    """Check that DeepGEMM can run. Whether its bits are equal is checked later, where it runs."""
+    """Check that DeepGEMM can run. Each process compares its bits with our kernels' later."""
     asked = e.numerics.mode == "exact" and e.numerics.deepgemm and target.known
     if asked and (lacks := deepgemm_lacks(target.capability, target.deepgemm)):
         remedy = "Set numerics.deepgemm=false: products run on our kernels, with the same results."
@@ -136,7 +136,7 @@ def _engines(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]
 def _compiler(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     if e.needs_engines and target.other_compilers:
         cuda = torch.version.cuda
-        expected = f"one of CUDA {cuda}, as torch is built for: an engine makes kernels of SGLang's as it starts"
+        expected = f"one of CUDA {cuda}, as torch is built for: an engine compiles kernels of SGLang when it starts"
         remedy = "Install that toolkit (`make install-gpu` brings its compiler), or set CUDA_HOME to it."
         yield user_error("CUDA_HOME", f"nvcc: {target.other_compilers}", expected, remedy)
 
@@ -145,7 +145,7 @@ def _base(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     ranks, engines = e.trainer.world_size, e.rollout.engines
     if target.gpus and e.sync.shared_base and (ranks, engines) != (1, 1):
         found = f"true with {ranks} trainer rank(s) and {engines} engine(s) on GPUs"
-        expected = "one trainer rank and one engine, on one GPU: the base lies there, and no other GPU computes with it"
+        expected = "one trainer rank and one engine, on the GPU that has the weights in its memory"
         remedy = "Set sync.shared_base=false, or trainer.tp, pp, dp and cp to 1 and rollout.engines to 1."
         yield user_error("sync.shared_base", found, expected, remedy)
 

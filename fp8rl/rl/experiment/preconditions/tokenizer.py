@@ -27,8 +27,8 @@ _SECONDS, _BYTES = 5.0, 1 << 30
 
 @contextmanager
 def rendering() -> Iterator[None]:
-    """Limit the time and memory of a chat template inside the block. A template is a program, which may loop for ever
-    or ask for gigabytes of blanks; a sound template takes a millisecond and some kilobytes."""
+    """Limit the time and memory of a chat template inside the block. A template is a program that may loop for ever or
+    ask for gigabytes of blanks; a correct template takes a millisecond and some kilobytes."""
     with time_limit(_SECONDS), memory_limit(_BYTES):
         yield
 
@@ -87,7 +87,7 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str) -> None:
-    """Check that the chat template renders a question, soon, and differently for another question. Raises UserError: it
+    """Check that the chat template renders a question in time, and another question differently. Raises UserError: it
     does not."""
     remedy = "Correct the chat template, or copy that of the model again."
     try:
@@ -144,7 +144,7 @@ def template_remarks(
 ) -> Iterator[str]:
     """Yield remarks on the chat template that a user should know.
 
-    conversation: that of a problem. several_turns: messages follow what the model has said.
+    conversation: a problem's conversation. several_turns: messages follow the model's first turn.
     """
     key, options = source.key, source.chat_template
     if "strftime_now" in tokenizer.get_chat_template() and "date_string" not in options:
@@ -177,7 +177,7 @@ def template_remarks(
 
 
 def _reads(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The names of the arguments that the chat template reads, without those of `apply_chat_template`."""
+    """Return the names of arguments that the chat template reads, without the arguments of `apply_chat_template`."""
     template = _GENERATION.sub("", tokenizer.get_chat_template())
     tree = Environment(extensions=[loopcontrols]).parse(template)
     special = set(tokenizer.special_tokens_map)

@@ -1,6 +1,6 @@
-"""Trackers of a run, a file each: all that one has to be is a `Tracker`.
+"""Trackers of a run, each a `Tracker` in a file of its own.
 
-A thread of the run tells them what happens (`rl.record.tracking`), so none can hold up or end a run.
+A separate thread calls them (`rl.record.tracking`), so that no tracker can delay or end a run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from fp8rl.rl.record.rollouts import RolloutRecord
 
 SHOWN_EVERY = 10
-"""Steps between sample rollouts, which are slow to write; the files have those of every step."""
+"""Steps between sample rollouts in trackers, which are slow to write; the run's files have samples of every step."""
 TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard"}
-"""The package that each needs. wandb's is always installed; TensorBoard's extra of `fp8rl` has its name."""
+"""Trackers, and the package that each needs. wandb is always installed; `fp8rl[tensorboard]` installs the other."""
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """The run that a tracker is told of."""
+    """The run that a tracker records."""
 
     folder: str
     """The run's folder."""
@@ -34,25 +34,25 @@ class Tracked:
     config: dict[str, Any]
     """The experiment as plain values."""
     resumed: bool
-    """It goes on, after a start before."""
+    """True if the run was started before, and is resumed."""
     last_step: int
     """The step after which nothing more is recorded."""
     online: bool = False
-    """wandb's server gets the run while it goes on."""
+    """True if the record is sent to wandb's server during the run."""
 
     def shows(self, step: int) -> bool:
         """Return whether sample rollouts of a step are shown."""
         return step % SHOWN_EVERY == 0 or step == self.last_step
 
     def place(self, tracker: str) -> Path:
-        """The folder of a tracker's own files."""
+        """Return the folder for a tracker's files, and make it if it is missing."""
         path = Path(self.folder) / tracker
         path.mkdir(exist_ok=True)
         return path
 
 
 class Tracker:
-    """A tracker, in the trackers' thread. Whatever it raises ends it, and nothing else."""
+    """A tracker. Its methods are called in the trackers' thread; an error in one ends only this tracker."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step; `rl.record.metrics.metric` has unit and meaning of each metric."""
@@ -62,16 +62,16 @@ class Tracker:
         """Show sample rollouts of a step. Every tenth step has some."""
 
     def alert(self, text: str) -> None:
-        """Tell somebody who should look at the run; `text` is an event, as the console said it."""
+        """Alert somebody who should look at the run. text: an event, as the console prints it."""
 
     def finish(self, exit_code: int, summary: Mapping[str, Any]) -> None:
-        """Write what is not written yet. exit_code: of the run, 0 if it ended well. summary: values that stand for the
+        """Write what is not written yet. exit_code: the run's, 0 if it ended well. summary: values that stand for the
         whole run; empty if it failed."""
         raise NotImplementedError
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Check that what each needs is installed. Raises UserError: naming the extra that installs it."""
+    """Check that each tracker's package is installed. Raises UserError, which names the extra that installs it."""
     for name in names:
         if importlib.util.find_spec(TRACKERS[name]) is None:
             raise user_error(
@@ -83,6 +83,6 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def start(name: str, run: Tracked) -> Tracker:
-    """The tracker of this name, for a run that begins or goes on."""
+    """Return the tracker of this name, for a run that begins or is resumed."""
     tracker: Tracker = import_module(f"fp8rl.rl.record.trackers.to_{name}").start(run)
     return tracker

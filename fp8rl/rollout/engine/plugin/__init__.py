@@ -1,9 +1,9 @@
 """The SGLang plugin: puts the run's ops into the engine, holds its quantized weights, and reports what it did.
 
 SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Without the environment
-variable FP8RL_PLUGIN, which `engine.server` sets, it does nothing: an SGLang that merely shares the environment
-stays stock. SGLang logs and swallows whatever a plugin raises and serves on stock ops, which is why the engine's owner
-asks for the report (`engine.protocol`) before it uses the engine.
+variable FP8RL_PLUGIN, which `engine.server` sets, it does nothing: any other SGLang in the same environment stays
+stock. If a plugin raises, SGLang only logs the error, and serves with its stock ops. So the engine's owner asks for the
+plugin's report (`engine.protocol`) before it uses the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies that SGLang's own attention, in native mode, has of kv_b_proj and multiplies by in its place."""
+"""The copies of kv_b_proj with which SGLang's own attention computes in native mode."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fp8rl.numerics.spec import TensorSpec
 class CopiesOfKvB:
     """Copies w_kc [heads, N, R] and w_vc [heads, R, V] of kv_b_proj [heads * (N + V), R], a head's keys first.
 
-    SGLang multiplies by the copies, which it makes at the end of a load that names a kv_b_proj. That is not enough: a
-    delta writes the parameter without a load, and a parameter and its scales may come in two loads. So a commit has the
-    copies made anew, and a manifest marks copies that differ from the kv_b_proj that is held.
+    SGLang multiplies by the copies, and makes them at the end of a load that names a kv_b_proj. That is not enough: a
+    delta writes the parameter without a load, and a parameter and its scales may come in two loads. So each commit lets
+    SGLang make the copies again, and a manifest marks copies that differ from the engine's kv_b_proj.
     """
 
     model: Any
@@ -39,8 +39,8 @@ class CopiesOfKvB:
         whole = product.weight.detach()
         if (scales := getattr(product, "weight_scale_inv", None)) is not None:
             whole = QuantizedTensor(whole, scales.detach().to(spec.scale_dtype), spec).dequantize(torch.bfloat16)
-        held = torch.cat((self.attention.w_kc, self.attention.w_vc.transpose(1, 2)), 1).flatten(0, 1)
-        return held.dtype == whole.dtype and held.view(torch.int16).equal(whole.view(torch.int16))
+        copies = torch.cat((self.attention.w_kc, self.attention.w_vc.transpose(1, 2)), 1).flatten(0, 1)
+        return copies.dtype == whole.dtype and copies.view(torch.int16).equal(whole.view(torch.int16))
 
 
 def copies_in(model: nn.Module) -> Mapping[Tensor, CopiesOfKvB]:

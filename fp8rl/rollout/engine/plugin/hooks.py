@@ -1,7 +1,7 @@
 """Every place where the plugin reaches into SGLang, with the signature that it expects to find there.
 
-SGLang moves fast. A target whose parameters are not the ones listed here is refused, by name, before anything is
-hooked.
+SGLang changes fast. If a target has other parameters than the ones listed here, an error names it before any hook is
+installed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Hook:
 
 def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     """Return all hooks of an engine with these numerics, on a GPU or a CPU."""
-    own = _exact(cuda) if numerics.mode == "exact" else _native(numerics, cuda)
-    return (*own, *_EVERY_MODE)
+    of_mode = _exact(cuda) if numerics.mode == "exact" else _native(numerics, cuda)
+    return (*of_mode, *_EVERY_MODE)
 
 
 def _exact(cuda: bool) -> Iterator[Hook]:
-    """Exact mode puts one model in the place of all of SGLang's, and its own draws into SGLang's sampler."""
+    """Return exact mode's hooks: one model replaces all of SGLang's models, and seeded draws replace the sampler's."""
     yield Hook(
         "model_loader.utils.get_model_architecture", "replace", model.program_of_any_architecture, "model_config"
     )
@@ -81,9 +81,9 @@ _ROPE_CPU = "head_size rotary_dim max_position base is_neox_style rope_scaling d
 
 
 def _native(numerics: NumericsConfig, cuda: bool) -> Iterator[Hook]:
-    """Native mode replaces the draw. In an FP8 engine it replaces the products on a CPU, and on a GPU the quantizer of
-    activations, unless the spec has FP32 scales for them, as SGLang does. It corrects what SGLang gets wrong about a
-    model."""
+    """Return native mode's hooks, which replace the draw. In an FP8 engine they replace the products on a CPU, and on a
+    GPU the quantizer of activations, unless the spec has FP32 scales for activations, as SGLang does. Further hooks
+    correct errors of SGLang in single models."""
     yield Hook(
         "layers.sampler.Sampler._sample_from_probs",
         "around",
@@ -182,7 +182,7 @@ def _patch_importers(
     patch: Callable[[object, object, object], int], original: object, wrapped: object, source_module: object
 ) -> int:
     """Let SGLang search all modules for importers of a hooked function, but not for importers of a hooked method: no
-    module imports a method by its name, and for ours the search would take a second of each start."""
+    module imports a method by its name, and the search would make each start a second longer."""
     return 0 if isinstance(source_module, type) else patch(original, wrapped, source_module)
 
 

@@ -1,6 +1,6 @@
-"""The engine's host of a model's program (`models.program.Host`): a rank's weights, over tokens that attend.
+"""The engine's host (`models.program.Host`): gives the ops of a program the rank's weights and SGLang's cache.
 
-Ranks exchange what is not rounded yet, and each computes the whole result, in the order in which one rank would.
+Ranks exchange FP32 partial sums. Then each rank adds them to the whole result, in the order in which one rank would.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fp8rl.rollout.engine.plugin.tokens import Tokens
 
 
 class EngineHost(nn.Module):
-    """The parameters of a rank, and the calls that the program's ops make."""
+    """A rank's parameters, and the methods that the program's ops call."""
 
     tokens: Tokens
-    """The tokens of the forward that runs."""
+    """The tokens of the running forward pass."""
 
     def __init__(self, definition: Model, numerics: NumericsConfig, rank: EngineRank = WHOLE) -> None:
         super().__init__()
@@ -41,30 +41,30 @@ class EngineHost(nn.Module):
         return self.weights.tensors[site.layer, of or site.op.name][name]
 
     def product(self, site: OpSite, x: Tensor, rows: Any = None) -> Tensor:
-        held = self.weights.products[site.layer, site.op.name]
-        low_rank, operand = state().weights.low_rank(held.weight), self._operand(held.weight)
-        if held.row_parallel and self.rank.ranks > 1:
-            return ops.add_bias(self._merged(x, held.weight, operand, low_rank), held.bias)
-        splits = self.numerics.k_splits if held.row_parallel else 1
+        product = self.weights.products[site.layer, site.op.name]
+        low_rank, operand = state().weights.low_rank(product.weight), self._operand(product.weight)
+        if product.row_parallel and self.rank.ranks > 1:
+            return ops.add_bias(self._merged(x, product.weight, operand, low_rank), product.bias)
+        splits = self.numerics.k_splits if product.row_parallel else 1
         plus = None if low_rank is None else ops.low_rank_of(x, low_rank, splits)
         if operand is None:
-            out = ops.linear(x, held.weight, splits, plus)
+            out = ops.linear(x, product.weight, splits, plus)
         elif rows is None or splits > 1:
-            out = ops.fp8_linear(x, held.weight, operand, self.spec, "bf16", splits, plus)
+            out = ops.fp8_linear(x, product.weight, operand, self.spec, "bf16", splits, plus)
         else:
             out = ops.rows_linear(rows, operand, x.dtype, plus)
-        return ops.add_bias(out, held.bias)
+        return ops.add_bias(out, product.bias)
 
     def _merged(self, x: Tensor, weight: Tensor, operand: Any, low_rank: LowRank | None) -> Tensor:
-        """Return the sum of all ranks' FP32 partials, in rank order, and of the adapter's term, rounded once."""
+        """Add all ranks' FP32 partial sums in rank order, then the adapter's term, and round once."""
         if operand is None:
-            own = ops.linear_partial(x, weight)
+            sums = ops.linear_partial(x, weight)
         else:
-            own = ops.fp8_linear_partial(x, weight, operand, self.spec, "bf16")
-        width = own.shape[-1]
+            sums = ops.fp8_linear_partial(x, weight, operand, self.spec, "bf16")
+        width = sums.shape[-1]
         if low_rank is not None:
-            own = torch.cat((own, ops.linear_partial(x, low_rank.a)), -1)
-        parts, plus = self._group.all_gather(own.contiguous()[None], dim=0), None
+            sums = torch.cat((sums, ops.linear_partial(x, low_rank.a)), -1)
+        parts, plus = self._group.all_gather(sums.contiguous()[None], dim=0), None
         if low_rank is not None:
             h = ops.merge_partials(list(parts[..., width:]), x.dtype)
             plus = low_rank.on_rows(ops.low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))
@@ -89,8 +89,8 @@ class EngineHost(nn.Module):
             return F.embedding(tokens, weight)
         local = tokens - self.rank.rank * len(weight)
         mine = (local >= 0) & (local < len(weight))
-        own = F.embedding(local.clamp(0, len(weight) - 1), weight)
-        return self._group.all_reduce(torch.where(mine[:, None], own, -0.0))  # type: ignore[no-any-return]
+        rows = F.embedding(local.clamp(0, len(weight) - 1), weight)
+        return self._group.all_reduce(torch.where(mine[:, None], rows, -0.0))  # type: ignore[no-any-return]
 
     def logprobs(self, site: OpSite, logits: Tensor) -> Tensor:
         return self.tokens.logprobs(logits)
@@ -146,7 +146,7 @@ class EngineHost(nn.Module):
         return probs, chosen
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
-        """probs, chosen: [T, k], of each of a token's experts."""
+        """Compute the experts. probs, chosen: [T, k], the probability and the id of each of a token's experts."""
         spec = self.spec if self.spec.quantized else None
         stacks, low_rank = self.weights.stacks[site.layer, site.op.name], state().weights.low_rank
         w13, w2 = (ExpertWeights(stack, self._operand(stack), low_rank(stack)) for stack in stacks)
@@ -154,19 +154,19 @@ class EngineHost(nn.Module):
             return ops.routed_experts(x, probs, chosen, w13, w2, spec, "bf16", rows)
         # A CUDA graph may not wait for the device, and only the device knows how many (token, choice) pairs belong to
         # this rank. So all pairs are sorted: other ranks' pairs come last, and no expert computes them.
-        held = len(stacks[0])
-        local = chosen.long() - self.rank.rank * held
-        order, counts = ops.group_by_expert(torch.where((local < 0) | (local >= held), held, local), held + 1)
+        here = len(stacks[0])
+        local = chosen.long() - self.rank.rank * here
+        order, counts = ops.group_by_expert(torch.where((local < 0) | (local >= here), here, local), here + 1)
         token = order // chosen.shape[1]
-        outputs = ops.experts(x[token], counts[:held], w13.of_rows(token), w2.of_rows(token), spec, "bf16")
-        own = torch.arange(len(order), device=order.device) < counts[:held].sum()
+        outputs = ops.experts(x[token], counts[:here], w13.of_rows(token), w2.of_rows(token), spec, "bf16")
+        computed = torch.arange(len(order), device=order.device) < counts[:here].sum()
         choices = torch.empty_like(outputs)
-        choices[order] = torch.where(own[:, None], outputs, -0.0)
+        choices[order] = torch.where(computed[:, None], outputs, -0.0)
         choices = self._group.all_reduce(choices)  # of each only one rank has more than -0
         return ops.combine(choices, probs, torch.arange(chosen.numel(), device=chosen.device), x.dtype)
 
     def _operand(self, weight: nn.Parameter) -> Any:
-        """The operand of a weight in FP8; None: the weight is in BF16."""
+        """Return the operand of a weight in FP8; None: the weight is in BF16."""
         quantized = self.spec.quantized and weight.dtype == self.spec.weight.dtype
         return state().weights.operand(weight) if quantized else None
 

@@ -1,4 +1,4 @@
-"""Hooks on the events of an engine's life: its model is loaded, weights are updated, it sleeps, its owner calls."""
+"""Hooks on events in an engine: its model is loaded, weights are updated, it sleeps, its owner calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Held, Memory
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`ModelRunner.load_model`, then `after_load_model`. An engine that waits for a base loads placeholders."""
+    """Around `ModelRunner.load_model`: then call `after_load_model`. Engines that wait for a base get placeholders."""
     waits = state().waits
     if waits and (found := self.server_args.load_format) != "dummy":
         raise RuntimeError(
@@ -41,7 +41,7 @@ def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def after_load_model(self: Any) -> None:
-    """Choose how the ops run, and take charge of the weights that a `ModelRunner` has loaded."""
+    """Choose the implementation of the ops, and attach `ServedWeights` to the model that a `ModelRunner` has loaded."""
     current = state()
     device = next(self.model.parameters()).device
     current.implementation = choose(device, current.numerics.spec)
@@ -71,7 +71,7 @@ def after_load_model(self: Any) -> None:
 
 
 def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """`adjust_config_with_unaligned_cpu_tp` without its padding of experts: a rank has whole experts.
+    """Replaces `adjust_config_with_unaligned_cpu_tp`, without its padding of experts: a rank has whole experts.
 
     The numbers of heads are still set, since some models read them on a CPU.
     """
@@ -82,7 +82,7 @@ def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def before_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Before `ModelRunner.forward`, check that the weights are committed (a CUDA graph does not); mark adapted rows."""
+    """Before `ModelRunner.forward`, check that weights are committed, as CUDA graphs do not, and mark adapted rows."""
     state().weights.check()
     if (rows := state().weights.adapted_rows) is not None:
         rows.take(forward_batch)
@@ -94,8 +94,8 @@ def before_update(*args: Any, **kwargs: Any) -> None:
 
 
 def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`WeightUpdater.update_weights_from_tensor`, and wait until the copies out of the sender's bucket are done: SGLang
-    answers once it has launched them, and after the answer the sender fills the bucket again."""
+    """Around `WeightUpdater.update_weights_from_tensor`: wait until all copies from the sender's bucket are done.
+    SGLang itself answers once it has launched them, and after the answer the sender fills the bucket again."""
     before_update()
     try:
         return original(self, *args, **kwargs)
@@ -104,13 +104,13 @@ def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
-    """`ModelRunner.check_weights`: answer a call of ours (`CALLS`), in SGLang's form of an answer."""
+    """Around `ModelRunner.check_weights`: answer one of our calls (`CALLS`), in SGLang's form of an answer."""
     if (call := from_action(action)) is None:
         return original(self, action=action, allow_quant_error=allow_quant_error)
     name, arguments = call
     answer = CALLS[name](self, **arguments)
-    own = state().weights.rank
-    parallelism = {"tp_rank": own.rank, "tp_size": own.ranks, "rank": own.rank, "size": own.ranks}
+    engine = state().weights.rank
+    parallelism = {"tp_rank": engine.rank, "tp_size": engine.ranks, "rank": engine.rank, "size": engine.ranks}
     parallelism |= {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
     return {"checksums": to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
 
@@ -133,9 +133,9 @@ def map_base(runner: Any, address: str) -> int:
 
 
 def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
-    """`BaseHostCache.__init__`: routed experts, kept by KV slot.
+    """Replaces `BaseHostCache.__init__`: make the buffer of routed experts, by KV slot.
 
-    The buffer is pinned only if there is a GPU to copy from. Where nothing was recorded it has -1, which is no expert.
+    The buffer is pinned only if there is a GPU to copy from. It has -1, which is no expert, where nothing is recorded.
     """
     shape, pinned = (num_tokens, num_layers, topk_size), torch.cuda.is_available()
     self.buffer = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
@@ -145,15 +145,15 @@ def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int,
 
 # Sleep: an engine gives up weights, KV cache and CUDA graphs, and takes the room back before a sync fills it.
 #
-# On a GPU torch_memory_saver, which SGLang asks, unmaps the memory behind tensors whose addresses stay. Where there is
-# none, on a CPU, this frees the memory of weights and cache. Either way nothing of what was there comes back.
+# On a GPU SGLang uses torch_memory_saver, which unmaps the memory of tensors and keeps their addresses. On a CPU, where
+# there is no torch_memory_saver, this file frees weights and cache. In both cases the contents are lost.
 
 
 def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """`SchedulerWeightUpdaterManager.release_memory_occupation` of a paused engine. Released memory is left out.
+    """Around `SchedulerWeightUpdaterManager.release_memory_occupation`: release memory that is not released yet.
 
-    SGLang's own fails if any request waits. Here a request without a KV cache may wait: its prefix is prefilled once
-    the engine wakes.
+    SGLang's method fails if any request waits. Here requests without a KV cache may wait: their prefixes are prefilled
+    once the engine wakes.
     """
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
@@ -178,10 +178,10 @@ def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
 
 
 def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """`SchedulerWeightUpdaterManager.resume_memory_occupation`. Memory that was not released is left out.
+    """Around `SchedulerWeightUpdaterManager.resume_memory_occupation`: take back memory that was released.
 
-    The cache begins with zeros, as when the engine starts. A masked key counts nothing only if it is finite, and the
-    rows that pad a CUDA graph's batch must name slots that exist.
+    The cache is filled with zeros, as at the engine's start: a masked key counts as nothing only if it is finite, and
+    the rows that pad a CUDA graph's batch must name slots that exist.
     """
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
@@ -228,17 +228,17 @@ def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
 def memory(runner: Any) -> Memory:
     """Return the memory that a rank of the engine holds. runner: SGLang's ModelRunner.
 
-    CUDA graphs, of which torch knows no size, count in `in_use` alone.
+    Only `in_use` counts CUDA graphs, since torch does not know their size.
     """
-    device, held = state().weights.device, dict.fromkeys((WEIGHTS, CACHE), 0)
-    for tag in held.keys() - state().released.keys():
+    device, sizes = state().weights.device, dict.fromkeys((WEIGHTS, CACHE), 0)
+    for tag in sizes.keys() - state().released.keys():
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(runner, tag)}
-        held[tag] = sum(storage.nbytes() for storage in storages.values())
+        sizes[tag] = sum(storage.nbytes() for storage in storages.values())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Memory(in_use=total - free, **held)
+        return Memory(in_use=total - free, **sizes)
     give_back()  # what was freed is nobody's
-    return Memory(in_use=psutil.Process().memory_info().rss, **held)
+    return Memory(in_use=psutil.Process().memory_info().rss, **sizes)
 
 
 def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
@@ -256,7 +256,7 @@ def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
 
 
 def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = True) -> bool:
-    """`Scheduler.flush_cache`: a paused scheduler also flushes while requests without any KV cache wait.
+    """Around `Scheduler.flush_cache`: a paused scheduler also flushes while requests without any KV cache wait.
 
     The flush is needed: the radix tree still holds prefixes of the old weights. But SGLang 0.5.19 refuses to flush
     while any request waits, and within an update this ends the server. SGLang's other conditions still hold: nothing
@@ -272,10 +272,10 @@ def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = Tr
 
 
 def process_input_requests(result: None, self: Any, recv_reqs: list[Any]) -> None:
-    """`Scheduler.process_input_requests`: a paused scheduler prepares the weights that have come, and then waits for
-    the next message instead of burning a core.
+    """After `Scheduler.process_input_requests`: a paused scheduler prepares the weights that have arrived, and then
+    sleeps until the next message instead of using a whole core.
 
-    It waits only where the server was started with `--sleep-on-idle`, as on a CPU; elsewhere that call does nothing.
+    It sleeps only if the server was started with `--sleep-on-idle`, as on a CPU; otherwise that call does nothing.
     """
     if self._engine_paused and not recv_reqs:
         state().weights.prepare()
@@ -292,4 +292,4 @@ CALLS: dict[str, Callable[..., Any]] = {
     "memory": memory,
     "ping": lambda runner: state().weights.version,
 }
-"""What an engine's owner can have its plugin do: functions of SGLang's ModelRunner and of the call's arguments."""
+"""The calls that an engine's owner can make: functions of SGLang's ModelRunner and of the call's arguments."""

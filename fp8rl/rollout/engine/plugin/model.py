@@ -1,7 +1,7 @@
 """SGLang's model of every architecture in exact mode: the program of `models`, over SGLang's cache.
 
-SGLang's scheduler, pools, CUDA graphs and sampler stay. Of its model classes and layers nothing is here but the
-processor of logits, which chooses the rows whose logits are wanted.
+SGLang's scheduler, pools, CUDA graphs and sampler stay. Of its model classes and layers only the processor of logits is
+used, which chooses the rows whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProgramModel(EngineHost):
         return run((self._head,), self, {"x": x})[LOGITS]  # type: ignore[no-any-return]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the tensors of a directory to where they are held, before `ServedWeights` takes charge."""
+        """Copy the tensors of a directory into the parameters, before `ServedWeights` is attached."""
         table = self.definition.tensors
         views = {label: view for label, _, view in hf_tensors(self, table, self.spec.weight.block_rows, self.rank)}
         for name, tensor in weights:
@@ -67,7 +67,7 @@ def _logits_processor(config: Any) -> Any:
 
 
 def program_of_any_architecture(model_config: Any) -> tuple[type, str]:
-    """`get_model_architecture`: SGLang's class for the model of a config."""
+    """Replaces `get_model_architecture`: return the class that SGLang makes for the model of a config."""
     from sglang.srt.configs.model_config import ModelImpl
 
     name = model_config.hf_config.architectures[0]

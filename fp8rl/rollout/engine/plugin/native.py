@@ -25,27 +25,27 @@ SGLANGS = TensorSpec(scale="fp32")
 
 
 def never(*args: Any, **kwargs: Any) -> bool:
-    """Answer no to a question of SGLang's, as whether a model has sparse attention."""
+    """Return False in place of a check of SGLang's, such as whether a model has sparse attention."""
     return False
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Leave out what SGLang does at a hook."""
+    """Do nothing in place of a function of SGLang's."""
 
 
 def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-    """`LlamaForCausalLM.load_weights`, with the scales of FP8 blocks: SGLang looks for them under a name that no
-    parameter has, and silently drops them."""
+    """Around `LlamaForCausalLM.load_weights`: also load the scales of FP8 blocks. SGLang looks for them under a name
+    that no parameter has, and silently drops them."""
     from sglang.srt.model_loader.auto_loader import STANDARD_STACKED_MAPPING
 
-    held = dict(self.named_parameters())
+    parameters = dict(self.named_parameters())
 
     def others() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             if not name.endswith(SCALE_SUFFIX):
                 yield name, tensor
-            elif STANDARD_STACKED_MAPPING.try_load(name, tensor, held) is None:
-                held[name].weight_loader(held[name], tensor)
+            elif STANDARD_STACKED_MAPPING.try_load(name, tensor, parameters) is None:
+                parameters[name].weight_loader(parameters[name], tensor)
 
     return original(self, others())
 
@@ -60,10 +60,10 @@ def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> 
 
 
 def fp8_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """`fused_moe_native.moe_forward_native`, which SGLang runs in BF16 on a CPU, with FP8 products.
+    """Replaces `Fp8MoEMethod.apply`, on a CPU: routed experts with FP8 products.
 
-    SiLU and its product with the up half are rounded one after the other, and the router's weights multiply the
-    second product's output; both are SGLang's.
+    As in SGLang, SiLU is rounded before it is multiplied with the up half, and the router's weights multiply the second
+    product's output.
     """
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
@@ -87,7 +87,7 @@ def _of_experts(parameter: nn.Parameter, x: Tensor, counts: Tensor) -> Tensor:
 
 
 def add_gated(hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor) -> None:
-    """`fused_gate_sigmoid_mul_add`: the shared expert's output, times its gate, is added to the routed experts'."""
+    """Replaces `fused_gate_sigmoid_mul_add`: add the shared expert's output, times its gate, to the routed output."""
     final_hidden_states += ops.token_gate(shared_output, hidden_states, gate_weight[None])
 
 
@@ -104,10 +104,10 @@ def quantize_groups(
     fuse_silu_and_mul: bool,
     masked_m: Tensor | None,
 ) -> None:
-    """`_run_per_token_group_quant_8bit_kernel`: the activations x [T, K] of every FP8 product, dense or routed.
+    """Replaces `_run_per_token_group_quant_8bit_kernel`: quantize the activations x [T, K] of every FP8 product.
 
-    x_q FP8 [T, K] and x_s FP32 [T, K / 128], of any strides, are written with the run's codes and scales. SGLang's
-    kernel has FP32 scales, and a group of zeros has 1e-10 / 448 where ours has 1; its codes are 0 in both.
+    The run's codes and scales are written to x_q FP8 [T, K] and x_s FP32 [T, K / 128], of any strides. SGLang's kernel
+    writes FP32 scales, and for a group of zeros the scale 1e-10 / 448 instead of 1.
     """
     spec = state().numerics.rollout_spec.activation
     if scale_ue8m0 or fuse_silu_and_mul or masked_m is not None or group_size != spec.group:
@@ -119,7 +119,7 @@ def quantize_groups(
 
 
 def quantize_only_group(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """`sglang_per_token_quant_fp8`, which SGLang takes where K is one group: x [T, 128] -> codes, scales [T, 1]."""
+    """Replaces `sglang_per_token_quant_fp8`, which SGLang uses if K is one group: x [T, 128] -> codes and scales."""
     spec = state().numerics.rollout_spec.activation
     if x.shape[-1] != spec.group:
         raise NotImplementedError(f"fp8rl plugin: found one scale for {x.shape[-1]} channels, expected {spec.group}")
@@ -131,7 +131,7 @@ def quantize_only_group(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
 
 
 def gated_attention(self: Any, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """`self_attention` of a layer. A token's position is one number, also in a model with three for images."""
+    """Replaces a layer's `self_attention`. A token's position is one number, also in a model with three for images."""
     heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
     both, keys = 2 * heads * head_dim, kv_heads * head_dim
     queries, k, v = self.qkv_proj(hidden_states)[0].split((both, keys, keys), -1)
@@ -143,18 +143,18 @@ def gated_attention(self: Any, positions: Tensor, hidden_states: Tensor, forward
 
 
 def in_fp32(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`__init__` of both nets; then make `dt_bias` and the norm's weight FP32, as `A_log` is, before any load."""
+    """Around a net's `__init__`: make `dt_bias` and the norm's weight FP32 like `A_log`, before weights are loaded."""
     original(self, *args, **kwargs)
     for vector in (self.dt_bias, self.norm.weight):
         vector.data = vector.data.float()
 
 
 def linear_attention(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """`Qwen3GatedDeltaNet.forward` and Qwen3.5's: prefill, whole or in chunks, and decode alike."""
+    """Replaces `forward` of `Qwen3GatedDeltaNet` and of Qwen3.5's net: prefill, whole or in chunks, and decode."""
     tokens, attn = Paged.of(forward_batch), self.attn
     projected = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
     query, key, value, z, b, a = self.fix_query_key_value_ordering(*projected)
-    qkv = torch.cat([each.flatten(1) for each in (query, key, value)], -1)
+    qkv = torch.cat([x.flatten(1) for x in (query, key, value)], -1)
     qkv = tokens.convolve(self.layer_id, qkv, self.conv1d.weight.flatten(1))
     q, k, v = qkv.split((attn.q_dim, attn.k_dim, attn.v_dim), -1)
     q, k = q.unflatten(-1, (attn.num_q_heads, -1)), k.unflatten(-1, (attn.num_k_heads, -1))
@@ -167,13 +167,13 @@ def linear_attention(self: Any, hidden_states: Tensor, forward_batch: Any) -> Te
 
 
 def dequantized(x_q_block: Tensor, x_s: Tensor, block_size: list[int]) -> tuple[Tensor, None]:
-    """`block_quant_to_tensor_quant`: return kv_b_proj in BF16, as on a GPU, and no scale; copies are made of it."""
+    """Replaces `block_quant_to_tensor_quant`: return kv_b_proj in BF16, without a scale, for SGLang's copies of it."""
     spec = state().numerics.rollout_spec.weight
     return QuantizedTensor(x_q_block, x_s.to(spec.scale_dtype), spec).dequantize(torch.bfloat16), None
 
 
 def absorbed(self: Any, forward_batch: Any) -> Any:
-    """`dispatch_attn_forward_method` on a CPU: never attention over expanded keys, which would read latents as keys."""
+    """Replaces `dispatch_attn_forward_method` on a CPU, whose attention over expanded keys would read latents."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     return AttnForwardMethod.MLA
@@ -191,7 +191,7 @@ def rope_on_cpu(
     partial_rotary_factor: float = 1.0,
     device: Any = None,
 ) -> Any:
-    """`get_rope_cpu`, which can only do YaRN; for a model without YaRN, SGLang's usual rotation."""
+    """Around `get_rope_cpu`, which can only do YaRN: for a model without YaRN, return SGLang's usual rotation."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     usual = head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor

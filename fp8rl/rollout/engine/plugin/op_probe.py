@@ -62,8 +62,8 @@ def answer(runner: Any, recording: Path) -> str:
     tokens = next(record[site.key(f"in.{TOKENS}")] for site in sites if TOKENS in site.op.reads)
     outputs |= {f"free.{name}": tensor for name, tensor in free_forward(host, tokens).items()}
     path = recording.with_name(ANSWER)
-    held = {name: tensor.cpu().contiguous().clone() for name, tensor in outputs.items()}
-    save_file(held, path, {"settings": json.dumps(constants(host.sizes))})
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in outputs.items()}
+    save_file(tensors, path, {"settings": json.dumps(constants(host.sizes))})
     return file_sha256(path)
 
 
@@ -82,7 +82,7 @@ def run_op(host: EngineHost, site: OpSite, read: Read) -> tuple[Tensor, ...]:
 
 
 def each_expert(host: EngineHost, site: OpSite, read: Read) -> Tensor:
-    """Return the output of each of a token's experts, [T, k, H]: all others' probabilities are zero."""
+    """Return each expert's output for its tokens, [T, k, H]: the op runs with all other probabilities at zero."""
     x, probs, chosen = read[:3]
     assert x is not None and probs is not None and chosen is not None
     weights, alone = probs.gather(1, chosen), torch.eye(chosen.shape[1], device=x.device)

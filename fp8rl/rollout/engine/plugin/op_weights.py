@@ -23,9 +23,9 @@ class Product:
 
     weight: nn.Parameter
     counts: list[int]
-    """Rows of each matrix in this rank."""
+    """The number of rows of each matrix on this rank."""
     row_parallel: bool
-    """Ranks share the columns, so that each has a part of every sum."""
+    """True if ranks split the columns, so that each computes a part of every sum."""
     bias: nn.Parameter | None = None
 
 
@@ -37,7 +37,7 @@ class OpWeights:
     stacks: dict[Key, list[nn.Parameter]]
     """Matrices of routed experts, [experts, N, K]: gate and up, and down."""
     tensors: dict[Key, dict[str, Tensor]]
-    """Everything else by the last part of its name, and by "" an op's only one."""
+    """All other tensors, by the last part of their names. `""` stands for an op's only tensor."""
 
     @classmethod
     def of(cls, model: nn.Module, definition: Model, rank: EngineRank) -> OpWeights:
@@ -47,20 +47,21 @@ class OpWeights:
             row, key, last = rows[0], (rows[0].layer, rows[0].op), name.rpartition(".")[2]
             if row.adapts is not None:
                 continue
-            held = model.get_parameter(name)
+            parameter = model.get_parameter(name)
             if None not in by_index:
-                found.stacks.setdefault(key, []).append(held)
+                found.stacks.setdefault(key, []).append(parameter)
             elif last == "bias" and key in found.products:
-                found.products[key] = replace(found.products[key], bias=held)
+                found.products[key] = replace(found.products[key], bias=parameter)
             else:
                 if row.product:
-                    found.products[key] = Product(held, [rank.rows(each) for each in rows], row.engine.split == 1)
-                own = found.tensors.setdefault(key, {})
-                own[last] = held
-                if not row.product or "" not in own:  # an op may have a norm beside its product
-                    own[""] = held
+                    counts = [rank.rows(matrix) for matrix in rows]
+                    found.products[key] = Product(parameter, counts, row.engine.split == 1)
+                tensors = found.tensors.setdefault(key, {})
+                tensors[last] = parameter
+                if not row.product or "" not in tensors:  # an op may have a norm in addition to its product
+                    tensors[""] = parameter
             if row.copies:  # the embedding is the head's matrix too
-                found.products[None, "lm_head"] = Product(held, [len(held)], False)
+                found.products[None, "lm_head"] = Product(parameter, [len(parameter)], False)
         return found
 
 
@@ -73,5 +74,5 @@ def hold(model: nn.Module, definition: Model, spec: QuantSpec, rank: EngineRank)
             if part not in module._modules:
                 module.add_module(part, nn.Module())
             module = module.get_submodule(part)
-        held: Any = torch.zeros(shape, dtype=dtype)  # rows that pad a vocabulary stay zeros
-        module.register_parameter(last, nn.Parameter(held, requires_grad=False))
+        zeros: Any = torch.zeros(shape, dtype=dtype)  # rows that pad a vocabulary stay zeros
+        module.register_parameter(last, nn.Parameter(zeros, requires_grad=False))

@@ -28,30 +28,30 @@ def hf_tensors(
 
     block: rows of a tensor that share a row of scales. within: look in these parameters only.
     """
-    held = dict(model.named_parameters())  # a tied parameter once
+    parameters = dict(model.named_parameters())  # a tied parameter once
     for name, by_index in table.in_engine.items():
         for suffix, rows in (("", 1), (SCALE_SUFFIX, block)):
-            parameter = held.get(name + suffix)  # none of adapters before they are attached
+            parameter = parameters.get(name + suffix)  # none of adapters before they are attached
             if parameter is not None and (within is None or parameter in within):
                 yield from _split(parameter, table, by_index, suffix, rows, rank)
 
 
 def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Return each quantized parameter with its scales."""
-    held = dict(model.named_parameters())
-    return ((p, held[name + SCALE_SUFFIX]) for name, p in held.items() if name + SCALE_SUFFIX in held)
+    parameters = dict(model.named_parameters())
+    return ((p, parameters[name + SCALE_SUFFIX]) for name, p in parameters.items() if name + SCALE_SUFFIX in parameters)
 
 
 def check_table(model: nn.Module, definition: Model) -> None:
-    """Check that the engine's model has the parameters that its table lists, no more and no less. Raises RuntimeError:
-    it does not. The message names the parameters."""
+    """Check that the engine's model has exactly the parameters that its table lists. Raises RuntimeError, which names
+    missing and further parameters."""
     expected = definition.tensors.in_engine.keys()
-    held = {name.removesuffix(SCALE_SUFFIX) for name, _ in model.named_parameters()}
+    names = {name.removesuffix(SCALE_SUFFIX) for name, _ in model.named_parameters()}
     # An engine that starts without weights has made up whatever is saved with a model, its buffers too.
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    held |= model.state_dict().keys() - tied
-    spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in CACHE_SCALES)
-    missing = sorted(expected - held)
+    names |= model.state_dict().keys() - tied
+    spare = sorted(name for name in names - expected if name.rpartition(".")[2] not in CACHE_SCALES)
+    missing = sorted(expected - names)
     if spare or missing:
         raise RuntimeError(
             f"fp8rl plugin: found the parameters {spare[:5]} in the engine and {missing[:5]} not, expected those that "
@@ -78,8 +78,7 @@ def _split(
             yield rank.label(row.name + suffix, row), held, part
 
 
-# Adapters: SGLang knows none of them, so they stand beside its fused parameters, and our loader takes what is sent of
-# them.
+# Adapters. SGLang does not know them: they are parameters in addition to its own, and our loader fills them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ class ServedAdapter:
     b: nn.Parameter
     """`a` and `b` are the parameters into which the adapter's tensors are loaded."""
     fused: Fused | None
-    """Which of the weight's rows the rows of `b` are for; None: each row is for the weight's row of the same index."""
+    """The rows of the weight to which the rows of `b` belong; None: each belongs to the row of the same index."""
     low_rank: LowRank
     """The adapter as products take it. Its `b` keeps its address, which CUDA graphs read."""
 
@@ -101,9 +100,9 @@ class ServedAdapter:
 
 
 class AdaptedRows:
-    """Marks the rows of a forward pass that have the adapters, in an engine that also answers for the base alone.
+    """Marks the rows of a forward pass that have the adapters, in an engine that also serves the model without them.
 
-    A request for the base has a `lora_id`. By this id SGLang also keeps its prefixes apart from other requests'.
+    A request for the model without adapters has a `lora_id`. By this id SGLang also caches its prefixes separately.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
@@ -112,7 +111,7 @@ class AdaptedRows:
         """bool [most], the rows of the pass first. It keeps its address, which CUDA graphs read."""
 
     def take(self, batch: Any) -> None:
-        """Mark the rows of SGLang's ForwardBatch: a request has one in a decode step, else one for each new token."""
+        """Mark the rows of a ForwardBatch: each request has one row in a decode step, else a row for each new token."""
         rows = torch.tensor([name is None for name in batch.lora_ids], dtype=torch.bool).to(self.mask.device)
         if not batch.forward_mode.is_decode_or_idle():
             rows = rows.repeat_interleave(batch.extend_seq_lens, output_size=len(batch.input_ids))
@@ -128,10 +127,10 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
     for rows in _adapted(definition, config):
         name, weight = rows[0].engine.parameter, model.get_parameter(rows[0].engine.parameter)
         counts, own = [rank.rows(row) for row in rows], [config.adapts(row) for row in rows]
-        each = (len(weight),) if rows[0].expert is not None and config.experts == "per_expert" else ()
-        held = sum(count for count, adapted in zip(counts, own, strict=True) if adapted)
-        a = _register(model, name, "a", *each, sum(own) * config.rank, weight.shape[-1])
-        b = _register(model, name, "b", *each, held, config.rank)
+        stack = (len(weight),) if rows[0].expert is not None and config.experts == "per_expert" else ()
+        adapted_rows = sum(count for count, adapted in zip(counts, own, strict=True) if adapted)
+        a = _register(model, name, "a", *stack, sum(own) * config.rank, weight.shape[-1])
+        b = _register(model, name, "b", *stack, adapted_rows, config.rank)
         fused = _fused(counts, own, config.rank).to(weight.device) if len(rows) > 1 else None
         wide = b.detach() if fused is None else fused.wide(b.detach())
         found[weight] = ServedAdapter(a, b, fused, LowRank(a.detach(), wide, config.scale, sum(own)))
@@ -139,8 +138,8 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
 
 
 def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[TensorRow]]:
-    """Yield, for each of the engine's parameters with an adapter, its tensors of the checkpoint, in their order there.
-    Of stacked experts these are the first expert's tensors."""
+    """Yield for each of the engine's parameters with an adapter the checkpoint's tensors in it, in order. A stack of
+    experts stands for the tensors of its first expert."""
     for by_index in definition.tensors.in_engine.values():
         rows = next(iter(by_index.values()))
         if any(config.adapts(row) for row in rows):
@@ -148,7 +147,7 @@ def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[Ten
 
 
 def _fused(counts: Sequence[int], own: Sequence[bool], rank: int) -> Fused:
-    """counts: each tensor's number of rows in the parameter. own: whether each tensor has an adapter."""
+    """Map the rows of B to a parameter. counts: the rows of each tensor in it. own: whether each has an adapter."""
     number = torch.tensor([sum(own[:i]) if adapted else -1 for i, adapted in enumerate(own)])
     part = number.repeat_interleave(torch.tensor(counts))
     rows = (part >= 0).nonzero().flatten()
@@ -156,7 +155,7 @@ def _fused(counts: Sequence[int], own: Sequence[bool], rank: int) -> Fused:
 
 
 def _register(model: nn.Module, weight: str, letter: str, *shape: int) -> nn.Parameter:
-    """Register the adapter's parameter `letter` (a or b) beside one of the engine's weights, and return it."""
+    """Register the parameter `letter` (a or b) of an adapter in the module of its weight, and return the parameter."""
     device = model.get_parameter(weight).device
     parameter = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device=device), requires_grad=False)
     path, _, name = weight.rpartition(".")

@@ -1,4 +1,4 @@
-"""Seeded draws in place of SGLang's, and log-probabilities by the trainer's op.
+"""Seeded draws in place of SGLang's draws, and log-probabilities by the op that the trainer uses.
 
 A token is a function of its answer's seed, its position and its logits.
 """
@@ -18,8 +18,8 @@ from fp8rl.numerics.sampling import GREEDY
 
 
 def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
-    """`SamplingBatchInfo.from_schedule_batch`: set the seeds of the batch's requests, which SGLang then carries along
-    when batches are filtered and merged.
+    """After `SamplingBatchInfo.from_schedule_batch`: set the seeds of the batch's requests. SGLang keeps them when it
+    filters and merges batches.
 
     SGLang itself sets seeds only under `--enable-deterministic-inference`, which no backend of a CPU allows, and gives
     all requests without a seed the same seed. Here a request without a seed gets a random seed, which it keeps when it
@@ -75,7 +75,7 @@ def draw_from_probabilities(
     positions: Tensor,
     simple_sampling_case: bool,
 ) -> Tensor:
-    """`Sampler._sample_from_probs` in native mode: tokens int32 [B] of probs [B, V], at the request's temperature.
+    """Around `Sampler._sample_from_probs` in native mode: draw tokens int32 [B] from probs [B, V].
 
     Where a request wants top-p, top-k or min-p, the draw is SGLang's own and not seeded: with seeds, SGLang stops the
     scheduler, or draws from the remaining tokens without normalising their probabilities. Answers that are known
@@ -114,9 +114,9 @@ def of_samples(
     token_ids_logprobs: list[list[int] | None],
     positions: Tensor,
 ) -> Tensor:
-    """`Sampler.forward`: draws a token for each row of logits [B, V], and writes log-probabilities beside them.
+    """Around `Sampler.forward`: draw a token for each row of logits [B, V], and return log-probabilities with them.
 
-    All are of the distribution that is drawn from, without what top-p, top-k and min-p leave out.
+    They belong to the distribution that is drawn from, without the tokens that top-p, top-k and min-p leave out.
     """
     logits = narrowed(logits_output.next_token_logits, sampling_info)
     tokens = draw_from_logits(logits, sampling_info, positions)
@@ -154,7 +154,7 @@ def of_prompts(
     logits_metadata: Any,
     skip_chunking_for_dp_attn: bool = False,
 ) -> Any:
-    """`InputLogprobProcessor.forward`: log-probabilities of given tokens, at temperature 1, from logits [rows, V].
+    """Around `InputLogprobProcessor.forward`: return log-probabilities of given tokens, at temperature 1.
 
     input_logprob_indices, ascending, are the rows that predict a token of `extend_input_logprob_token_ids_gpu`.
     """
@@ -191,7 +191,7 @@ def of_prompts(
     if most:
         left = iter(likely)
         of_requests = [
-            [[each[:k] for each in next(left)] for _ in range(rows)]
+            [[values[:k] for values in next(left)] for _ in range(rows)]
             for k, rows in zip(logits_metadata.top_logprobs_nums, logits_metadata.extend_logprob_pruned_lens_cpu)
         ]
         result.top_logprobs_val = [[values for values, _ in rows] for rows in of_requests]

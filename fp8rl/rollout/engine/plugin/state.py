@@ -31,9 +31,9 @@ class EngineState:
     weights: ServedWeights
     adapter: AdapterSection | None = None
     waits: bool = False
-    """The engine has placeholders for weights until a base arrives."""
+    """The engine has placeholders in place of weights until it maps the shared base."""
     base_name: str | None = None
-    """The name by which clients ask for the base without the adapters; None: the base is not served."""
+    """The name by which clients ask for the model without adapters; None: it is not served."""
     architecture: str | None = None
     """The user's file that defines the model's architecture; None: the architecture is one of ours."""
     hooks: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class EngineState:
     row_variant: tuple[str, ...] | None = None
     without_deepgemm: str | None = None
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
-    """For each released tag, the storages that were freed here, with their bytes; none if SGLang's saver freed them."""
+    """For each tag of released memory, the storages that the plugin freed, with their bytes; SGLang may free others."""
 
 
 _state: EngineState | None = None
@@ -54,7 +54,7 @@ def configure(numerics: NumericsConfig, role: Role = "policy", **settings: Any) 
 
 
 def state() -> EngineState:
-    """This process's state. Raises `RuntimeError` where the plugin was not configured."""
+    """Return this process's state. Raises `RuntimeError` if the plugin was not configured."""
     if _state is None:
         raise RuntimeError("fp8rl plugin: not configured in this process; FP8RL_PLUGIN was not set when it started")
     return _state
@@ -95,12 +95,12 @@ WEIGHTS, SCALES, DERIVED, KV_CACHE, STATES = "weights", "scales", "derived", "kv
 
 def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
     """Return the tensors that a rank holds. runner: SGLang's ModelRunner."""
-    held = list(weights.tensors())
-    found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, _, part in held]
-    own = {parameter.untyped_storage().data_ptr() for _, parameter, _ in held}
+    weight_views = list(weights.tensors())
+    found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, _, part in weight_views]
+    storages = {parameter.untyped_storage().data_ptr() for _, parameter, _ in weight_views}
     for name, tensors in weights.operands():
         # An operand may be the weights themselves, as kernels take them.
-        if made := [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in own]:
+        if made := [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in storages]:
             found.append(holding(name, DERIVED, *made))
     kept_in = runner.token_to_kv_pool.dtype
     for name, buffer in cache_buffers(runner):
@@ -112,7 +112,7 @@ def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
 
 
 def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the KV cache, and of what else layers keep of past tokens, with their names."""
+    """Yield the tensors in which layers keep past tokens, such as the KV cache, with their names."""
     pool = runner.token_to_kv_pool
     for kind in ("k", "v", "kv"):  # `kv` of latent attention
         for layer, buffer in enumerate(getattr(pool, f"{kind}_buffer", None) or ()):
@@ -131,7 +131,7 @@ def state_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _linear_attention(runner: Any) -> Any:
-    """Return what SGLang keeps for all layers of linear attention and all slots, beside a pool of keys and values that
-    is within the pool; None: the model has no such layers."""
+    """Return SGLang's pool of states for all layers of linear attention and all slots; None: the model has no such
+    layers."""
     pool = runner.token_to_kv_pool
     return None if getattr(pool, "full_kv_pool", None) is None else pool.mamba_pool.mamba_cache

@@ -16,19 +16,19 @@ from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.ops import NewSlots
 
 Slots = tuple[Tensor, Tensor, Tensor | None, Tensor]
-"""The table of slots, the rows of the table, new tokens (None: one each) and all tokens of each sequence."""
+"""The table of slots and, for each sequence, its row in the table, its new tokens (None: one each) and all tokens."""
 
 
 Rotation = Callable[[NewSlots | None], tuple[Tensor, Tensor]]
-"""Gives queries and keys that are rotated, and puts keys and values into a cache if there is one."""
+"""Returns rotated queries and keys, and writes keys and values to a cache if there is one."""
 
 
 @dataclass(frozen=True)
 class Paged:
     """The tokens of SGLang's ForwardBatch. Each request has its keys, values and states in slots of SGLang's pools.
 
-    SGLang clears and copies the slots of states and never looks inside, so that a slot has our layout. The delta rule
-    goes token by token: prefill, chunks and decode leave the same bits in a slot.
+    SGLang clears and copies the slots of states and never reads them, so they may have our layout. The delta rule goes
+    token by token: prefill, chunks and decode leave the same bits in a slot.
     """
 
     batch: Any
@@ -44,7 +44,7 @@ class Paged:
 
     @cached_property
     def _attention(self) -> Any:
-        """SGLang's backend of layers that attend, which is within the backend if others have states."""
+        """SGLang's backend of attention layers. It is inside another backend if the model also has linear attention."""
         return getattr(self.backend, "full_attn_backend", self.backend)
 
     @cached_property
@@ -60,7 +60,7 @@ class Paged:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, kv: KVFormat, rotated: Rotation | None
     ) -> Tensor:
-        """Attend to the keys of each sequence: [T, heads, D]. rotated: gives q and k, which come as products."""
+        """Attend to the keys of each sequence: [T, heads, D]. rotated: rotates q and k, if they are not rotated yet."""
         pool = self._attention.token_to_kv_pool
         keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
         one_launch = rotated is not None and not kv.quantized  # rotates, and writes numbers as they are
@@ -83,7 +83,7 @@ class Paged:
 
     @cached_property
     def states(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Each sequence's slot of states int64 [B], its new tokens int64 [B], and whether it had tokens before.
+        """For each sequence its slot of states int64 [B], its new tokens int64 [B], and whether it had tokens before.
 
         Rows that pad a CUDA graph's batch have no slot, -1, and take slot 0, which SGLang reserves.
         """
@@ -93,14 +93,14 @@ class Paged:
         return slots, self.batch.extend_seq_lens.long(), self.batch.extend_prefix_lens > 0
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        held = self._states_of(layer).conv[0]
-        rows = held.view(len(held), weight.shape[1] - 1, len(weight))  # whatever order SGLang has
+        slots = self._states_of(layer).conv[0]
+        rows = slots.view(len(slots), weight.shape[1] - 1, len(weight))  # whatever order SGLang has
         return ops.paged_causal_conv(x, weight, rows, *self.states)
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        held = self._states_of(layer).temporal
-        count, heads, values, keys = held.shape
-        return ops.paged_gated_delta_rule(q, k, v, g, beta, held.view(count, heads, keys, values), *self.states)
+        slots = self._states_of(layer).temporal
+        count, heads, values, keys = slots.shape
+        return ops.paged_gated_delta_rule(q, k, v, g, beta, slots.view(count, heads, keys, values), *self.states)
 
     def _states_of(self, layer: int) -> Any:
         return self.backend.linear_attn_backend.req_to_token_pool.mamba2_layer_cache(layer)
@@ -112,12 +112,12 @@ class Paged:
             capturer.capture(layer_id=layer, topk_indices=chosen)
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        raise NotImplementedError("SGLang's sampler asks for log-probabilities behind the model's forward")
+        raise NotImplementedError("SGLang's sampler asks for log-probabilities after the model's forward pass")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Whole sequences of a recording, whose keys lie in a cache of their own: token t has slot t."""
+    """Whole sequences of a recording. Their keys are in a separate cache, in which token t has slot t."""
 
     lengths: Tensor
     """int64 [sequences]"""
@@ -153,7 +153,7 @@ class Recorded:
         return ops.gated_delta_rule(q, k, v, g, beta, self.lengths)[0]
 
     def note_experts(self, layer: int, chosen: Tensor) -> None:
-        """Leave the engine's record alone."""
+        """Do nothing: a probe's experts do not belong in the engine's record."""
 
     def logprobs(self, logits: Tensor) -> Tensor:
         return ops.token_logprobs(logits.float(), self.targets, self.temperature)[0]

@@ -1,4 +1,4 @@
-"""The engine's own weights: each parameter's names in the HF checkpoint, its operand in products, and its digests.
+"""The engine's weights: each parameter's names in the HF checkpoint, its operand in products, and its digests.
 
 `commit` is the one place where the version is set. By then every parameter has been digested since it was last written,
 and its operand has been made anew. `prepare` does this early for parameters that have arrived before the others.
@@ -59,12 +59,12 @@ class State(Enum):
 
 @dataclasses.dataclass(eq=False)
 class HeldParameter:
-    """One parameter of the engine's model, and what is made of it."""
+    """One parameter of the engine's model, with the operand and the digests that are made from it."""
 
     names: set[str] = dataclasses.field(default_factory=set)
     """Names of the checkpoint's tensors in the parameter, and in its scales."""
     mapped: bool = False
-    """The parameter is in a base, which other engines share, so it is not written here."""
+    """The parameter is in the shared base, which other processes read too, so the engine does not write it."""
     state: State = State.SERVED
     arrived: set[str] = dataclasses.field(default_factory=set)
     """The part of `names` that was sent since the operand and the digests were last made."""
@@ -101,7 +101,7 @@ class ServedWeights:
 
     @property
     def definition(self) -> Model:
-        """Return the model's definition: everything but its weights."""
+        """Return the description of the model, without weights."""
         return self._loaded()[1]
 
     def attach(
@@ -113,12 +113,12 @@ class ServedWeights:
         of_base: Collection[str] = (),
         adapted_rows: AdaptedRows | None = None,
     ) -> None:
-        """Take charge of a model that has just been loaded, whole or a rank's part, and attach its adapters.
+        """Take over the weights of a model that has just been loaded, whole or a rank's part, and add its adapters.
 
-        of_base: names of parameters that stay placeholders until a base is mapped; if there are any, all other
-        parameters are placeholders too, and get memory here. adapted_rows: the rows that have the adapters; None: all.
+        of_base: names of the parameters that are in the shared base. They have no memory until `map_base`. If there are
+        any, no parameter has memory yet, and all others get it here. adapted_rows: rows with the adapters; None: all.
 
-        Raises `RuntimeError` if the model's parameters are not those of its table.
+        Raises `RuntimeError` if the model has other parameters than its table lists.
         """
         for name, parameter in model.named_parameters() if of_base else ():
             if name not in of_base:
@@ -141,18 +141,18 @@ class ServedWeights:
         self.commit(version)
 
     def map_base(self, base: SharedBase) -> None:
-        """Put the parameters of a base, which engines share and do not write, in place of this engine's own. Nothing
-        may be computed with them until `commit`. Raises RuntimeError: this is one of several ranks, which hold parts;
-        or the base has other parameters."""
+        """Let this engine's parameters read the shared base, which it does not write. Nothing may be computed with them
+        until `commit`. Raises RuntimeError: the engine has several ranks, which hold parts; or the base has other
+        parameters."""
         if self.rank.ranks > 1:
             raise RuntimeError(
                 "fp8rl plugin: found a base for a rank of several, expected it for a whole engine; send the weights"
             )
-        own = dict(self._loaded()[0].named_parameters())
-        found = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in own.items()}
+        parameters = dict(self._loaded()[0].named_parameters())
+        found = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
         wrong = [
             f"{name}: found {tuple(view.shape)} in {view.dtype}, expected "
-            + ("none" if name not in own else "{} in {}".format(*found[name]))
+            + ("none" if name not in parameters else "{} in {}".format(*found[name]))
             for name, view in base.parameters.items()
             if found.get(name) != (tuple(view.shape), view.dtype)
         ]
@@ -160,13 +160,13 @@ class ServedWeights:
             raise RuntimeError("fp8rl plugin: a base is not of this engine's parameters\n" + "\n".join(wrong[:5]))
         self.invalidate()
         for name, view in base.parameters.items():
-            own[name].data = view
+            parameters[name].data = view
         self.moved = True
         for held in self._held.values():
             held.state, held.operand = State.STALE, None
             held.arrived.clear()
         for name in base.parameters:
-            self._held[own[name]].mapped = True
+            self._held[parameters[name]].mapped = True
         self._views = {label: view for label, _, view in self.tensors()}
 
     def invalidate(self) -> None:
@@ -175,7 +175,7 @@ class ServedWeights:
         self._forget_version()
 
     def release(self) -> None:
-        """Note that the weights lose their memory. Nothing may use them until `occupy`; then all must be written."""
+        """Note that the weights' memory is released. Nothing may use them until `occupy`; then all must be written."""
         self._forget_version()
         for held in self._held.values():
             held.state = State.STALE if held.state is State.KEPT else held.state
@@ -189,11 +189,11 @@ class ServedWeights:
         if self.version is not None:
             self.version = None
             for held in self._held.values():
-                # Digests are taken anew also of what an update of the adapters alone leaves as it is.
+                # Digests are taken anew also for parameters that an update of the adapters does not change.
                 held.state, held.version, held.digests = State.KEPT if self._adapters else State.STALE, None, None
 
     def everything(self) -> Iterator[Tensor]:
-        """Yield all parameters with their operands, except those of a base, whose memory is not this engine's."""
+        """Yield all parameters with their operands, except parameters in the shared base."""
         for parameter in self._loaded()[0].parameters():
             if not self._held[parameter].mapped:
                 yield parameter
@@ -229,7 +229,7 @@ class ServedWeights:
 
     def prepare(self) -> None:
         """Digest the parameters that have arrived whole, with their scales, and make their operands, while the engine
-        waits for the others."""
+        waits for further parameters."""
         whole = {parameter for parameter, held in self._held.items() if held.arrived and held.names <= held.arrived}
         if whole:
             self._make_operands(whole)
@@ -299,9 +299,9 @@ class ServedWeights:
     def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
         """Load tensors of the checkpoint, and deltas, in place of the model's `load_weights`, which is `original`.
 
-        Each tensor is copied to where it is held, many in one launch. Tensors that other ranks hold are left out.
-        SGLang's loader compares each name with those of all experts, and silently drops a tensor that comes without its
-        partner. So it gets only the names that the table does not have.
+        Each tensor is copied into its parameter, many in one launch. Tensors that other ranks hold are left out.
+        SGLang's loader compares each name with the names of all experts, and silently drops a tensor that arrives
+        without its partner. So the loader only gets names that the table does not have.
         """
         table, unknown = self.definition.tensors, []
         targets: list[Tensor] = []
@@ -346,7 +346,7 @@ class ServedWeights:
             )
 
     def _make_operands(self, parameters: Set[Tensor]) -> set[Tensor]:
-        """Make the operands of the quantized parameters among these, without a version yet. Return those parameters."""
+        """Make operands, without a version yet, for parameters that are quantized. Return these parameters."""
         made = set()
         for parameter, scale_inv in quantized_parameters(self._loaded()[0]):
             if parameter in parameters:

@@ -20,19 +20,19 @@ class Source:
 
     path: str | Path
     key: str = "data"
-    """The spec's key that messages name."""
+    """The key of the spec that error messages name."""
     split: str | None = None
-    """The split to read, of a data set with several splits."""
+    """The split to read, if the data set has several."""
     question: str = "question"
-    """The column of the question; a dot leads into a nested column."""
+    """The name of the column with the question; a dot leads into a nested column."""
     answer: str = "answer"
-    """The column of the answer, written like `question`."""
+    """The name of the column with the answer; a dot leads into a nested column."""
     system_prompt: str = ""
     """The system prompt of conversations that have none of their own; empty: no system prompt."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
     """See `Problem`."""
     name: str | None = None
-    """The configuration to read, of a data set with several configurations."""
+    """The configuration to read, if the data set has several."""
 
 
 def load_problems(source: Source) -> Problems:
@@ -129,7 +129,7 @@ def _value(row: Row, column: str) -> Any:
 def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
     """Return the turns of a conversation for the model to answer, without the keys that are null.
 
-    A turn that calls tools may say nothing, as in OpenAI's API: its content is null or missing.
+    A turn that calls tools may have no text, as in OpenAI's API: its content is null or missing.
     """
     turns = [_with_content(turn) for turn in turns]
     for turn in turns:

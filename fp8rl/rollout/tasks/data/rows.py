@@ -184,8 +184,8 @@ def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> 
 
 @contextmanager
 def _as_it_is_named(data_files: Any) -> Iterator[None]:
-    """Have `datasets` take a directory's name as it is, even if it looks like a pattern, such as `gsm8k[1]`. By itself
-    it searches the directories that match the pattern (its issue 7468)."""
+    """Let `datasets` read a directory whose name looks like a pattern, such as `gsm8k[1]`. By itself it searches the
+    directories that match the pattern (its issue 7468)."""
     resolve = data_files.resolve_pattern
 
     def escaped(pattern: str, base_path: str, *rest: Any, **settings: Any) -> Any:
@@ -199,12 +199,12 @@ def _as_it_is_named(data_files: Any) -> Iterator[None]:
 
 
 def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
-    """Refuse columns that Arrow reads as dates where JSON has texts: they would come back in another form."""
+    """Refuse columns with texts in JSON that Arrow reads as dates: a problem would have the dates in another form."""
 
     def dated(feature: Any, name: str) -> Iterator[str]:
         if isinstance(feature, Mapping):
-            for inner, each in feature.items():
-                yield from dated(each, f"{name}.{inner}" if name else inner)
+            for inner, part in feature.items():
+                yield from dated(part, f"{name}.{inner}" if name else inner)
         elif hasattr(feature, "feature"):
             yield from dated(feature.feature, name)
         elif str(getattr(feature, "dtype", "")).startswith("timestamp"):
@@ -214,8 +214,8 @@ def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
         if columns := [*dated(split.features, "")]:
             raise user_error(
                 key,
-                found=f"{path} with dates in {', '.join(columns)}, which a directory of JSON files gives back changed",
-                expected="texts that stay as they are",
+                found=f"{path} with dates in {', '.join(columns)}, which are read from its JSON files in another form",
+                expected="columns of texts that are no dates",
                 remedy="Name the file itself if it is JSON lines, or save the data as parquet.",
             )
 
@@ -293,6 +293,6 @@ def _plain(value: Any, feature: Any) -> Any:
         kept = {name: part for name, part in value.items() if part is not None and not isinstance(part, bytes)}
         return {name: _plain(part, inner.get(name)) for name, part in kept.items()}
     if isinstance(value, list | tuple):
-        each = getattr(feature, "feature", None)
-        return [_plain(part, each) for part in value if not isinstance(part, bytes)]
+        inner = getattr(feature, "feature", None)
+        return [_plain(part, inner) for part in value if not isinstance(part, bytes)]
     return str(value)

@@ -50,7 +50,7 @@ class HarnessSection(Section):
         values = super().located(values, directory)
         command = values.get("command") if isinstance(values, dict) else None
         if isinstance(command, list) and command:
-            rest = [at_home(each) if isinstance(each, str) else each for each in command[1:]]
+            rest = [at_home(part) if isinstance(part, str) else part for part in command[1:]]
             return values | {"command": [_program(command[0], directory), *rest]}
         return values
 

@@ -83,7 +83,7 @@ class Branch:
         spans.append((begin, len(self.tokens)))
 
     def trajectory(self, outcome: dict[str, float], *, failed: bool = False, number: int = 0) -> Trajectory:
-        """Return the row as a trajectory. The environment's last tokens, which nobody answered, are left out."""
+        """Return the row as a trajectory. Tokens of the environment after the model's last turn are left out."""
         length, spans = len(self.tokens), list(self._environment_spans)
         if spans and spans[-1][1] == length:
             length = spans.pop()[0]

@@ -39,7 +39,7 @@ class Turn:
     token_ids: tuple[int, ...]
     """The tokens."""
     ended_by: str | None
-    """The text of the last token: a stop of the environment's, or the end of turn; None: the length ended the turn."""
+    """The text of the last token: one of `sample`'s stops, or the end of turn; None: the length ended the turn."""
 
 
 @dataclass
@@ -65,10 +65,10 @@ class _Talk:
 
 
 class Conversation:
-    """One answer while it is sampled. An environment controls it.
+    """One answer while it is sampled. An environment controls the conversation by these methods.
 
-    problem: the question at its beginning, and the data's answer. sampling: its sampling parameters. tokenizer: the
-    tokenizer of its texts.
+    problem: the question with which the conversation begins, and the reference answer. sampling: the sampling
+    parameters. tokenizer: the tokenizer of all texts.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Conversation:
         timeout_s: float,
         longest: int | None = None,
     ) -> None:
-        """seed: of all draws; each also depends on its position. sampling: `max_new_tokens` bounds everything after the
-        prompt. timeout_s: the longest time between two turns of the model. longest: the most tokens of a row; None:
-        the length of the prompt plus `max_new_tokens`."""
+        """seed: the seed of all draws; each draw also depends on its position. sampling: `max_new_tokens` limits all
+        tokens after the prompt. timeout_s: the longest time between two turns of the model. longest: the most tokens of
+        a row; None: the length of the prompt plus `max_new_tokens`."""
         self.problem: Problem = prompt.problem
         self.sampling, self._sampler = sampling, sampler
         self.tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, longest
@@ -110,7 +110,7 @@ class Conversation:
         """Replace the problem's own messages by messages that an environment shows at its start.
 
         Raises:
-            ValueError: something has been said already.
+            ValueError: the conversation has begun already.
             ConversationOverError: the messages leave no room for an answer.
         """
         if self._main.tokens:
@@ -153,7 +153,7 @@ class Conversation:
     def message(self, role: str, content: str, **further: Any) -> None:
         """Append a message as the chat template writes one after the model's turn, up to where the model's next begins.
 
-        Messages in a row are written together, and those before the model's first turn become part of the prompt.
+        Consecutive messages are written together. Messages before the model's first turn become part of the prompt.
         further: other keys that the template reads, such as `name`.
 
         Raises:

@@ -35,9 +35,9 @@ async def single_turn(conversation: Conversation) -> None:
 
 
 def load_environment(config: EnvironmentSection, key: str = "environment") -> Environment:
-    """Load the function that `config` names, with its `kwargs`; a harness, with its program. Raises UserError: there is
-    no such function, its module cannot be imported, it is not `async`, or it cannot be called with a conversation and
-    `kwargs`. The message names `key`."""
+    """Load the function that `config` names, with its `kwargs` or, for `harness`, its program. Raises UserError, which
+    names `key`: there is no such function, its module cannot be imported, it is not `async`, or it cannot be called
+    with a conversation and `kwargs`."""
     if config.function == HARNESS:
         return _harness(config, key)
     if (example := _EXAMPLES.get(config.function)) is not None:

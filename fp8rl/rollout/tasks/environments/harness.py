@@ -1,6 +1,6 @@
 """An environment that is a user's program: it speaks OpenAI's API and knows nothing of training.
 
-The API is at an address of this machine alone, and each conversation has a key of its own.
+The API listens only on this machine, and each conversation has a key of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHAT = "/v1/chat/completions"
 _MOST_BYTES = 32 << 20
 """The most bytes of a request's body, unpacked."""
 _HEADERS_S = 60.0
-"""Seconds in which a connection must have sent the whole headers of its first, or of its next, request."""
+"""Seconds within which a connection must send all headers of a request."""
 
 
 class ProgramError(Exception):
@@ -93,8 +93,8 @@ class Harness:
         """Run the command; return the JSON of the last line that it prints, if it is JSON."""
         config = self._config
         names = [*_PASSED, *config.variables]
-        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
-        environment = {name: os.environ[name] for name in names if name in os.environ} | own
+        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        environment = {name: os.environ[name] for name in names if name in os.environ} | variables
         reach_loopback(environment)
         given = {"question": problem.question, "messages": problem.conversation, "fields": dict(problem.fields)}
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # what it says takes no memory
@@ -111,9 +111,9 @@ class Harness:
                 await process.communicate(json.dumps(given, default=str).encode())
             finally:
                 await end_process(process)  # which ends what it has started
-            printed, said = _end_of(output, _KEPT_OUTPUT), _end_of(errors, _KEPT_ERRORS)
+            printed, tail = _end_of(output, _KEPT_OUTPUT), _end_of(errors, _KEPT_ERRORS)
         if process.returncode:
-            raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {said}")
+            raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {tail}")
         try:
             return json.loads(printed.splitlines()[-1]) if printed else None
         except ValueError:
@@ -140,7 +140,7 @@ class ProgramEndpoint:
         self.url = ""
 
     async def open(self) -> None:
-        """Start to listen, if the server does not yet. Many conversations begin at a time, and each waits for that."""
+        """Start the server unless it listens already. Conversations that begin at the same time wait for it."""
         async with self._opening:
             if self._runner is not None:
                 return

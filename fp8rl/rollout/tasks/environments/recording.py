@@ -28,7 +28,7 @@ from fp8rl.rollout.tasks.tokens import behind_ids, text_ids, text_of
 from fp8rl.rollout.tasks.tool_calls import parse_calls
 
 _AT_ONCE = 1 << 16
-"""The most bytes of a request that is tokenized in the event loop: that takes less time than its arrival."""
+"""The most bytes of a request that is tokenized in the event loop, since this takes less time than receiving it."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,12 @@ class Recording:
         try:
             for end in range(len(request.messages), 0, -1):
                 if (point := self._points.get(keys[end - 1])) is not None:
-                    said = point.branch.ids[point.begin : point.length]
+                    turn = point.branch.ids[point.begin : point.length]
                     calls = request.messages[end - 1].get("tool_calls", ())
                     history, further = request.messages[: end - 1], request.messages[end:]
                     with suppress(RewritingTemplateError):  # then it is a row of its own
                         between = continuation_ids(
-                            tokenizer, history, said, further, options, calls, truncated=point.truncated
+                            tokenizer, history, turn, further, options, calls, truncated=point.truncated
                         )
                         return self._goes_on(point, between)
                     break
@@ -200,7 +200,7 @@ class Recording:
         return self._goes_on(point, behind_ids(tokenizer, rest, point.branch.ids[: point.length]))
 
     def _goes_on(self, point: _Point, between: list[int]) -> Branch:
-        """Continue after a turn: in the turn's branch or, if that has gone on already, in a new one."""
+        """Continue after a turn: in the turn's branch or, if the branch has later tokens already, in a new branch."""
         if self._is_tip(point):
             return self._extended(point.branch, between)
         return self._conversation.branch(point.branch.ids[: point.length] + between)
@@ -222,15 +222,15 @@ def _keys(request: CompletionRequest, messages: Sequence[dict[str, Any]]) -> lis
 
 
 def _with_thoughts_apart(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in one form, whether a program sends the model's thoughts apart from the text or in it."""
-    said, content = message.get("reasoning_content", "").strip(), message["content"]
+    """Return a message with the model's thoughts separate from its text, also if the program sends them inside it."""
+    thoughts, content = message.get("reasoning_content", "").strip(), message["content"]
     head, closed, rest = content.partition("</think>")  # <think> may stand in the prompt
     inside = head.strip().removeprefix("<think>").strip()
-    if message["role"] != "assistant" or not (said or closed):
+    if message["role"] != "assistant" or not (thoughts or closed):
         return message
-    if closed and said in ("", inside):
-        said, content = inside, rest
-    return {**message, "reasoning_content": said, "content": content.strip()}
+    if closed and thoughts in ("", inside):
+        thoughts, content = inside, rest
+    return {**message, "reasoning_content": thoughts, "content": content.strip()}
 
 
 def _digest(before: bytes, value: Any) -> bytes:

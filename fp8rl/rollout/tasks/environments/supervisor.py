@@ -1,6 +1,6 @@
 """The main program of a process that runs a user's command, and that ends every process which the command has started.
 
-It imports the standard library alone. It ends the command when it is asked to or when its owner dies, and exits with
+It imports only the standard library. It ends the command when it is asked to or when its owner dies, and exits with
 the command's status, or with 128 and the number of the signal that ended it.
 """
 
@@ -42,7 +42,7 @@ def main(command: list[str]) -> None:
 
 
 def _kill_all(child: int) -> None:
-    """Kill a child and all that it has started, also what has left its session."""
+    """Kill a child and all processes that it has started, also processes that have left its session."""
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:

@@ -44,8 +44,8 @@ class RewardSection(Section):
     @classmethod
     def located(cls, values: Any, directory: Path) -> Any:
         values = super().located(values, directory)
-        held = values if isinstance(values, dict) else {}
-        name, kwargs = held.get("function"), held.get("kwargs")
+        mapping = values if isinstance(values, dict) else {}
+        name, kwargs = mapping.get("function"), mapping.get("kwargs")
         ours = BUILT_IN.get(name) if isinstance(name, str) else None
         if ours is not None and ours.tokenizer and isinstance(kwargs, dict) and ours.tokenizer in kwargs:
             kwargs = kwargs | {ours.tokenizer: located_as(SpecPath, kwargs[ours.tokenizer], directory)}
@@ -113,7 +113,7 @@ class RewardFunction:
         return {name: offered[name] for name in self.asks}
 
     def __call__(self, offered: Mapping[str, Any]) -> Any:
-        """Call the function with its part of what is offered."""
+        """Call the function with the arguments that it asks for, and with its `kwargs`."""
         return self.call(**self.asked(offered), **self.config.kwargs)
 
     def parts(self, returned: Any, answers: int) -> list[Numbers]:
@@ -127,7 +127,7 @@ class RewardFunction:
 
 def load_function(config: RewardSection, key: str) -> RewardFunction:
     """Load the function that `config` names. Raises UserError: there is no such function, its module cannot be
-    imported, or it cannot be called with what is offered and `kwargs`. The message names `key`."""
+    imported, or it has a parameter that neither `OFFERED` nor `kwargs` has. The message names `key`."""
     call = named_object(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
     parameters = inspect.signature(call).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

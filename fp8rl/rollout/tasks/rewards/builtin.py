@@ -67,7 +67,7 @@ def format(answer: str, finished: bool, pattern: Annotated[str, AfterValidator(_
 
 
 def length(answer: str, tokens: int, free: Annotated[int, Field(ge=1)]) -> float:
-    """Return 0 up to `free` tokens, and less by 1 for each `free` tokens more."""
+    """Return 0 for up to `free` tokens, -1 for twice as many, and so on in a straight line."""
     return min(0.0, 1.0 - tokens / free)
 
 
@@ -75,7 +75,7 @@ def environment(answer: str, outcome: Mapping[str, float], part: str = "reward")
     """Return the number `part` of the environment's result (a number without a name is `reward`).
 
     The reward is 0 if the answer's tokens ran out, so that the environment returned nothing. Raises ReturnError if the
-    environment returned other numbers alone.
+    environment returned only other numbers.
     """
     if part not in outcome and outcome:
         raise ReturnError(f"found an environment that returned {', '.join(outcome)}, expected {part} (kwargs.part)")
@@ -140,11 +140,11 @@ async def model(
     """
     ids = await asyncio.to_thread(_rendered, tokenizer, question, answers)
     headers = {"Authorization": f"Bearer {os.environ[key_variable]}"} if key_variable else None
-    said = await posted(url.rstrip("/") + "/classify", {"input_ids": ids}, headers)
-    if not isinstance(said, list) or len(said) != len(answers):
-        raise ValueError(f"found {str(said)[:200]}, expected {len(answers)} classifications, one per answer")
+    items = await posted(url.rstrip("/") + "/classify", {"input_ids": ids}, headers)
+    if not isinstance(items, list) or len(items) != len(answers):
+        raise ValueError(f"found {str(items)[:200]}, expected {len(answers)} classifications, one per answer")
     rewards: list[float] = []
-    for logits in (each["embedding"] for each in said):
+    for logits in (item["embedding"] for item in items):
         if (label is None and len(logits) != 1) or (label is not None and not 0 <= label < len(logits)):
             raise ValueError(
                 f"found {len(logits)} logits of a reward model and label={label}, expected one, or a label below "
@@ -157,7 +157,7 @@ async def model(
 def _rendered(directory: str, question: str, answers: list[str]) -> list[list[int]]:
     """Return the token ids of each conversation."""
     read = _tokenizer(directory)
-    turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": each}] for each in answers]
+    turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for answer in answers]
     return [written_ids(read, render(read, conversation, {}, answer=False)) for conversation in turns]
 
 
@@ -182,7 +182,7 @@ class BuiltIn:
     reference: str = ""
     """The form of the reference, in words."""
     tokenizer: str = ""
-    """The argument that names a directory with a tokenizer, which is read before the start; empty: there is none."""
+    """The argument that names a tokenizer's directory, which is read before a run starts; empty: no argument does."""
 
 
 BUILT_IN = {

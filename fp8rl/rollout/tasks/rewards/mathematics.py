@@ -161,7 +161,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
         right = False
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-            own = [each for text in _results(answer, stated=True) for each in _read(text)]
+            own = [value for text in _results(answer, stated=True) for value in _read(text)]
             right = any(_compared(*pair) for pair in product(expected, own))
         finally:
             os._exit(not right)
@@ -170,7 +170,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
 
 @lru_cache(maxsize=256)
 def _expected(reference: str) -> list[Any]:
-    return [each for text in _results(reference, stated=False) for each in _read(text)]
+    return [value for text in _results(reference, stated=False) for value in _read(text)]
 
 
 def _read(result: str) -> list[Any]:
@@ -245,7 +245,7 @@ def _results(text: str, *, stated: bool) -> list[str]:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last boxes, if several those side by side; "" if the last is open; None: no box."""
+    """Return the contents of the last box and of boxes next to it; "" if the last box is open; None: no box."""
     held: list[str] = []
     begin = len(text)
     for box in reversed([*_BOX.finditer(text)]):

@@ -133,7 +133,7 @@ def main() -> None:
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
-    own = os.getpid()
+    worker = os.getpid()
     configs = [RewardSection(**values) for values in json.loads(requests.readline())]
     functions = [load_function(config, f"rewards.functions.{index}") for index, config in enumerate(configs)]
     for function in functions:
@@ -146,7 +146,7 @@ def main() -> None:
             reply: dict[str, Any] = {"parts": function.parts(function(offered), answers)}
         except BaseException:  # a function may raise anything, SystemExit included
             reply = {"error": traceback.format_exc()}
-        if os.getpid() != own:
+        if os.getpid() != worker:
             os._exit(0)  # a child that the function has forked and that came back here
         print(json.dumps(reply), file=replies)
 

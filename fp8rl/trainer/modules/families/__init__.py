@@ -1,8 +1,8 @@
 """Families of ops in native mode: a file for each, with the same name as in `models.families`.
 
 A file says which keywords a family adds to Megatron's config, which of its modules it gives a layer, and which formats
-differ from the precision map. Exact mode needs none of it but the formats (`trainer.modules.program`), and a user's own
-family has none.
+differ from the precision map. Exact mode needs only the formats (`trainer.modules.program`). A user's family needs no
+such file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LayerModules:
 
     norm: type[nn.Module]
     norm_column_linear: Callable[[str], ModuleSpec]
-    """Returns, for a module kind, a norm and the column-parallel product behind it."""
+    """Returns, for a module kind, a norm and the column-parallel product after it."""
     column_linear: Callable[[str], ModuleSpec]
     row_linear: Callable[[str], ModuleSpec]
 
@@ -65,20 +65,21 @@ class MegatronFamily:
 
 
 def megatron_family(family: Family) -> MegatronFamily:
-    """Return what there is of a family in Megatron."""
+    """Return Megatron's side of a family; an empty one if the family has no file here."""
     if family.name not in {module.name for module in pkgutil.iter_modules(__path__)}:
         return MegatronFamily()
     return import_module(f"{__name__}.{family.name}").FAMILY  # type: ignore[no-any-return]
 
 
 def megatron_families(model: Model) -> list[MegatronFamily]:
-    """Return what there is in Megatron of each family that occurs in a model's layers."""
-    sizes, found = model.sizes, model.architecture.families
-    return [megatron_family(each) for each in found if any(each.within(sizes, n) for n in range(sizes.layers))]
+    """Return Megatron's side of each family that occurs in a model's layers."""
+    sizes, families = model.sizes, model.architecture.families
+    used = [family for family in families if any(family.within(sizes, n) for n in range(sizes.layers))]
+    return [megatron_family(family) for family in used]
 
 
 def fields_of_layer(families: Iterable[Family], layer: Layer, library: Library) -> dict[str, Any]:
-    """Return the fields that a layer's families give it. Raises UserError: a family has no modules of this library."""
+    """Return a layer's fields from all of its families. Raises UserError: a family has no modules of this library."""
     found: dict[str, Any] = {}
     for family in families_of_layer(families, layer.sizes, layer.precision.layer):
         builds = megatron_family(family).layer

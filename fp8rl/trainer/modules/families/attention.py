@@ -1,4 +1,4 @@
-"""Grouped-query attention in Megatron: its own core between products, and norms of heads."""
+"""Grouped-query attention in Megatron: Megatron's core attention between products, and norms of heads."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def attention_spec(
         "q_layernorm": head_norm(sizes.heads),
         "k_layernorm": head_norm(sizes.kv_heads),
     }
-    own = {} if sizes.joined == 1 else {"joined": sizes.joined}
+    sizes_of_heads = {} if sizes.joined == 1 else {"joined": sizes.joined}
     return ModuleSpec(
-        module=module or (JoinedHeads if own else SelfAttention),
-        params={"attn_mask_type": AttnMaskType.causal, **own},
+        module=module or (JoinedHeads if sizes_of_heads else SelfAttention),
+        params={"attn_mask_type": AttnMaskType.causal, **sizes_of_heads},
         submodules=SelfAttentionSubmodules(**usual | submodules),
     )
 

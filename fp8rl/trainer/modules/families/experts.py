@@ -59,8 +59,8 @@ class GroupedLinear(GroupedWeights):
 
 
 def _fields(layer: Layer, products: MLPSubmodules) -> Fields:
-    """Return the fields with Megatron's router, or with ours if Megatron's probabilities are not the model's; with
-    routed experts and, if the model has them, shared experts."""
+    """Return the fields: norm, router, routed experts and, if the model has them, shared experts. The router is
+    Megatron's unless the model computes other probabilities."""
     sizes, modules, kind, shared = layer.sizes, layer.modules, TopKRouter, None
     if sizes.renormalize and sizes.top_k == 1:
         kind = OneExpertRouter
@@ -122,7 +122,7 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
 
 
 def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
-    """Return a sigmoid router's formats. It computes in FP32, but exact mode multiplies BF16 operands as BF16."""
+    """Return the formats of a sigmoid router, which computes in FP32; exact mode has BF16 operands in its product."""
     if sizes.sigmoid_router is None:
         return {}
     in_fp32 = dict.fromkeys(("router.logits", "router.probabilities", "router.gradient"), "fp32")

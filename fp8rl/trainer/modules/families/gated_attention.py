@@ -1,4 +1,4 @@
-"""Gated attention in Megatron: its own output gate, with each head's gate next to its query, as in checkpoints."""
+"""Gated attention in Megatron: Megatron's output gate, with each head's gate next to its query, as in checkpoints."""
 
 from __future__ import annotations
 

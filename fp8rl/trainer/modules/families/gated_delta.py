@@ -1,4 +1,4 @@
-"""Linear attention in Megatron: its own rule in torch, or the shared ops between TransformerEngine's products.
+"""Linear attention in Megatron: Megatron's rule in torch, or the shared ops between TransformerEngine's products.
 
 Parameters have the names of Megatron's GatedDeltaNet. The rows of products and convolution are ordered by key head, so
 that a tensor-parallel rank has whole consecutive heads. Megatron's own module is not used: it needs
@@ -226,9 +226,9 @@ def _split(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = N
 
 def _layer(**classes: type[nn.Module]) -> Callable[[Layer], Fields]:
     def fields(layer: Layer) -> Fields:
-        modules, own = layer.modules, layer.sizes.of(GatedDelta)
-        products = {"in_proj": modules.column_linear(own.kind), "out_proj": modules.row_linear("out_proj")}
-        net = ModuleSpec(module=GatedDeltaNet, params={"sizes": own, **(products | classes)})
+        modules, sizes = layer.modules, layer.sizes.of(GatedDelta)
+        products = {"in_proj": modules.column_linear(sizes.kind), "out_proj": modules.row_linear("out_proj")}
+        net = ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes, **(products | classes)})
         return {"input_layernorm": modules.norm, "self_attention": net}
 
     return fields
