@@ -12,7 +12,6 @@ from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tens
 from torch import Tensor
 
 from fp8rl.models.program import OpSite
-from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops import HeadNorms
 from fp8rl.numerics.spec import QuantSpec
@@ -20,15 +19,6 @@ from fp8rl.trainer.modules.exact import whole_sequence
 from fp8rl.trainer.modules.precision import Adapter
 from fp8rl.trainer.modules.router import on_their_ranks, rows_of_pairs
 from fp8rl.trainer.modules.rows import PackedRows, own_positions, shared_attention
-
-
-@dataclass(frozen=True)
-class Normed:
-    """A norm that is not computed yet: the one product that reads it may compute it itself."""
-
-    x: Tensor
-    weight: Tensor
-    eps: float
 
 
 @dataclass(frozen=True)
@@ -74,45 +64,17 @@ class LayerHost:
     # Weights and products
 
     def tensor(self, site: OpSite, name: str = "", of: str = "") -> Tensor:
-        rows = [row for row in self.layer.tensors_of[of or site.op.name] if row.name.endswith(name)]
-        return self.layer.parameter(next((row for row in rows if not row.product), rows[0]))
+        return self.layer.weights[of or site.op.name].tensors[name]  # type: ignore[no-any-return]
 
     def product(self, site: OpSite, x: Any, rows: Any = None) -> Tensor:
-        (held,) = self._held(site).values()
-        return self._product(held[0], x)
+        (product,) = self.layer.weights[site.op.name].products
+        return product(x)  # type: ignore[no-any-return]
 
     def products(self, site: OpSite, x: Any, rows: Any = None) -> Sequence[Tensor]:
-        return [part for held in self._held(site).values() for part in self._cut(self._product(held[0], x), held)]
-
-    def _held(self, site: OpSite) -> dict[str, list[TensorRow]]:
-        """The tensors of each parameter of an op's products."""
-        held: dict[str, list[TensorRow]] = {}
-        for row in self.layer.tensors_of[site.op.name]:
-            if row.product:
-                held.setdefault(row.megatron.parameter, []).append(row)
-        return held
-
-    def _product(self, row: TensorRow, x: Tensor | Normed) -> Tensor:
-        product = self.layer.product(row)
-        if not isinstance(x, Normed):
-            return product(x)  # type: ignore[no-any-return]
-        if product.fuses_norm():
-            return product.of_norm(x.x, x.weight, x.eps)
-        return product(ops.rms_norm(x.x, x.weight, x.eps))  # type: ignore[no-any-return]
-
-    def _cut(self, fused: Tensor, rows: Sequence[TensorRow]) -> Sequence[Tensor]:
-        """Cut what a parameter's product puts out into the products of the checkpoint's tensors."""
-        if len(rows) == 1:
-            return [fused]
-        ranks, groups = self.layer.tp_group.size(), self.layer.table.groups_of(rows)
-        if rows[0].megatron.layout == "rows":
-            return fused.split([row.shape[0] // ranks for row in rows], -1)
-        parts = fused.unflatten(-1, (groups // ranks, -1)).split([row.shape[0] // groups for row in rows], -1)
-        return [part.flatten(-2) for part in parts]
+        return [part for each in self.layer.weights[site.op.name].products for part in each.cut(each(x))]
 
     def product_of_heads(self, site: OpSite) -> Callable[..., Tensor]:
-        (held,) = self._held(site).values()
-        product, p = self.layer.product(held[0]), self.layer.precision
+        (product,), p = self.layer.weights[site.op.name].products, self.layer.precision
         weight, quantized = product.weight, p.quantizes(product.kind)
         operand = p.operand(weight) if quantized else None
         return OfHeads(weight if quantized else p.plain(weight), operand, p.used(product.adapter))
@@ -240,7 +202,7 @@ class LayerHost:
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Expert outputs come back unweighted, in the model's dtype. The rank that owns a token multiplies them by its
         probabilities, sums in FP32 in ascending expert order, and rounds once."""
-        experts, group = self.layer.experts, self.layer.groups.ep
+        experts, group = self.layer.weights[site.op.name].experts, self.layer.groups.ep
         order, counts = ops.group_by_expert(chosen, self.sizes.experts)
         pairs = rows_of_pairs(x.flatten(0, -2), order, self.sizes.top_k)
         outputs = experts(pairs, counts) if group.size() == 1 else on_their_ranks(experts, pairs, counts, group)

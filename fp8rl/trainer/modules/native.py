@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8rl.trainer.modules import exact
 from fp8rl.trainer.modules.families import LayerModules, with_precision
 from fp8rl.trainer.modules.precision import LayerPrecision
-from fp8rl.trainer.modules.weights import norm_weight, tag_split
+from fp8rl.trainer.modules.weights import norm_parameter, tag_split
 
 
 def layer_modules(precision: LayerPrecision) -> LayerModules:
@@ -89,7 +89,7 @@ class NormColumnLinear(ColumnLinear):
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)
-        self.layer_norm_weight = norm_weight(self.config, input_size)
+        self.layer_norm_weight = norm_parameter(self.config, input_size)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[S, B, H] -> ([S, B, N] with the bias in it, None)"""

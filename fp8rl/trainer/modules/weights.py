@@ -24,7 +24,7 @@ def tag_split(weight: Tensor, axis: int) -> None:
     set_tensor_model_parallel_attributes(weight, True, axis, 1)
 
 
-def norm_weight(config: TransformerConfig, size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+def norm_parameter(config: TransformerConfig, size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Return a norm's weight, all ones, with Megatron's `sequence_parallel` tag.
 
     Each tensor-parallel rank sees a part of the sequence, so by this tag Megatron adds the ranks' gradients of a norm.

@@ -29,7 +29,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
 from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily
 from fp8rl.trainer.modules.rows import PackedRows
-from fp8rl.trainer.modules.weights import norm_weight, tag_split
+from fp8rl.trainer.modules.weights import norm_parameter, tag_split
 
 
 class ShortConv(nn.Module):
@@ -83,7 +83,7 @@ class GatedNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
-        self.eps, self.weight = config.layernorm_epsilon, norm_weight(config, size, torch.float32)
+        self.eps, self.weight = config.layernorm_epsilon, norm_parameter(config, size, torch.float32)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """[T, heads * value] -> the same shape"""
