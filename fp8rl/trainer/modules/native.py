@@ -46,6 +46,7 @@ def transformer_engine_modules(precision: LayerPrecision) -> LayerModules:
         norm_column_linear=lambda kind: norm_column_linear,
         column_linear=lambda kind: column_linear,
         row_linear=lambda kind: row_linear,
+        provider=provider,
     )
 
 

@@ -33,7 +33,40 @@ from fp8rl.trainer.modules.rows import PackedRows
 from fp8rl.trainer.modules.weights import empty_weight, norm_parameter, tag_split
 
 
-class ProgramLayer(Held):
+class OpsModule(Held):
+    """A module that runs ops of the program: a layer, or in native mode a part of a layer."""
+
+    weights: dict[str, OpWeights]
+    blocks: tuple[Block, ...]
+
+    def run_blocks(self, host: LayerHost, values: dict[str, Any]) -> dict[str, Any]:
+        """Run the ops on the values that are there."""
+        for block in self.blocks:
+            again = block.recomputed and self.training and torch.is_grad_enabled()
+            values |= block.computed_again(host, values) if again else run(block.sites, host, values)
+        return values
+
+    @contextmanager
+    def around_ops(self, around: Callable[[OpSite, Callable[[], Sequence[Any]]], Sequence[Any]]) -> Iterator[None]:
+        """Let a function call each op of a forward, also of one that a backward repeats, and return what it made."""
+
+        def called(site: OpSite) -> OpSite:
+            compute = site.op.form.compute
+
+            def call(host: Any, at: OpSite, *read: Any) -> Sequence[Any]:
+                return around(site, partial(compute, host, at, *read))
+
+            return replace(site, op=replace(site.op, form=replace(site.op.form, compute=call)))
+
+        plain = self.blocks
+        self.blocks = tuple(replace(block, sites=tuple(map(called, block.sites))) for block in plain)
+        try:
+            yield
+        finally:
+            self.blocks = plain
+
+
+class ProgramLayer(OpsModule):
     """One layer of the model: its tensors, and its ops in their order."""
 
     watch: Watch | None = None
@@ -59,7 +92,7 @@ class ProgramLayer(Held):
             self.router_replay = RouterReplay()
         again = {op.name for op, part in ops if (op.form.across_tokens if recompute == "attention" else part == "mlp")}
         fused = norms_in_products([op for op, _ in ops], self._takes_norm)
-        self._blocks = blocks(fused, again if recompute in ("attention", "experts") else set(), number)
+        self.blocks = cut_blocks(fused, again if recompute in ("attention", "experts") else set(), number)
 
     def forward(
         self,
@@ -74,29 +107,8 @@ class ProgramLayer(Held):
         if self.watch is not None:
             run(self.sites, host, values, self.watch)
         else:
-            for block in self._blocks:
-                again = block.recomputed and self.training and torch.is_grad_enabled()
-                values |= block.computed_again(host, values) if again else run(block.sites, host, values)
+            self.run_blocks(host, values)
         return values["x"] + values["residual"], None
-
-    @contextmanager
-    def around_ops(self, around: Callable[[OpSite, Callable[[], Sequence[Any]]], Sequence[Any]]) -> Iterator[None]:
-        """Let a function call each op of a forward, also of one that a backward repeats, and return what it made."""
-
-        def called(site: OpSite) -> OpSite:
-            compute = site.op.form.compute
-
-            def call(host: Any, at: OpSite, *read: Any) -> Sequence[Any]:
-                return around(site, partial(compute, host, at, *read))
-
-            return replace(site, op=replace(site.op, form=replace(site.op.form, compute=call)))
-
-        plain = self._blocks
-        self._blocks = tuple(replace(block, sites=tuple(map(called, block.sites))) for block in plain)
-        try:
-            yield
-        finally:
-            self._blocks = plain
 
     @property
     def experts(self) -> Experts | None:
@@ -237,7 +249,7 @@ class Block:
         return dict(zip(self.writes, made, strict=True))
 
 
-def blocks(ops: Sequence[Op], again: set[str], layer: int) -> tuple[Block, ...]:
+def cut_blocks(ops: Sequence[Op], again: set[str], layer: int) -> tuple[Block, ...]:
     """Cut the ops of a layer into those that are computed again, by their names, and those between."""
     cuts = [at for at, op in enumerate(ops) if not at or (op.name in again) != (ops[at - 1].name in again)]
     found = []

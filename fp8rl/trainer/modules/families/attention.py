@@ -61,18 +61,10 @@ class HeadsNorm(nn.Module):
         return whole.chunk(group.size(), -1)[group.rank()].unflatten(-1, x.shape[2:])
 
 
-def attention_spec(
-    layer: Layer,
-    core_attention: ModuleSpec | type[nn.Module],
-    module: type[SelfAttention] | None = None,
-    **submodules: Any,
-) -> ModuleSpec:
-    """Return the spec of an attention with grouped queries.
-
-    Queries and keys are normed as the model's sizes say. The norm before the attention is inside linear_qkv, as in
-    TransformerEngine. module, submodules: used in place of the defaults.
-    """
-    modules, sizes = layer.modules, layer.sizes
+def attention_fields(layer: Layer, module: type[SelfAttention] | None = None) -> Fields:
+    """Return the fields of an attention with grouped queries. The norm before it is inside linear_qkv, as in
+    TransformerEngine. module: the class of the attention, in place of Megatron's."""
+    modules, sizes, te = layer.modules, layer.sizes, layer.modules.provider
 
     def head_norm(heads: int) -> ModuleSpec | type[nn.Module] | None:
         match sizes.head_norms:
@@ -83,35 +75,24 @@ def attention_spec(
             case "together":
                 return ModuleSpec(module=HeadsNorm, params={"norm": modules.norm, "heads": heads})
 
-    usual = {
-        "linear_qkv": modules.norm_column_linear("q_proj"),
-        "core_attention": core_attention,
-        "linear_proj": modules.row_linear("o_proj"),
-        "q_layernorm": head_norm(sizes.heads),
-        "k_layernorm": head_norm(sizes.kv_heads),
-    }
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=modules.norm_column_linear("q_proj"),
+        core_attention=DotProductAttention if te is None else te.core_attention(),
+        linear_proj=modules.row_linear("o_proj"),
+        q_layernorm=head_norm(sizes.heads),
+        k_layernorm=head_norm(sizes.kv_heads),
+    )
     own = {} if sizes.joined == 1 else {"joined": sizes.joined}
-    return ModuleSpec(
+    spec = ModuleSpec(
         module=module or (JoinedHeads if own else SelfAttention),
         params={"attn_mask_type": AttnMaskType.causal, **own},
-        submodules=SelfAttentionSubmodules(**usual | submodules),
+        submodules=submodules,
     )
-
-
-def _transformer_engine(layer: Layer) -> Fields:
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
-
-    return {"self_attention": attention_spec(layer, TESpecProvider().core_attention())}
+    return {"self_attention": spec}
 
 
 def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     return {"add_qkv_bias": sizes.qkv_bias, "qk_layernorm": sizes.head_norms is not None}
 
 
-FAMILY = MegatronFamily(
-    layer={
-        "megatron": lambda layer: {"self_attention": attention_spec(layer, DotProductAttention)},
-        "transformer_engine": _transformer_engine,
-    },
-    config=_config,
-)
+FAMILY = MegatronFamily(layer=attention_fields, config=_config)

@@ -16,7 +16,6 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.numerics.config import Mode
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily, with_precision
 from fp8rl.trainer.modules.precision import LayerPrecision
@@ -58,10 +57,14 @@ class GroupedLinear(GroupedWeights):
         return grouped_linear(x, counts, weights, p.group_operand(weights), p.spec, p.backward), None
 
 
-def _fields(layer: Layer, products: MLPSubmodules) -> Fields:
+def _fields(layer: Layer) -> Fields:
     """Return the fields with Megatron's router, or with ours if Megatron's probabilities are not the model's; with
     routed experts and, if the model has them, shared experts."""
     sizes, modules, kind, shared = layer.sizes, layer.modules, TopKRouter, None
+    grouped = with_precision(layer.precision, GroupedLinear)
+    products = MLPSubmodules(linear_fc1=grouped(GATE), linear_fc2=grouped(DOWN))
+    if modules.provider is not None:
+        _, products = modules.provider.grouped_mlp_modules(moe_use_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
     if sizes.renormalize and sizes.top_k == 1:
         kind = OneExpertRouter
     elif not sizes.renormalize and sizes.sigmoid_router is not None:
@@ -74,18 +77,6 @@ def _fields(layer: Layer, products: MLPSubmodules) -> Fields:
     experts = ModuleSpec(module=WeightedExperts, submodules=products)
     submodules = MoESubmodules(router=ModuleSpec(module=kind), experts=experts, shared_experts=shared)
     return {"pre_mlp_layernorm": modules.norm, "mlp": ModuleSpec(module=MoELayer, submodules=submodules)}
-
-
-def _megatron(layer: Layer) -> Fields:
-    grouped = with_precision(layer.precision, GroupedLinear)
-    return _fields(layer, MLPSubmodules(linear_fc1=grouped(GATE), linear_fc2=grouped(DOWN)))
-
-
-def _transformer_engine(layer: Layer) -> Fields:
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
-
-    grouped = TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
-    return _fields(layer, grouped[1])
 
 
 def _config(sizes: ModelSizes) -> Mapping[str, Any]:
@@ -121,14 +112,4 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     return config
 
 
-def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
-    """Return a sigmoid router's formats. It computes in FP32, but exact mode multiplies BF16 operands as BF16."""
-    if sizes.sigmoid_router is None:
-        return {}
-    in_fp32 = dict.fromkeys(("router.logits", "router.probabilities", "router.gradient"), "fp32")
-    return in_fp32 | {"router.operands": "bf16|fp32"}
-
-
-FAMILY = MegatronFamily(
-    layer={"megatron": _megatron, "transformer_engine": _transformer_engine}, config=_config, own_formats=_own_formats
-)
+FAMILY = MegatronFamily(layer=_fields, config=_config)

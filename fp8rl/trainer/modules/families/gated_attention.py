@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily, attention
+from fp8rl.trainer.modules.families import MegatronFamily, attention
 
 
 class GatedAttention(SelfAttention):
@@ -30,22 +29,8 @@ class GatedAttention(SelfAttention):
         return (x * torch.sigmoid(gate.float().reshape(x.shape))).to(x.dtype)
 
 
-def _transformer_engine(layer: Layer) -> Fields:
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
-
-    return {"self_attention": attention.attention_spec(layer, TESpecProvider().core_attention(), GatedAttention)}
-
-
 def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     return {**attention.FAMILY.config(sizes), "attention_output_gate": True}
 
 
-FAMILY = MegatronFamily(
-    layer={
-        "megatron": lambda layer: {
-            "self_attention": attention.attention_spec(layer, DotProductAttention, GatedAttention)
-        },
-        "transformer_engine": _transformer_engine,
-    },
-    config=_config,
-)
+FAMILY = MegatronFamily(layer=lambda layer: attention.attention_fields(layer, GatedAttention), config=_config)

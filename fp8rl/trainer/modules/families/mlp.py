@@ -16,4 +16,4 @@ def _dense(layer: Layer) -> Fields:
     return {"mlp": ModuleSpec(module=MLP, params={"ffn_hidden_size": layer.sizes.ffn_size}, submodules=submodules)}
 
 
-FAMILY = MegatronFamily(layer={"megatron": _dense, "transformer_engine": _dense})
+FAMILY = MegatronFamily(layer=_dense)
