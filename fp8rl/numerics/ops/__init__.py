@@ -41,7 +41,6 @@ from fp8rl.numerics.ops.linear import (
     add_bias,
     fp8_linear,
     fp8_linear_partial,
-    group_operand,
     linear,
     linear_partial,
     merge_partials,

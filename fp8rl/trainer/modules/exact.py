@@ -106,6 +106,7 @@ class Product(Held):
     with `precision.k_splits` slices of K, so both layouts give the same bits.
     """
 
+    computes_adapters = True
     adapter: Adapter | None = None
     kind: str | None = None
     axis: int | None = None
@@ -156,6 +157,7 @@ class StackedWeights(Held):
     The experts are not split over tensor-parallel ranks (expert_tensor_parallel_size is 1). kind: as in `TensorRow`.
     """
 
+    computes_adapters = True
     adapter: Adapter | None = None
     kind: str | None = None
     weight: nn.Parameter
@@ -163,7 +165,7 @@ class StackedWeights(Held):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return all experts of a layer under one key. `GroupedWeights` can read what this wrote, and the reverse."""
+        """Return all experts of a layer under one key, the one of TransformerEngine's grouped products."""
         sharded, groups = super().sharded_state_dict(prefix, sharded_offsets, metadata), self.groups
         for key, held in ((f"{prefix}{name}", each) for name, each in self.named_parameters() if each.dim() == 3):
             sharded[key] = ShardedTensor.from_rank_offsets(
@@ -198,7 +200,7 @@ class Experts(Held):
         low_rank = None if adapter is None or adapter.merges else adapter.low_rank
         if not p.quantizes(linear.kind):
             return ExpertWeights(p.plain(stack), None, low_rank)
-        return ExpertWeights(stack, p.group_operand(stack), low_rank)
+        return ExpertWeights(stack, p.operand(stack), low_rank)
 
     def _merges(self, linear: StackedWeights) -> bool:
         adapter = self.precision.used(linear.adapter)

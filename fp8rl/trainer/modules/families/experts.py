@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import ModuleSpec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.trainer.modules.exact import StackedWeights
 from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily, with_precision
 from fp8rl.trainer.modules.precision import LayerPrecision
 from fp8rl.trainer.modules.router import OneExpertRouter, UnnormalizedRouter
-from fp8rl.trainer.modules.weights import GroupedWeights
+from fp8rl.trainer.modules.weights import empty_weight
 
 GATE, DOWN = "experts.gate_proj", "experts.down_proj"
 
@@ -40,21 +42,34 @@ class WeightedExperts(TEGroupedMLP):
         return (output * permuted_probs.unsqueeze(-1)).to(output.dtype), bias
 
 
-class GroupedLinear(GroupedWeights):
+class GroupedLinear(StackedWeights):
     """One product per expert of this rank, in FP8 if the spec says so: replaces TransformerEngine's GroupedLinear."""
 
-    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.precision, self.kind = precision, kind
+    computes_adapters = False
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        precision: LayerPrecision,
+        kind: str,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config, pg_collection, precision)
+        self.kind, self.weight = kind, empty_weight(config, num_gemms, output_size, input_size)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
         """[T, K] sorted by expert, m_splits rows each -> ([T, N], no bias)"""
-        p, weights = self.precision, self.weights()
+        p, weights = self.precision, self.weight
         if not p.quantizes(self.kind):
             products = [F.linear(rows, weight) for rows, weight in zip(x.split(m_splits), weights, strict=True)]
             return torch.cat(products), None
         counts = torch.tensor(m_splits, device=x.device)
-        return grouped_linear(x, counts, weights, p.group_operand(weights), p.spec, p.backward), None
+        return grouped_linear(x, counts, weights, p.operand(weights), p.spec, p.backward), None
 
 
 def _fields(layer: Layer) -> Fields:
