@@ -187,10 +187,11 @@ def adapter(n, parts=1, experts=(), k=K, rank=RANK):
 def test_an_adapted_product(spec):
     def run():
         x, w, low_rank = random(2, 70, K).requires_grad_(), random(192, K, seed=1, scale=0.1), adapter(192, 2)
+        plus = ops.low_rank_of(x, low_rank)
         if spec is None:
-            y = ops.adapted_linear(x, w, low_rank)
+            y = ops.linear(x, w, plus=plus)
         else:
-            y = ops.adapted_fp8_linear(x, w, ops.trained_operand(w, spec.weight), spec, low_rank)
+            y = ops.fp8_linear(x, w, ops.trained_operand(w, spec.weight), spec, plus=plus)
         return with_gradients(y, x, low_rank.a, low_rank.b)
 
     for found, expected in both(run):
@@ -250,10 +251,11 @@ def test_a_row_has_the_same_bits_in_every_batch_and_every_fusion(rank):
     stacked = dataclasses.replace(low_rank, a=low_rank.a[None], b=low_rank.b[None])
     with using("triton"), torch.no_grad():
         operand = ops.weight_operand(quantize(w, POW2.weight))
-        whole = ops.adapted_fp8_linear(x, w, operand, POW2, low_rank)
-        for rows in (slice(0, 1), slice(100, 131)):
-            assert torch.equal(ops.adapted_fp8_linear(x[rows], w, operand, POW2, low_rank), whole[rows])
         plus = ops.low_rank_of(x, low_rank)
+        whole = ops.fp8_linear(x, w, operand, POW2, plus=plus)
+        for rows in (slice(0, 1), slice(100, 131)):
+            alone = ops.fp8_linear(x[rows], w, operand, POW2, plus=ops.low_rank_of(x[rows], low_rank))
+            assert torch.equal(alone, whole[rows])
         h = ops.linear(x, low_rank.a)
         groups = torch.tensor([len(x)], device=x.device)
         assert torch.equal(ops.grouped_low_rank_term(h, groups, stacked.b, SCALE, 3), plus)
@@ -271,10 +273,11 @@ def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec):
     rows = torch.arange(70, device=x.device) % 3 != 1
     some = dataclasses.replace(low_rank, rows=rows)
     with using("triton"), torch.no_grad():
+        terms = None, ops.low_rank_of(x, some)
         if spec is None:
-            alone, found = ops.linear(x, w), ops.adapted_linear(x, w, some)
+            alone, found = (ops.linear(x, w, plus=plus) for plus in terms)
         else:
             operand = ops.weight_operand(quantize(w, spec.weight))
-            alone, found = ops.fp8_linear(x, w, operand, spec), ops.adapted_fp8_linear(x, w, operand, spec, some)
+            alone, found = (ops.fp8_linear(x, w, operand, spec, plus=plus) for plus in terms)
     same = (found.view(torch.int16) == alone.view(torch.int16)).all(1)
     assert same[~rows].all() and not same[rows & x.any(1)].any()
