@@ -87,7 +87,7 @@ def watch_step(
 
     numerics, config: the planned ones, which the trainer may no longer run.
     """
-    from fp8rl.trainer.modules.families import megatron_families
+    from fp8rl.trainer.modules.native import megatron_families
 
     own = {key: it for site in trainer.definition.forward.sites() for key, it in site.op.form.formats.items()}
     if numerics.mode == "native":

@@ -29,7 +29,7 @@ from fp8rl.trainer.config import Recompute, TrainerSection
 from fp8rl.trainer.megatron import patches, te_runtime
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules import exact, native
-from fp8rl.trainer.modules.families import Layer, fields_of_layer, megatron_families
+from fp8rl.trainer.modules.native import Layer, fields_of_layer, megatron_families
 from fp8rl.trainer.modules.precision import Precision
 from fp8rl.trainer.modules.program import ProgramLayer
 from fp8rl.trainer.modules.weights import tag_split

@@ -133,6 +133,20 @@ class Product(Held):
             x = x.view_as(x)
         return ops.add_bias(p.product(self.kind, x, self.weight, self.adapter), self.bias)
 
+    def of_heads(self, x: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
+        """`ops.head_linear`: x [S, B, heads, R] -> [S, B, heads, count], or as that says if transposed."""
+        p, adapter, place = self.precision, self.precision.used(self.adapter), (first, count, transposed)
+        operand = p.operand(self.weight) if p.quantizes(self.kind) else None
+        rows, weight = x.flatten(0, 1), p.plain(self.weight) if operand is None else self.weight
+        if adapter is None:
+            out = ops.head_linear(rows, weight, operand, *place)
+        elif adapter.merges:
+            term = ops.head_term(rows.detach(), adapter.low_rank, *place)
+            out = ops.with_term_gradient(ops.head_linear(rows, weight, operand, *place), term)
+        else:
+            out = ops.head_linear(rows, weight, operand, *place, ops.head_term(rows, adapter.low_rank, *place))
+        return out.unflatten(0, x.shape[:2])
+
     def _over_ranks(self, x: Tensor) -> Tensor:
         p, weight, group, adapter = self.precision, self.weight, self.tp_group, self.precision.used(self.adapter)
         if group.size() == 1:

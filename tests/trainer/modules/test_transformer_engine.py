@@ -28,8 +28,15 @@ from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import BACKWARD, FP32_SCALES, Lowering, lower
 from fp8rl.trainer.modules.exact import Held
-from fp8rl.trainer.modules.families import Layer, fields_of_layer
-from fp8rl.trainer.modules.native import ColumnLinear, NormColumnLinear, RMSNorm, RowLinear, transformer_engine_modules
+from fp8rl.trainer.modules.native import (
+    ColumnLinear,
+    Layer,
+    NormColumnLinear,
+    RMSNorm,
+    RowLinear,
+    fields_of_layer,
+    transformer_engine_modules,
+)
 from fp8rl.trainer.modules.precision import Precision
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.lowering import DEFAULT, native

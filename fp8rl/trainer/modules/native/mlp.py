@@ -1,4 +1,9 @@
-"""Routed experts in Megatron: their grouped products, and the sum of a token's expert outputs."""
+"""MLPs in Megatron: dense ones, with the norm before them inside linear_fc1, and routed experts with their router.
+
+A token's rows are added in one defined order. On a GPU, Megatron's own two functions add them with atomics
+(moe_utils.py:375 in the backward pass, :441 in the forward pass). With them a resumed run would not end in the same
+bits as a run without a break.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -17,11 +23,12 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.ops.experts import kept_scores, sum_in_order
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.trainer.modules.exact import StackedWeights
-from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily, with_precision
+from fp8rl.trainer.modules.host import rows_of_pairs
+from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily, with_precision
 from fp8rl.trainer.modules.precision import LayerPrecision
-from fp8rl.trainer.modules.router import OneExpertRouter, UnnormalizedRouter
 from fp8rl.trainer.modules.weights import empty_weight
 
 GATE, DOWN = "experts.gate_proj", "experts.down_proj"
@@ -72,7 +79,7 @@ class GroupedLinear(StackedWeights):
         return grouped_linear(x, counts, weights, p.operand(weights), p.spec, p.backward), None
 
 
-def _fields(layer: Layer) -> Fields:
+def _experts(layer: Layer) -> Fields:
     """Return the fields with Megatron's router, or with ours if Megatron's probabilities are not the model's; with
     routed experts and, if the model has them, shared experts."""
     sizes, modules, kind, shared = layer.sizes, layer.modules, TopKRouter, None
@@ -127,4 +134,95 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     return config
 
 
-FAMILY = MegatronFamily(layer=_fields, config=_config)
+def _dense(layer: Layer) -> Fields:
+    modules = layer.modules
+    submodules = MLPSubmodules(
+        linear_fc1=modules.norm_column_linear("gate_proj"), linear_fc2=modules.row_linear("down_proj")
+    )
+    return {"mlp": ModuleSpec(module=MLP, params={"ffn_hidden_size": layer.sizes.ffn_size}, submodules=submodules)}
+
+
+FAMILIES = {"mlp": MegatronFamily(layer=_dense), "experts": MegatronFamily(layer=_experts, config=_config)}
+
+
+# The router, where Megatron's would choose or weigh experts otherwise than the model.
+
+
+class OneExpertRouter(TopKRouter):
+    """A router that renormalises over one expert per token. As in the engine, the expert's probability is 1, whatever
+    its logit, times the factor of a sigmoid router.
+
+    With one expert, Megatron requires a softmax over all experts (`moe_router_pre_softmax`) and does not renormalise
+    the probability. Nor does it renormalise the sigmoid of one expert.
+    """
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [S, B, E] -> probabilities [S * B, E], 0 except for the chosen expert, and the bool map of choices."""
+        probs, routing_map = super().routing(logits, padding_mask)
+        factor = self.config.moe_router_topk_scaling_factor or 1.0
+        return probs * 0 + routing_map.to(probs.dtype) * factor, routing_map  # its weight keeps a gradient, of zeros
+
+
+class UnnormalizedRouter(TopKRouter):
+    """A sigmoid router whose probabilities are not divided by their sum. Megatron always divides if k > 1."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [S, B, E] -> probabilities [S * B, E], 0 except for chosen experts, and the bool map of choices."""
+        _, routing_map = super().routing(logits, padding_mask)
+        probs = logits.view(routing_map.shape).float().sigmoid() * self.config.moe_router_topk_scaling_factor
+        return probs.to(logits.dtype) * routing_map, routing_map
+
+
+def best_of_groups(
+    scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
+) -> tuple[Tensor, Tensor]:
+    """Replace Megatron's `group_limited_topk`: scores [T, E] -> chosen experts' scores and ids, each [T, k]."""
+    return kept_scores(scores, num_groups, group_topk).topk(topk, dim=-1)
+
+
+def permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Copy each token once for each of its experts. Replaces Megatron's `permute` where each token has k experts.
+
+    tokens [T, H], routing_map bool [T, experts] -> rows [T * k, H] sorted by expert and then token, their
+    probabilities, and the token of each row. A token's gradient is the sum of its rows' gradients as in `unpermute`.
+    """
+    if fused or drop_and_pad:  # TransformerEngine's kernel gathers; nothing here drops tokens
+        return moe_utils.permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)  # type: ignore[no-any-return]
+    _, chosen, token_of_row = moe_utils.permute(tokens.detach()[:, :0], routing_map, probs)
+    order = token_of_row.argsort(stable=True).argsort()
+    return rows_of_pairs(tokens, order, len(order) // len(tokens)), chosen, token_of_row
+
+
+def unpermute(
+    rows: Tensor,
+    token_of_row: Tensor,
+    restore_shape: torch.Size,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> Tensor:
+    """Sum each token's rows in FP32, in ascending expert id, and round once: [T * k, H] -> [T, H]. Replaces Megatron's
+    `unpermute`."""
+    if fused or drop_and_pad or probs is not None:
+        return moe_utils.unpermute(rows, token_of_row, restore_shape, probs, routing_map, fused, drop_and_pad)  # type: ignore[no-any-return]
+    return _Unpermute.apply(rows, token_of_row, restore_shape[0])
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(token_of_row)
+        choices = rows[token_of_row.argsort(stable=True)].float().view(tokens, -1, rows.shape[1])
+        return sum_in_order(choices).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None

@@ -1,10 +1,11 @@
-"""Grouped-query attention in Megatron: its own core between products, and norms of heads."""
+"""Grouped-query attention in Megatron: its own core between products, norms of heads, and gates of the output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -15,7 +16,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily
+from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
 
 
 class JoinedHeads(SelfAttention):
@@ -37,6 +38,22 @@ class JoinedHeads(SelfAttention):
         q, k, v = (part.flatten(-3, -2) for part in parts)
         q = q if self.q_layernorm is None else self.q_layernorm(q)
         return q, k if self.k_layernorm is None else self.k_layernorm(k), v
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention with each gate next to its query. Megatron has a group's gates after all its queries."""
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """[S, B, H] -> q [S, B, heads, D], k and v [S, B, kv heads, D], and the gates of q"""
+        mixed, _ = self.linear_qkv(hidden_states)
+        grouped = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
+        pairs, key, value = grouped.split((grouped.shape[-2] - 2, 1, 1), -2)
+        query, gate = pairs.unflatten(-2, (-1, 2)).flatten(-4, -3).unbind(-2)
+        return self.q_layernorm(query), self.k_layernorm(key.squeeze(-2)), value.squeeze(-2), gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Apply Megatron's formula of the gate, which Megatron would compile with torch."""
+        return (x * torch.sigmoid(gate.float().reshape(x.shape))).to(x.dtype)
 
 
 class HeadsNorm(nn.Module):
@@ -95,4 +112,10 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     return {"add_qkv_bias": sizes.qkv_bias, "qk_layernorm": sizes.head_norms is not None}
 
 
-FAMILY = MegatronFamily(layer=attention_fields, config=_config)
+FAMILIES = {
+    "attention": MegatronFamily(layer=attention_fields, config=_config),
+    "gated_attention": MegatronFamily(
+        layer=lambda layer: attention_fields(layer, GatedAttention),
+        config=lambda sizes: {**_config(sizes), "attention_output_gate": True},
+    ),
+}

@@ -25,8 +25,8 @@ from fp8rl.models.program import Host, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.trainer.modules.exact import Cut
-from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily
 from fp8rl.trainer.modules.host import LayerHost
+from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
 from fp8rl.trainer.modules.precision import KVRounding
 from fp8rl.trainer.modules.program import OpsModule, OpWeights, cut_blocks, hold, place, rows_of_layer
 from fp8rl.trainer.modules.rows import PackedRows
@@ -154,4 +154,4 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     return {"linear_attention_freq": [int(layer in linear) for layer in range(sizes.layers)]}
 
 
-FAMILY = MegatronFamily(layer=_layer, config=_config)
+FAMILIES = {"gated_delta": MegatronFamily(layer=_layer, config=_config)}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fp8rl.models.families.latent import Latent
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.ops.rope import Yarn
-from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily
+from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
 from fp8rl.trainer.modules.precision import LayerPrecision
 
 NARROW = {"linear_q_down_proj": "q_a_proj", "linear_kv_down_proj": "kv_a_proj"}
@@ -121,9 +121,11 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     }
 
 
-FAMILY = MegatronFamily(
-    layer=_fields,
-    config=_config,
-    config_type=MLATransformerConfig,
-    formats=dict.fromkeys(("scores.output", "softmax.output"), "fp32"),  # as `ExpandedCore` computes
-)
+FAMILIES = {
+    "latent": MegatronFamily(
+        layer=_fields,
+        config=_config,
+        config_type=MLATransformerConfig,
+        formats=dict.fromkeys(("scores.output", "softmax.output"), "fp32"),  # as `ExpandedCore` computes
+    )
+}
