@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -63,12 +63,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
     elif dataclasses.is_dataclass(value):
         for each in vars(value).values():  # and what it has made of its fields since
-            yield from tensors_in(each)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for each in value:
             yield from tensors_in(each)
 
 
