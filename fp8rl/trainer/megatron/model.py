@@ -63,7 +63,7 @@ def build_model(
             rotary_percent=sizes.rotary_dim / sizes.head_dim,
             rotary_base=sizes.rope_theta,
         )
-    model.rope_scaling = sizes.rope_scaling
+    model.joined = sizes.joined  # which a checkpoint says
     if sizes.rope_scaling is not None and (rotation := getattr(model, "rotary_pos_emb", None)) is not None:
         # Megatron's own scaling is Llama 3's for one length of the context.
         own = frequencies(sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling)

@@ -16,40 +16,35 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from fp8rl.models.sizes import ModelSizes
+from fp8rl.trainer.modules.exact import Cut
 from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
+from fp8rl.trainer.modules.program import rows_of_layer
 
 
-class JoinedHeads(SelfAttention):
-    """Megatron's attention with another order of rows in linear_qkv: queries of `joined` key-value heads, then their
-    keys, then their values. Megatron has the rows of one key-value head after the other. With `joined` heads together,
-    a quantization block holds only rows of q, only rows of k or only rows of v, as in the engine."""
+class TableAttention(SelfAttention):
+    """Megatron's attention with the rows of linear_qkv in the order of the table of tensors.
 
-    def __init__(self, *args: Any, joined: int, **kwargs: Any) -> None:
+    Megatron has the rows of one key-value head after the other, and a group's gates after all its queries. The table
+    may have queries of several key-value heads, then their keys, then their values: so a quantization block holds only
+    rows of q, only rows of k or only rows of v, as in the engine. It has each gate next to its query.
+    """
+
+    def __init__(self, *args: Any, layer: Layer, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.joined = joined
-
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, **unused: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, B, H] -> queries [S, B, heads, D], keys and values [S, B, kv heads, D]"""
-        size, joined = self.config.kv_channels, self.joined
-        widths = joined * self.config.num_attention_heads // self.config.num_query_groups, joined, joined
-        parts = self.linear_qkv(hidden_states)[0].unflatten(-1, (-1, sum(widths), size)).split(widths, -2)
-        q, k, v = (part.flatten(-3, -2) for part in parts)
-        q = q if self.q_layernorm is None else self.q_layernorm(q)
-        return q, k if self.k_layernorm is None else self.k_layernorm(k), v
-
-
-class GatedAttention(SelfAttention):
-    """Megatron's attention with each gate next to its query. Megatron has a group's gates after all its queries."""
+        rows = [
+            row for row in rows_of_layer(layer.definition, layer.precision.layer) if row.op == "qkv" and row.product
+        ]
+        self.cut = Cut.of(rows, layer.definition.tensors, self.pg_collection.tp.size())
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """[S, B, H] -> q [S, B, heads, D], k and v [S, B, kv heads, D], and the gates of q"""
-        mixed, _ = self.linear_qkv(hidden_states)
-        grouped = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
-        pairs, key, value = grouped.split((grouped.shape[-2] - 2, 1, 1), -2)
-        query, gate = pairs.unflatten(-2, (-1, 2)).flatten(-4, -3).unbind(-2)
-        return self.q_layernorm(query), self.k_layernorm(key.squeeze(-2)), value.squeeze(-2), gate
+        """[S, B, H] -> q [S, B, heads, D], k and v [S, B, kv heads, D] and, if there are some, the gates of q"""
+        parts = self.cut(self.linear_qkv(hidden_states)[0])
+        q, k, v = (part.unflatten(-1, (-1, self.hidden_size_per_attention_head)) for part in parts)
+        gates: list[Tensor] = []
+        if self.config.attention_output_gate:
+            q, *gates = q.unflatten(-2, (-1, 2)).unbind(-2)
+        q = q if self.q_layernorm is None else self.q_layernorm(q)
+        return q, k if self.k_layernorm is None else self.k_layernorm(k), v, *gates
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Apply Megatron's formula of the gate, which Megatron would compile with torch."""
@@ -78,9 +73,9 @@ class HeadsNorm(nn.Module):
         return whole.chunk(group.size(), -1)[group.rank()].unflatten(-1, x.shape[2:])
 
 
-def attention_fields(layer: Layer, module: type[SelfAttention] | None = None) -> Fields:
+def _attention(layer: Layer, gated: bool = False) -> Fields:
     """Return the fields of an attention with grouped queries. The norm before it is inside linear_qkv, as in
-    TransformerEngine. module: the class of the attention, in place of Megatron's."""
+    TransformerEngine. gated: the output has gates."""
     modules, sizes, te = layer.modules, layer.sizes, layer.modules.provider
 
     def head_norm(heads: int) -> ModuleSpec | type[nn.Module] | None:
@@ -99,9 +94,9 @@ def attention_fields(layer: Layer, module: type[SelfAttention] | None = None) ->
         q_layernorm=head_norm(sizes.heads),
         k_layernorm=head_norm(sizes.kv_heads),
     )
-    own = {} if sizes.joined == 1 else {"joined": sizes.joined}
+    own = {"layer": layer} if gated or sizes.joined > 1 else {}
     spec = ModuleSpec(
-        module=module or (JoinedHeads if own else SelfAttention),
+        module=TableAttention if own else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, **own},
         submodules=submodules,
     )
@@ -113,9 +108,9 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
 
 
 FAMILIES = {
-    "attention": MegatronFamily(layer=attention_fields, config=_config),
+    "attention": MegatronFamily(layer=_attention, config=_config),
     "gated_attention": MegatronFamily(
-        layer=lambda layer: attention_fields(layer, GatedAttention),
+        layer=lambda layer: _attention(layer, gated=True),
         config=lambda sizes: {**_config(sizes), "attention_output_gate": True},
     ),
 }
