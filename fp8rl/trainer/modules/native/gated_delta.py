@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from fp8rl.models.families.gated_delta import OPS, GatedDelta
-from fp8rl.models.program import Host, OpSite
+from fp8rl.models.program import Host, Op, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.trainer.modules.exact import Cut
@@ -90,7 +90,7 @@ class GatedDeltaNet(OpsModule):
         number, table = layer.precision.layer, layer.definition.tensors
         self.sizes, self.kv = layer.sizes, KVRounding(layer.precision)
         self.weights = {}
-        ops = OPS[1:]
+        ops: tuple[Op, ...] = OPS[1:]
         for op in ops:
             rows = [row for row in rows_of_layer(layer.definition, number) if row.op == op.name]
             if not rows[0].product:
