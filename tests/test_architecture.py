@@ -24,7 +24,7 @@ MAY_IMPORT = {
 """By the folder in fp8rl/; `fp8rl` is what lies there beside them. `lab` may import them all, and the command `study`
 imports it."""
 NUMERICS_THIRD_PARTY = {"torch", "triton"}
-FAMILIES = ("models.families", "trainer.modules.families")
+FAMILIES = ("models.families", "trainer.modules.native")
 FAMILY_FOLDERS = {ROOT / "fp8rl" / home.replace(".", "/") for home in ("models.architectures", *FAMILIES)}
 KNOW_A_FAMILY = {
     "fp8rl/models/sizes.py": "the numbers that several architectures read; sizes of one family are `ModelSizes.own`",

@@ -80,7 +80,7 @@ CODE = {
     "fp8rl/models/architecture.py": {"import_module"},  # files in fp8rl/models/architectures
     "fp8rl/numerics/probe.py": {"import_module"},  # files in fp8rl/numerics/ops
     "fp8rl/numerics/kernels/kernels.py": {"import_module"},  # files in fp8rl/numerics/kernels
-    "fp8rl/trainer/modules/families/__init__.py": {"import_module"},  # files in fp8rl/trainer/modules/families
+    "fp8rl/trainer/modules/native/__init__.py": {"import_module"},  # files in fp8rl/trainer/modules/native
     "fp8rl/rl/algorithms/__init__.py": {"import_module"},  # files in fp8rl/rl/algorithms
     "fp8rl/rl/record/trackers/__init__.py": {"import_module"},  # names of its table
     "fp8rl/numerics/core/files.py": {"exec_module"},  # files of Python that a spec names

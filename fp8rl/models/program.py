@@ -7,8 +7,8 @@ trainer's host the rows of a batch. A lowered program (`models.lowering`) runs n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
@@ -52,6 +52,8 @@ class OpForm:
     parts, then all heads' second parts, and so on. None: the order does not depend on the host."""
     part: Part | None = None
     """The row of the precision map for a module that computes the op; None: it is part of a product, or has no row."""
+    formats: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Formats that differ from the precision map in models with the op, by key of the map."""
 
 
 @dataclass(frozen=True)

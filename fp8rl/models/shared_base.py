@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,18 +97,8 @@ class SharedBase:
     @functools.cached_property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by their names in the checkpoint, and the scales of quantized tensors."""
-        return dict(self._tensors())
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        table, block = self.model.tensors, self.spec.weight.group
-        for name, by_index in table.in_engine.items():
-            for suffix, rows_of_one in (("", 1), (SCALE_SUFFIX, block)):
-                if (parameter := self.parameters.get(name + suffix)) is None:
-                    continue
-                for index, rows in by_index.items():
-                    fused = parameter if index is None else parameter[index]
-                    for row, part in zip(rows, table.engine_parts(fused, rows, rows_of_one, WHOLE), strict=True):
-                        yield row.name + suffix, part
+        views = self.model.tensors.views(self.parameters, self.spec.weight.group, WHOLE)
+        return {name: view for name, _, view in views}
 
     def tensor(self, name: str) -> Tensor | QuantizedTensor:
         """Return one tensor of the checkpoint, quantized if the base has it quantized."""

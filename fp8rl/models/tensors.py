@@ -7,7 +7,7 @@ which. The functions below cut such a parameter, or its scales, into its tensors
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -136,13 +136,25 @@ class TensorTable:
                 found.setdefault(parameter, []).append(row)
         return found
 
-    def engine_parts(self, fused: Tensor, rows: Sequence[TensorRow], block: int, rank: EngineRank) -> list[Tensor]:
-        """Cut a parameter of one rank of an engine, or its scales, into the rank's parts of tensors, which are views.
+    def views(self, held: Mapping[str, Tensor], block: int, rank: EngineRank) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the tensors of the checkpoint that a rank of an engine holds, with the scales of quantized tensors.
 
-        block: number of the weight's rows for each row of `fused`; the last row of scales may have fewer.
+        Each is its name (of a rank's part, the rank's label), the parameter that holds it, and the view of this
+        parameter that is the tensor. held: parameters by name, all or some. block: rows of a tensor that share a row of
+        scales; a tensor's last row may stand for fewer.
         """
-        sizes = [rank.rows(row, block) for row in rows]
-        return _cut(fused, rows, sizes, padded=rows[0].engine.padded)
+        for name, by_index in self.in_engine.items():
+            for suffix, of_row in (("", 1), (SCALE_SUFFIX, block)):
+                if (parameter := held.get(name + suffix)) is None:  # as those of adapters before they are attached
+                    continue
+                for index, rows in by_index.items():
+                    place = rank.place(index, len(parameter))
+                    if place is None and index is not None:
+                        continue  # an expert of another rank
+                    fused = parameter.detach() if place is None else parameter.detach()[place]
+                    parts = _cut(fused, rows, [rank.rows(row, of_row) for row in rows], rows[0].engine.padded)
+                    for row, part in zip(rows, parts, strict=True):
+                        yield rank.label(row.name + suffix, row), parameter, part
 
     def split(self, fused: Tensor, rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> list[Tensor]:
         """Cut a parameter of Megatron's, or its scales, into its tensors: views where the layout allows. Megatron holds

@@ -99,8 +99,8 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
         "bf16 product": lambda n: ops.linear(x[:n], w),
         "fp32 product": lambda n: ops.linear(x[:n].float(), wide),
         "fp8_linear": lambda n: ops.fp8_linear(x[:n], w, operand, spec),
-        "adapted bf16 product": lambda n: ops.adapted_linear(x[:n], w, adapter),
-        "adapted fp8_linear": lambda n: ops.adapted_fp8_linear(x[:n], w, operand, spec, adapter),
+        "adapted bf16 product": lambda n: ops.linear(x[:n], w, 1, ops.low_rank_of(x[:n], adapter)),
+        "adapted fp8_linear": lambda n: ops.fp8_linear(x[:n], w, operand, spec, plus=ops.low_rank_of(x[:n], adapter)),
         "rms_norm": lambda n: ops.rms_norm(x[:n], norm, 1e-6),
         "swiglu": lambda n: ops.swiglu(gate_up[:n]),
         "rope": lambda n: ops.rope(x[:n].view(n, 1, 4, 128), positions[:n], 1e6),
@@ -348,10 +348,10 @@ def _adapted_forms(
         for rows, b in zip(h.split(_OF_EXPERTS), of_each.b, strict=True)
     ]
     return {
-        "adapted product in slices": (ops.adapted_linear(x, w, adapter, 2), merged),
+        "adapted product in slices": (ops.linear(x, w, 2, ops.low_rank_of(x, adapter, 2)), merged),
         "adapted product of other rows": (
-            ops.adapted_linear(x, w, adapter)[:, order],
-            ops.adapted_linear(x, w[order], turned),
+            ops.linear(x, w, 1, ops.low_rank_of(x, adapter))[:, order],
+            ops.linear(x, w[order], 1, ops.low_rank_of(x, turned)),
         ),
         "terms of experts": (terms, torch.cat(alone)),
     }

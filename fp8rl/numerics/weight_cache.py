@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class WeightCache:
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
-        self._operands: dict[tuple[tuple[Tensor, ...], TensorSpec], Any] = {}
+        self._operands: dict[tuple[Tensor, TensorSpec], Any] = {}
         self._made: dict[Tensor, Callable[[], Tensor]] = {}
         self._plain: dict[Tensor, Tensor] = {}
 
@@ -39,13 +39,13 @@ class WeightCache:
         self.version = version
 
     def weights(self) -> list[Tensor]:
-        """Return the weights whose operands were asked for at this version."""
-        return [weight for weights, _ in self._operands for weight in weights]
+        """Return the weights that a forward has asked for at this version."""
+        return [weight for weight, _ in self._operands]
 
-    def operands(self) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
-        """Yield for each product of this version its weights and their operand."""
-        yield from ((weights, operand) for (weights, _), operand in self._operands.items())
-        yield from (((weight,), served) for weight, served in self._plain.items())
+    def operands(self) -> Iterator[tuple[Tensor, Any]]:
+        """Yield each weight of a product at this version, and its operand."""
+        yield from ((weight, operand) for (weight, _), operand in self._operands.items())
+        yield from self._plain.items()
 
     def served(self, weight: Tensor) -> Tensor:
         """Compute the weight that is used in place of a parameter.
@@ -68,25 +68,12 @@ class WeightCache:
         return self._plain[weight]
 
     def operand(self, weight: Tensor, spec: TensorSpec) -> Any:
-        """Return `ops.trained_operand` of the served weight [N, K], or the `Frozen` of a frozen weight."""
+        """Return `ops.trained_operand` of the served weight, or the `Frozen` of a frozen weight."""
         if (frozen := frozen_of(weight)) is not None:
             return frozen
-        key = ((weight,), spec)
-        if key not in self._operands:
-            self._operands[key] = ops.trained_operand(self.served(weight), spec)
-        return self._operands[key]
-
-    def group_operand(self, weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> Any:
-        """Return `ops.group_operand` of the weights that are served for the experts, or the `Frozen` of frozen weights.
-        weights: the experts' parameters [N, K], or their stack [experts, N, K]."""
-        given = (weights,) if isinstance(weights, Tensor) else tuple(weights)
-        frozen = [operand for weight in given if (operand := frozen_of(weight)) is not None]
-        if frozen:
-            return frozen[0] if isinstance(weights, Tensor) else frozen
-        if (given, spec) not in self._operands:
-            served = [self.served(weight) for weight in given]
-            self._operands[given, spec] = ops.group_operand(served[0] if len(given) < len(weights) else served, spec)
-        return self._operands[given, spec]
+        if (weight, spec) not in self._operands:
+            self._operands[weight, spec] = ops.trained_operand(self.served(weight), spec)
+        return self._operands[weight, spec]
 
 
 # Operands of frozen weights: only codes and scales, in whatever memory they are.

@@ -59,7 +59,7 @@ def attach(
         names = [whole[name] for name, _ in matrices(f"{path}.weight", weight)]
         if not any(config.adapts(row) for row in weights.rows_of(names[0])):
             continue
-        if not hasattr(type(module), "adapter"):
+        if not getattr(module, "computes_adapters", False):
             found = f"{names[0]} in a {type(module).__name__}, which computes no adapter"
             remedy = "Set numerics.mode=exact, or leave this matrix out of adapter.targets."
             raise user_error("adapter", found, "products by the shared ops", remedy)

@@ -48,11 +48,9 @@ def of_model(model: Scorer) -> Iterator[Holding]:
     """List what this rank keeps of a model that is not trained."""
     yield from _parameters(model)
     names = {id(parameter): name for name, parameter in model.model.named_parameters()}
-    for weights, operand in model.cache.operands():
-        weight_names = [name for weight in weights for name, _ in matrices(names[id(weight)], weight)]
-        of_each = operand if isinstance(operand, list) and len(operand) == len(weight_names) else [operand]
-        for name, value in zip(weight_names, of_each):
-            yield holding(name, "operands", *tensors_in(value))
+    for weight, operand in model.cache.operands():
+        first, _ = next(matrices(names[id(weight)], weight))
+        yield holding(first, "operands", *tensors_in(operand))
 
 
 @dataclass(frozen=True)

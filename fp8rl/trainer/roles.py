@@ -26,8 +26,7 @@ from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.head import Head, HeadOutput
 from fp8rl.trainer.step.microbatches import MicroBatch
-from fp8rl.trainer.step.objective import Objective, OffloadReport, Scored
-from fp8rl.trainer.step.passes import RankPass
+from fp8rl.trainer.step.objective import Objective, OffloadReport, RankPass, Scored
 from fp8rl.trainer.trainer import Trainer
 
 

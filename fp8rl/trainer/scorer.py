@@ -30,8 +30,8 @@ from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.head import Head, HeadOutput, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
-from fp8rl.trainer.step.objective import Objective, Scored
-from fp8rl.trainer.step.passes import RankPass, run_pass
+from fp8rl.trainer.step.objective import Objective, RankPass, Scored
+from fp8rl.trainer.step.passes import run_pass
 from fp8rl.trainer.step.trees import form_of
 from fp8rl.trainer.weights.hf_weights import HFWeights
 
@@ -98,7 +98,7 @@ class Scorer:
         self._check_width(batch)
         with torch.no_grad():
             done = self._pass(batch, None)
-        return done.rows, Scored(done.logprobs, done.routes, done.draws)
+        return done.rows, done.result
 
     def weights_changed(self) -> None:
         """Discard all quantized weights. Code that changes parameters must call this."""

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import NonFiniteLossError, Objective, PassResult, RankPassResult
+from fp8rl.trainer.step.objective import NonFiniteLossError, Objective, RankPass
 from fp8rl.trainer.step.routing import move_biases
 
 
@@ -91,7 +92,7 @@ class Trainer(Scorer):
         self._ready_norm: float | None = None
         self._loads: Tensor | None = None
 
-    def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
+    def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPass:
         """Compute the gradients of the whole batch. `update` applies them; another pass discards them. Raises
         NonFiniteLossError: on all ranks; then there are no gradients to apply."""
         start = time.perf_counter()
@@ -108,16 +109,7 @@ class Trainer(Scorer):
                 range(batch.rows),
             )
         self._ready_norm = norm
-        result = PassResult(
-            logprobs=done.logprobs,
-            metrics=done.metrics,
-            loss=done.loss,
-            grad_norm=norm,
-            seconds=time.perf_counter() - start,
-            routes=done.routes,
-            draws=done.draws,
-        )
-        return RankPassResult(done.rows, result)
+        return RankPass(done.rows, replace(done.result, grad_norm=norm, seconds=time.perf_counter() - start))
 
     def update(self) -> float:
         """Do one optimizer step with the gradients of the last `forward_backward`. Return the learning rate. Raises
@@ -138,7 +130,7 @@ class Trainer(Scorer):
         with self._precision.without_adapters(self.definition.adapter):
             yield
 
-    def train_step(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
+    def train_step(self, batch: TokenBatch, objective: Objective) -> RankPass:
         """Call `forward_backward` and `update`, as tests and benchmarks do; the loop judges the step between them."""
         done = self.forward_backward(batch, objective)
         self.update()

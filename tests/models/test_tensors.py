@@ -100,11 +100,10 @@ def test_parts_of_tensors_are_interleaved_by_head_and_shared_by_ranks_one_by_one
 
 
 def test_a_padded_parameter_ends_with_rows_of_no_tensor() -> None:
-    ((embedding,),) = DENSE.in_engine["model.embed_tokens.weight"].values()
-    (part,) = DENSE.engine_parts(torch.arange(70), [embedding], 1, EngineRank())
+    ((*_, part),) = DENSE.views({"model.embed_tokens.weight": torch.arange(70)}, 1, EngineRank())
     assert part.tolist() == list(range(64))
     with pytest.raises(ValueError, match="found a parameter of 63 rows, expected 64"):
-        DENSE.engine_parts(torch.arange(63), [embedding], 1, EngineRank())
+        list(DENSE.views({"model.embed_tokens.weight": torch.arange(63)}, 1, EngineRank()))
     (norm,) = DENSE.in_megatron["decoder.final_layernorm.weight"]
     with pytest.raises(ValueError, match="model.norm.weight: found a parameter of 257 rows, expected 256"):
         DENSE.split(torch.arange(257), [norm])
@@ -113,9 +112,8 @@ def test_a_padded_parameter_ends_with_rows_of_no_tensor() -> None:
 def test_rows_that_are_no_whole_blocks_have_a_scale_of_their_own() -> None:
     """DeepSeek's fused a-projection: 1536 rows are 12 blocks, 576 are 4.5."""
     rows = [row("q_a", 1536), row("kv_a", 576)]
-    table = TensorTable(rows, groups=1)
-    assert [len(part) for part in table.engine_parts(torch.zeros(17, 2), rows, 128, EngineRank())] == [12, 5]
-    assert [len(part) for part in table.engine_parts(torch.zeros(2112, 2), rows, 1, EngineRank())] == [1536, 576]
+    held = {"fused": torch.zeros(2112, 2), "fused_scale_inv": torch.zeros(17, 2)}
+    assert [len(part) for *_, part in TensorTable(rows, groups=1).views(held, 128, EngineRank())] == [1536, 576, 12, 5]
 
 
 @pytest.mark.parametrize("block", [1, 128])
@@ -146,8 +144,8 @@ def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:
     vocabulary = row("embed", 100, engine=Location("fused", padded=True, split=0))
     parts = [EngineRank(rank, 2).part(vocabulary, torch.arange(100)) for rank in range(2)]
     assert [len(part) for part in parts] == [64, 36] and parts[1][0] == 64
-    table = TensorTable([vocabulary], groups=1)
-    assert len(table.engine_parts(torch.zeros(64), [vocabulary], 1, EngineRank(1, 2))[0]) == 36
+    ((*_, part),) = TensorTable([vocabulary], groups=1).views({"fused": torch.zeros(64)}, 1, EngineRank(1, 2))
+    assert len(part) == 36
 
 
 def test_a_tied_output_projection_is_the_embedding() -> None:

@@ -42,7 +42,7 @@ def test_frozen_experts_have_the_bits_of_trained_ones(implementation: Implementa
     spec, stack, dy = QuantSpec.preset("fp8_block_pow2"), random(3, BLOCK, K, seed=1), random(17, BLOCK, seed=2)
     found = []
     with using(implementation):
-        for operand in (ops.group_operand(stack, spec.weight), Frozen(quantize(stack, spec.weight))):
+        for operand in (ops.trained_operand(stack, spec.weight), Frozen(quantize(stack, spec.weight))):
             x = random(17, K).requires_grad_()
             y = grouped_linear(x, COUNTS, stack, operand, spec, backward)
             y.backward(dy)
@@ -87,11 +87,8 @@ def test_computed_once_per_version_and_never_stale():
     assert not torch.equal(cache.operand(weight, SPEC), first)
 
 
-def test_experts_are_cached_together_and_a_stack_as_one_weight():
-    stack = torch.randn(3, 128, 128).bfloat16()
-    for experts, held in (([*stack.clone()], 3), (stack, 1)):
-        cache = WeightCache()
-        group = cache.group_operand(experts, SPEC)
-        assert cache.group_operand(experts if held == 1 else [*experts], SPEC) is group
-        assert all(torch.equal(found, fake_quantize(one, SPEC)) for found, one in zip(group, stack, strict=True))
-        assert len(cache.weights()) == held and (held > 1 or cache.weights()[0] is stack)
+def test_experts_are_cached_as_one_weight():
+    stack, cache = torch.randn(3, 128, 128).bfloat16(), WeightCache()
+    operand = cache.operand(stack, SPEC)
+    assert cache.operand(stack, SPEC) is operand and cache.weights() == [stack]
+    assert all(torch.equal(found, fake_quantize(one, SPEC)) for found, one in zip(operand, stack, strict=True))

@@ -117,7 +117,7 @@ ROWS, LENGTH, RANKS, WORDS = 2, 64, 2, 1111
 def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
     """How often the layers of one rank of `ep` ask for numbers, forward and backward, and which tensors of the size of
     the vocabulary the backward makes."""
-    from fp8rl.trainer.modules import router
+    from fp8rl.trainer.modules import host
 
     config = TrainerSection(ep=ep, dp=ep)
     layout_of(config, 0)
@@ -131,7 +131,7 @@ def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
         assert sizes.shape == (2, ep) and rows == pairs
         return [[pairs // ep] * ep] * 2
 
-    router.on_host = on_host
+    host.on_host = on_host
     tokens = torch.empty(ROWS, LENGTH, dtype=torch.int64, device="meta")
     model.post_process = False  # its head is none of the layers
     with using("triton"), interpreted_launches(run_kernels=False):
@@ -196,7 +196,7 @@ def test_they_are_seen_where_they_are() -> None:
 
 
 def test_a_tokens_gradients_are_added_in_fp32_in_the_order_of_experts() -> None:
-    from fp8rl.trainer.modules.router import permute, unpermute
+    from fp8rl.trainer.modules.native.mlp import permute, unpermute
 
     chosen = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 1], [0, 0, 1, 1, 1]]).bool()
     tokens = torch.randn(3, 16).bfloat16().requires_grad_()

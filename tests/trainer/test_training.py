@@ -71,12 +71,11 @@ def test_gradients_that_are_not_applied_are_forgotten(moe_path: Path, make_train
 
 def test_weights_are_quantized_once(moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.Tensor] = []
-    one, many = ops.trained_operand, ops.group_operand
+    one = ops.trained_operand
     monkeypatch.setattr(ops, "trained_operand", lambda w, spec: calls.append(w) or one(w, spec))
-    monkeypatch.setattr(ops, "group_operand", lambda ws, spec: calls.extend(ws) or many(ws, spec))
     trainer = make_trainer(moe_path, "fp8", micro_batch_tokens=64)
     batch = random_batch()
-    quantized = 2 * (2 + 2 * 8)  # per layer: qkv, proj, and two matrices of eight experts
+    quantized = 2 * (2 + 2)  # per layer: qkv, proj, and two stacks of experts
     trainer.score(batch)
     trainer.train_step(batch, cross_entropy(batch))
     assert len(calls) == quantized

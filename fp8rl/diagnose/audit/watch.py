@@ -87,9 +87,11 @@ def watch_step(
 
     numerics, config: the planned ones, which the trainer may no longer run.
     """
-    from fp8rl.trainer.modules.families import megatron_families
+    from fp8rl.trainer.modules.native import megatron_families
 
-    sizes, families = trainer.definition.sizes, megatron_families(trainer.definition)
+    own = {key: it for site in trainer.definition.forward.sites() for key, it in site.op.form.formats.items()}
+    if numerics.mode == "native":
+        own |= {key: it for family in megatron_families(trainer.definition) for key, it in family.formats.items()}
     implementation: Implementation = "torch" if dispatch.installed() is None else "triton"
     with uncompiled(), using("torch"):
         trainer.score(batch)  # what is done once and for all, such as probes of the machine, is no part of a step
@@ -100,7 +102,7 @@ def watch_step(
             implementation=implementation,
             gradient_wire=config.gradient_wire,
             weight_gather=config.weight_gather,
-            own={key: planned for f in families for key, planned in f.own_formats(sizes, numerics.mode).items()},
+            own=own,
         )
         watcher = _Watcher(trainer, sites, plan, Grids(numerics))
         with watcher.hooked(), watcher:
@@ -154,13 +156,13 @@ class _Watcher(TorchDispatchMode):
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Follow the forward from op to op or module to module, and note when the optimizer is at work."""
-        from fp8rl.trainer.modules.program import ProgramLayer
+        from fp8rl.trainer.modules.program import OpsModule
 
         with ExitStack() as undo:
-            layers = [layer for layer in self._trainer.model.decoder.layers if isinstance(layer, ProgramLayer)]
-            inside = {module for layer in layers for module in layer.modules() if module is not layer}
-            for layer in layers:
-                undo.enter_context(layer.around_ops(self._op))
+            of_ops = [module for module in self._trainer.model.modules() if isinstance(module, OpsModule)]
+            inside = {module for each in of_ops for module in each.modules() if module is not each}
+            for each in of_ops:
+                undo.enter_context(each.around_ops(self._op))
             for path, module in self._trainer.model.named_modules():
                 if module not in inside:
                     undo.callback(module.register_forward_pre_hook(self._entering(path)).remove)

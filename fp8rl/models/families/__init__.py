@@ -1,8 +1,8 @@
 """Families of ops, the parts that a decoder's layers consist of: sizes, tensors and costs of each family.
 
-A family is a part of a layer, such as attention. One file here has its tensors, its ops, its cache, its cost and how
-ranks split it. That is all that exact mode needs. For native mode the trainer has a file of the same name
-(`trainer.modules.families`). An architecture lists its families; no table lists them all.
+A family is a part of a layer, such as attention. One file here has its tensors, its piece of the program, its cache,
+its cost and how ranks share it. Engine and trainer run the program by hosts of their own; for native mode the trainer
+has Megatron's modules of it (`trainer.modules.native`). An architecture lists its families; no table lists them all.
 """
 
 from __future__ import annotations

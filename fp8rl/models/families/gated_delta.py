@@ -138,6 +138,7 @@ DELTA = OpForm(
     shapes="queries, keys and values [T, C], b, a [T, heads] -> [T, heads * value]: `ops.delta_gates`, and the rule",
     across_tokens=True,
     compute=_delta,
+    formats=dict.fromkeys(("gain.weight", "gradient.weight"), "bf16|fp32") | {"wire.weights": "bf16|fp32|{gather}"},
 )
 GATED_NORM = OpForm(
     name="gated_norm",

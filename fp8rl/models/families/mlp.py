@@ -57,6 +57,10 @@ SIGMOID_TOPK = OpForm(
     compared=1,
     part="router",
     compute=_sigmoid_topk,
+    formats={
+        **dict.fromkeys(("router.logits", "router.probabilities", "router.gradient"), "fp32"),
+        "router.operands": "bf16|fp32",  # exact mode multiplies BF16 operands as BF16
+    },
 )
 EXPERTS = OpForm(
     name="experts",

@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -62,14 +62,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value):
-        for field in vars(value).values():  # and what it has made of its fields since
-            yield from tensors_in(field)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for item in value:
-            yield from tensors_in(item)
+        for each in vars(value).values():  # and what it has made of its fields since
+            yield from tensors_in(each)
 
 
 def give_back() -> None:

@@ -124,15 +124,15 @@ def quantize_many(
     return made
 
 
-def quantize_both_ways(weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Quantize weights [N, K] of one shape, or stacked, in blocks, and their transposes from the same load.
+def quantize_both_ways(weights: Tensor, spec: TensorSpec) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Quantize weights [E, N, K] in blocks, and their transposes from the same load.
 
-    Return stacked codes [E, N, K] and [E, K, N], with scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square
-    blocks the same numbers.
+    Return codes [E, N, K] and [E, K, N], with scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square blocks
+    the same numbers.
     """
-    n, k = weights[0].shape
-    codes = empty_blocks((len(weights), n, k), spec, weights[0].device)
-    transposed = empty_blocks((len(weights), k, n), spec, weights[0].device)
+    experts, n, k = weights.shape
+    codes = empty_blocks((experts, n, k), spec, weights.device)
+    transposed = empty_blocks((experts, k, n), spec, weights.device)
     _quantize_matrices([dense_rows(weight) for weight in weights], _parts(codes), _parts(transposed))
     return codes, transposed
 

@@ -41,7 +41,6 @@ from fp8rl.numerics.ops.linear import (
     add_bias,
     fp8_linear,
     fp8_linear_partial,
-    group_operand,
     linear,
     linear_partial,
     merge_partials,
@@ -53,8 +52,6 @@ from fp8rl.numerics.ops.linear import (
 from fp8rl.numerics.ops.low_rank import (
     Fused,
     LowRank,
-    adapted_fp8_linear,
-    adapted_linear,
     grouped_low_rank_term,
     low_rank_of,
     low_rank_term,

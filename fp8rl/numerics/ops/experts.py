@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,8 +92,8 @@ def kept_scores(scores: Tensor, groups: int, kept_groups: int) -> Tensor:
 class ExpertWeights:
     """One matrix of every expert."""
 
-    weights: Sequence[Tensor] | Tensor
-    """The parameters [N, K], or one stack of them."""
+    weights: Tensor
+    """[experts, N, K]"""
     operand: Any = None
     """The operand of the weights; None: they are not quantized."""
     low_rank: LowRank | None = None

@@ -24,7 +24,7 @@ _WEIGHTS_AS_ROWS = 64  # reading a matrix takes as long as so many rows of its p
 def grouped_linear(
     x: Tensor,
     counts: Tensor,
-    weights: Sequence[Tensor] | Tensor,
+    weights: Tensor,
     operand: Any = None,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
@@ -32,17 +32,14 @@ def grouped_linear(
 ) -> Tensor:
     """Compute `linear` of each row with its group's weight, or `fp8_linear` if there are an operand and a spec.
 
-    x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [N, K] each, or [groups, N,
-    K], receive the gradients (`Gradients`); operand is their `group_operand`, the `weight_operand` of their stack, or
-    its `Frozen`. plus [T, N]: as in `linear`. Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad,
-    blocks along the tokens begin anew in each group. A group may be empty. Only a call without gradients may have rows
-    after the last group. They are not computed: their results are undefined.
+    x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [groups, N, K] receive the
+    gradients (`Gradients`); operand: as in `fp8_linear`. plus [T, N]: as in `linear`. Returns [T, N] in x's dtype. Rows
+    are quantized in one go; for wgrad, blocks along the tokens begin anew in each group. A group may be empty. Only a
+    call without gradients may have rows behind the last group. They are not computed: their results are undefined.
     """
     if spec is None or operand is None:
-        operand = weights.detach() if isinstance(weights, Tensor) else [weight.detach() for weight in weights]
-        spec, backward = None, "bf16"
-    given = given_to_autograd(weights)
-    return _GroupedProduct.apply(x, spans(counts, x), operand, spec, backward, Gradients.of(weights), plus, *given)
+        operand, spec, backward = weights.detach(), None, "bf16"
+    return _GroupedProduct.apply(x, spans(counts, x), operand, spec, backward, Gradients.of(weights), plus, weights)
 
 
 @op
@@ -55,9 +52,8 @@ def spans(counts: Tensor, x: Tensor) -> Any:
 def grouped_product(x: Tensor, spans: Any, operand: Any, spec: QuantSpec | None, n: int, plus: Tensor | None) -> Tensor:
     """Compute `grouped_linear` [T, n] without a gradient. Without a spec the operand is the weights themselves."""
     plain, stops = spec is None and plus is None, list(accumulate(spans))
-    if plain and isinstance(operand, Tensor) and stops[-1] == len(x):
-        if one_product_is_faster(x, spans, n * x.shape[1]):
-            return side_by_side(x, spans, operand)
+    if plain and stops[-1] == len(x) and one_product_is_faster(x, spans, n * x.shape[1]):
+        return side_by_side(x, spans, operand)
     rows, out = x if spec is None else fake_quantize_rows(x, spec.activation), x.new_empty(len(x), n)
     for start, stop, weight in zip([0, *stops[:-1]], stops, operand, strict=True):
         if start < stop:
@@ -74,8 +70,8 @@ def grouped_gradients(
     spec: QuantSpec | None,
     backward: Backward,
     gradients: Gradients,
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return the gradient of x, and the weights' gradients as autograd takes them: none if x is None."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of x and, unless x is None, the weights' gradient as `Gradients` says."""
     dtype, rows, counts = dy.dtype, x, spans
     if spec is not None and backward == "bf16":
         rows, spec = None if x is None else fake_quantize_rows(x, spec.activation), None
@@ -85,7 +81,7 @@ def grouped_gradients(
     found = [wide_mm(part, dense(weight)) for part, weight in parts if len(part)]
     dx = torch.cat(found).to(dtype) if found else dense(operand[0])[:0].to(dtype)
     if rows is None:
-        return dx, ()
+        return dx, None
     if spec is not None:
         roles = (spec.gradient, spec.activation)
         multiple = math.lcm(*(r.group for r in roles if r.quantized and r.granularity == "token_group"))
@@ -94,31 +90,19 @@ def grouped_gradients(
     return dx, _weight_gradients(dy, rows, counts, gradients)
 
 
-def given_to_autograd(weights: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
-    """Return the weights as inputs of a grouped product in autograd: each matrix, or the one stack of all."""
-    return (weights,) if isinstance(weights, Tensor) else tuple(weights)
-
-
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The place and the form of the gradients of a grouped product's weights."""
+    """The form and the place of the gradient of a grouped product's weights [groups, N, K]."""
 
-    stacked: bool
-    """The weights are one tensor [groups, N, K]."""
     dtype: torch.dtype
-    """The weights' dtype, to which each gradient is rounded."""
+    """The weights' dtype, to which the gradient is rounded."""
     total: Tensor | None
-    """FP32 [groups, N, K], Megatron-core's `main_grad` of a stacked parameter: the backward adds the gradients to it.
-    None: the backward returns them to autograd."""
+    """FP32 [groups, N, K], Megatron-core's `main_grad`: the backward adds the gradient to it, and autograd gets none.
+    None: the backward returns the gradient to autograd."""
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor] | Tensor) -> Gradients:
-        stacked = isinstance(weights, Tensor)
-        return cls(stacked, weights[0].dtype, getattr(weights, "main_grad", None) if stacked else None)
-
-    def returned(self, found: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return gradients [groups, N, K] as autograd takes them. found: None if they were added to the total."""
-        return (found,) if found is None or self.stacked else found.unbind(0)
+    def of(cls, weights: Tensor) -> Gradients:
+        return cls(weights.dtype, getattr(weights, "main_grad", None))
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -132,31 +116,27 @@ class _GroupedProduct(torch.autograd.Function):
         backward: Backward,
         gradients: Gradients,
         plus: Tensor | None,
-        *weights: Tensor,
+        weights: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[7:]) else None)
+        ctx.save_for_backward(x if ctx.needs_input_grad[7] else None)
         ctx.constants, ctx.operands = (spans, operand, spec, backward, gradients), operand if spec is None else ()
-        return grouped_product(x, spans, operand, spec, weights[0].shape[-2], plus)
+        return grouped_product(x, spans, operand, spec, weights.shape[1], plus)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         dx, dw = grouped_gradients(grads[0], ctx.saved_tensors[0], *ctx.constants)
         dplus = grads[0] if ctx.needs_input_grad[6] else None
-        return dx, *(None,) * 5, dplus, *(dw or (None,) * len(ctx.needs_input_grad[7:]))
+        return dx, *(None,) * 5, dplus, dw
 
 
-def _weight_gradients(dy: Tensor, rows: Tensor, counts: Sequence[int], gradients: Gradients) -> Sequence[Tensor | None]:
-    """Return the gradients as autograd takes them, each of dy [T, N] and rows [T, K] of its group."""
-    groups = zip(dy.split(list(counts)), rows.split(list(counts)), strict=True)
-    found = (wide_mm(d.t(), r).to(gradients.dtype) if d.shape[0] else None for d, r in groups)
-    if not gradients.stacked:
-        return list(found)
+def _weight_gradients(dy: Tensor, rows: Tensor, counts: Sequence[int], gradients: Gradients) -> Tensor | None:
+    """Return the weights' gradient as `Gradients` says, of each group from its dy [T, N] and rows [T, K]."""
     total = gradients.total
     into = dy.new_zeros(len(counts), dy.shape[1], rows.shape[1], dtype=gradients.dtype) if total is None else total
-    for place, gradient in zip(into, found, strict=True):
-        if gradient is not None:
-            place.add_(gradient)
-    return [into if total is None else None]
+    for place, d, r in zip(into, dy.split(list(counts)), rows.split(list(counts)), strict=True):
+        if len(d):
+            place.add_(wide_mm(d.t(), r).to(gradients.dtype))
+    return into if total is None else None
 
 
 def one_product_is_faster(x: Tensor, counts: Sequence[int], work: int) -> bool:

@@ -48,14 +48,9 @@ def dense(operand: Any) -> Tensor:
 
 @op
 def trained_operand(weight: Tensor, spec: TensorSpec) -> Any:
-    """Return the `weight_operand` of weight [N, K] quantized by `spec`, with what its gradients need."""
+    """Return the `weight_operand` of weight [N, K], or of experts' [experts, N, K], quantized by `spec`, with what its
+    gradients need."""
     return weight_operand(quantize(weight, spec))
-
-
-@op
-def group_operand(weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> Any:
-    """Return the experts' weights [N, K], or their stack, each quantized by `spec`, as grouped products take them."""
-    return [quantize(weight, spec).dequantize() for weight in weights]
 
 
 @op

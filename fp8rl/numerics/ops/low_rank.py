@@ -26,8 +26,7 @@ from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import composed, op
 from fp8rl.numerics.ops.grouped import group_of_rows, one_product_is_faster, spans
-from fp8rl.numerics.ops.linear import Backward, fp8_linear, linear, product, wide_mm
-from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.ops.linear import linear, product, wide_mm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,26 +94,8 @@ class Fused:
         return zeros.index_copy(-1, self.index, b.flatten(-2)).unflatten(-1, self.shape)
 
 
-def adapted_linear(x: Tensor, weight: Tensor, low_rank: LowRank, k_splits: int = 1) -> Tensor:
-    """Compute `linear` of x [..., K] and weight [N, K] with an adapter, as the module defines it."""
-    return linear(x, weight, k_splits, low_rank_of(x, low_rank, k_splits))
-
-
-def adapted_fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    operand: Any,
-    spec: QuantSpec,
-    low_rank: LowRank,
-    backward: Backward = "fp8",
-    k_splits: int = 1,
-) -> Tensor:
-    """Compute `fp8_linear` of x [..., K] with an adapter, which takes x unquantized, as the module defines it."""
-    return fp8_linear(x, weight, operand, spec, backward, k_splits, low_rank_of(x, low_rank, k_splits))
-
-
 def low_rank_of(x: Tensor, low_rank: LowRank, k_splits: int = 1) -> Tensor:
-    """Return d [..., N] of x [..., K], the term that is added to a product before it is rounded."""
+    """Return d [..., N] of x [..., K], the term that a product of x unquantized adds (`plus`) before it is rounded."""
     h = linear(x, low_rank.a, k_splits)
     return low_rank.on_rows(low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))
 

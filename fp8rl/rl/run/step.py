@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -89,7 +88,7 @@ def forward_backward(trainer: TrainerGroup, rollouts: RolloutBatch, guard: Guard
         result = plan.forward_backward(trainer, 0)
     except NonFiniteLossError as error:
         fault, alone = fault_of(error, rollouts.batch), trainer.score_routed(batch)
-        result = PassResult(alone.logprobs, {}, math.nan, math.nan, 0.0, alone.routes, alone.draws)
+        result = PassResult(**vars(alone))
     scored = None
     if rollouts.versions is not None:
         sampled = replace(batch, fields={"rollout_logprobs": batch.fields["rollout_logprobs"]})

@@ -113,7 +113,7 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
 
 def _joined(parts: Parts) -> int:
     """Return the number of key-value heads whose rows are together in fused parameters, equal in all models."""
-    return max(getattr(module, "joined", 1) for part in parts.values() for module in part.model.modules())
+    return max(part.model.joined for part in parts.values())
 
 
 def _adapter_of(parts: Parts) -> dict[str, Any] | None:

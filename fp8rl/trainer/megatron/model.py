@@ -29,12 +29,10 @@ from fp8rl.trainer.config import Recompute, TrainerSection
 from fp8rl.trainer.megatron import patches, te_runtime
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules import exact, native
-from fp8rl.trainer.modules.families import Layer, Library, fields_of_layer, megatron_families
+from fp8rl.trainer.modules.native import Layer, fields_of_layer, megatron_families
 from fp8rl.trainer.modules.precision import Precision
 from fp8rl.trainer.modules.program import ProgramLayer
 from fp8rl.trainer.modules.weights import tag_split
-
-_MODULES = {"megatron": native.layer_modules, "transformer_engine": native.transformer_engine_modules}
 
 
 def build_model(
@@ -65,7 +63,7 @@ def build_model(
             rotary_percent=sizes.rotary_dim / sizes.head_dim,
             rotary_base=sizes.rope_theta,
         )
-    model.rope_scaling = sizes.rope_scaling
+    model.joined = sizes.joined  # which a checkpoint says
     if sizes.rope_scaling is not None and (rotation := getattr(model, "rotary_pos_emb", None)) is not None:
         # Megatron's own scaling is Llama 3's for one length of the context.
         scaled = frequencies(sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling)
@@ -169,15 +167,13 @@ def _block(
         programs = [{"definition": definition, "precision": one, "recompute": recompute} for one in precisions]
         specs = [ModuleSpec(module=ProgramLayer, params=program) for program in programs]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=exact.RMSNorm)
-    library: Library = "transformer_engine" if transformer_engine else "megatron"
-    layers = [Layer(definition.sizes, _MODULES[library](one), one) for one in precisions]
+    modules = native.transformer_engine_modules if transformer_engine else native.layer_modules
+    layers = [Layer(definition, modules(each), each) for each in own]
     specs = [
         ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                **fields_of_layer(definition.architecture.families, layer, library),
-                self_attn_bda=get_bias_dropout_add,
-                mlp_bda=get_bias_dropout_add,
+                **fields_of_layer(layer), self_attn_bda=get_bias_dropout_add, mlp_bda=get_bias_dropout_add
             ),
         )
         for layer in layers

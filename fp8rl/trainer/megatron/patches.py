@@ -172,7 +172,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"{_CORE}transformer.moe.token_dispatcher.{name}",
             parameters,
-            _ours("modules.router", name),
+            _ours("modules.native.mlp", name),
             "everywhere",
             why,
         )
@@ -188,7 +188,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _CORE + "transformer.moe.moe_utils.group_limited_topk",
         "scores topk num_tokens num_experts num_groups group_topk",
-        _ours("modules.router", "best_of_groups"),
+        _ours("modules.native.mlp", "best_of_groups"),
         "everywhere",
         "it scores a group by its topk // group_topk best experts (moe_utils.py:554), models by their two best",
     ),

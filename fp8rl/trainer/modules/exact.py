@@ -1,13 +1,13 @@
-"""Modules that hold a layer's tensors in exact mode, under Megatron's names, and compute the products with them.
+"""The modules of a layer in exact mode: its tensors, and the products with them.
 
-The modules are made from the table of the model's tensors. The table also says whether tensor-parallel ranks split a
-weight's rows or its columns (`Location.split`).
+A product's rows, or its columns, are shared by the tensor-parallel ranks as the table of the model's tensors says
+(`Location.split`). `trainer.modules.program` makes the modules from this table.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,16 +23,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from fp8rl.models.tensors import TensorRow
+from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.ops.experts import adapted_grouped_linear
 from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
-from fp8rl.trainer.modules.weights import empty_weight, norm_weight, tag_split
-
-BUILT_FIRST = ("linear_proj", "linear_q_down_proj", "linear_q_up_proj")
-"""Modules that Megatron's attention makes before its other modules. The order of parameters decides the order of a sum
-over all gradients, and of the optimizer's buffers."""
+from fp8rl.trainer.modules.weights import norm_parameter
 
 
 class Held(MegatronModule):
@@ -67,38 +63,67 @@ class Held(MegatronModule):
         return sharded
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Cuts what a parameter's product puts out into the products of the checkpoint's matrices."""
+
+    groups: int
+    """Groups of heads of this rank, by which the matrices' rows are interleaved; 1: they follow each other."""
+    sizes: tuple[int, ...]
+    """Rows of each matrix in a group."""
+
+    @classmethod
+    def of(cls, rows: Sequence[TensorRow], table: TensorTable, ranks: int) -> Cut:
+        """Return the cut of a parameter. ranks: the number of ranks that share its rows."""
+        groups = table.groups_of(rows) // ranks if rows[0].megatron.layout == "heads" else 1
+        return cls(groups, tuple(row.shape[0] // ranks // groups for row in rows))
+
+    def __call__(self, product: Tensor) -> Sequence[Tensor]:
+        """[..., N] -> [..., rows of a matrix] each"""
+        if len(self.sizes) == 1:
+            return [product]
+        parts = product.unflatten(-1, (self.groups, -1)).split(self.sizes, -1)
+        return [part.flatten(-2) for part in parts]
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm that is not computed yet: the one product that reads it may compute it itself."""
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+
+
 class Product(Held):
     """The weight [N, K] of a product.
 
-    kind: the module kind by which a spec decides whether to quantize the weight. axis: the axis on which the
-    tensor-parallel ranks split the weight. None: each rank has it whole, and computes the product of its tokens.
+    kind: the module kind by which a spec decides about it. axis: the weight's axis that tensor-parallel ranks share;
+    None: each has it whole, and computes the product of its own tokens. cut: cuts the result into those of the
+    checkpoint's matrices.
 
     If ranks split K, their FP32 partial sums are added in rank order and rounded once. A single rank does the same
     with `precision.k_splits` slices of K, so both layouts give the same bits.
     """
 
+    computes_adapters = True
     adapter: Adapter | None = None
     kind: str | None = None
     axis: int | None = None
+    cut: Cut
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def fuses_norm(self) -> bool:
-        """Return whether `ops.norm_fp8_linear` computes this product now, with the norm before it."""
+    def forward(self, x: Tensor | Normed) -> Tensor:
+        """[S, B, K] -> [S, B, N]. If ranks share a sequence, x is this rank's part of it where N is shared, and the
+        result is where K is shared."""
         p = self.precision
-        alone = self.tp_group.size() == 1 and self.axis != 1
-        return alone and p.quantizes(self.kind) and p.used(self.adapter) is None
-
-    def of_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the product of `ops.rms_norm(x, weight, eps)`."""
-        p = self.precision
-        out = ops.norm_fp8_linear(x, weight, eps, self.weight, p.operand(self.weight), p.spec, p.backward)
-        return ops.add_bias(out, self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, B, K] -> [S, B, N]. With sequence parallelism, x has only this rank's part of S if ranks split N, and the
-        result has only this rank's part of S if ranks split K."""
-        p = self.precision
+        if isinstance(x, Normed):
+            alone = self.tp_group.size() == 1 and self.axis != 1
+            if alone and p.quantizes(self.kind) and p.used(self.adapter) is None:
+                held = self.weight, p.operand(self.weight), p.spec, p.backward
+                return ops.add_bias(ops.norm_fp8_linear(x.x, x.weight, x.eps, *held), self.bias)
+            x = ops.rms_norm(x.x, x.weight, x.eps)
         if self.axis == 1:
             return self._over_ranks(x)
         if self.axis == 0:
@@ -107,6 +132,20 @@ class Product(Held):
             # gather x, and then added to those of other readers.
             x = x.view_as(x)
         return ops.add_bias(p.product(self.kind, x, self.weight, self.adapter), self.bias)
+
+    def of_heads(self, x: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
+        """`ops.head_linear`: x [S, B, heads, R] -> [S, B, heads, count], or as that says if transposed."""
+        p, adapter, place = self.precision, self.precision.used(self.adapter), (first, count, transposed)
+        operand = p.operand(self.weight) if p.quantizes(self.kind) else None
+        rows, weight = x.flatten(0, 1), p.plain(self.weight) if operand is None else self.weight
+        if adapter is None:
+            out = ops.head_linear(rows, weight, operand, *place)
+        elif adapter.merges:
+            term = ops.head_term(rows.detach(), adapter.low_rank, *place)
+            out = ops.with_term_gradient(ops.head_linear(rows, weight, operand, *place), term)
+        else:
+            out = ops.head_linear(rows, weight, operand, *place, ops.head_term(rows, adapter.low_rank, *place))
+        return out.unflatten(0, x.shape[:2])
 
     def _over_ranks(self, x: Tensor) -> Tensor:
         p, weight, group, adapter = self.precision, self.weight, self.tp_group, self.precision.used(self.adapter)
@@ -132,6 +171,7 @@ class StackedWeights(Held):
     The experts are not split over tensor-parallel ranks (expert_tensor_parallel_size is 1). kind: as in `TensorRow`.
     """
 
+    computes_adapters = True
     adapter: Adapter | None = None
     kind: str | None = None
     weight: nn.Parameter
@@ -139,7 +179,7 @@ class StackedWeights(Held):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return all experts of a layer under one key. `GroupedWeights` can read what this wrote, and the reverse."""
+        """Return all experts of a layer under one key, the one of TransformerEngine's grouped products."""
         sharded, groups = super().sharded_state_dict(prefix, sharded_offsets, metadata), self.groups
         for key, held in ((f"{prefix}{name}", weight) for name, weight in self.named_parameters() if weight.dim() == 3):
             sharded[key] = ShardedTensor.from_rank_offsets(
@@ -174,7 +214,7 @@ class Experts(Held):
         low_rank = None if adapter is None or adapter.merges else adapter.low_rank
         if not p.quantizes(linear.kind):
             return ExpertWeights(p.plain(stack), None, low_rank)
-        return ExpertWeights(stack, p.group_operand(stack), low_rank)
+        return ExpertWeights(stack, p.operand(stack), low_rank)
 
     def _merges(self, linear: StackedWeights) -> bool:
         adapter = self.precision.used(linear.adapter)
@@ -195,84 +235,6 @@ class Experts(Held):
         return {f"{prefix}{name}": tensor for name, tensor in sharded.items()}
 
 
-def hold(layer: Held, rows: Iterable[TensorRow], precision: LayerPrecision) -> None:
-    """Give a layer its parameters and buffers, uninitialised, in modules by the tensors' names in Megatron."""
-    held: dict[str, dict[str, list[TensorRow]]] = {}
-    for row in rows:
-        path, _, name = place(row).rpartition(".")
-        held.setdefault(path, {}).setdefault(name, []).append(row)
-    tops = list(dict.fromkeys(path.partition(".")[0] for path in held))
-
-    def order(path: str) -> tuple[int, int]:
-        top, _, rest = path.partition(".")
-        name = rest.partition(".")[0]
-        return tops.index(top), BUILT_FIRST.index(name) if name in BUILT_FIRST else len(BUILT_FIRST)
-
-    for path in sorted(held, key=order):
-        tensors = held[path]
-        first = next(iter(tensors.values()))[0]
-        *parents, last = path.split(".")
-        owner: Any = layer
-        for name in parents:
-            if not hasattr(owner, name):
-                of_experts = first.expert is not None and name == parents[-1]
-                owner.add_module(name, (Experts if of_experts else Held)(layer.config, layer.groups, precision))
-            owner = getattr(owner, name)
-        if first.expert is not None:
-            owner.add_module(last, _stacked(layer, tensors["weight"]))
-            continue
-        if not hasattr(owner, last):
-            kind = Product if any(row.product for row in tensors.get("weight", ())) else Held
-            owner.add_module(last, kind(layer.config, layer.groups, precision))
-        module = getattr(owner, last)
-        for name in sorted(tensors, key=lambda name: (name != "weight", name != "bias")):  # as Megatron has them
-            _give(module, name, tensors[name])
-
-
-def place(row: TensorRow) -> str:
-    """Return the name of the parameter in the layer. The experts' matrices are one parameter."""
-    name = row.megatron.parameter.removeprefix(f"decoder.layers.{row.layer}.")
-    return name if row.expert is None else name.rstrip("0123456789")
-
-
-def _give(module: Held, name: str, rows: Sequence[TensorRow]) -> None:
-    """Register this rank's part of the tensors as one parameter. A tensor with more than two axes becomes a matrix."""
-    first, axis, whole = rows[0], rows[0].engine.split, sum(row.shape[0] for row in rows)
-    shape: tuple[int, ...] = (whole, math.prod(first.shape[1:])) if first.shape[1:] else (whole,)
-    if first.megatron.buffer:
-        module.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=torch.cuda.current_device()))
-        return
-    dtype = torch.float32 if first.trained == torch.float32 else None
-    if axis is not None:
-        ranks = module.tp_group.size()
-        shape = tuple(size // ranks if at == axis else size for at, size in enumerate(shape))
-    if len(shape) == 1 and axis is None:
-        module.register_parameter(name, norm_weight(module.config, shape[0], dtype))
-        return
-    weight = empty_weight(module.config, *shape, dtype=dtype)
-    if axis is None:
-        setattr(weight, "sequence_parallel", module.config.sequence_parallel)  # noqa: B010
-    else:
-        tag_split(weight, axis)
-    module.register_parameter(name, weight)
-    if name == "weight" and isinstance(module, Product):
-        module.register_parameter("bias", None)  # behind the weight, until there is one
-        module.kind, module.axis = first.kind, axis
-        if axis == 0 and len(rows) == 2 and first.megatron.layout == "rows":
-            module.halves = frozenset({"weight", "lora_b"})
-
-
-def _stacked(layer: Held, rows: Sequence[TensorRow]) -> StackedWeights:
-    """Make the parameter for this rank's experts: for each expert the rows of its tensors, one tensor after another."""
-    experts = {row.expert for row in rows}
-    of_one = [row for row in rows if row.expert == rows[0].expert]
-    count, outputs = len(experts) // layer.groups.ep.size(), sum(row.shape[0] for row in of_one)
-    made = StackedWeights(layer.config, layer.groups, layer.precision)
-    made.kind = rows[0].kind
-    made.register_parameter("weight", empty_weight(layer.config, count, outputs, rows[0].shape[1]))
-    return made
-
-
 def whole_sequence(x: Tensor, in_parts: bool, group: dist.ProcessGroup) -> Tensor:
     """Gather the sequence from the tensor-parallel ranks if each has a part; its gradient is split in the same way."""
     if not in_parts:
@@ -289,7 +251,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
-        self.weight = norm_weight(config, hidden_size)
+        self.weight = norm_parameter(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""

@@ -3,59 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import all_to_all
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from torch import Tensor
 
 from fp8rl.models.program import OpSite
-from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops import HeadNorms
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.modules.exact import whole_sequence
-from fp8rl.trainer.modules.precision import Adapter
-from fp8rl.trainer.modules.router import on_their_ranks, rows_of_pairs
 from fp8rl.trainer.modules.rows import PackedRows, own_positions, shared_attention
-
-
-@dataclass(frozen=True)
-class Normed:
-    """A norm that is not computed yet. Only one product reads it, and may compute norm and product in one op."""
-
-    x: Tensor
-    weight: Tensor
-    eps: float
-
-
-@dataclass(frozen=True)
-class OfHeads:
-    """Multiplies each head by its rows of kv_b: `ops.head_linear`. weight: [heads * (plain + value), kv rank].
-
-    operand: the weight's operand, if the weight is quantized. adapter: the weight's adapter, merged or separate.
-    """
-
-    weight: Tensor
-    operand: Any
-    adapter: Adapter | None
-
-    def __call__(self, x: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
-        """x [S, B, heads, R] -> [S, B, heads, count], or as `ops.head_linear` says if transposed."""
-        rows = x.flatten(0, 1)
-        return self._of_rows(rows, first, count, transposed).unflatten(0, x.shape[:2])
-
-    def _of_rows(self, x: Tensor, first: int, count: int, transposed: bool) -> Tensor:
-        place = first, count, transposed
-        if self.adapter is None:
-            return ops.head_linear(x, self.weight, self.operand, *place)
-        if self.adapter.merges:
-            term = ops.head_term(x.detach(), self.adapter.low_rank, *place)
-            return ops.with_term_gradient(ops.head_linear(x, self.weight, self.operand, *place), term)
-        term = ops.head_term(x, self.adapter.low_rank, *place)
-        return ops.head_linear(x, self.weight, self.operand, *place, term)
 
 
 class LayerHost:
@@ -74,48 +36,18 @@ class LayerHost:
     # Weights and products
 
     def tensor(self, site: OpSite, name: str = "", of: str = "") -> Tensor:
-        rows = [row for row in self.layer.tensors_of[of or site.op.name] if row.name.endswith(name)]
-        return self.layer.parameter(next((row for row in rows if not row.product), rows[0]))
+        return self.layer.weights[of or site.op.name].tensors[name]  # type: ignore[no-any-return]
 
     def product(self, site: OpSite, x: Any, rows: Any = None) -> Tensor:
-        (held,) = self._held(site).values()
-        return self._product(held[0], x)
+        (product,) = self.layer.weights[site.op.name].products
+        return product(x)  # type: ignore[no-any-return]
 
     def products(self, site: OpSite, x: Any, rows: Any = None) -> Sequence[Tensor]:
-        return [part for held in self._held(site).values() for part in self._cut(self._product(held[0], x), held)]
-
-    def _held(self, site: OpSite) -> dict[str, list[TensorRow]]:
-        """Return the parameters of an op's products, each with the checkpoint's tensors in it."""
-        held: dict[str, list[TensorRow]] = {}
-        for row in self.layer.tensors_of[site.op.name]:
-            if row.product:
-                held.setdefault(row.megatron.parameter, []).append(row)
-        return held
-
-    def _product(self, row: TensorRow, x: Tensor | Normed) -> Tensor:
-        product = self.layer.product(row)
-        if not isinstance(x, Normed):
-            return product(x)  # type: ignore[no-any-return]
-        if product.fuses_norm():
-            return product.of_norm(x.x, x.weight, x.eps)
-        return product(ops.rms_norm(x.x, x.weight, x.eps))  # type: ignore[no-any-return]
-
-    def _cut(self, fused: Tensor, rows: Sequence[TensorRow]) -> Sequence[Tensor]:
-        """Cut the output of a parameter's product into the outputs for the checkpoint's tensors."""
-        if len(rows) == 1:
-            return [fused]
-        ranks, groups = self.layer.tp_group.size(), self.layer.table.groups_of(rows)
-        if rows[0].megatron.layout == "rows":
-            return fused.split([row.shape[0] // ranks for row in rows], -1)
-        parts = fused.unflatten(-1, (groups // ranks, -1)).split([row.shape[0] // groups for row in rows], -1)
-        return [part.flatten(-2) for part in parts]
+        return [part for each in self.layer.weights[site.op.name].products for part in each.cut(each(x))]
 
     def product_of_heads(self, site: OpSite) -> Callable[..., Tensor]:
-        (held,) = self._held(site).values()
-        product, p = self.layer.product(held[0]), self.layer.precision
-        weight, quantized = product.weight, p.quantizes(product.kind)
-        operand = p.operand(weight) if quantized else None
-        return OfHeads(weight if quantized else p.plain(weight), operand, p.used(product.adapter))
+        (product,) = self.layer.weights[site.op.name].products
+        return product.of_heads  # type: ignore[no-any-return]
 
     # Ranks
 
@@ -238,9 +170,9 @@ class LayerHost:
         return self.layer.router_replay.get_replay_topk(probs, top_k, default_compute_topk=_best)[1]
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
-        """Compute the experts. Their outputs come back unweighted, in the model's dtype. The rank of a token multiplies
-        them by the token's probabilities, sums in FP32 in ascending expert order, and rounds once."""
-        experts, group = self.layer.experts, self.layer.groups.ep
+        """Expert outputs come back unweighted, in the model's dtype. The rank that owns a token multiplies them by its
+        probabilities, sums in FP32 in ascending expert order, and rounds once."""
+        experts, group = self.layer.weights[site.op.name].experts, self.layer.groups.ep
         order, counts = ops.group_by_expert(chosen, self.sizes.experts)
         pairs = rows_of_pairs(x.flatten(0, -2), order, self.sizes.top_k)
         outputs = experts(pairs, counts) if group.size() == 1 else on_their_ranks(experts, pairs, counts, group)
@@ -250,3 +182,76 @@ class LayerHost:
 def _best(probs: Tensor, top_k: int, *groups: None) -> tuple[Tensor, Tensor]:
     experts = ops.top_experts(probs, top_k)
     return probs.gather(1, experts), experts
+
+
+# Tokens on their way to their experts and back.
+#
+# A rank that has all experts sorts (token, choice) pairs by expert, as an engine does, and never waits for the device.
+# Expert-parallel ranks tell each other how many rows they send. These numbers are the sizes of what arrives, so a rank
+# waits for them, once in a forward. Megatron's dispatcher waits four times a layer, on one rank too.
+
+
+def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """Copy each token once for each of its experts: x [T, H] -> rows [T * k, H].
+
+    order: int64 [T * k], the number of each row's (token, choice) pair. A token's choices are in ascending expert id.
+    A token's gradient is the FP32 sum of its rows' gradients in the order of its choices, rounded once.
+    """
+    return _Rows.apply(x, order, top_k)  # type: ignore[no-any-return]
+
+
+def on_their_ranks(
+    experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Send rows [T * k, H] to their experts on all ranks, and return the experts' outputs in the order of the rows.
+
+    rows: sorted by expert. counts: int64 [experts], the number of rows of each expert. experts: computes this rank's
+    experts on the rows [R, H] that arrived, sorted by expert and then by sender, and the number of rows of each expert.
+    """
+    ranks = group.size()
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    arriving = arriving.view(ranks, -1)  # by the rank that sends, and the expert here
+    leave, arrive = on_host(torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))), len(rows))
+    here: Tensor = all_to_all(group, rows, arrive, leave)
+    each = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
+    order = each.repeat_interleave(arriving.flatten(), output_size=sum(arrive)).argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    made = experts(_Reordered.apply(here, order, place), arriving.sum(0))
+    back: Tensor = all_to_all(group, _Reordered.apply(made, place, order), leave, arrive)
+    return back
+
+
+def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
+    """Wait for int64 [2, ranks]: the numbers of rows that this rank sends to each rank, and receives from it.
+
+    rows: the number of rows sent, which the host knows already.
+    """
+    return sizes.tolist()  # type: ignore[no-any-return]
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.shape = len(x), top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        ones = torch.ones(ctx.shape, dtype=torch.float32, device=order.device)
+        return ops.combine(grads[0], ones, order, grads[0].dtype), None, None
+
+
+class _Reordered(torch.autograd.Function):
+    """Puts rows in another order, given by a permutation and its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -153,12 +153,8 @@ class LayerPrecision:
         return kind is not None and self.spec.quantizes(kind)
 
     def operand(self, weight: Tensor) -> Any:
-        """Return the operand of a quantized weight [N, K]."""
+        """Return the operand of a quantized weight [N, K], or of experts' [experts, N, K]."""
         return self.model.weights.operand(weight, self.spec.weight)
-
-    def group_operand(self, weights: Sequence[Tensor] | Tensor) -> Any:
-        """Return the operand of the quantized weights of a layer's experts, given one by one or stacked."""
-        return self.model.weights.group_operand(weights, self.spec.weight)
 
     def fp8_linear(self, x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
         """Compute `ops.fp8_linear` of x [..., K] and weight [N, K]."""

@@ -7,9 +7,10 @@ between products.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,15 +24,49 @@ from torch import Tensor
 from fp8rl.models import Model
 from fp8rl.models.families import families_of_layer
 from fp8rl.models.program import ADD_NORM, CHOSEN, NORM, Op, OpSite, Watch, norm_weight, run
-from fp8rl.models.tensors import TensorRow
+from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.trainer.config import Recompute
-from fp8rl.trainer.modules.exact import Experts, Held, Product, hold, place
-from fp8rl.trainer.modules.host import LayerHost, Normed
+from fp8rl.trainer.modules.exact import Cut, Experts, Held, Normed, Product, StackedWeights
+from fp8rl.trainer.modules.host import LayerHost
 from fp8rl.trainer.modules.precision import KVRounding, LayerPrecision
 from fp8rl.trainer.modules.rows import PackedRows
+from fp8rl.trainer.modules.weights import empty_weight, norm_parameter, tag_split
 
 
-class ProgramLayer(Held):
+class OpsModule(Held):
+    """A module that runs ops of the program: a layer, or in native mode a part of a layer."""
+
+    weights: dict[str, OpWeights]
+    blocks: tuple[Block, ...]
+
+    def run_blocks(self, host: LayerHost, values: dict[str, Any]) -> dict[str, Any]:
+        """Run the ops on the values that are there."""
+        for block in self.blocks:
+            again = block.recomputed and self.training and torch.is_grad_enabled()
+            values |= block.computed_again(host, values) if again else run(block.sites, host, values)
+        return values
+
+    @contextmanager
+    def around_ops(self, around: Callable[[OpSite, Callable[[], Sequence[Any]]], Sequence[Any]]) -> Iterator[None]:
+        """Let a function call each op of a forward, also of one that a backward repeats, and return what it made."""
+
+        def called(site: OpSite) -> OpSite:
+            compute = site.op.form.compute
+
+            def call(host: Any, at: OpSite, *read: Any) -> Sequence[Any]:
+                return around(site, partial(compute, host, at, *read))
+
+            return replace(site, op=replace(site.op, form=replace(site.op.form, compute=call)))
+
+        plain = self.blocks
+        self.blocks = tuple(replace(block, sites=tuple(map(called, block.sites))) for block in plain)
+        try:
+            yield
+        finally:
+            self.blocks = plain
+
+
+class ProgramLayer(OpsModule):
     """One layer of the model: its tensors, and its ops in their order."""
 
     watch: Watch | None = None
@@ -49,12 +84,7 @@ class ProgramLayer(Held):
         super().__init__(config, pg_collection, precision)
         number, self.sizes, self.kv = precision.layer, definition.sizes, KVRounding(precision)
         self.layer_number = number + 1  # Megatron counts from 1
-        rows = [row for row in definition.tensors.rows.values() if row.layer == number and row.adapts is None]
-        hold(self, rows, precision)
-        self.tensors_of: dict[str, list[TensorRow]] = {}
-        for row in rows:
-            self.tensors_of.setdefault(row.op, []).append(row)
-        self.table = definition.tensors
+        self.weights = hold(self, rows_of_layer(definition, number), definition.tensors)
         families = families_of_layer(definition.architecture.families, self.sizes, number)
         ops = [(op, family.part) for family in families for op in family.ops(self.sizes)]
         self.sites = tuple(OpSite(number, op) for op, _ in ops)
@@ -62,7 +92,7 @@ class ProgramLayer(Held):
             self.router_replay = RouterReplay()
         again = {op.name for op, part in ops if (op.form.across_tokens if recompute == "attention" else part == "mlp")}
         fused = norms_in_products([op for op, _ in ops], self._takes_norm)
-        self._blocks = blocks(fused, again if recompute in ("attention", "experts") else set(), number)
+        self.blocks = cut_blocks(fused, again if recompute in ("attention", "experts") else set(), number)
 
     def forward(
         self,
@@ -77,49 +107,123 @@ class ProgramLayer(Held):
         if self.watch is not None:
             run(self.sites, host, values, self.watch)
         else:
-            for block in self._blocks:
-                again = block.recomputed and self.training and torch.is_grad_enabled()
-                values |= block.computed_again(host, values) if again else run(block.sites, host, values)
+            self.run_blocks(host, values)
         return values["x"] + values["residual"], None
-
-    @contextmanager
-    def around_ops(self, around: Callable[[OpSite, Callable[[], Sequence[Any]]], Sequence[Any]]) -> Iterator[None]:
-        """Wrap each op inside the block, also if the backward pass recomputes it. around: takes the op and a function
-        that computes it; returns the op's outputs."""
-
-        def called(site: OpSite) -> OpSite:
-            compute = site.op.form.compute
-
-            def call(host: Any, at: OpSite, *read: Any) -> Sequence[Any]:
-                return around(site, partial(compute, host, at, *read))
-
-            return replace(site, op=replace(site.op, form=replace(site.op.form, compute=call)))
-
-        plain = self._blocks
-        self._blocks = tuple(replace(block, sites=tuple(map(called, block.sites))) for block in plain)
-        try:
-            yield
-        finally:
-            self._blocks = plain
-
-    def parameter(self, row: TensorRow) -> Tensor:
-        """Return the parameter, or the buffer, that holds a tensor."""
-        module, _, name = place(row).rpartition(".")
-        return getattr(self.get_submodule(module), name)  # type: ignore[no-any-return]
-
-    def product(self, row: TensorRow) -> Product:
-        """Return the product whose weight holds a tensor."""
-        return self.get_submodule(place(row).rpartition(".")[0])  # type: ignore[return-value]
 
     @property
     def experts(self) -> Experts | None:
         """Return this rank's experts, if the layer has some."""
-        return next((module for module in self.modules() if isinstance(module, Experts)), None)
+        return next((each.experts for each in self.weights.values() if each.experts is not None), None)
 
     def _takes_norm(self, op: Op) -> bool:
         """Return whether an op is one product, which may compute the norm before it."""
-        own = [row for row in self.tensors_of.get(op.name, ()) if row.product]
-        return len({place(row) for row in own}) == 1 and all(row.kind and row.expert is None for row in own)
+        own = self.weights.get(op.name, OpWeights())
+        return len(own.products) == 1 and own.products[0].kind is not None and own.experts is None
+
+
+# The weights of a layer.
+
+BUILT_FIRST = ("linear_proj", "linear_q_down_proj", "linear_q_up_proj")
+"""Modules that Megatron's attention makes before its others. The order of parameters is the order of a sum over all
+gradients, and of the optimizer's buffers."""
+
+
+@dataclass
+class OpWeights:
+    """The weights of one op, found once."""
+
+    products: list[Any] = field(default_factory=list)
+    """Modules, `Product` in exact mode."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By the last part of the name in the checkpoint; by "" the op's only one beside its products."""
+    experts: Experts | None = None
+
+
+def rows_of_layer(definition: Model, number: int) -> list[TensorRow]:
+    return [row for row in definition.tensors.rows.values() if row.layer == number and row.adapts is None]
+
+
+def hold(layer: Held, rows: Sequence[TensorRow], table: TensorTable, inside: str = "") -> dict[str, OpWeights]:
+    """Give a layer its parameters and buffers, uninitialised, in modules by the tensors' names in Megatron. Return the
+    weights of each op. inside: the beginning of these names that stands for `layer` itself."""
+    held: dict[str, dict[str, list[TensorRow]]] = {}
+    for row in rows:
+        path, _, name = place(row, inside).rpartition(".")
+        held.setdefault(path, {}).setdefault(name, []).append(row)
+    tops = list(dict.fromkeys(path.partition(".")[0] for path in held))
+
+    def order(path: str) -> tuple[int, int]:
+        top, _, rest = path.partition(".")
+        name = rest.partition(".")[0]
+        return tops.index(top), BUILT_FIRST.index(name) if name in BUILT_FIRST else len(BUILT_FIRST)
+
+    for path in sorted(held, key=order):
+        tensors, module, names = held[path], layer, path.split(".") if path else []
+        kinds: list[type[Held]] = [Held] * len(names)
+        if next(iter(tensors.values()))[0].expert is not None:
+            kinds[-2:] = Experts, StackedWeights
+        elif any(row.product for row in tensors.get("weight", ())):
+            kinds[-1] = Product
+        for name, kind in zip(names, kinds, strict=True):
+            if not hasattr(module, name):
+                module.add_module(name, kind(layer.config, layer.groups, layer.precision))
+            module = getattr(module, name)
+        for name in sorted(tensors, key=lambda name: (name != "weight", name != "bias")):  # as Megatron has them
+            _give(module, name, tensors[name], table)
+    return _by_op(layer, rows, inside)
+
+
+def place(row: TensorRow, inside: str = "") -> str:
+    """Return the name of the parameter in the layer. The experts' matrices are one parameter."""
+    name = row.megatron.parameter.removeprefix(f"decoder.layers.{row.layer}.{inside}")
+    return name if row.expert is None else name.rstrip("0123456789")
+
+
+def _by_op(layer: Held, rows: Sequence[TensorRow], inside: str) -> dict[str, OpWeights]:
+    found: dict[str, OpWeights] = {}
+    for row in rows:
+        path, _, name = place(row, inside).rpartition(".")
+        module, own = layer.get_submodule(path), found.setdefault(row.op, OpWeights())
+        if row.expert is not None:
+            own.experts = layer.get_submodule(path.rpartition(".")[0])  # type: ignore[assignment]
+            continue
+        if isinstance(module, Product) and row.product and module not in own.products:
+            own.products.append(module)
+        own.tensors[row.name.rpartition(".")[2]] = getattr(module, name)
+        if not row.product or "" not in own.tensors:  # an op may have a norm beside its product
+            own.tensors[""] = getattr(module, name)
+    return found
+
+
+def _give(module: Held, name: str, rows: Sequence[TensorRow], table: TensorTable) -> None:
+    """Register this rank's part of the tensors end to end. Megatron holds matrices where checkpoints have more axes."""
+    first, axis, config = rows[0], rows[0].engine.split, module.config
+    own = [row for row in rows if row.expert == first.expert]
+    shape = (sum(row.shape[0] for row in own), *([math.prod(first.shape[1:])] if first.shape[1:] else []))
+    if isinstance(module, StackedWeights):
+        module.kind = first.kind
+        module.register_parameter(name, empty_weight(config, len(rows) // len(own) // module.groups.ep.size(), *shape))
+        return
+    if first.megatron.buffer:
+        module.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=torch.cuda.current_device()))
+        return
+    dtype = torch.float32 if first.trained == torch.float32 else None
+    ranks = 1 if axis is None else module.tp_group.size()
+    shape = tuple(size // ranks if at == axis else size for at, size in enumerate(shape))
+    if len(shape) == 1 and axis is None:
+        module.register_parameter(name, norm_parameter(config, shape[0], dtype))
+        return
+    weight = empty_weight(config, *shape, dtype=dtype)
+    if axis is None:
+        setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+    else:
+        tag_split(weight, axis)
+    module.register_parameter(name, weight)
+    if name == "weight" and isinstance(module, Product):
+        module.register_parameter("bias", None)  # behind the weight, until there is one
+        module.kind, module.axis, module.cut = first.kind, axis, Cut.of(rows, table, ranks)
+        if axis == 0 and len(rows) == 2 and first.megatron.layout == "rows":
+            module.halves = frozenset({"weight", "lora_b"})
 
 
 # Parts of a layer that the backward pass recomputes.
@@ -145,8 +249,8 @@ class Block:
         return dict(zip(self.writes, made, strict=True))
 
 
-def blocks(ops: Sequence[Op], again: set[str], layer: int) -> tuple[Block, ...]:
-    """Cut the ops of a layer into blocks. again: names of the ops that the backward pass recomputes."""
+def cut_blocks(ops: Sequence[Op], again: set[str], layer: int) -> tuple[Block, ...]:
+    """Cut the ops of a layer into those that are computed again, by their names, and those between."""
     cuts = [at for at, op in enumerate(ops) if not at or (op.name in again) != (ops[at - 1].name in again)]
     found = []
     for first, end in zip(cuts, [*cuts[1:], len(ops)], strict=True):

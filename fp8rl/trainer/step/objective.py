@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -42,42 +43,44 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class PassResult:
-    """One forward and backward pass, before its gradients are applied or dropped."""
+class Scored:
+    """What a forward pass says about each token."""
 
     logprobs: Tensor
-    """fp32 [B, S] on the CPU, with the weights before the step; zero at index 0 and in the padding."""
-    metrics: dict[str, float]
-    """The objective's metrics, summed over the whole batch."""
-    loss: float
-    """The loss of the whole batch, finite."""
-    grad_norm: float
-    """The global gradient norm before clipping, finite."""
-    seconds: float
-    """Seconds from the batch's arrival on the ranks to the gradient norm."""
+    """fp32 [B, S] on the CPU, log-probabilities or a critic's values, with the weights before the step; zero at index 0
+    and in the padding."""
     routes: Tensor | None = None
     """int16 [B, S, L, K] on the CPU, the experts that the trainer's own router would choose for each token, ascending,
     and -1 in the padding. None for a batch without routes. It does not matter whether the routes are replayed."""
     draws: Tensor | None = None
     """int64 [B, S] on the CPU, the token that `numerics.ops.draw` draws from the trainer's logits at each token's
-    position; -1 where the token has no loss or its row no seed. None for a batch without seeds."""
+    position; -1 where the token has no loss or its row no seed. None for a batch without seeds, and of a critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassResult(Scored):
+    """One forward and backward pass, before its gradients are applied or dropped."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The objective's metrics, summed over the whole batch."""
+    loss: float = math.nan
+    """The loss of the whole batch; NaN if no pass succeeded."""
+    grad_norm: float = math.nan
+    """The global gradient norm before clipping; NaN if it was not taken."""
+    seconds: float = 0.0
+    """Seconds from the batch's arrival on the ranks to the gradient norm."""
 
 
 @dataclass(frozen=True)
-class RankPassResult:
-    """A PassResult whose tensors hold only the rows `rows` of the batch, in this order."""
+class RankPass:
+    """The result of a pass on one rank."""
 
     rows: list[int]
+    """Numbers of the batch's rows that this rank's data-parallel replica holds."""
     result: PassResult
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The results of a forward pass without a backward pass. The tensors are as in PassResult."""
-
-    logprobs: Tensor
-    routes: Tensor | None
-    draws: Tensor | None
+    """Its tensors hold only these rows, in this order. Loss and metrics are those of the whole batch, on every rank."""
+    loads: Tensor | None = None
+    """int64 [layers of this stage, E], the number of the batch's tokens that chose each expert; None: not counted."""
 
 
 @dataclass(frozen=True)

@@ -24,27 +24,9 @@ from fp8rl.trainer.modules.precision import count, kv_saturated
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.head import ReadHead, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
-from fp8rl.trainer.step.objective import NonFiniteLossError, Objective
+from fp8rl.trainer.step.objective import NonFiniteLossError, Objective, PassResult, RankPass
 from fp8rl.trainer.step.routing import Routing, routing_of
 from fp8rl.trainer.step.trees import with_tree_ratio
-
-
-@dataclass(frozen=True)
-class RankPass:
-    rows: list[int]
-    """Numbers of the batch's rows that this rank's data-parallel replica holds."""
-    logprobs: Tensor
-    """fp32 [len(rows), S], log-probabilities or a critic's values; zero at index 0 and in the padding."""
-    loss: float
-    """The loss of the whole batch, the same on every rank."""
-    metrics: dict[str, float]
-    """The metrics of the whole batch, the same on every rank."""
-    routes: Tensor | None
-    """int16 [len(rows), S, L, K], the router's own choice for a batch with routes; -1 in the padding."""
-    draws: Tensor | None
-    """int64 [len(rows), S], the tokens drawn again for a batch with seeds. A critic draws no tokens."""
-    loads: Tensor | None = None
-    """int64 [layers of this stage, E], the number of the batch's tokens that chose each expert; None: not counted."""
 
 
 def run_pass(
@@ -115,7 +97,7 @@ def run_pass(
         metrics = with_tree_ratio(metrics, batch)
         if codes:
             metrics["train/kv_saturated"] = kv_saturated(model)
-    return RankPass(rows, logprobs, loss, metrics, routes, draws, routing.loads)
+    return RankPass(rows, PassResult(logprobs, routes, draws, metrics=metrics, loss=loss), routing.loads)
 
 
 @dataclass(frozen=True)

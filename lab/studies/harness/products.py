@@ -3,7 +3,7 @@ time), and every quantized product of a model's forward and backward, taken by a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -114,7 +114,7 @@ class ProductRecorder:
         def grouped_linear(
             x: Tensor,
             counts: Tensor,
-            weights: Sequence[Tensor],
+            weights: Tensor,
             operand: Any = None,
             spec: QuantSpec | None = None,
             backward: Backward = "fp8",

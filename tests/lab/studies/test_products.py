@@ -83,12 +83,12 @@ def random(*shape: int, seed: int) -> Tensor:
 def gradients(recorder: ProductRecorder | None) -> list[Tensor]:
     """Of an FP8 product and, behind it, products of three groups, the second empty: output, dx, and each dw."""
     x, w = random(140, 256, seed=0).requires_grad_(), random(128, 256, seed=1).requires_grad_()
-    experts = [random(256, 128, seed=2 + index).requires_grad_() for index in range(3)]
+    experts = random(3, 256, 128, seed=2).requires_grad_()
     with with_ops(**recorder.ops() if recorder else {}):
         hidden = ops.fp8_linear(x, w, ops.trained_operand(w, SPEC.weight), SPEC)
-        out = grouped_linear(hidden, COUNTS, experts, ops.group_operand(experts, SPEC.weight), SPEC)
+        out = grouped_linear(hidden, COUNTS, experts, ops.trained_operand(experts, SPEC.weight), SPEC)
         out.backward(random(140, 256, seed=9))
-    return [out, *(tensor.grad for tensor in (x, w, experts[0], experts[2]))]
+    return [out, *(tensor.grad for tensor in (x, w, experts))]
 
 
 def test_recorded_products_are_those_of_the_ops() -> None:

@@ -28,7 +28,7 @@ with compiled_only() as found:
     quantize.quantize_columns(x, spec)
     quantize.quantize_rows_and_columns(x, spec, TensorSpec(format="e5m2", scale="fp32"))
     quantize.quantize_blocks(x, TensorSpec(granularity="block", fixed=224.0))
-    quantize.quantize_both_ways([x, x], block)
+    quantize.quantize_both_ways(x.expand(2, -1, -1), block)
     norm.rms_norm_backward(x, x, x[0], norm.rms_norm_forward(x, x[0], 1e-6)[1])
     norm.add_rms_norm(x, x, x[0], 1e-6)
     norm.rms_norm_forward(tensor(4096 * 32, 128), x[0, :128], 1e-6)

@@ -100,8 +100,8 @@ with using("triton"), torch.no_grad():
     x, w, stacks = half(256, 2048), half(1536, 2048), (half(8, 1536, 2048), half(8, 2048, 768))
     with launches():
         operand = ops.trained_operand(w, SPEC.weight)
-        operands = [ops.group_operand(stack, SPEC.weight) for stack in stacks]
-    adapted = total(ops.adapted_fp8_linear, x, w, operand, SPEC, adapter(1536, 2048, 3))
+        operands = [ops.trained_operand(stack, SPEC.weight) for stack in stacks]
+    adapted = total(lambda: ops.fp8_linear(x, w, operand, SPEC, plus=ops.low_rank_of(x, adapter(1536, 2048, 3))))
     plain, without = total(ops.fp8_linear, x, w, operand, SPEC), experts(None, None)
     of_each = experts(adapter(1536, 2048, 2, (8,)), adapter(2048, 768, 1, (8,)))
     of_all = experts(adapter(1536, 2048, 2), adapter(2048, 768))

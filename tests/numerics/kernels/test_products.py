@@ -117,18 +117,15 @@ def test_experts(spec, backward):
 
     def run():
         x = random(136, 256).requires_grad_()
-        w13 = [random(256, 256, seed=10 + e, scale=0.1).requires_grad_() for e in range(4)]
-        w2 = [random(256, 128, seed=20 + e, scale=0.1).requires_grad_() for e in range(4)]
+        w13, w2 = (random(4, 256, k, seed=k, scale=0.1).requires_grad_() for k in (256, 128))
         first, second = (ExpertWeights(weights, operand(weights)) for weights in (w13, w2))
-        return with_gradients(ops.experts(x, counts, first, second, spec, backward), x, *w13, *w2)
+        return with_gradients(ops.experts(x, counts, first, second, spec, backward), x, w13, w2)
 
     def operand(weights):
-        return None if spec is None else ops.group_operand([w.detach() for w in weights], spec.weight)
+        return None if spec is None else ops.trained_operand(weights.detach(), spec.weight)
 
     for found, expected in both(run):
-        if expected is None:  # an expert without tokens
-            assert not found.any()
-        elif spec is None:
+        if spec is None:
             assert_close(found, expected)
         else:
             assert_close_through_codes(found, expected)
@@ -137,31 +134,28 @@ def test_experts(spec, backward):
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "backward"), ((None, "bf16"), (POW2, "fp8"), (POW2, "bf16")))
 @pytest.mark.parametrize("implementation", ("torch", "triton"))
-def test_gradients_of_a_stack_are_those_of_its_matrices_and_go_where_they_are_added_up(implementation, spec, backward):
-    counts, x = torch.tensor([5, 0, 9, 1], device=DEVICE), random(15, 128)
+def test_gradients_are_those_of_each_expert_alone_and_go_where_they_are_added_up(implementation, spec, backward):
+    counts, x, dy = torch.tensor([5, 0, 9, 1], device=DEVICE), random(15, 128), random(15, 128, seed=4)
     stacks = [random(4, *shape, seed=3, scale=0.1) for shape in ((256, 128), (128, 128))]
+    starts = [random(*stack.shape, seed=5, dtype=torch.float32) for stack in stacks]
 
-    def gradients(weights_of, leaves_of):
-        given = [weights_of(stack.clone()) for stack in stacks]
-        operands = [None if spec is None else ops.group_operand(each, spec.weight) for each in given]
-        out = ops.experts(x, counts, *map(ExpertWeights, given, operands), spec, backward)
-        out.backward(random(15, 128, seed=4))
-        return [leaf for each in given for leaf in leaves_of(each)]
-
-    def summed(stack):
-        stack.requires_grad_().main_grad = random(*stack.shape, seed=5, dtype=torch.float32)
-        return stack
+    def gradients(some, given, rows=slice(None)):
+        operands = [None if spec is None else ops.trained_operand(each.detach(), spec.weight) for each in given]
+        ops.experts(x[rows], some, *map(ExpertWeights, given, operands), spec, backward).backward(dy[rows])
+        return [each.grad for each in given]
 
     with using(implementation):
-        apart = gradients(
-            lambda stack: [w.requires_grad_() for w in stack.unbind(0)], lambda each: [w.grad for w in each]
-        )
-        whole = gradients(torch.Tensor.requires_grad_, lambda stack: stack.grad)
-        added = gradients(summed, lambda stack: zip(stack.main_grad, [stack.grad] * 4))
-        before = [each for stack in stacks for each in random(*stack.shape, seed=5, dtype=torch.float32)]
-    for alone, together, (total, left), start in zip(apart, whole, added, before, strict=True):
-        assert left is None and torch.equal(together, torch.zeros_like(together) if alone is None else alone)
-        assert torch.equal(total, start + together.float())
+        whole = gradients(counts, [stack.clone().requires_grad_() for stack in stacks])
+        for expert, end in enumerate(counts.cumsum(0).tolist()):
+            rows, alone = slice(end - int(counts[expert]), end), [s[[expert]].requires_grad_() for s in stacks]
+            found = gradients(counts[[expert]], alone, rows)
+            assert all(torch.equal(each[expert], one[0]) for each, one in zip(whole, found, strict=True))
+        summed = [stack.clone().requires_grad_() for stack in stacks]
+        for stack, start in zip(summed, starts, strict=True):
+            stack.main_grad = start.clone()
+        assert gradients(counts, summed) == [None, None]
+    for stack, start, together in zip(summed, starts, whole, strict=True):
+        assert torch.equal(stack.main_grad, start + together.float())
 
 
 @pytest.mark.slow
@@ -193,10 +187,11 @@ def adapter(n, parts=1, experts=(), k=K, rank=RANK):
 def test_an_adapted_product(spec):
     def run():
         x, w, low_rank = random(2, 70, K).requires_grad_(), random(192, K, seed=1, scale=0.1), adapter(192, 2)
+        plus = ops.low_rank_of(x, low_rank)
         if spec is None:
-            y = ops.adapted_linear(x, w, low_rank)
+            y = ops.linear(x, w, plus=plus)
         else:
-            y = ops.adapted_fp8_linear(x, w, ops.trained_operand(w, spec.weight), spec, low_rank)
+            y = ops.fp8_linear(x, w, ops.trained_operand(w, spec.weight), spec, plus=plus)
         return with_gradients(y, x, low_rank.a, low_rank.b)
 
     for found, expected in both(run):
@@ -214,7 +209,7 @@ def test_adapted_experts(shared):
         stacks = (random(experts, n, k, seed=n, scale=0.1) for n, k in ((2 * width, K), (K, width)))
         adapters = adapter(2 * width, 2, own), adapter(K, 1, own, width)
         w13, w2 = (
-            ExpertWeights(stack, ops.group_operand(stack, POW2.weight), low_rank)
+            ExpertWeights(stack, ops.trained_operand(stack, POW2.weight), low_rank)
             for stack, low_rank in zip(stacks, adapters, strict=True)
         )
         y = ops.experts(x, counts.to(x.device), w13, w2, POW2)
@@ -256,10 +251,11 @@ def test_a_row_has_the_same_bits_in_every_batch_and_every_fusion(rank):
     stacked = dataclasses.replace(low_rank, a=low_rank.a[None], b=low_rank.b[None])
     with using("triton"), torch.no_grad():
         operand = ops.weight_operand(quantize(w, POW2.weight))
-        whole = ops.adapted_fp8_linear(x, w, operand, POW2, low_rank)
-        for rows in (slice(0, 1), slice(100, 131)):
-            assert torch.equal(ops.adapted_fp8_linear(x[rows], w, operand, POW2, low_rank), whole[rows])
         plus = ops.low_rank_of(x, low_rank)
+        whole = ops.fp8_linear(x, w, operand, POW2, plus=plus)
+        for rows in (slice(0, 1), slice(100, 131)):
+            alone = ops.fp8_linear(x[rows], w, operand, POW2, plus=ops.low_rank_of(x[rows], low_rank))
+            assert torch.equal(alone, whole[rows])
         h = ops.linear(x, low_rank.a)
         groups = torch.tensor([len(x)], device=x.device)
         assert torch.equal(ops.grouped_low_rank_term(h, groups, stacked.b, SCALE, 3), plus)
@@ -277,10 +273,11 @@ def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec):
     rows = torch.arange(70, device=x.device) % 3 != 1
     some = dataclasses.replace(low_rank, rows=rows)
     with using("triton"), torch.no_grad():
+        terms = None, ops.low_rank_of(x, some)
         if spec is None:
-            alone, found = ops.linear(x, w), ops.adapted_linear(x, w, some)
+            alone, found = (ops.linear(x, w, plus=plus) for plus in terms)
         else:
             operand = ops.weight_operand(quantize(w, spec.weight))
-            alone, found = ops.fp8_linear(x, w, operand, spec), ops.adapted_fp8_linear(x, w, operand, spec, some)
+            alone, found = (ops.fp8_linear(x, w, operand, spec, plus=plus) for plus in terms)
     same = (found.view(torch.int16) == alone.view(torch.int16)).all(1)
     assert same[~rows].all() and not same[rows & x.any(1)].any()

@@ -90,7 +90,7 @@ def test_columns_are_the_rows_of_the_transpose_also_in_one_pass_with_rows_of_ano
 @pytest.mark.parametrize("shape", [(256, 384), (200, 140)])
 def test_blocks_and_their_transpose_in_one_pass(shape, scale):
     spec, weights = TensorSpec(granularity="block", scale=scale), [numbers(*shape, seed=seed) for seed in range(3)]
-    codes, transposed = quantize_both_ways([w.to(DEVICE) for w in weights], spec)
+    codes, transposed = quantize_both_ways(torch.stack(weights).to(DEVICE), spec)
     same(codes, quantize(torch.stack(weights), spec))
     same(transposed, quantize(torch.stack(weights).transpose(1, 2).contiguous(), spec))
     for w in (weights[0], torch.stack(weights)):
@@ -141,7 +141,7 @@ def test_what_there_is_no_kernel_for_is_refused(changes):
     blocks = TensorSpec(granularity="block", **changes)
     for refused in (
         lambda: quantize_kernel(x, spec), lambda: quantize_rows(x, spec), lambda: quantize_columns(x, spec),
-        lambda: quantize_both_ways([x], blocks),
+        lambda: quantize_both_ways(x[None], blocks),
     ):  # fmt: skip
         with pytest.raises(UserError, match="spec: found .* rounding to nearest, where the GPU kernels run"):
             refused()

@@ -48,14 +48,14 @@ def close(found, expected):
 def test_an_adapted_product_and_its_gradients(parts, spec, k_splits):
     (x, weight), low_rank = operands(), leaves(adapter(parts))
     x.requires_grad_()
-    dy = randn(TOKENS, N, seed=2)
+    dy, plus = randn(TOKENS, N, seed=2), ops.low_rank_of(x, low_rank, k_splits)
     if spec is None:
-        y, served = ops.adapted_linear(x, weight, low_rank, k_splits), weight.double()
+        y, served = ops.linear(x, weight, k_splits, plus), weight.double()
         seen = x.detach().double()
     else:
         quantized, activation = quantize(weight, spec.weight), quantize(x.detach(), spec.activation)
         served, seen = quantized.dequantize(torch.float64), activation.dequantize(torch.float64)
-        y = ops.adapted_fp8_linear(x, weight, ops.weight_operand(quantized), spec, low_rank, "bf16", k_splits)
+        y = ops.fp8_linear(x, weight, ops.weight_operand(quantized), spec, "bf16", k_splits, plus)
     y.backward(dy)
     a, b, rows, dy = low_rank.a.detach().double(), low_rank.b.detach().double(), x.detach().double(), dy.double()
     delta = SCALE * b @ a
@@ -73,7 +73,7 @@ def test_the_term_is_rounded_and_then_added_before_the_product_is():
     h = (x.double() @ low_rank.a.double().t()).bfloat16()
     term = (2.0**-9 * (h.double() @ low_rank.b.double().t())).bfloat16().double()
     whole = x.double() @ weight.double().t()
-    found = ops.adapted_linear(x, weight, low_rank)
+    found = ops.linear(x, weight, 1, ops.low_rank_of(x, low_rank))
     assert (found != (whole + term).bfloat16()).float().mean() < 1e-2  # sums in FP32, next to a rounding boundary
     assert (found != (whole.bfloat16().double() + term).bfloat16()).float().mean() > 0.1
 
@@ -93,14 +93,12 @@ def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec, k_sp
     (x, weight), low_rank = operands(), adapter(3)
     x[::7], weight[::5], weight[1::5] = 0.0, 0.0, -0.0
     rows = some_rows(TOKENS)
-    some = dataclasses.replace(low_rank, rows=rows)
+    terms = [ops.low_rank_of(x, each, k_splits) for each in (low_rank, dataclasses.replace(low_rank, rows=rows))]
     if spec is None:
-        alone = ops.linear(x, weight, k_splits)
-        whole, found = (ops.adapted_linear(x, weight, each, k_splits) for each in (low_rank, some))
+        alone, whole, found = (ops.linear(x, weight, k_splits, plus) for plus in (None, *terms))
     else:
-        held = weight, ops.weight_operand(quantize(weight, spec.weight)), spec
-        alone = ops.fp8_linear(x, *held, "bf16", k_splits)
-        whole, found = (ops.adapted_fp8_linear(x, *held, each, "bf16", k_splits) for each in (low_rank, some))
+        held = weight, ops.weight_operand(quantize(weight, spec.weight)), spec, "bf16", k_splits
+        alone, whole, found = (ops.fp8_linear(x, *held, plus) for plus in (None, *terms))
     assert torch.equal(bits(found), torch.where(rows[:TOKENS, None], bits(whole), bits(alone)))
     assert not torch.equal(whole, alone)
 
@@ -109,12 +107,12 @@ def test_fused_matrices_have_the_bits_of_each_alone_in_any_order_of_rows():
     (x, weight), low_rank = operands(), adapter(3)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
     shuffled = dataclasses.replace(low_rank, b=low_rank.b[order])
-    whole = ops.adapted_linear(x, weight, low_rank)
-    assert torch.equal(ops.adapted_linear(x, weight[order], shuffled), whole[:, order])
+    whole = ops.linear(x, weight, 1, ops.low_rank_of(x, low_rank))
+    assert torch.equal(ops.linear(x, weight[order], 1, ops.low_rank_of(x, shuffled)), whole[:, order])
     for part in range(3):
         rows, its = part_of(N, 3) == part, slice(part * RANK, part * RANK + RANK)
         alone = LowRank(low_rank.a[its], low_rank.b[rows][:, its], SCALE)
-        assert torch.equal(ops.adapted_linear(x, weight[rows], alone), whole[:, rows])
+        assert torch.equal(ops.linear(x, weight[rows], 1, ops.low_rank_of(x, alone)), whole[:, rows])
 
 
 def test_rows_of_b_stand_where_their_matrices_are_in_the_product_and_others_have_none():
@@ -136,7 +134,7 @@ def test_ranks_that_share_k_give_the_bits_of_slices():
     h = ops.merge_partials([of_a for _, of_a in sums], x.dtype)
     plus = ops.low_rank_term(h, low_rank.b, SCALE)
     merged = ops.merge_partials([of_weight for of_weight, _ in sums], x.dtype, plus)
-    assert torch.equal(merged, ops.adapted_linear(x, weight, low_rank, k_splits=2))
+    assert torch.equal(merged, ops.linear(x, weight, 2, ops.low_rank_of(x, low_rank, 2)))
 
 
 def experts_of(shared, spec, width=128):
@@ -178,9 +176,10 @@ def test_adapted_experts_are_the_products_of_each_with_their_gradients(spec, sha
             low_rank = w.low_rank
             if low_rank.per_expert:
                 low_rank = dataclasses.replace(low_rank, a=low_rank.a[expert], b=low_rank.b[expert])
+            plus = ops.low_rank_of(rows, low_rank)
             if spec is None:
-                return ops.adapted_linear(rows, w.weights[expert], low_rank)
-            return ops.adapted_fp8_linear(rows, w.weights[expert], w.operand[expert], spec, low_rank, "bf16")
+                return ops.linear(rows, w.weights[expert], 1, plus)
+            return ops.fp8_linear(rows, w.weights[expert], w.operand[expert], spec, "bf16", 1, plus)
 
         parts.append(product(ops.swiglu(product(rows, w13)), w2))
     assert torch.equal(out, torch.cat(parts))

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.trainer.checkpoint.checkpoint import JOINED
+from fp8rl.trainer.checkpoint.files import read_about
 from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import token_by_token, write_family
@@ -143,6 +145,7 @@ def test_every_tensor_is_saved_and_loaded(name: str, folder: Path, tmp_path: Pat
         if buffer_name.endswith("expert_bias"):
             buffer += 0.5
     trained.save(tmp_path / "checkpoint", {})
+    assert read_about(tmp_path / "checkpoint").extra.get(JOINED, 1) == trained.definition.sizes.joined
     fresh.load(tmp_path / "checkpoint")
     brought = dict(fresh.export_weights())
     assert all(torch.equal(tensor, brought[key]) for key, tensor in trained.export_weights())

@@ -31,7 +31,7 @@ LAYOUT = {"tp": 2, "ep": 2}
 def test_every_op_but_the_fp8_products_is_megatrons(precision, moe_path, dense_path, make_trainer, monkeypatch) -> None:
     trainers = [make_trainer(path, precision, mode="native") for path in (moe_path, dense_path)]
     for name, _ in inspect.getmembers(ops, inspect.isfunction):
-        if name not in ("fp8_linear", "token_logprobs", "trained_operand", "weight_operand", "group_operand"):
+        if name not in ("fp8_linear", "token_logprobs", "trained_operand", "weight_operand"):
             monkeypatch.setattr(ops, name, None)
     for trainer in trainers:
         assert trainer.score(random_batch())[1].abs().mean() > 1

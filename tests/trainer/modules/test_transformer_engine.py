@@ -27,9 +27,16 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import BACKWARD, FP32_SCALES, Lowering, lower
-from fp8rl.trainer.modules.families import Layer, fields_of_layer
-from fp8rl.trainer.modules.families.gated_delta import DeltaRule, GatedNorm, ShortConv
-from fp8rl.trainer.modules.native import ColumnLinear, NormColumnLinear, RMSNorm, RowLinear, transformer_engine_modules
+from fp8rl.trainer.modules.exact import Held
+from fp8rl.trainer.modules.native import (
+    ColumnLinear,
+    Layer,
+    NormColumnLinear,
+    RMSNorm,
+    RowLinear,
+    fields_of_layer,
+    transformer_engine_modules,
+)
 from fp8rl.trainer.modules.precision import Precision
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.lowering import DEFAULT, native
@@ -74,8 +81,7 @@ def fields(model: str, layer: int) -> dict[str, Any]:
     definition = read_model(ROOT / "examples/models" / model)
     numerics = NumericsConfig(mode="native", spec=QuantSpec.preset("fp8_block_pow2"))
     precision = Precision(numerics, WeightCache(), definition.sizes.layers).of_layer(layer)
-    own = Layer(definition.sizes, transformer_engine_modules(precision), precision)
-    return fields_of_layer(definition.architecture.families, own, "transformer_engine")
+    return fields_of_layer(Layer(definition, transformer_engine_modules(precision), precision))
 
 
 pytestmark = pytest.mark.slow
@@ -128,9 +134,8 @@ def test_linear_attention_has_tes_products(tmp_path, on_te: None, make_trainer) 
     assert found == {
         "in_proj": TEColumn,  # in FP8 by the layer's context, which does not ask what a product is for
         "gate_proj": ColumnParallelLinear,  # so that the gates stay in BF16
-        "conv1d": ShortConv,
-        "core_attention": DeltaRule,
-        "out_norm": GatedNorm,
+        "conv1d": Held,
+        "out_norm": Held,
         "out_proj": TERow,
     }
     assert net.A_log.dtype == net.dt_bias.dtype == net.out_norm.weight.dtype == torch.float32

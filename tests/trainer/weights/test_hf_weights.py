@@ -18,6 +18,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
+from fp8rl.trainer.modules.weights import matrices, named_weights
 from fp8rl.trainer.weights.hf_weights import HFWeights
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.blockwise import BlockwiseWeight
@@ -43,11 +44,11 @@ def hold_in_fp8(model: torch.nn.Module, preset: str, layers: range) -> None:
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             inside = any(f"decoder.layers.{layer}." in prefix for layer in layers)
-            if inside and parameter.dim() == 2 and "router" not in prefix:
-                weight = BlockwiseWeight(parameter.detach(), preset)
-                for tag in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-                    setattr(weight, tag, getattr(parameter, tag))
-                module._parameters[name] = weight
+            if inside and parameter.dim() > 1 and "router" not in prefix:
+                for each, matrix in matrices(name, module._parameters.pop(name)):
+                    module._parameters[each] = weight = BlockwiseWeight(matrix.detach(), preset)
+                    for tag in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                        setattr(weight, tag, getattr(parameter, tag))
 
 
 def assert_served_as_held(exported: dict[str, Any], path: Path, preset: str, layers: range) -> None:
@@ -90,7 +91,7 @@ def test_codes_and_scales_are_gathered_from_all_ranks(name: str, moe_path: Path,
 
 def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path, layout: Layout) -> None:
     trainer = native_trainer(moe_path, layout, TrainerSection(**SETTINGS))
-    bf16 = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    bf16 = {name: weight.detach().clone() for name, weight in named_weights(trainer.model)}
     hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
     held = {name: p for name, p in trainer.model.named_parameters() if te_runtime.is_quantized(p)}
     assert len(held) == LAYERS * (2 + 2 * 8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles, tile_height
 from fp8rl.numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
 from fp8rl.numerics.ops.experts import ExpertWeights, adapted_grouped_linear, routed_in_steps
 from fp8rl.numerics.ops.gates import swiglu
-from fp8rl.numerics.ops.grouped import Gradients, given_to_autograd
+from fp8rl.numerics.ops.grouped import Gradients
 from fp8rl.numerics.ops.linear import Backward
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
@@ -35,12 +35,11 @@ def experts(
     if spec is None or not fused or not _all_fp8(w13, w2):
         hidden = swiglu(adapted_grouped_linear(x, counts, w13, spec, backward))
         return adapted_grouped_linear(hidden, counts, w2, spec, backward)
-    if not torch.is_grad_enabled():  # an engine's hundreds of matrices need not go through autograd one by one
+    if not torch.is_grad_enabled():
         tiles = make_tiles(counts.to(x.device), len(x), _height(len(x), counts.numel()))
         return _forward(x, tiles, spec, w13.operand, w2.operand)[0]
-    given = [given_to_autograd(each.weights) for each in (w13, w2)]
     gradients = [Gradients.of(each.weights) for each in (w13, w2)]
-    return _Experts.apply(x, counts, spec, w13.operand, w2.operand, *gradients, *given[0], *given[1])
+    return _Experts.apply(x, counts, spec, w13.operand, w2.operand, *gradients, w13.weights, w2.weights)
 
 
 def routed_experts(
@@ -76,9 +75,8 @@ def _height(rows: int, experts: int) -> int:
 def grouped_product(
     x: Tensor, spans: Tiles, operand: Any, spec: QuantSpec | None, n: int, plus: Tensor | None
 ) -> Tensor:
-    """`numerics.ops.grouped.grouped_product`. Unquantized weights that are not stacked are copied together."""
     if spec is None:
-        return grouped_gemm(x, _stacked(operand), spans, x.dtype, plus)
+        return grouped_gemm(x, operand, spans, x.dtype, plus)
     return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, spans, x.dtype, plus)
 
 
@@ -90,22 +88,18 @@ def grouped_gradients(
     spec: QuantSpec | None,
     backward: Backward,
     gradients: Gradients,
-) -> tuple[Tensor, Sequence[Tensor | None]]:
+) -> tuple[Tensor, Tensor | None]:
     dy, dtype = dy.contiguous(), dy.dtype
     if spec is not None and backward == "fp8":
         if x is None:
-            return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, spans, dtype), ()
+            return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, spans, dtype), None
         return _gradients(dy, quantize_columns(x, spec.activation, spans), operand, spec, spans, dtype, gradients)
-    plain = _stacked(operand) if spec is None else operand.dequantized()
+    plain = operand if spec is None else operand.dequantized()
     dx = grouped_gemm(dy, plain.transpose(1, 2).contiguous().to(dtype), spans, dtype)
     if x is None:
-        return dx, ()
+        return dx, None
     rows = x if spec is None else quantize_rows(x, spec.activation).dequantize(dtype)
     return dx, _weight_gradients(grouped_wgrad_matmul, dy, rows, spans, gradients)
-
-
-def _stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
-    return weights if isinstance(weights, Tensor) else torch.stack([*weights])
 
 
 class _Experts(torch.autograd.Function):
@@ -137,7 +131,7 @@ class _Experts(torch.autograd.Function):
         dgate_up = swiglu_backward(gate_up, dhidden)
         inputs = quantize_columns(x, spec.activation, tiles)
         dx, dw13 = _gradients(dgate_up, inputs, ctx.w13, spec, tiles, x.dtype, gradients13)
-        return dx, *(None,) * 6, *dw13, *dw2
+        return dx, *(None,) * 6, dw13, dw2
 
 
 def _forward(x: Tensor, tiles: Tiles, spec: QuantSpec, w13: WeightOperand, w2: WeightOperand) -> tuple[Tensor, Tensor]:
@@ -160,8 +154,8 @@ def _gradients(
     tiles: Tiles,
     dtype: torch.dtype,
     gradients: Gradients,
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return dx [T, K] of a grouped FP8 product from dy [T, N], and the weights' gradients as `_weight_gradients` does.
+) -> tuple[Tensor, Tensor | None]:
+    """Return dx [T, K] of a grouped FP8 product from dy [T, N], and the weights' gradient as `_weight_gradients` does.
     columns: the product's input, quantized along the tokens."""
     dy_rows, dy_columns = quantize_rows_and_columns(dy.contiguous(), spec.gradient, spec.gradient, tiles)
     dx = grouped_gemm(dy_rows, operand.transposed, tiles, dtype)
@@ -170,7 +164,7 @@ def _gradients(
 
 def _weight_gradients(
     product: Callable[..., Tensor], dy: Any, x: Any, tiles: Tiles, gradients: Gradients
-) -> Sequence[Tensor | None]:
-    """Return the weights' gradients as autograd takes them, by a `grouped_wgrad` or a `grouped_wgrad_matmul`."""
+) -> Tensor | None:
+    """Return the weights' gradient as `Gradients` says, by a `grouped_wgrad` or a `grouped_wgrad_matmul`."""
     found = product(dy, x, tiles, gradients.dtype, gradients.total)
-    return gradients.returned(found if gradients.total is None else None)
+    return found if gradients.total is None else None

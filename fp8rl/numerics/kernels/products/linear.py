@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,16 +49,11 @@ def weight_operand(quantized: QuantizedTensor, former: WeightOperand | None = No
 
 
 def trained_operand(weight: Tensor, spec: TensorSpec) -> WeightOperand:
-    """`numerics.ops.trained_operand`: codes and their transpose in one pass."""
-    codes, transposed = (
-        QuantizedTensor(both.data[0], both.scale_inv[0], spec) for both in quantize_both_ways([weight], spec)
-    )
-    return WeightOperand(codes, transposed)
-
-
-def group_operand(weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> WeightOperand:
-    """`numerics.ops.group_operand`: all experts, codes and transposes, in one launch."""
-    return WeightOperand(*quantize_both_ways(weights, spec))
+    """`numerics.ops.trained_operand`: codes and their transpose in one pass, of all experts in one launch."""
+    both = quantize_both_ways(weight if weight.dim() == 3 else weight[None], spec)
+    if weight.dim() == 3:
+        return WeightOperand(*both)
+    return WeightOperand(*(QuantizedTensor(each.data[0], each.scale_inv[0], spec) for each in both))
 
 
 def linear(x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:

@@ -83,7 +83,7 @@ def fp8_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
 def _of_experts(parameter: nn.Parameter, x: Tensor, counts: Tensor) -> Tensor:
     current = state()
     operand = current.weights.operand(parameter)
-    return grouped_linear(x, counts, parameter.unbind(0), operand, current.numerics.rollout_spec, "bf16")
+    return grouped_linear(x, counts, parameter, operand, current.numerics.rollout_spec, "bf16")
 
 
 def add_gated(hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor) -> None:

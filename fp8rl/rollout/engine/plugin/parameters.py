@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,23 +17,16 @@ from fp8rl.numerics.ops import Fused, LowRank
 CACHE_SCALES = {"k_scale", "v_scale"}
 """Parameters that SGLang adds to attention in some quantized models, for a cache in FP8. Nothing here uses them."""
 Served = tuple[str, Tensor, Tensor]
-"""A tensor of the checkpoint in an engine: its name (of a rank's part, the rank's label), the engine's parameter that
-holds it, and the view of that parameter that is the tensor."""
+"""A tensor of the checkpoint in an engine, as `TensorTable.views` yields it."""
 
 
 def hf_tensors(
     model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE, within: Set[Tensor] | None = None
 ) -> Iterator[Served]:
-    """Yield the tensors of the checkpoint that this rank holds, with the scales of quantized tensors.
-
-    block: rows of a tensor that share a row of scales. within: look in these parameters only.
-    """
-    parameters = dict(model.named_parameters())  # a tied parameter once
-    for name, by_index in table.in_engine.items():
-        for suffix, rows in (("", 1), (SCALE_SUFFIX, block)):
-            parameter = parameters.get(name + suffix)  # none of adapters before they are attached
-            if parameter is not None and (within is None or parameter in within):
-                yield from _split(parameter, table, by_index, suffix, rows, rank)
+    """Return `TensorTable.views` of the parameters of a rank's model. within: look in these parameters only."""
+    held = dict(model.named_parameters())  # a tied parameter once
+    chosen = held if within is None else {name: each for name, each in held.items() if each in within}
+    return table.views(chosen, block, rank)
 
 
 def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
@@ -59,26 +52,8 @@ def check_table(model: nn.Module, definition: Model) -> None:
         )
 
 
-def _split(
-    held: Tensor,
-    table: TensorTable,
-    by_index: Mapping[int | None, Sequence[TensorRow]],
-    suffix: str,
-    block: int,
-    rank: EngineRank,
-) -> Iterator[Served]:
-    for index, rows in by_index.items():
-        fused = held.detach()
-        if index is not None:
-            place = rank.place(index, len(held))
-            if place is None:
-                continue  # an expert of another rank
-            fused = fused[place]
-        for row, part in zip(rows, table.engine_parts(fused, rows, block, rank), strict=True):
-            yield rank.label(row.name + suffix, row), held, part
-
-
-# Adapters. SGLang does not know them: they are parameters in addition to its own, and our loader fills them.
+# Adapters: SGLang knows none of them, so they stand beside its fused parameters, and our loader takes what is sent of
+# them.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from fp8rl.models.families.latent import Latent
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.numerics.config import Mode
 from fp8rl.numerics.ops.rope import Yarn
-from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily
+from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
 from fp8rl.trainer.modules.precision import LayerPrecision
 
 NARROW = {"linear_q_down_proj": "q_a_proj", "linear_kv_down_proj": "kv_a_proj"}
@@ -75,15 +74,14 @@ class ExpandedCore(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def _fields(layer: Layer, attention: ModuleSpec, narrow: type[nn.Module], core: ModuleSpec | type[nn.Module]) -> Fields:
-    """Return the fields of a layer. The norm of each narrow product's output is inside the product that follows.
-
-    narrow: the class of the narrow products, TransformerEngine's or one that `WholeNarrow` replaces.
-    """
-    modules = layer.modules
+def _fields(layer: Layer) -> Fields:
+    """Return the fields of a layer. The norm of each narrow product's output is inside the product that follows."""
+    modules, te = layer.modules, layer.modules.provider
+    narrow, core = (ColumnParallelLinear, ExpandedCore) if te is None else (te.linear(), te.core_attention())
+    own = {"precision": layer.precision} if te is None else {}
     spec = ModuleSpec(
-        module=attention.module,
-        params={"attn_mask_type": AttnMaskType.causal, **attention.params},
+        module=WholeNarrow if te is None else MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, **own},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=modules.column_linear("q_b_proj"),
             linear_q_down_proj=narrow,
@@ -97,18 +95,6 @@ def _fields(layer: Layer, attention: ModuleSpec, narrow: type[nn.Module], core: 
         ),
     )
     return {"input_layernorm": modules.norm, "self_attention": spec}
-
-
-def _megatron(layer: Layer) -> Fields:
-    attention = ModuleSpec(module=WholeNarrow, params={"precision": layer.precision})
-    return _fields(layer, attention, ColumnParallelLinear, ExpandedCore)
-
-
-def _transformer_engine(layer: Layer) -> Fields:
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
-
-    provider = TESpecProvider()
-    return _fields(layer, ModuleSpec(module=MLASelfAttention), provider.linear(), provider.core_attention())
 
 
 def _config(sizes: ModelSizes) -> Mapping[str, Any]:
@@ -135,14 +121,11 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     }
 
 
-def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
-    """Return native mode's formats: `ExpandedCore` computes in FP32."""
-    return dict.fromkeys(("scores.output", "softmax.output"), "fp32") if mode == "native" else {}
-
-
-FAMILY = MegatronFamily(
-    layer={"megatron": _megatron, "transformer_engine": _transformer_engine},
-    config=_config,
-    config_type=MLATransformerConfig,
-    own_formats=_own_formats,
-)
+FAMILIES = {
+    "latent": MegatronFamily(
+        layer=_fields,
+        config=_config,
+        config_type=MLATransformerConfig,
+        formats=dict.fromkeys(("scores.output", "softmax.output"), "fp32"),  # as `ExpandedCore` computes
+    )
+}

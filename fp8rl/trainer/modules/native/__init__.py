@@ -1,23 +1,104 @@
-"""Modules that all families of ops use in native mode: Megatron's own, with TransformerEngine's products on a GPU.
+"""Native mode: layers of Megatron's own modules, with TransformerEngine's products on a GPU.
 
-TransformerEngine has no CPU kernels. On a CPU `numerics.ops` computes the FP8 products with the spec's scales, and all
-other ops are Megatron's. Only the place where the router's probabilities are applied is aligned with the engine.
+TransformerEngine has no CPU kernels. On a CPU the FP8 product is `numerics.ops`' with the spec's scales, and all other
+ops are Megatron's. Only the place where the router's probabilities are applied is aligned with the engine.
+
+The other files here have the families of ops, as those in `models.families`: the keywords that a family adds to
+Megatron's config, and the modules that it gives a layer. A user's own family has none.
 """
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import ModuleSpec
-from torch import Tensor
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from torch import Tensor, nn
 
+from fp8rl.models.architecture import Model
+from fp8rl.models.families import Family, families_of_layer
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer.modules import exact
-from fp8rl.trainer.modules.families import LayerModules, with_precision
 from fp8rl.trainer.modules.precision import LayerPrecision
-from fp8rl.trainer.modules.weights import norm_weight, tag_split
+from fp8rl.trainer.modules.weights import norm_parameter, tag_split
+
+Fields = Mapping[str, Any]
+"""Some fields of Megatron's TransformerLayerSubmodules."""
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """The modules of a library that all families use."""
+
+    norm: type[nn.Module]
+    norm_column_linear: Callable[[str], ModuleSpec]
+    """Returns, for a module kind, a norm and the column-parallel product behind it."""
+    column_linear: Callable[[str], ModuleSpec]
+    row_linear: Callable[[str], ModuleSpec]
+    provider: Any = None
+    """TransformerEngine's modules, as Megatron names them (`TESpecProvider`); None: the library is Megatron itself."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a family needs to know of the layer to build its modules."""
+
+    definition: Model
+    modules: LayerModules
+    precision: LayerPrecision
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return self.definition.sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronFamily:
+    """One family of ops in Megatron."""
+
+    layer: Callable[[Layer], Fields]
+    """Returns the family's fields of a layer, with the norm before it."""
+    config: Callable[[ModelSizes], Mapping[str, Any]] = lambda sizes: {}
+    """Returns the keywords that the family adds to Megatron's config."""
+    config_type: type[TransformerConfig] | None = None
+    """The class of Megatron's config, if the family needs another one than TransformerConfig."""
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """Formats that differ from the precision map, by key of the map."""
+
+
+def megatron_family(family: Family) -> MegatronFamily:
+    """Return a family in Megatron. Raises UserError: there is none."""
+    files = [import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__)]
+    known: dict[str, MegatronFamily] = {name: each for file in files for name, each in file.FAMILIES.items()}
+    if family.name not in known:
+        found = f"native with a model of {family.name} {family.part}"
+        expected = "exact: the family has no modules of Megatron's"
+        raise user_error("numerics.mode", found, expected, "Set numerics.mode=exact.")
+    return known[family.name]
+
+
+def megatron_families(model: Model) -> list[MegatronFamily]:
+    """Return each family of a model's layers in Megatron. Raises UserError as `megatron_family` does."""
+    sizes, found = model.sizes, model.architecture.families
+    return [megatron_family(each) for each in found if any(each.within(sizes, n) for n in range(sizes.layers))]
+
+
+def fields_of_layer(layer: Layer) -> dict[str, Any]:
+    """Return the fields that a layer's families give it."""
+    found: dict[str, Any] = {}
+    for family in families_of_layer(layer.definition.architecture.families, layer.sizes, layer.precision.layer):
+        found |= megatron_family(family).layer(layer)
+    return found
+
+
+# Modules that all families use.
 
 
 def layer_modules(precision: LayerPrecision) -> LayerModules:
@@ -46,7 +127,13 @@ def transformer_engine_modules(precision: LayerPrecision) -> LayerModules:
         norm_column_linear=lambda kind: norm_column_linear,
         column_linear=lambda kind: column_linear,
         row_linear=lambda kind: row_linear,
+        provider=provider,
     )
+
+
+def with_precision(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str], ModuleSpec]:
+    """Return a function that returns the spec of a `module` with this precision for a module kind."""
+    return lambda kind: ModuleSpec(module=module, params={"precision": precision, "kind": kind})
 
 
 class RMSNorm(exact.RMSNorm):
@@ -89,7 +176,7 @@ class NormColumnLinear(ColumnLinear):
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)
-        self.layer_norm_weight = norm_weight(self.config, input_size)
+        self.layer_norm_weight = norm_parameter(self.config, input_size)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[S, B, H] -> ([S, B, N] with the bias in it, None)"""
