@@ -168,7 +168,7 @@ def _block(
         specs = [ModuleSpec(module=ProgramLayer, params=program) for program in programs]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=exact.RMSNorm)
     modules = native.transformer_engine_modules if transformer_engine else native.layer_modules
-    layers = [Layer(definition, modules(each), each) for each in own]
+    layers = [Layer(definition, modules(one), one) for one in precisions]
     specs = [
         ModuleSpec(
             module=TransformerLayer,
