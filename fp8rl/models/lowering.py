@@ -20,8 +20,8 @@ def lowered(definition: Model, spec: QuantSpec) -> Forward:
         for fusion in (fusion for family in definition.architecture.families for fusion in family.fusions):
             layer = fuse(layer, fusion)
         if spec.quantized:
-            rows = [row for row in definition.tensors.rows.values() if row.layer == index and row.product]
-            quantized = {row.op for row in rows if definition.quantizes(row, spec)}
+            rows = definition.tensors.in_layer[index]
+            quantized = {row.op for row in rows if row.product and definition.quantizes(row, spec)}
             layer = with_rows(layer, {op.name for op in layer if op.form.takes_rows and op.name in quantized})
         layers.append(layer)
     return replace(definition.forward, layers=tuple(layers))

@@ -128,6 +128,15 @@ class TensorTable:
         return found
 
     @functools.cached_property
+    def in_layer(self) -> Mapping[int | None, Sequence[TensorRow]]:
+        """The tensors of each layer, without adapters."""
+        found: dict[int | None, list[TensorRow]] = {}
+        for row in self.rows.values():
+            if row.adapts is None:
+                found.setdefault(row.layer, []).append(row)
+        return found
+
+    @functools.cached_property
     def in_megatron(self) -> Mapping[str, Sequence[TensorRow]]:
         """The tensors in each parameter of the whole Megatron model, layers and experts counted over all ranks."""
         found: dict[str, list[TensorRow]] = {}

@@ -84,7 +84,7 @@ class ProgramLayer(OpsModule):
         super().__init__(config, pg_collection, precision)
         number, self.sizes, self.kv = precision.layer, definition.sizes, KVRounding(precision)
         self.layer_number = number + 1  # Megatron counts from 1
-        self.weights = hold(self, rows_of_layer(definition, number), definition.tensors)
+        self.weights = hold(self, definition.tensors.in_layer[number], definition.tensors)
         families = families_of_layer(definition.architecture.families, self.sizes, number)
         ops = [(op, family.part) for family in families for op in family.ops(self.sizes)]
         self.sites = tuple(OpSite(number, op) for op, _ in ops)
@@ -137,10 +137,6 @@ class OpWeights:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """By the last part of the name in the checkpoint; by "" the op's only one beside its products."""
     experts: Experts | None = None
-
-
-def rows_of_layer(definition: Model, number: int) -> list[TensorRow]:
-    return [row for row in definition.tensors.rows.values() if row.layer == number and row.adapts is None]
 
 
 def hold(layer: Held, rows: Sequence[TensorRow], table: TensorTable, inside: str = "") -> dict[str, OpWeights]:

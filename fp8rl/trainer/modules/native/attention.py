@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.trainer.modules.exact import Cut
 from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
-from fp8rl.trainer.modules.program import rows_of_layer
 
 
 class TableAttention(SelfAttention):
@@ -31,10 +30,9 @@ class TableAttention(SelfAttention):
 
     def __init__(self, *args: Any, layer: Layer, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        rows = [
-            row for row in rows_of_layer(layer.definition, layer.precision.layer) if row.op == "qkv" and row.product
-        ]
-        self.cut = Cut.of(rows, layer.definition.tensors, self.pg_collection.tp.size())
+        table = layer.definition.tensors
+        rows = [row for row in table.in_layer[layer.precision.layer] if row.op == "qkv" and row.product]
+        self.cut = Cut.of(rows, table, self.pg_collection.tp.size())
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """[S, B, H] -> q [S, B, heads, D], k and v [S, B, kv heads, D] and, if there are some, the gates of q"""

@@ -28,7 +28,7 @@ from fp8rl.trainer.modules.exact import Cut
 from fp8rl.trainer.modules.host import LayerHost
 from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
 from fp8rl.trainer.modules.precision import KVRounding
-from fp8rl.trainer.modules.program import OpsModule, OpWeights, cut_blocks, hold, place, rows_of_layer
+from fp8rl.trainer.modules.program import OpsModule, OpWeights, cut_blocks, hold, place
 from fp8rl.trainer.modules.rows import PackedRows
 from fp8rl.trainer.modules.weights import tag_split
 
@@ -92,7 +92,7 @@ class GatedDeltaNet(OpsModule):
         self.weights = {}
         ops: tuple[Op, ...] = OPS[1:]
         for op in ops:
-            rows = [row for row in rows_of_layer(layer.definition, number) if row.op == op.name]
+            rows = [row for row in table.in_layer[number] if row.op == op.name]
             if not rows[0].product:
                 self.weights |= hold(self, rows, table, INSIDE)
                 continue
