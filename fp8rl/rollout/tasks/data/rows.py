@@ -293,6 +293,6 @@ def _plain(value: Any, feature: Any) -> Any:
         kept = {name: part for name, part in value.items() if part is not None and not isinstance(part, bytes)}
         return {name: _plain(part, inner.get(name)) for name, part in kept.items()}
     if isinstance(value, list | tuple):
-        inner = getattr(feature, "feature", None)
-        return [_plain(part, inner) for part in value if not isinstance(part, bytes)]
+        element = getattr(feature, "feature", None)
+        return [_plain(part, element) for part in value if not isinstance(part, bytes)]
     return str(value)
