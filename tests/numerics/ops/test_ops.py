@@ -149,7 +149,7 @@ def moe(x, router, w13, w2, top_k, spec=None):
 def weights(experts=8, hidden=256, width=128):
     w13 = [random(2 * width, hidden, seed=10 + e, scale=0.06) for e in range(experts)]
     w2 = [random(hidden, width, seed=50 + e, scale=0.08) for e in range(experts)]
-    return random(experts, hidden, seed=3, scale=0.1), w13, w2
+    return random(experts, hidden, seed=3, scale=0.1), torch.stack(w13), torch.stack(w2)
 
 
 @pytest.mark.parametrize("top_k", (1, 2, 5))

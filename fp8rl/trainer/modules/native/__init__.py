@@ -78,7 +78,7 @@ def megatron_family(family: Family) -> MegatronFamily:
     files = [import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__)]
     known: dict[str, MegatronFamily] = {name: each for file in files for name, each in file.FAMILIES.items()}
     if family.name not in known:
-        found = f"native with a model of {family.name} {family.part}"
+        found = f"native, on megatron, with a model of {family.name} {family.part}"
         expected = "exact: the family has no modules of Megatron's"
         raise user_error("numerics.mode", found, expected, "Set numerics.mode=exact.")
     return known[family.name]
