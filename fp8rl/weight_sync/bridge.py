@@ -2,8 +2,8 @@
 
 A sync pauses generation. Every trainer rank quantizes and sends its shard. Each engine commits the shard: it rebuilds
 the GEMM operands, and digests its own parameters. The engine's digests are compared with the digests of the sent
-tensors. Then generation resumes. If a tensor differs or a step fails, generation stays paused and `SyncError` says why:
-no token is ever sampled from a mixture of weights.
+tensors. Then generation resumes. If a tensor differs or a step fails, generation stays paused and `SyncError` is
+raised. So no engine generates with some weights of one version and some of another.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class SyncReport:
     bytes: int
     """Bytes of the payload that each engine gets."""
     weight_bytes: int
-    """Bytes that an engine holds of the weights."""
+    """Bytes of all weights in an engine."""
     seconds: float
     """Seconds from pause to resume."""
     send_seconds: float
     verify_seconds: float
-    """The part of `seconds` that the proof takes."""
+    """The part of `seconds` after the last send."""
     verified_tensors: int
     """Tensors whose digests were equal in every engine."""
     mismatched: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Bridge:
     model_path: Path
     """The directory from which configuration files are copied."""
     scratch: Path
-    """Directory for written checkpoints."""
+    """The directory in which checkpoints are written."""
     wakes: bool = False
     """Whether the engines may be asleep, so that a sync wakes them."""
     adapter: AdapterSection | None = None
@@ -94,12 +94,12 @@ class Bridge:
     def sync(
         self, endpoints: Sequence[Endpoint], manifest_path: Path | None = None, *, whole: bool = False
     ) -> SyncReport:
-        """Bring all engines to the trainer's weight version, verified.
+        """Bring all engines to the trainer's weight version, and verify what they hold.
 
-        whole: send all tensors, also if adapters alone or (`sync.delta`) changes would be enough. The manifest is saved
-        to `manifest_path`.
+        manifest_path: where to save the manifest. whole: send all tensors, even if the engines need only the adapters,
+        or only the changes (`sync.delta`).
 
-        Raises `SyncError` with the tensors that differ, engine by engine, or with what failed on the way.
+        Raises `SyncError`, which names the tensors that differ in each engine, or the error that ended the sync.
         """
         config, version = self.config, self.trainer.weight_version
         transport = make_transport(config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
@@ -140,16 +140,16 @@ class Bridge:
 
 @dataclasses.dataclass(frozen=True)
 class SendTask:
-    """The task of each trainer rank in a sync: send its shard of `version`, as served under `spec`, to the engines."""
+    """The arguments of `send_shard`, the same on every trainer rank."""
 
     transport: Transport
     spec: QuantSpec
     endpoints: list[Endpoint]
     version: int
     delta: bool = False
-    """Whether to keep a copy, and send only what has changed since version `since`."""
+    """Whether to keep a copy of the sent tensors, and to send only what has changed since version `since`."""
     since: int | None = None
-    """The version that all engines hold; None: they hold no common version. Only the version sent last is used."""
+    """The version that all engines hold; None: they differ. All is sent unless this is the version sent last."""
     timeout_s: float = ANSWER_WITHIN_S
     """Timeout of one response of an engine."""
     contents: Contents = "weights"
@@ -165,12 +165,12 @@ def send_and_verify(
     timeout_s: float = ANSWER_WITHIN_S,
     wakes: bool = False,
 ) -> tuple[Manifest, SyncReport, list[str]]:
-    """Run a sync: pause, send, commit, compare, and resume if nothing differs. Return also the lines that name
-    differences.
+    """Run a sync: pause, send, commit, compare, and resume if nothing differs. Return the manifest, the metrics, and
+    one line for each difference.
 
     send: lets every rank send its shard of the tensors served under `spec`. pause: see `SyncSection.pause`. timeout_s:
-    timeout of one response of an engine. wakes: wake sleeping engines. They get memory for weights before the send, and
-    for everything else after the proof.
+    timeout of one response of an engine. wakes: wake sleeping engines. An engine gets memory for weights before the
+    send, and memory for its cache and graphs after the proof.
     """
 
     async def stop(engine: EngineClient) -> None:
@@ -184,7 +184,7 @@ def send_and_verify(
         await engine.resume()
 
     async def commit(engine: EngineClient) -> dict[str, str]:
-        if pause != "in_place":  # whose answers need what they have cached
+        if pause != "in_place":  # in place, unfinished answers go on with the cache
             await engine.flush()
         return (await engine.commit(version)).entries
 

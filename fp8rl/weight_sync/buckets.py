@@ -14,9 +14,10 @@ from fp8rl.numerics.delta import LastSent, encode
 from fp8rl.rollout.engine.protocol import DELTA
 
 ALIGNMENT = 16
-"""Alignment of tensors in bytes: what kernels store at a time, and a multiple of every dtype's size."""
+"""Alignment of tensors in bytes. A kernel stores 16 bytes at a time, and every dtype's size divides 16."""
 SMALLEST_BYTES = 16 << 20
-"""Size of the first bucket. Each further bucket is twice as large, up to the limit. So a small model needs little."""
+"""Bytes of the first bucket. Each further bucket is twice as large, up to the limit. Small models need little
+memory."""
 
 Named = tuple[str, Tensor]
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
@@ -50,7 +51,7 @@ class Bucket:
     """The tensors to send; there may be gaps between them."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Allocate a part of `flat`; None if too little is left."""
+        """Allocate a tensor in `flat`. Return None if too little of `flat` is left."""
         size = math.prod(shape) * dtype.itemsize
         start = -(-self.used // ALIGNMENT) * ALIGNMENT
         if start + size > len(self.flat):
@@ -64,7 +65,7 @@ class Bucket:
         return tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Mark `tensor`, which the bucket holds, to be sent under this name."""
+        """Add a tensor of this bucket to the tensors to send, under this name."""
         self.pending -= 1
         start = int(tensor.storage_offset()) * tensor.element_size()
         self.entries.append(BucketEntry(name, tensor.shape, tensor.dtype, start, int(tensor.nbytes)))
@@ -74,7 +75,7 @@ class Packer:
     """Fills buckets of at most `limit` bytes. A larger tensor gets a bucket of its own.
 
     new_flat: allocates uint8 memory of a size on a device. Memory is reused, so that few buckets exist at a time.
-    loading: number of buckets that the receiver is still reading when it asks for the next bucket.
+    loading: number of buckets that engines are still reading when the next bucket is requested.
     """
 
     def __init__(self, limit: int, new_flat: Callable[[int, torch.device], Tensor], loading: int = 0) -> None:
@@ -97,7 +98,7 @@ class Packer:
         """Yield buckets with all `tensors`. Tensors that `allocate` made must come in the order of allocation and are
         not copied; other tensors are copied.
 
-        A bucket's memory may be written again once 1 + `loading` more buckets are asked for.
+        A bucket's memory may be overwritten after 1 + `loading` further buckets were requested.
         """
         for name, tensor in tensors:
             bucket = next((bucket for bucket in self._open if bucket.holds(tensor)), None)
@@ -139,8 +140,8 @@ def changes(
     """Yield deltas between `tensors` (HF names) and the tensors sent last, for engines of `ranks` ranks.
 
     A tensor that has changed too much is sent whole. All tensors are sent whole if `since`, the engines' version, is
-    not the version of `last`. A delta covers the part that one rank of an engine holds, and has the part's label as its
-    name. `last` is updated to `version`.
+    not the version of `last`. Each delta covers the part of a tensor in one rank of an engine. Its name is the part's
+    label. `last` is updated to `version`.
     """
     usable = since is not None and since == last.version
     last.version = None  # until all of it is through
@@ -164,5 +165,5 @@ def _change(name: str, tensor: Tensor, former: Tensor | None, table: TensorTable
         if (delta := encode(new, old)) is None:
             yield name, tensor
             return
-        deltas[DELTA + rank.label(name, row)] = delta  # of what every rank has whole, once
+        deltas[DELTA + rank.label(name, row)] = delta  # one label, so one delta, if all ranks have it whole
     yield from deltas.items()

@@ -16,17 +16,17 @@ class SyncSection(Section):
     """How weights are sent from the trainer to the engines."""
 
     transport: Literal["tensor", "distributed", "disk"] = "tensor"
-    """How bytes reach the engines. `tensor`: memory that the engines map, if they compute on the trainer's CPU or GPU.
-    `distributed`: a broadcast (NCCL, or gloo on a CPU), if the engines have GPUs of their own. `disk`: safetensors
-    files."""
+    """How weights reach the engines. `tensor`: through memory that the engines map; they must compute on the trainer's
+    CPU or GPU. `distributed`: by a broadcast (NCCL, or gloo on a CPU) to engines with GPUs of their own. `disk`:
+    through safetensors files."""
     pause: Literal["retract", "abort", "in_place"] = "retract"
     """What happens to unfinished answers when weights change. `retract`: they wait, and continue after their prefix is
-    prefilled again. `abort`: they are aborted and continued by a new request, which takes a second longer. With both,
-    each token belongs to one weight version. `in_place`: they continue with the KV cache of the old weights, so that
-    later tokens come from a mixture of weights; native mode only."""
+    prefilled again. `abort`: they are aborted and continued by a new request, which takes a second longer. In these two
+    modes each token belongs to one weight version. `in_place`: they continue with the KV cache of the old weights, so
+    that later tokens depend on old and new weights; native mode only."""
     delta: bool = False
-    """Send only the bytes that have changed, if every engine holds the last version. Otherwise, and if the proof finds
-    a difference, send all bytes. Each trainer rank keeps a copy of what it sends."""
+    """Send only the bytes that have changed. All bytes are sent if an engine does not hold the last version, or if the
+    proof finds a difference. Each trainer rank keeps a copy of what it sends."""
     shared_base: bool = False
     """Let engines on the trainer's machine read the frozen weights from the trainer's read-only memory, so that they
     need no copies. The trainer then keeps no BF16 form of quantized weights. This needs `adapter` in mode `separate`
@@ -34,10 +34,10 @@ class SyncSection(Section):
     every call, which costs time on a CPU."""
     canary: bool = True
     """Prove after each sync that each engine computes with the weights that it holds: its log-probabilities of a few
-    known tokens are compared with the trainer's. Only the use of the engine's answers waits for this. In exact mode an
-    engine that differs is replaced."""
+    known tokens are compared with the trainer's. The engine generates meanwhile; its answers are used only after the
+    proof. In exact mode an engine that differs is replaced."""
     bucket_mib: int = Field(default=256, ge=1)
-    """Size of a send buffer in MiB. There are a few buffers. A larger tensor gets a buffer of its own."""
+    """Size of a send buffer in MiB. A sync uses a few buffers. A larger tensor gets a buffer of its own."""
     answer_within_s: float = Field(default=ANSWER_WITHIN_S, ge=1.0)
     """Timeout in seconds of an engine's response to one message of a sync. Without it, a sync over a connection that
     broke silently would wait forever."""
@@ -56,9 +56,9 @@ def reason_to_send(transport: str, engine_ranks: int, served: QuantSpec, trained
     if transport != "tensor":
         return f"sync.transport is {transport}: engines do not map memory of the trainer"
     if served != trained:
-        return "the two sides do not compute in one spec"
+        return "trainer and engine compute in different specs"
     if served.quantized and served.weight.granularity != "block":
-        return f"weights are quantized by {served.weight.granularity}; only blocks lie alike on both sides"
+        return f"weights are quantized by {served.weight.granularity}; only blocks have one layout on both sides"
     if engine_ranks > 1:
         return f"an engine of {engine_ranks} ranks holds parts of tensors"
     return None

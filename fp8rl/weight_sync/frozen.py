@@ -1,7 +1,6 @@
-"""Frozen weights: engines get them once, or read them in the trainer's memory. Later syncs send only adapters.
+"""Sends frozen weights to engines once, or lets engines read the trainer's memory. Later syncs send only adapters.
 
-In every sync each side digests its own frozen weights in place: the trainer digests its parameters, and an engine
-digests the weights that it serves. They are not sent or quantized again. A digest reads memory once, at full speed.
+In every sync the trainer digests its frozen parameters, and an engine the weights that it serves, both in place.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
 
 Contents = Literal["weights", "adapters", "weights and adapters", "adapters beside a base"]
 """The part of the model that a sync sends. `weights`: the served weights, with adapters merged into them if there are
-adapters. `adapters beside a base`: adapters, and the weights that are not in the memory that engines and trainer share
-(`place_base`)."""
+adapters. `adapters beside a base`: adapters, and the weights that are not in the shared memory of `place_base`."""
 _NAMED = 20
 
 
@@ -47,9 +45,9 @@ class FrozenBase:
     """The frozen weights that engines hold in addition to adapters."""
 
     sent: ShardDigests | None = None
-    """The digests of the frozen weights, from the first sync on."""
+    """The digests of the frozen weights; None before the first sync."""
     version: int | None = None
-    """The weight version of all engines that have got the base; None: unknown."""
+    """The weight version of all engines that hold the base; None: unknown."""
 
     def contents(self, held: int | None) -> Contents:
         """Choose what to send to engines that all hold version `held` (None: no common version)."""
@@ -59,8 +57,8 @@ class FrozenBase:
     def completed(
         self, parts: Sequence[ShardDigests], adapter: AdapterSection, contents: Contents
     ) -> list[ShardDigests]:
-        """Return the digests that engines must have after this sync: the sent parts, the base, and the adapters' scale.
-        Raises SyncError: the trainer has sent another base than in the first sync."""
+        """Return the digests that engines must have after this sync: those of the sent tensors, of the base, and of the
+        adapters' scale. Raises SyncError: the base differs from the base of the first sync."""
         scale = scale_of(adapter)
         if contents == "adapters":
             assert self.sent is not None
@@ -68,17 +66,18 @@ class FrozenBase:
         digests = {n: digest for part in parts for n, digest in part.digests.items() if n not in part.adapters}
         size = sum(part.weight_bytes - part.adapter_bytes for part in parts)
         self.sent = self.sent or ShardDigests(digests, size, 0)
-        _compare(self.sent.digests, digests, "what the trainer sends of the weights")
+        _compare(self.sent.digests, digests, "the sent weights")
         return [*parts, scale]
 
     def base_note(self, names: Sequence[str]) -> str:
-        """Return the part of an error message that says how many mismatched tensors belong to the base, or nothing."""
+        """Return a note for an error message: how many of the tensors belong to the base. If none does, return no
+        text."""
         of_base = sum(name in self.sent.digests for name in names) if self.sent is not None else 0
-        return f" ({of_base} of the base, which changed in the engine under the run)" if of_base else ""
+        return f" ({of_base} of the base, which changed in the engine during the run)" if of_base else ""
 
 
 def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-    """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end."""
+    """Yield the (HF name, tensor) pairs that this rank sends. All ranks must iterate to the end."""
     if contents == "weights":
         return trainer.export_weights()
     adapters = trainer.weights.adapters(trainer.model)
@@ -89,7 +88,7 @@ def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor
 
 
 def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> ShardDigests:
-    """Return the digests that an engine with `spec` must have of this rank's part of the model, adapters included."""
+    """Return the digests, under `spec`, that an engine must have of this rank's weights and adapters."""
     adapter = trainer.definition.adapter
     if adapter is None or adapter.mode == "merged":
         return would_send(trainer.export_weights(), spec, trainer.definition, engine_ranks)
@@ -98,13 +97,13 @@ def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Shar
 
 
 def scale_of(adapter: AdapterSection) -> ShardDigests:
-    """Return the entry that an engine has for the scale of its adapters, in addition to tensors."""
+    """Return an engine's entry for the scale of its adapters. The scale is a number, not a tensor."""
     return ShardDigests({ADAPTER_SCALE: repr(adapter.scale)}, 0, 0)
 
 
 def check_frozen(trainer: Trainer) -> None:
-    """Check that this rank's frozen parameters have the same digests as at the first check. Raises SyncError: some
-    differ. The message names these parameters."""
+    """Check that this rank's frozen parameters have the same digests as at the first check. Raises SyncError, which
+    names the parameters that differ."""
     frozen: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         if (codes := frozen_of(parameter)) is not None:
@@ -125,19 +124,18 @@ def _compare(expected: dict[str, str], found: dict[str, str], what: str) -> None
     names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     lines = (f"{name}: found {found.get(name)}, expected {expected.get(name)}" for name in names[:_NAMED])
     raise SyncError(
-        f"the base changed under the run: found {len(names)} of {what} other than in the first sync "
-        f"({some_of(names)}), expected all of them unchanged, since only adapters are trained; generation stays "
+        f"the base changed during the run: found {len(names)} of {what} different from the first sync "
+        f"({some_of(names)}), expected none, since only adapters are trained; generation stays "
         f"paused.\nRestart the run from its last checkpoint:\n" + "\n".join(lines)
     )
 
 
-# One base for both sides: the quantized weights of a trainer that does not change them, in memory that engines of the
-# same machine read as well.
+# One base for both sides: the frozen quantized weights, in memory that the trainer and the engines of its machine read.
 #
-# The trainer's ranks write it together, once, from the model's files, tensor by tensor. From then on it is read-only:
-# all ranks and every engine map it. Neither side ever holds the weights beside it: a trainer and an engine that wait
-# for it have placeholders (`numerics.core.memory`). It outlives engines; a new one maps it again. The proof is that of
-# any sync: the engine's digests of its parameters, wherever they lie, against those of what was written.
+# The trainer's ranks write the base together, once, from the model's files, tensor by tensor. Then it is read-only, and
+# all ranks and engines map it. No side has a second copy of the weights: before the base is there, trainer and engines
+# have placeholders (`numerics.core.memory`). The base outlives engines; a new engine maps it again. It is verified as
+# in any sync: the engine's digests of its parameters are compared with the digests of the written tensors.
 
 
 class Ranks(Protocol):
@@ -149,18 +147,18 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class MappedBase:
-    """What one trainer rank knows of a base."""
+    """One trainer rank's view of a base."""
 
     base: SharedBase
     """The tensors that the rank reads."""
     memory: Shared | None
-    """The shared memory of the base, on the rank that owns it; None on other ranks."""
+    """The shared memory of the base on rank 0, which owns it; None on other ranks."""
     sent: ShardDigests
     """Digests of the tensors that the rank has written."""
     unquantized: str
-    """Digest of all weights as the files have them; see `models.checkpoint.peft.base_digest`."""
+    """Digest of all weights before they were quantized; see `models.checkpoint.peft.base_digest`."""
     kept: int
-    """Bytes of frozen parameters of which the rank still has its own copy."""
+    """Bytes of the frozen parameters that are not in the base, so that the rank has its own copy."""
 
 
 def place_base(model: Scorer, spec: QuantSpec) -> MappedBase:
@@ -169,7 +167,7 @@ def place_base(model: Scorer, spec: QuantSpec) -> MappedBase:
     Every rank must call it, all on one machine. A second call does nothing.
 
     Raises:
-        OSError: a rank cannot map the memory of the first rank.
+        OSError: a rank cannot map the memory of rank 0.
         UserError: the files have values that are not finite.
     """
     if model.placed is not None:
@@ -177,7 +175,7 @@ def place_base(model: Scorer, spec: QuantSpec) -> MappedBase:
     definition, device = model.definition, next(model.model.parameters()).device
     memory = share("base", base_bytes(definition, spec), device) if rank() == 0 else None
     ranks = len(all_gathered(None))
-    # An address is good for one reader. Each rank but the owner has two: it writes by one, and computes by the other.
+    # An address is good for one mapping. Each rank but rank 0 maps twice: once to write, and once to compute.
     addresses = all_gathered([] if memory is None else [memory.address() for _ in range(2 * (ranks - 1))])[0]
     others = iter(addresses[2 * (rank() - 1) :])
 
@@ -202,14 +200,14 @@ def place_base(model: Scorer, spec: QuantSpec) -> MappedBase:
 
 
 def write_base(trainer: Ranks, spec: QuantSpec) -> list[ShardDigests]:
-    """Let all ranks place their base, if they have not yet. Return the digests of what each rank has written."""
+    """Let all ranks place their base, if they have not yet. Return the digests of each rank's tensors."""
     return trainer.apply(_written, spec)
 
 
 def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float) -> list[ShardDigests]:
-    """Let engines read a trainer's base, which is placed first if necessary. The caller must commit afterwards.
+    """Place a trainer's base if necessary, and let engines read it. The caller must commit afterwards.
 
-    Return the digests of what each rank has written.
+    Return the digests of the tensors that each rank has written.
 
     Raises:
         EngineError: an engine cannot read the base, and must be replaced.
@@ -238,6 +236,6 @@ def _written(model: Scorer, spec: QuantSpec) -> ShardDigests:
 
 
 def _addresses(model: Scorer, count: int) -> list[str]:
-    """Return an address of the memory for each engine, on the rank that owns the memory; elsewhere an empty list."""
+    """Return one address of the memory for each engine, on the rank that owns the memory. Other ranks return []."""
     memory = model.placed.memory if model.placed is not None else None
     return [] if memory is None else [memory.address() for _ in range(count)]

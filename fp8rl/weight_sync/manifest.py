@@ -1,4 +1,4 @@
-"""The proof of a sync: one digest per tensor, taken on both sides, and the differences between them."""
+"""Proves a sync: trainer and engine each digest every tensor, and the digests are compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED = 3
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first names, and the number of further names, for the first line of a message."""
+    """Return the first names and the number of the others, as text for a message."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -61,7 +61,7 @@ class Manifest:
         return cls(str(version), spec.digest(), entries, role)
 
     def differences(self, found: Mapping[str, str]) -> list[str]:
-        """Return one line for each tensor that `found`, an engine's entries, lacks, adds, or has differently."""
+        """Return one line for each tensor that is missing, unknown or different in `found`, an engine's entries."""
         lines = []
         for name in sorted(self.mismatched(found)):
             want, have = self.entries.get(name, "no such tensor"), found.get(name, "no such tensor")
@@ -69,7 +69,7 @@ class Manifest:
         return lines
 
     def mismatched(self, found: Mapping[str, str]) -> set[str]:
-        """Return the names that `differences` lists."""
+        """Return the names of the tensors that `differences` lists."""
         return {name for name in self.entries.keys() | found.keys() if self.entries.get(name) != found.get(name)}
 
     def save(self, path: Path) -> None:
@@ -79,10 +79,10 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class ShardDigests:
-    """The tensors that one rank has sent."""
+    """The digests and sizes of the tensors that one rank has sent."""
 
     digests: dict[str, str]
-    """Digests by HF name."""
+    """Digests by the names of `Manifest.entries`."""
     weight_bytes: int
     bytes: int
     """Bytes of the payload."""
@@ -92,7 +92,7 @@ class ShardDigests:
 
 
 class Recorder:
-    """Digests the stream of tensors on the way to the transport, and so digests exactly what is sent.
+    """Digests tensors on their way to the transport, and so digests exactly what is sent.
 
     table: the table of the model's tensors. ranks: number of ranks of an engine, each of which digests its own part.
     """
@@ -105,7 +105,7 @@ class Recorder:
         self._adapters: set[str] = set()
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same stream. Each tensor is digested before it is passed on; many are digested at once."""
+        """Yield the same tensors. Each is digested before it is yielded, together with others of its batch."""
         for batch in batches_by_bytes(tensors, _BATCH_BYTES):
             parts = dict(part for name, tensor in batch for part in self._parts(name, tensor))
             self._digests.update(zip(parts, tensor_digests(list(parts.values()))))
@@ -124,6 +124,6 @@ class Recorder:
             yield rank.label(name, row), rank.part(row, tensor)
 
     def sent(self, payload: int | None = None) -> ShardDigests:
-        """Return the digests so far. payload: number of bytes sent, if fewer than the tensors have."""
+        """Return the digests so far. payload: number of bytes sent, if it is not the size of the tensors."""
         sent = self._bytes if payload is None else payload
         return ShardDigests(dict(self._digests), self._bytes, sent, frozenset(self._adapters), self._adapter_bytes)

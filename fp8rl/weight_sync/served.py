@@ -1,4 +1,4 @@
-"""Served weights: the tensors made from the trainer's weights, the HF directory for an engine, and their bytes."""
+"""Makes an engine's tensors from the trainer's weights, writes them as an HF directory, and counts their bytes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def served_tensors(
     """Yield the (HF name, tensor) pairs that are served under `spec`: FP8 codes and their scales, or the tensor
     unchanged.
 
-    weights: (HF name, tensor) pairs. Codes and scales of a tensor that the trainer has quantized are served unchanged,
-    or dequantized if the engine runs this tensor unquantized. model: the model of the tensors. allocate: gives the
-    memory to quantize to. A quantized `x.weight` [N, K] becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32, one
-    per block). The tensors may share memory with the parameters. If a weight cannot be quantized, the rest of `weights`
-    is still consumed, so that other ranks do not wait.
+    weights: (HF name, tensor) pairs. If the trainer has quantized a tensor, its codes and scales are served unchanged,
+    or dequantized if `spec` does not quantize this tensor. model: the model of the tensors. allocate: allocates codes
+    and scales. A quantized `x.weight` [N, K] becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32, one per block).
+    The tensors may share memory with the parameters. If a weight cannot be quantized, the rest of `weights` is still
+    consumed, so that other ranks do not wait.
     """
     try:
         for batch in batches_by_bytes(weights, _BATCH_BYTES):
@@ -78,7 +78,7 @@ def _quantized(
     done = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
     for name, weight in done.items():
         if weight.spec != spec.weight:
-            raise UserError(f"{name}: found it quantized as {weight.spec}, expected {spec.weight}; one spec for both")
+            raise UserError(f"{name}: found it quantized as {weight.spec}, expected {spec.weight}, as it is served")
     plain = {name: weight for name, weight in weights.items() if not isinstance(weight, QuantizedTensor)}
     for name, tensor in plain.items():
         try:
@@ -119,14 +119,14 @@ def write_description(source: Path, path: Path, spec: QuantSpec) -> None:
 def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     """Return the HF `quantization_config` of a spec with block-quantized weights.
 
-    The config cannot say that activations have a static range or are rounded stochastically. An engine of this project
-    knows it from the run's numerics; any other engine quantizes activations dynamically to nearest.
+    The config cannot express a static range or stochastic rounding of activations. An engine of this project reads both
+    from the run's numerics. Any other engine scales activations dynamically and rounds to nearest.
 
-    `modules_to_not_convert` names every product that is not quantized (otherwise transformers and vLLM would take a
-    router for quantized), and modules that are only kept. Its entries are path prefixes. SGLang's `is_layer_skipped`
-    compares whole path components, for fused projections and for a layer's experts. For a layer's experts the common
-    module is named, but never the layer's prefix, because transformers takes the prefix of layer 1 for layer 10 too.
-    q_a_proj and kv_a_proj are one module in the engine, named too because SGLang's GLM-4.7-Flash looks only for it.
+    `modules_to_not_convert` names every product that is not quantized, and modules that are only kept. It names routers
+    too: otherwise transformers and vLLM would take a router for quantized. Entries are path prefixes. SGLang's
+    `is_layer_skipped` compares whole path components. A layer's experts have one entry, their common module. No entry
+    is a whole layer, because transformers takes the prefix of layer 1 for layer 10 too. A module that the engine fuses
+    (q_a_proj with kv_a_proj) has an entry too, because SGLang's GLM-4.7-Flash looks only for it.
     """
     config: dict[str, Any] = {
         "quant_method": "fp8",
@@ -176,7 +176,7 @@ def convert_checkpoint(
 
 
 def _merging(source: Path, model: Model, adapter: Path) -> Callable[[str, Tensor], Tensor]:
-    """Return a function of a weight's name and tensor that adds the adapter to it."""
+    """Return a function that takes a weight's name and tensor, and adds the adapter to the tensor."""
     config = read_config(adapter, model, ADAPTER)
     tensors = read_adapter(adapter, source, model.adapted(config), ADAPTER)
 
@@ -202,14 +202,15 @@ def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
     (partial / "config.json").write_text(json.dumps(config, indent=1))
 
 
-# How many bytes a sync sends, and an engine holds of weights: calculated, before there is a trainer.
+# The bytes that a sync sends and an engine holds, calculated before there is a trainer.
 
 
 def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
-    """Return the bytes of weights that one rank of an engine holds under `spec`. With one rank, a sync sends as many.
+    """Return the bytes of weights in one rank of an engine under `spec`. To an engine of one rank, a sync sends as
+    many.
 
-    A quantized weight has one byte per element and a scale per block. Another weight has two bytes per element, or four
-    in FP32. Ranks split dense products and experts; each rank has all other weights whole.
+    A quantized weight has one byte per element and a scale per block. Any other weight has two bytes per element, or
+    four in FP32. Ranks split dense products and experts; each rank holds all other weights whole.
     """
     return sum(
         weight_bytes(shape, weight, spec) // (1 if weight.share == "replicated" else engine_ranks)

@@ -265,7 +265,7 @@ def test_adapters_go_alone_to_engines_that_hold_what_was_last_proven() -> None:
 def test_a_trainer_that_sends_another_base_is_refused_by_name() -> None:
     held = FrozenBase()
     held.completed([sent(BASE, {})], ADAPTER, "weights and adapters")
-    with pytest.raises(SyncError, match=r"base changed under the run(.|\n)*x\.weight: found other, expected one"):
+    with pytest.raises(SyncError, match=r"base changed during the run(.|\n)*x\.weight: found other, expected one"):
         held.completed([sent(BASE | {"x.weight": "other"}, {})], ADAPTER, "weights and adapters")
 
 
@@ -278,7 +278,7 @@ def test_a_frozen_parameter_that_changes_is_named_and_a_trained_one_may() -> Non
         model[1].weight.add_(1)
         check_frozen(trainer)
         model[0].weight[3, 4] += 1e-3
-    with pytest.raises(SyncError, match=r"base changed under the run(.|\n)*0\.weight: found"):
+    with pytest.raises(SyncError, match=r"base changed during the run(.|\n)*0\.weight: found"):
         check_frozen(trainer)
 
 

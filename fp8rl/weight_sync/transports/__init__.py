@@ -1,7 +1,7 @@
-"""Transports of tensors from the trainer's ranks to the engines, with one interface.
+"""Sends tensors from the trainer's ranks to the engines, by one of three transports with the same interface.
 
 When a rank's `send` returns, the engines have loaded its tensors. They have not flushed their caches or committed the
-tensors yet: `bridge` asks for both, and verifies.
+tensors yet. `bridge` asks for both afterwards, and verifies the tensors.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 
 class Transport(Protocol):
-    """Sends tensors from the processes of all trainer ranks. Each sync pickles the transport itself to these processes,
-    so it keeps no state.
+    """Sends tensors from the processes of all trainer ranks. Each sync pickles the transport anew to these processes,
+    so a transport keeps no state.
 
-    It fails with an EngineError, an httpx.HTTPError or an OSError, which the bridge turns into a SyncError.
+    `send` fails with an EngineError, an httpx.HTTPError or an OSError, which the bridge turns into a SyncError.
     """
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory from which `send` takes a tensor without another copy."""
 
     async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
-        """Load this rank's `tensors` (HF names) into every engine, with a weight version. All ranks must call it."""
+        """Load this rank's `tensors` (HF names) into every engine, as weights of `version`. All ranks must call it."""
 
 
 def make_transport(config: SyncSection, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:
-    """Return the transport that the spec names.
+    """Return the transport that `sync.transport` names.
 
     model_path: source of configuration and tokenizer files; scratch: directory for the disk transport's checkpoint.
     """

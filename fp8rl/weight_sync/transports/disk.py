@@ -1,4 +1,4 @@
-"""Weights through safetensors files on a disk that trainer and engines share."""
+"""Sends weights as safetensors files on a disk that trainer and engines share."""
 
 from __future__ import annotations
 

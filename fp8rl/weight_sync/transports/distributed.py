@@ -1,4 +1,4 @@
-"""Broadcasts of buckets to engines with GPUs of their own, in process groups that exist for one sync.
+"""Broadcasts buckets to engines with GPUs of their own, in process groups that exist for one sync.
 
 Every trainer rank makes a group of itself and all engines, since SGLang takes a broadcast only from a group's rank 0.
 """
@@ -28,8 +28,8 @@ _QUEUE = "weights"
 """Name of the queue in which ranks send. An engine blocks in each broadcast until all engines take part in it, so all
 engines must serve the ranks in the same order."""
 GAP = "gap.bias"
-"""Name of a gap between tensors. SGLang expects the tensors of a message end to end, so a gap is sent as a tensor, a
-bias: SGLang skips a bias that the model lacks."""
+"""Name of a gap between tensors. SGLang expects the tensors of a message end to end, so a gap is sent as a tensor with
+the name of a bias. SGLang skips a bias that the model lacks."""
 
 
 class DistributedTransport:
@@ -60,7 +60,7 @@ class DistributedTransport:
 
 
 def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
-    """Return (name, dtype, shape) of the tensors in the used part of a bucket, end to end."""
+    """Return (name, dtype, shape) of each tensor and each gap in the used part of a bucket, in their order."""
     listed: list[tuple[str, str, list[int]]] = []
     position = 0
     for entry in sorted(bucket.entries, key=lambda entry: entry.start):
@@ -75,7 +75,8 @@ def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
 
 @asynccontextmanager
 async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple[str, Any]]:
-    """Open a group of this process, as rank 0, and the engines for the block. Yield the group's name and the group."""
+    """Make a process group for a `with` block: this process is rank 0, then the engines. Yield its name and the
+    group."""
     name = f"weights-{secrets.token_hex(4)}"
     backend = device.collectives(device.current())
     first = list(itertools.accumulate((engine.ranks for engine in engines), initial=1))  # rank of each engine
@@ -96,7 +97,7 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
         try:
             done, _ = await asyncio.wait([local, *others], return_when=asyncio.FIRST_EXCEPTION)
             for call in done - {local}:
-                call.result()  # an engine's own word of what failed is worth more than that it is missed
+                call.result()  # an engine's error says more than that the engine is missing
             group = local.result()
         except TimeoutError as error:
             # Under gloo each rank leaves its address in the store, under NCCL rank 0 alone leaves one.
@@ -112,7 +113,7 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
         yield name, group
         failed = False
     finally:
-        # All at once: whoever still waits in a broadcast is freed by the other side's leaving.
+        # All leave at once: a side that still waits in a broadcast is freed when the other side leaves.
         with in_turn(_QUEUE):
             await asyncio.gather(
                 asyncio.to_thread(dist.destroy_process_group, group),

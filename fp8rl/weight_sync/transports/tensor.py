@@ -1,4 +1,4 @@
-"""Transport of flat buckets in memory that engines on the same host map (shared memory, or CUDA IPC)."""
+"""Sends flat buckets through memory that engines on the same machine map (shared memory, or CUDA IPC)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TensorTransport:
 
 async def _load(bucket: Bucket, engines: Sequence[EngineClient], version: int) -> None:
     """Let every engine load a bucket."""
-    # A message counts as one reader of the memory, which is gone once all have read: one for each rank.
+    # Each message is good for one reader, so each rank of an engine gets one. The memory is freed after all have read.
     # An engine answers when its copies are done (`rollout.engine.plugin.lifecycle.update_from_tensor`).
     await asyncio.gather(
         *(
@@ -87,10 +87,9 @@ def _serialize(bucket: Bucket) -> str:
 
 
 class _Mapped:
-    """Wraps a tensor; unpickling gives the tensor. It names a GPU by UUID, as processes may number GPUs differently.
-
-    SGLang reads UUIDs (`monkey_patch_torch_reductions`). SGLang's code for sending is not used: it patches torch for
-    the whole process, which then fails to send tensors on the CPU.
+    """Wraps a tensor; unpickling gives the tensor. The pickle names a GPU by UUID, as processes may number GPUs
+    differently.  SGLang reads UUIDs (`monkey_patch_torch_reductions`). SGLang's code for sending is not used, because
+    it patches torch for the whole process, which then fails to send tensors on the CPU.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from lab.studies.harness.statistics import Contrast, Estimate, Values, estimate, holm
+from lab.studies.harness.statistics import SHARES, Contrast, Estimate, Values, estimate, estimate_share, holm
 
 Rule = Literal["above", "below", "within"]
 Control = Literal["negative", "positive"]
@@ -136,6 +136,8 @@ def _control(claim: Claim, found: Estimate, leaning: tuple[Verdict, float], earl
 
 def _found(claim: Claim, measured: Measured) -> Estimate:
     arm = measured[claim.arm][claim.metric]
+    if claim.metric in SHARES and claim.contrast == "value":
+        return estimate_share(arm)
     against = None if claim.against is None else measured[claim.against][claim.metric]
     return estimate(arm, against, claim.contrast)
 

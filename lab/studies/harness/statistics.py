@@ -1,9 +1,10 @@
-"""Estimates with 95% intervals: t over seeds, bootstrap over sequences; and Holm's correction for many claims."""
+"""Estimates with 95% intervals: t over seeds, exact binomial for shares, bootstrap over sequences; and Holm's
+correction for many claims."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,8 @@ Contrast = Literal["value", "difference", "ratio"]
 Values = Sequence[float] | Sequence[Sequence[float]]
 """One number a seed, or for each seed one number a sequence."""
 
+SHARES = ("collapsed",)
+"""Metrics that are 1 for a run of which something holds, else 0: their mean is a share of the runs."""
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
 
@@ -29,7 +32,8 @@ class Estimate:
     """On the scale of the contrast; a ratio is a ratio, computed on its logarithm."""
     count: int
     """Seeds, or sequences."""
-    _tails: _Tails
+    _tails: Callable[[float], tuple[float, float]]
+    """One-sided p-values if the truth were a threshold: that it is not above it, and not below it."""
 
     def p_above(self, threshold: float) -> float:
         """Two-sided p-value of the data if the truth were at most `threshold`; small: it is above."""
@@ -48,10 +52,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Tails:
-    """One-sided p-values of an estimate if the truth were a threshold: that it is not above it, and not below it.
-
-    They come from Student's t, or from the resamples: how many lie on the other side, with the estimate itself counted
-    as one of them, so that no p-value is 0 (Davison and Hinkley 1997, "Bootstrap methods and their application", 4.2).
+    """The p-values of a mean. They come from Student's t, or from the resamples: how many lie on the other side, with
+    the estimate itself counted as one of them, so that no p-value is 0 (Davison and Hinkley 1997, "Bootstrap methods
+    and their application", 4.2).
     """
 
     center: float
@@ -91,6 +94,34 @@ def estimate(arm: Values, against: Values | None, contrast: Contrast) -> Estimat
     if all(len(row) == 1 for row in rows):
         return _over_seeds(np.concatenate(rows), None if others is None else np.concatenate(others), contrast)
     return _over_sequences(rows, others, contrast)
+
+
+def estimate_share(runs: Sequence[float]) -> Estimate:
+    """The share of the runs that are 1, with its exact binomial interval (Clopper and Pearson 1934).
+
+    0 of 5 runs have the interval 0 to 0.52: a t interval over five equal numbers would be a point.
+
+    Raises:
+        ValueError: a run is neither 0 nor 1.
+    """
+    if not set(runs) <= {0.0, 1.0}:
+        raise ValueError(f"share: found {list(runs)}, expected 0 or 1 for each run")
+    count, hits = len(runs), int(sum(runs))
+    interval = stats.binomtest(hits, count).proportion_ci(CONFIDENCE, method="exact")
+    return Estimate(hits / count, float(interval.low), float(interval.high), count, _BinomialTails(hits, count))
+
+
+@dataclass(frozen=True)
+class _BinomialTails:
+    """The p-values of a share of `count` runs."""
+
+    hits: int
+    count: int
+
+    def __call__(self, threshold: float) -> tuple[float, float]:
+        share = min(max(threshold, 0.0), 1.0)
+        at_least = stats.binom.sf(self.hits - 1, self.count, share)
+        return float(at_least), float(stats.binom.cdf(self.hits, self.count, share))
 
 
 def mean(arm: Values) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fp8rl.numerics.core.errors import user_error
 from lab.studies.harness.claims import Claim, Measured
 from lab.studies.harness.lab import Lab
-from lab.studies.harness.statistics import estimate, mean
+from lab.studies.harness.statistics import SHARES, estimate, estimate_share, mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,8 +54,11 @@ class Measurement:
 
     def of(self, arm: str, metric: str, against: str | None = None) -> Band:
         """An arm's metric, or its difference from another's: the mean and its 95% interval."""
-        other = None if against is None else self.values[against][metric]
-        found = estimate(self.values[arm][metric], other, "value" if other is None else "difference")
+        mine = self.values[arm][metric]
+        if against is None:
+            found = estimate_share(mine) if metric in SHARES else estimate(mine, None, "value")
+        else:
+            found = estimate(mine, self.values[against][metric], "difference")
         return found.value, found.low, found.high
 
 

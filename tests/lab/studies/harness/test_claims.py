@@ -47,6 +47,14 @@ def test_a_direction_is_confirmed_contradicted_equivalent_or_undecided(one: Clai
     assert verdict != "undecided" or found.visible == pytest.approx((found.found.high - found.found.low) / 2)
 
 
+def test_no_collapse_in_five_runs_says_nothing_of_a_tenth() -> None:
+    measured = MEASURED | {"runs": {"collapsed": [0.0] * 5}}
+    settings: Any = {"metric": "collapsed", "against": None, "contrast": "value"}
+    ones = [claim("runs", "within", (0.0, 0.0), **settings), claim("runs", "above", (0.1,), **settings)]
+    found = judge([*CONTROLS, *ones], measured, full=True)[2:]
+    assert [one.verdict for one in found] == ["undecided"] * 2 and found[0].found.high == pytest.approx(0.522, abs=1e-3)
+
+
 def test_a_quick_run_has_no_verdicts_and_may_leave_arms_out() -> None:
     found = judge([*CONTROLS, claim("b"), claim("absent")], MEASURED, full=False)
     assert [one.verdict for one in found] == ["confirmed", "confirmed", "withheld"] and found[2].why == "a quick run"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lab.studies.harness.statistics import estimate, holm
+from lab.studies.harness.statistics import estimate, estimate_share, holm
 
 SEEDS = [0.91, 1.02, 0.98, 1.07, 0.95]
 OTHERS = [0.80, 0.93, 0.90, 0.95, 0.89]
@@ -38,6 +38,18 @@ def test_equal_seeds_give_a_point() -> None:
     assert found.low == found.value == found.high == 0.1
     assert found.p_within(0.1, 0.1) == 0.0 and found.p_within(0.2, 0.3) == 1.0
     assert found.p_above(0.05) == 0.0 and found.p_above(0.15) == 1.0 and found.p_above(0.1) == 1.0
+
+
+def test_a_share_has_an_exact_binomial_interval() -> None:
+    none, three = estimate_share([0.0] * 5), estimate_share([1.0, 0.0, 1.0, 1.0, 0.0])
+    assert (none.value, none.low, none.high) == (0.0, 0.0, pytest.approx(1 - 0.025**0.2))
+    assert none.p_below(0.1) == 1.0 and none.p_within(0.0, 0.0) == 1.0, "0.9^5: none of five is no wonder"
+    assert none.p_below(0.6) == pytest.approx(2 * 0.4**5)
+    assert three.value == 0.6 and three.p_above(0.1) == pytest.approx(
+        2 * (10 * 0.1**3 * 0.9**2 + 5 * 0.1**4 * 0.9 + 1e-5)
+    )
+    with pytest.raises(ValueError, match="expected 0 or 1"):
+        estimate_share([0.5])
 
 
 @pytest.mark.slow
