@@ -1,7 +1,7 @@
 """The parts that commands share: arguments, exit codes and printing.
 
-Modules of this package import little, so that completion at a key press does not wait for torch. Each command imports
-what it needs when it is called.
+Modules of this package import little, so that the shell's completion does not wait for torch. Each command imports what
+it needs when it is called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def user_errors() -> Iterator[None]:
             raise
         say_error(f"error: {error}")
         raise typer.Exit(2) from None
-    except SystemExit as error:  # none of ours is raised in a command
+    except SystemExit as error:  # our commands raise none
         where = traceback.extract_tb(error.__traceback__)[-1]
         say_error(
             f"error: {where.filename}: found sys.exit() in line {where.lineno}, which ended the command, expected code "
@@ -70,9 +70,8 @@ def end(ok: bool) -> None:
 
 
 def refuse_given(context: typer.Context, names: Sequence[str], beside: str) -> None:
-    """Refuse options of the command line that would have no effect together with another argument.
-
-    names: the command's parameters for these options. beside: the other argument, in words.
+    """Refuse options of the command line that have no effect beside another argument. names: the command's parameters
+    for these options. beside: the other argument, in words.
 
     Raises:
         UserError: such options were given; the message names them.

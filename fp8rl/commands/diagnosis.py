@@ -26,7 +26,7 @@ def doctor(
 ) -> None:
     """Check the installation, the GPUs, and the spec: how it would run, its data, its first prompt and its rewards.
 
-    Exit code 0, 1 if it cannot run here, 2 for bad input.
+    Exit codes: 0 it can run here, 1 it cannot, 2 bad input.
     """
     with user_errors():
         from fp8rl.diagnose.doctor import judge
@@ -55,7 +55,7 @@ def warm(
         Path, typer.Argument(metavar="FILE", help="List of kernels that a run or doctor wrote beside Triton's cache.")
     ],
     gpu: Annotated[
-        str | None, typer.Option(help="A name that `plan` knows. Default: the GPU of this machine, else h100.")
+        str | None, typer.Option(help="A GPU's name, as in `plan`. Default: the GPU of this machine, else h100.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -63,7 +63,7 @@ def warm(
 
     TRITON_CACHE_DIR names the cache, which can be carried to machines with the same Triton.
 
-    Exit code 0, 2 for bad input.
+    Exit codes: 0 success, 2 bad input.
     """
     with user_errors():
         from fp8rl.numerics.backend.implementation import implementation_for
@@ -104,7 +104,7 @@ def plan(
 ) -> None:
     """Calculate what fits on which GPUs, and with --bench how long a step takes at least. It starts nothing.
 
-    Exit code 0, 1 if it does not fit or settings conflict, 2 for bad input.
+    Exit codes: 0 it fits, 1 it does not fit or settings conflict, 2 bad input.
     """
     with user_errors():
         from fp8rl.diagnose.plan import fitted_plan, make_plan
@@ -130,7 +130,7 @@ def preflight(
 ) -> None:
     """Start both sides once and say whether they agree: same spec, same bytes, same logprobs.
 
-    Exit code 0, 1 if they do not, 2 for bad input.
+    Exit codes: 0 they agree, 1 they do not, 2 bad input.
     """
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose.preflight import preflight as examine
@@ -147,7 +147,7 @@ def preflight(
 def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Start both sides, watch one training step op by op, and say whether every tensor is in its planned format.
 
-    Exit code 0, 1 if one is not, 2 for bad input.
+    Exit codes: 0 every tensor is, 1 one is not, 2 bad input.
     """
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose.audit import audit as examine
@@ -196,9 +196,9 @@ def rescore(
     model: Annotated[Path | None, typer.Option(help="BF16 weights to use instead of the capsule's own.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score the sequences of a capsule again, which a gate has kept, without Ray or an engine.
+    """Score again the sequences that a gate has kept in a capsule, without Ray or an engine.
 
-    Exit code 0: reproduced, 1: not, 2: bad input.
+    Exit codes: 0 reproduced, 1 not reproduced, 2 bad input.
     """
     with user_errors():
         from fp8rl.diagnose.rescore import print_rescored
@@ -216,11 +216,11 @@ def rescore(
 def certify_elsewhere(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[DUMP | --server URL]")] = None,
 ) -> None:
-    """Test an engine, or judge a dump of log-probabilities: a package of its own, which is not installed here."""
+    """Test an engine, or judge a dump of log-probabilities. Its package, fp8rl-certify, is not installed here."""
     with user_errors():
         raise user_error(
             "fp8rl certify",
             found="no fp8rl-certify in this environment",
-            expected="this package, which has the command",
+            expected="the package fp8rl-certify, which has the command",
             remedy="Install it: pip install ./certify in a checkout.",
         )

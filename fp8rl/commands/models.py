@@ -33,13 +33,13 @@ def serve(
 ) -> None:
     """Serve a trained model with OpenAI's API, in the numerics of its run, until Ctrl-C.
 
-    Log-probabilities are those that the trainer would give. By default only programs on this machine can connect.
+    Its log-probabilities equal the trainer's in exact mode. By default only programs on this machine can connect.
     """
     with user_errors():
         if mode not in ("exact", "native"):
             raise UserError(f"--mode: found {mode!r}, expected exact or native. Correct it.")
         if os.path.isfile(subject / "spec.yaml"):
-            refuse_given(context, ["mode", "preset", "architecture"], "a run, which is served as it computed")
+            refuse_given(context, ["mode", "preset", "architecture"], "a run, which is served as it was trained")
         from fp8rl import serving
         from fp8rl.diagnose.subject import read_served
 
@@ -74,7 +74,7 @@ def eval(
 ) -> None:
     """Evaluate a trained model on held-out problems, in the numerics and with the rewards of its run.
 
-    A MODEL needs a set; rewards=[{function: math}] and other keys say how it is prompted and judged.
+    A MODEL needs --set. Keys such as rewards=[{function: math}] say how it is prompted and judged.
     """
     with user_errors():
         import json
@@ -110,8 +110,8 @@ def convert(
         bool | None,
         typer.Option(
             "--pad/--unpad",
-            help="Quantize nothing; fill widths up to whole blocks of 128 with zeros, for training in FP8, or take "
-            "them off again.",
+            help="Quantize nothing. --pad: fill widths up to whole blocks of 128 with zeros, for training in FP8. "
+            "--unpad: remove these zeros.",
         ),
     ] = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Commands that make runs or show them: init, train, demo, submit, report, runs; and study, which tests claims."""
+"""Commands that make or show runs (init, train, demo, submit, report, runs), and study, which tests claims."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(
 ) -> None:
     """Run an experiment: start or join Ray, train, and write runs/NAME with metrics, checkpoints and a report.
 
-    Exit code 0, 2 for bad input, 3 if a gate or a failure has stopped the run, 130 if a signal has.
+    Exit codes: 0 success, 2 bad input, 3 stopped by a gate or a failure, 130 stopped by a signal.
     """
     with user_errors():
         _train(spec, overrides or [], resume=resume, overwrite=overwrite, accept_changed_data=accept_changed_data)
@@ -67,7 +67,7 @@ def submit(
 ) -> None:
     """Run an experiment as a job of a Ray cluster, whose nodes see this directory.
 
-    Exit code 0, 1 if the job failed (with --wait), 2 for bad input.
+    Exit codes: 0 success, 1 the job failed (with --wait), 2 bad input.
     """
     with user_errors():
         import asyncio
@@ -78,7 +78,7 @@ def submit(
 
         from fp8rl.rl.experiment import load_experiment
 
-        load_experiment(spec, overrides or [])  # what it would refuse, it refuses here
+        load_experiment(spec, overrides or [])  # a wrong spec is refused here, before a job starts
         flags = ["--resume"] * resume + ["--overwrite"] * overwrite
         flags += ["--accept-changed-data"] * accept_changed_data
         command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec.absolute()), *(overrides or [])]
@@ -164,7 +164,7 @@ def runs(
             found = [Run(Path(name) if Path(name).is_dir() else folder / name) for name in (one, other)]
             tables = [specs_compared(*found), metrics_compared(*found, every=every)]
         else:
-            refuse_given(context, ["every"], "a list, as it is for two runs that are compared")
+            refuse_given(context, ["every"], "a list; it is for a comparison of two runs")
             found = runs_in(folder)
             tables = [listed(found)]
         for table in tables:
@@ -181,11 +181,11 @@ def study(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, without verdicts.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Repetitions; by default as many as a verdict needs.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Copy results into lab/docs; needs a clean tree.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of results, with one for each study.")] = Path("runs/studies"),
+    out: Annotated[Path, typer.Option(help="Folder with a folder of results for each study.")] = Path("runs/studies"),
 ) -> None:
     """Test claims about FP8, and write OUT/NAME with results, tables and figures.
 
-    Exit code 0, 1 if a control does not hold, 2 for bad input.
+    Exit codes: 0 all controls hold, 1 a control does not hold, 2 bad input.
     """
     with user_errors(), redirect_stdout(sys.stderr):
         checkout = Path(__file__).parents[2]
@@ -193,7 +193,7 @@ def study(
             raise user_error(
                 "study",
                 found="an installed fp8rl",
-                expected="one in a checkout, as studies are in its folder lab/ and not in the package",
+                expected="fp8rl in a checkout, whose folder lab/ has the studies",
                 remedy="Clone the repository, and run `make install` and `.venv/bin/fp8rl study` in it.",
             )
         sys.path.insert(0, str(checkout))

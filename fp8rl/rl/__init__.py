@@ -1,2 +1,2 @@
-"""The training run. A package imports only those before it: mismatch, record, algorithms, experiment, guard, report,
-run; then the loop."""
+"""The training run. Each package imports only packages before it in this list: mismatch, record, algorithms,
+experiment, guard, report, run. The loop may import all of them."""

@@ -33,7 +33,7 @@ def train(run: LiveRun) -> str:
     evaluation = Evaluation(experiment, stack.sampling, stack.closing)
     if stack.engines:
         _first_sync(run, evaluation, guard)
-    if run.feed is not None:  # not before: engines beside a new trainer still hold the lost one's weights, later ones
+    if run.feed is not None:  # after the sync: before it, engines may hold later weights, of a lost trainer
         feed.restore(run.feed)
     rows = read_metrics(run.files.metrics)
     last_row: dict[str, float] = rows[-1] if rows else {}
@@ -42,7 +42,7 @@ def train(run: LiveRun) -> str:
     for step in run.steps():
         rollouts = feed.take(step, trainer.weight_version, clock, run.tracker.write)
         with stack.turn("train"), clock.phase("train"):
-            passed = forward_backward(trainer, rollouts, guard)  # gradients, which nothing has applied yet
+            passed = forward_backward(trainer, rollouts, guard)  # no update has applied these gradients yet
         ahead = feed.ahead(clock)
         evaluated: dict[str, float] = {}
         if evaluation.under_way:
@@ -65,7 +65,7 @@ def train(run: LiveRun) -> str:
             if passed.plan is not None and not verdict.withheld:
                 learned, error = passed.plan.update_all(trainer, passed.result, step)
                 metrics |= learned
-                if error is not None:  # in a later update than the first; those before it stay
+                if error is not None:  # a later update than the first failed; those before it stay
                     verdict = guard.recheck(step, verdict, {}, fault_of(error, rollouts.batch), None)
                     run.keep(verdict, None)
         with clock.phase("sync"):
@@ -100,9 +100,8 @@ def train(run: LiveRun) -> str:
 
 
 def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
-    """Do a verified sync. In a new run, also record the row of step 0: accuracy and agreement before training.
-
-    A resumed run begins the evaluation again that ran in the background of its next step.
+    """Do a verified sync. In a new run, also record the row of step 0: accuracy and agreement before training. In a
+    resumed run, begin the background evaluation of the checkpoint's step again.
     """
     first, stack = run.sync(), run.stack
     run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
@@ -119,7 +118,7 @@ def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
 
 
 def step_records(first: StepPass, batch: TokenBatch) -> tuple[list[RolloutRecord], list[ScoredRecord]]:
-    """Return the records of a step's trajectories, and of the answers to later steps that were scored in it.
+    """Return the records of a step's trajectories, and of the answers for later steps that were scored in this step.
 
     first: the step's first pass, whose log-probabilities are recorded. batch: the batch with its final advantages.
     """
@@ -168,7 +167,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
 
 
 def scored_records(ahead: ScoredBatch | None) -> list[ScoredRecord]:
-    """Return records of the answers to later steps that were scored in this step; an empty list if there are none."""
+    """Return records of the answers for later steps that were scored in this step; an empty list if there are none."""
     if ahead is None:
         return []
     batch, rollout = ahead.batch, ahead.batch.fields["rollout_logprobs"]

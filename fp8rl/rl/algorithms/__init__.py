@@ -46,7 +46,7 @@ def algorithm_class(name: object) -> type[AlgorithmConfig]:
 
 
 class UnreadAlgorithm(AlgorithmConfig):
-    """The settings of a user's algorithm in the spec of a run. To read a run's folder, its code is not imported."""
+    """The settings of a user's algorithm in the spec of a run. Reading a run's folder does not import its code."""
 
     model_config = ConfigDict(extra="allow")
     name: str

@@ -1,4 +1,4 @@
-"""The interface of an algorithm to the loop, whatever it learns from."""
+"""The interface between an algorithm and the loop, and the import of a user's algorithm."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Outcomes:
     groups: Tensor
     """int64 [N], equal numbers for trajectories of one prompt, in any order."""
     finished: Tensor
-    """bool [N], False where the length ended the answer."""
+    """bool [N], False if the length limit ended the answer."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that an algorithm's `token_advantages` has returned."""
 
@@ -68,7 +68,7 @@ class AlgorithmConfig(Section):
     """The loss in one line, whatever the settings; r = e^(logprob - old), and R is the reward."""
 
     compares_in_group: ClassVar[bool] = False
-    """True if an answer's reward is compared with the other answers' of its prompt; in a group of one, with 0."""
+    """True if an answer's reward is compared with the rewards of its prompt's answers; in a group of one, with 0."""
 
     @property
     def loss_summary(self) -> str:
@@ -76,7 +76,7 @@ class AlgorithmConfig(Section):
         return self.formula or f"as {self.name} says"
 
     def resolved(self, rollout: RolloutSection) -> Self:
-        """Return the algorithm with the defaults filled in that depend on the rollout section."""
+        """Return the algorithm with the defaults that depend on the rollout section."""
         return self
 
     @property
@@ -152,12 +152,12 @@ class UnwrittenMethodError(NotImplementedError):
 
 
 def used_tokens(batch: TokenBatch) -> Tensor:
-    """bool [B, S]: the targets of the loss, less those whose rollout logprob is not finite."""
+    """bool [B, S]: the targets of the loss whose rollout logprob is finite."""
     rollout = batch.fields.get("rollout_logprobs")
     return batch.loss_mask if rollout is None else batch.loss_mask & torch.isfinite(rollout)
 
 
-# Algorithms of users: a class that a spec names, found, imported and looked at.
+# Imports and checks a user's algorithm, which a spec names.
 
 KEY = "algorithm.name"
 
@@ -170,7 +170,7 @@ def users_algorithm(name: str) -> type[AlgorithmConfig]:
     Raises:
         UserError: there is no such class, its module cannot be imported, or the class is no algorithm.
     """
-    from ray import cloudpickle  # takes a second, which only such an algorithm costs
+    from ray import cloudpickle  # its import takes a second
 
     found = named_object(name, KEY, {})
     if not (isinstance(found, type) and issubclass(found, AlgorithmConfig)):

@@ -59,7 +59,7 @@ class Dapo(GroupRelative):
 
 
 WIDE_CLIP = 0.01
-"""A clip for GSPO from this width on never acts: a sequence's ratio, a geometric mean, stays within some 1e-3 of 1."""
+"""In GSPO a clip of this width never acts: a sequence's ratio is a geometric mean, and stays within about 1e-3 of 1."""
 
 
 class Gspo(GroupRelative):

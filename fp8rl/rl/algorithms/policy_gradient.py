@@ -35,8 +35,8 @@ LEARNT_FROM = "learnt_from"
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of an update: the mean over tokens of (surrogate + KL term) · w - entropy bonus, which is 0 for rejected
-    and filtered tokens.
+    """The loss of an update: the mean over tokens of (surrogate + KL term) · w - entropy bonus. A rejected or filtered
+    token counts as 0.
 
     old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
     detached. The KL term needs `fields["reference_logprobs"]`. The weight w and the rejection come from old and rollout
@@ -151,7 +151,7 @@ class PolicyGradient(AlgorithmConfig):
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
     _group_size: int = PrivateAttr(default=1)
-    """`rollout.group_size`. A larger group may still come with one answer, where an environment failed."""
+    """`rollout.group_size`. A group has fewer answers if an environment failed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -268,7 +268,7 @@ class PolicyGradient(AlgorithmConfig):
         return {LEARNT_FROM: per_token(outcomes.finished, batch.loss_mask)}
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
-        """The outcomes with the rewards that advantages are computed from: less the length penalty, if there is one."""
+        """The outcomes with the rewards that advantages are computed from, after a length penalty if there is one."""
         if self.overlong is None:
             return outcomes
         # From the first token that the model sampled to the end of the row: an environment's in between count, too.
@@ -327,7 +327,7 @@ class PolicyGradient(AlgorithmConfig):
         if self.clip_dual is None and "clip_dual" in type(self).model_fields:
             said.append("clip_dual: off; verl always bounds the loss at 3 |A| where A < 0")
         if self.kl.loss.coefficient and self.kl.loss.estimator == "k3":
-            said.append("kl.loss.estimator: k3, as in verl and NeMo-RL, has not the gradient of the KL; k2 has")
+            said.append("kl.loss.estimator: k3, as in verl and NeMo-RL, lacks the gradient of the KL; k2 has it")
         return said
 
     @property

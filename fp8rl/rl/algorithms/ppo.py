@@ -1,4 +1,4 @@
-"""PPO: a critic predicts the return at each token, and the advantage compares what came of it with the prediction."""
+"""PPO: a critic predicts the return at each token, and the advantage compares the actual return with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 
 class CriticSection(RateSection):
-    """Training of the critic. Settings that this section does not have are those of the `trainer` section."""
+    """Training of the critic. All other settings are those of the `trainer` section."""
 
     lr: float = Field(default=1e-5, gt=0.0, le=100.0)
     """Peak learning rate."""

@@ -1,8 +1,8 @@
-"""The files that a spec names: fetches them from the Hugging Face hub before anything starts, and digests them.
+"""Fetches what a spec names from the Hugging Face hub before anything starts, and digests the files that it names.
 
 A resumed run compares the digests of data, of a user's functions and programs, and of models. Files of data and code
-are hashed whole, as a stream. For a large file of weights, size, header and pieces at equal distances are hashed:
-further training of a model changes every piece.
+are hashed whole, as a stream. Of a large file of weights the size, the header and pieces at equal distances are hashed.
+This is enough, because training changes every piece.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Content:
 
 
 def contents(experiment: Experiment) -> dict[str, Content]:
-    """Digest the files that each key names, by the key, without missing files and files that the run does not read."""
+    """Digest the files that each key names. Missing files, and files that the run does not read, are left out."""
     importlib.invalidate_caches()  # finders remember the directories that they have looked at
     files = {key: (value, [*named]) for key, value, named in _named(experiment)}
     return {key: Content(value, _digest(named)) for key, (value, named) in files.items() if named}
@@ -120,7 +120,7 @@ def _programs(harness: HarnessSection) -> Iterator[Path]:
     directory = Path(harness.directory or "").absolute()
     for before, argument in zip(("", *harness.command), harness.command, strict=False):
         file = _module_file(argument, [str(directory)]) if before == "-m" else directory / argument
-        if file is not None and os.path.isfile(file):  # of a long text pathlib raises
+        if file is not None and os.path.isfile(file):  # pathlib raises on a long text
             with open_regular(file) as opened:
                 compiled = opened.read(len(_COMPILED)) == _COMPILED
             if not compiled:
@@ -139,7 +139,7 @@ def _module_file(name: str, places: list[str]) -> Path | None:
 
 
 def _digest(files: list[Path]) -> str:
-    """Return one digest of all files; of several files it covers the names too, relative to their common folder."""
+    """Return one digest of all files. If there are several, it covers their names in their common folder, too."""
     root = os.path.commonpath([file.parent.absolute() for file in files])
     total = hashlib.sha256()
     for name, file in sorted((os.path.relpath(file, root), file) for file in files):
@@ -165,9 +165,8 @@ T = TypeVar("T", ModelSection, TeacherSection, TrainSource, EvalSet, DataSource)
 
 
 def fetched(experiment: Experiment, before: Experiment | None = None) -> Experiment:
-    """Fetch the models and data sets of the hub that an experiment names, and return it with a commit as each revision.
-
-    before: the experiment of a run that is resumed. A model or data set without a revision keeps its commit there.
+    """Fetch the hub's models and data sets that an experiment names. Return it with a commit as each revision. before:
+    the experiment of a run that is resumed. What has no revision now gets the commit that it has there.
 
     Raises:
         UserError: the hub does not give a model or data set; see :mod:`models.hub`.

@@ -34,7 +34,7 @@ from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.config import SyncSection
 
-# The `teacher:` section: a second model, which says how likely it finds what the policy samples.
+# The `teacher:` section: a second model, which gives a log-probability to each token that the policy samples.
 
 
 class TeacherSection(Section):
@@ -78,7 +78,7 @@ class TeacherSection(Section):
     def numerics(self, section: NumericsSection, tp: int) -> NumericsConfig:
         """Return the numerics of the teacher's engines. tp: the number of parts in which the run sums row-parallel
         products; an engine of one rank sums in the same parts."""
-        # Scales of keys and values are chosen for the policy's.
+        # The spec's scales of keys and values are chosen for the policy.
         numerics = section.config(self.tp if self.tp > 1 else tp).with_bf16_kv()
         return replace(numerics, rollout=self.precision or numerics.rollout, router_replay="off")
 
@@ -116,7 +116,7 @@ class Experiment(Section):
 
     @property
     def needs_engines(self) -> bool:
-        """True if anything is sampled: for training, or to evaluate."""
+        """True if the run samples answers, for training or for evaluation."""
         return self.algorithm.samples or self.eval.problems > 0
 
     @property
@@ -138,7 +138,7 @@ class Experiment(Section):
         return policy if self.teacher is None else policy + (self.teacher.tp,) * self.teacher.engines
 
     def numerics_config(self) -> NumericsConfig:
-        """The numerics of both sides, which add row-parallel products in the order of the side with several ranks."""
+        """The numerics of both sides. Both add row-parallel products in the order of the side with several ranks."""
         return self.numerics.config(max(self.trainer.tp, self.rollout.tp))
 
     @property

@@ -38,7 +38,7 @@ class Condition:
     setting: str
     """The settings that decide whether the condition holds, with their values."""
     expected: str
-    """What the message says was expected, if the condition does not hold."""
+    """The message's words after "expected", if the condition does not hold."""
 
 
 def conditions(e: Experiment) -> dict[str, Condition]:

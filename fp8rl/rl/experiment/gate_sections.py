@@ -1,4 +1,4 @@
-"""The `gates:` and `guard:` sections of an experiment spec: when a run steps in, and what it keeps of the case."""
+"""The `gates:` and `guard:` sections of an experiment spec: when a run intervenes, and what it then records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GateSection(Section):
     for_steps: int = Field(default=1, ge=1)
     """Number of steps in a row in which the metric must be beyond its bound."""
     cooldown_steps: int = Field(default=0, ge=0)
-    """Number of steps after a firing in which the gate does not fire again. It still withholds updates in them."""
+    """Number of steps after a firing in which the gate does not fire again. It may still withhold updates."""
     action: Action = "warn"
     """`warn`: reports the firing. `tighten_tis`: lowers the cap of the importance weight, from this batch to the end of
     the run. `enable_r3`: replays the engine's experts, also to the end of the run. `skip_step`: withholds updates until
@@ -66,7 +66,7 @@ class GateSection(Section):
             )
         upper, bound = self.above is not None, self.above if self.above is not None else self.below or 0.0
         if self.recover is not None and (self.recover > bound if upper else self.recover < bound):
-            side = "at most above" if upper else "at least below"
+            side = "recover <= above" if upper else "recover >= below"
             raise ValueError(
                 f"found recover={self.recover} with {self.bound} for {self.metric}, expected {side}. Correct recover"
             )
@@ -78,8 +78,8 @@ class GateSection(Section):
 
 
 class GuardSection(Section):
-    """What to do when a loss is not finite, and which capsules to keep. A loss that is not finite writes a capsule, and
-    so does a gate that fires."""
+    """What to do when a loss is not finite, and which capsules to keep. A capsule is written when a loss is not finite,
+    and when a gate fires."""
 
     nonfinite_loss: Literal["stop", "skip"] = "stop"
     """`stop`: writes a checkpoint and ends the run. `skip`: continues with the next batch. Neither trains on this

@@ -1,4 +1,4 @@
-"""Makes an :class:`Experiment` of a YAML file, the files that it inherits, and `key.sub=value` overrides."""
+"""Makes an :class:`Experiment` from a YAML file, the files that it inherits, and `key.sub=value` overrides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fp8rl.rl.record.run_dir import RunDir
 Say = Callable[[str], object]
 MEMBERS = {"algorithm": "name", "algorithm.rejection": "name", "environment": "function"}
 """Sections in which one key chooses what the section configures, such as an algorithm, and the other keys depend on it.
-If a later layer chooses another value, it replaces the whole section. A path in place of a data source does so too."""
+If a later layer chooses another value, it replaces the whole section. So does a path in place of a data source."""
 _HERE = Path("(a mapping)")
 """The name in messages for a spec that is a mapping and not a file; its paths are relative to the current directory."""
 LARGEST_SPEC = 16 << 20
@@ -62,19 +62,19 @@ def load_experiment(
     check_path(spec, "spec")
     path = Path(at_home(str(spec)))
     values = _read_yaml(path)
-    if RunDir(path.absolute().parent).mark.is_file():  # a run wrote all its keys out, some of which may have gone since
+    if RunDir(path.absolute().parent).mark.is_file():  # a run's spec has every key; some may have been removed since
         values = _without_what_went(values)
     return _overridden(_inherited(values, path, (), say), overrides, say)
 
 
 def compose_experiment(values: dict[str, Any], overrides: Sequence[str], say: Say = note) -> Experiment:
-    """Do what `load_experiment` does, from `values` in place of a file."""
+    """Make an experiment from `values` as `load_experiment` makes it from a file."""
     return _overridden(values, overrides, say)
 
 
 def _overridden(values: dict[str, Any], overrides: Sequence[str], say: Say) -> Experiment:
     values = merged({"run": {"dir": str(Path.cwd() / "runs")}}, values, say)
-    names = {f"{section}.{key}" for section, key in MEMBERS.items()}  # settings behind a name are of what it names
+    names = {f"{section}.{key}" for section, key in MEMBERS.items()}  # a name first, then its settings
     for override in sorted(overrides, key=lambda text: text.partition("=")[0] not in names):
         values = merged(values, Experiment.located(_parse_override(override), Path.cwd()), say)
     return parse_experiment(values)
@@ -90,11 +90,9 @@ def architecture_of(overrides: Sequence[str]) -> str | None:
 
 
 def read_resolved(path: str | Path) -> Experiment:
-    """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides; removed keys are
-    left out.
-
-    No code that the spec names is imported, and no architecture, since the run may be somebody else's. A caller that
-    computes with the model loads the architecture itself.
+    """Read the `spec.yaml` of a run directory. Paths stay as they are. Keys that have been removed since are left out.
+    It imports no code that the spec names, not even an architecture, because the run may be somebody else's. A caller
+    that computes with the model loads the architecture itself.
 
     Raises:
         UserError: the file cannot be read, or a key or value is wrong; the message names the file.
@@ -222,14 +220,14 @@ def _parse_override(override: str) -> dict[str, Any]:
         raise user_error("override", found=override, expected=expected, remedy="Correct or quote the value.") from error
     read: Any = functools.reduce(dict.__getitem__, key.split("."), found)
     taken = types if text_alone else {*types, dict, list, NoneType}
-    return parse_override(quoted) if str in types and type(read) not in taken else found  # 12345 and no are such texts
+    return parse_override(quoted) if str in types and type(read) not in taken else found  # 12345 and no are texts then
 
 
 def merged(base: dict[str, Any], layer: dict[str, Any], say: Say) -> dict[str, Any]:
     """Return `base` with the values of `layer`, both as YAML gives them: mappings are merged, all else is replaced.
 
-    A value in place of a section is the section with its one short key. say: prints the settings that are dropped with
-    a former algorithm, environment, rejection or source.
+    A plain value in place of a section sets the section's `shorthand` key. say: prints the settings that are dropped
+    with a former algorithm, environment, rejection or source.
     """
     return _merged(base, layer, "", Experiment, say)
 
@@ -271,7 +269,7 @@ def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | 
 
 
 def types_of(key: str) -> set[Any]:
-    """Return the types of value that a dotted key takes, with the types of a section's `shorthand`."""
+    """Return the types of value that a dotted key takes. A section also takes the types of its `shorthand`."""
     section: type[Section] | None = Experiment
     *above, name = key.split(".")
     for part in above:

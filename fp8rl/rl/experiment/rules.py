@@ -1,7 +1,7 @@
 """Rules between sections: settings that contradict each other, or that would have no effect.
 
-`rl.experiment.gate_rules` has the rules of gates, `rl.experiment.preconditions.rules` the rules that need the model's
-sizes and the machines.
+`rl.experiment.gate_rules` has the rules of gates. `rl.experiment.preconditions.rules` has the rules that need the
+model's sizes and the machines.
 """
 
 from __future__ import annotations

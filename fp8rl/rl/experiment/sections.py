@@ -46,7 +46,7 @@ class RunSection(Section):
 
 
 class ClusterSection(Section):
-    """The nodes of a Ray cluster that a run uses. Trainer or engines may use all nodes if their key names none."""
+    """The nodes of a Ray cluster that a run uses. Without a key for its nodes, a side may use all of them."""
 
     placement: Literal["pack", "spread"] = "pack"
     """`pack`: as few nodes as possible, engines on the trainer's nodes. `spread`: evenly over the nodes."""
@@ -140,9 +140,9 @@ class NumericsSection(Section):
     """`record`: the engine reports each token's experts, and metrics compare them with the trainer's. `replay`: the
     trainer also takes the engine's experts (R3)."""
     deepgemm: bool | None = None
-    """Whether FP8 products run on DeepGEMM (Hopper GPUs, exact mode). Null: in each process that has DeepGEMM and finds
-    at its start that DeepGEMM gives the Triton kernels' bits. True: a process without DeepGEMM does not start. False:
-    never."""
+    """Whether FP8 products run on DeepGEMM (Hopper GPUs, exact mode). Null: yes, in each process that has DeepGEMM and
+    finds at its start that DeepGEMM gives the Triton kernels' bits. True: a process without DeepGEMM does not start.
+    False: no."""
 
     @field_validator("router_replay", mode="before")
     @classmethod
@@ -155,7 +155,7 @@ class NumericsSection(Section):
         return self.trainer != "bf16" or self.rollout != "bf16"
 
     def overrides(self) -> dict[str, Any]:
-        """Return what differs from the preset, e.g. `{"weight": {"scale": "fp32"}}`. No preset keeps layers in BF16."""
+        """Return what differs from the preset, e.g. `{"weight": {"scale": "fp32"}}`, and all layers kept in BF16."""
         roles = {role: getattr(self, role).model_dump(exclude_none=True) for role in ROLES}
         changes: dict[str, Any] = {role: fields for role, fields in roles.items() if fields}
         changes |= {key: getattr(self, key) for key in LAYER_EXCEPTIONS if getattr(self, key)}
@@ -209,7 +209,7 @@ class DataKeys(Section):
 
 
 class DataSource(Section):
-    """A source of problems. A path in place of the section is a source with the default of every other key."""
+    """A source of problems. A path alone, in place of the section, leaves every other key at its default."""
 
     shorthand: ClassVar[str] = "path"
 
@@ -363,7 +363,7 @@ class EvalSection(Section):
     def _names_differ(self) -> EvalSection:
         names = [eval_set.name for eval_set in self.sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"found two sets called {', '.join(twice)}, expected one. Name one otherwise")
+            raise ValueError(f"found two sets called {', '.join(twice)}, expected different names. Rename one")
         return self
 
 

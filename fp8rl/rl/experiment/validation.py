@@ -28,7 +28,7 @@ REMOVED: dict[str, str] = {
 """Removed keys, without the indices of lists, and what to do instead. A spec with a removed key is refused; the spec of
 an old run is read without the key. A removed section needs no rows for the keys in it."""
 _REFERENCE = re.compile(rf"(?<!\\)\$\{{(oc|{'|'.join(Experiment.model_fields)})\.[\w.]+[:}}]")
-"""A reference to another key or to the environment, which specs no longer have. As text it would name a wrong file."""
+"""A reference to a key or an environment variable. Specs had them once; read as text, one would name a wrong file."""
 _LONGEST_NUMBER = 1024
 """The longest whole number that a spec may have, in bits."""
 _LONGEST_KEY = 160
@@ -116,7 +116,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _own(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Drop pydantic's error that a list is too short if it only follows from an error in an entry of the list."""
+    """Drop pydantic's error that a list is too short if an error in an entry of the list is its only cause."""
     places = [detail["loc"] for detail in details]
     return [
         detail
@@ -186,8 +186,8 @@ def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
 
 
 def nearest_key(key: str, known: list[str]) -> str:
-    """Return the valid dotted key most like `key`; empty if none is. First its initials in the same section
-    (`learning_rate`: `lr`), then the same name anywhere, a similar name in the section, a similar name anywhere."""
+    """Return the valid dotted key most like `key`; empty if none is. Tried in this order: its initials in the same
+    section (`learning_rate`: `lr`), the same name anywhere, a similar name in the section, a similar name anywhere."""
     section, _, leaf = _without_indices(key).rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     leaves = [name.rpartition(".")[2] for name in known]
@@ -205,7 +205,7 @@ def _without_indices(key: str) -> str:
 
 
 def refusal_of_removed(key: str, found: str) -> str | None:
-    """Return the error message for a removed key. found: its value as text. None: there never was such a key."""
+    """Return the error message for a removed key; None if there never was such a key. found: its value as text."""
     remedy = REMOVED.get(".".join(part for part in key.split(".") if not part.isdigit()))
     if remedy is None:
         return None

@@ -74,7 +74,7 @@ class Capsule:
         return path if path.is_dir() else None
 
     def beginning(self, weights: Path) -> Experiment:
-        """Return the capsule's experiment, changed to begin with the weights that `export_weights` has written."""
+        """Return the capsule's experiment, changed to start from the weights that `export_weights` has written."""
         adapter = self.experiment.adapter
         if adapter is not None:
             start = weights / _ADAPTER
@@ -129,8 +129,8 @@ def write_capsule(
 
     export: writes the weights that scored the batch to a new directory; None leaves them out. why: sentences of gates
     and faults. rows: rows of the batch, first the faulty ones, then the worst. experiment, manifest: the files
-    with the run's resolved experiment and with the digests of the served weights. held: the digests that each engine
-    that answers reports now.
+    with the run's resolved experiment and with the digests of the served weights. held: for each engine that answers,
+    the digests that it reports now.
     """
     chosen = scored.select(rows)
     about = {

@@ -1,4 +1,4 @@
-"""Gates: rules over the metrics of a step. A gate fires once, and again only after its metric has recovered.
+"""Judges the metrics of a step by the run's gates. A gate fires once, and again only after its metric has recovered.
 
 `rl.guard.guard` carries out the gates' actions.
 """
@@ -78,7 +78,7 @@ class Gates:
         """Return the withholding gates that fire if these metrics replace the metrics of the step's `check`.
 
         The `check` must not have withheld the step. Gates that do not withhold, and gates on other metrics, keep the
-        state that it left.
+        state that the `check` left.
         """
         again = []
         for index, ((rule, _), before) in enumerate(zip(self._rules, self._before, strict=True)):
@@ -88,7 +88,7 @@ class Gates:
         return _fire(step, again, metrics)
 
     def withholding(self) -> list[GateSection]:
-        """The gates that withhold all updates until their metric has recovered, which it has not."""
+        """The gates that now withhold all updates, because their metric has not recovered."""
         return [rule for rule, state in self._rules if state.tripped and rule.action in WITHHOLDING]
 
     def state(self) -> dict[str, RuleState]:

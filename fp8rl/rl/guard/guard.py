@@ -1,4 +1,4 @@
-"""Decides whether a step is trained on, by the gates that fire and a fault of its pass."""
+"""Decides whether a step is trained on: from the gates that fire, and from faults of its forward and backward pass."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class GateState:
             return cls()
         gate_state = read_about(run.checkpoint(step)).extra.get("standing", {})
         where = f"checkpoint of step {step}: standing"
-        return validated(TypeAdapter(cls).validate_python, gate_state, where, "Go on from an older checkpoint.")
+        return validated(TypeAdapter(cls).validate_python, gate_state, where, "Resume from an older checkpoint.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -92,7 +92,7 @@ class GateState:
 
 
 class Guard:
-    """Judges the steps of one run. `gate_state` has what its gates change; checkpoints keep it.
+    """Judges the steps of one run. `gate_state` has the changes that gates make; checkpoints keep it.
 
     Args:
         replays: whether the experiment replays the engine's routes from the start.
@@ -130,7 +130,7 @@ class Guard:
         return self._replays or self._gate_state.router_replay
 
     def judge(self, step: int, metrics: Mapping[str, float], fault: Fault | None, capsule: str | None) -> Verdict:
-        """Decide whether a step is trained on, by the metrics that it has so far.
+        """Decide whether a step is trained on, from the metrics that it has so far.
 
         capsule: where the step's worst sequences will be kept if a gate fires or the pass had a fault; None if nowhere.
         """
@@ -139,9 +139,9 @@ class Guard:
     def recheck(
         self, step: int, verdict: Verdict, metrics: Mapping[str, float], fault: Fault | None, capsule: str | None
     ) -> Verdict:
-        """Return the verdict after the retried pass that `verdict` asked for, which may break a bound or fail, too.
+        """Return the verdict after a second pass or a later update of the step, which may break a bound or fail, too.
 
-        metrics: `train/...` of the retried pass.
+        metrics: `train/...` of the second pass; empty for an update.
         """
         again = self._decide(step, self._gates.recheck(step, metrics), fault, capsule)
         return dataclasses.replace(

@@ -161,7 +161,7 @@ def router_metrics(train_routes: Tensor, rollout_routes: Tensor, mask: Tensor) -
 
 
 def _shared_experts(train: Tensor, rollout: Tensor) -> Tensor:
-    """int16 [N, L]: how many experts both sides chose, -1 where a side does not know. routes: int16 [N, L, K]."""
+    """Count the experts that both sides chose, int16 [N, L]; -1 if a side reports none. routes: int16 [N, L, K]."""
     known = (train >= 0).all(dim=-1) & (rollout >= 0).all(dim=-1)
     # Most pairs are equal in order too, which costs far less to see than to compare all K x K experts.
     differs = known & (train != rollout).any(dim=-1)

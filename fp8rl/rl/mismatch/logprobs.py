@@ -38,10 +38,10 @@ def logprob_metrics(
         mask: bool [B, S], the sampled tokens.
         tis_cap: the cap C of importance weights and clip fractions, at least 1. One-sided: rho > C; two-sided: also
             rho < 1/C.
-        fresh: bool [B, S], the tokens that the trainer's own weights have sampled, which alone are compared; None: all.
+        fresh: bool [B, S], the tokens that the trainer's own weights have sampled; only these are compared. None: all.
 
     Returns:
-        Finite floats by metric name, computed in float64. One that is undefined or overflows is left out.
+        Finite floats by metric name, computed in float64. A metric that is undefined or overflows is left out.
     """
     compared = mask if fresh is None else mask & fresh
     train, rollout = train_logprobs.detach().double(), rollout_logprobs.detach().double()
@@ -64,7 +64,7 @@ def logprob_metrics(
 
 
 def row_abs_diff_means(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> list[float | None]:
-    """Mean abs(d) of each row over its masked tokens with finite d, None for a row without any; shapes [B, S]."""
+    """Return each row's mean abs(d) over its masked tokens with finite d; None without such tokens. Shapes [B, S]."""
     difference = (train_logprobs.detach().double() - rollout_logprobs.detach().double()).abs()
     used = mask & torch.isfinite(difference)
     sums = torch.where(used, difference, 0.0).sum(dim=1)
@@ -136,8 +136,8 @@ def _fraction(condition: Tensor) -> Tensor:
     return condition.sum(dtype=torch.float64) / condition.numel()
 
 
-# Metrics of sequences: every mean divides by the sequences with at least one token of finite d; a sequence counts its
-# finite tokens only.
+# Metrics of sequences: every mean divides by the sequences with at least one token of finite d. Of a sequence only its
+# tokens with finite d count.
 
 
 def sequence_metrics(d: Tensor, used: Tensor) -> dict[str, float]:
@@ -166,7 +166,7 @@ def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
     Args:
         d: float64 [N], the differences of the used tokens in row-major order.
         mask: bool [B, S], the sampled tokens; a token's position counts the sampled ones before it in its row.
-        used: bool [B, S], of which these with finite d.
+        used: bool [B, S], the sampled tokens with finite d.
     """
     positions = (mask.cumsum(dim=1) - 1)[used]
     starts = torch.tensor(POSITION_STARTS, device=d.device)
@@ -180,7 +180,7 @@ def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
 
 
 def _split(groups: Tensor, values: Tensor) -> list[tuple[int, Tensor]]:
-    """The values of each group that has any; groups: int64 [N] from 0, values: [N]."""
+    """Return the values of each group, without empty groups. groups: int64 [N] from 0. values: [N]."""
     present = groups.bincount().nonzero().flatten().tolist()
     return [(group, values[groups == group]) for group in present]
 
@@ -222,8 +222,7 @@ def drift_metrics(
 
 
 def tokens_by_age(versions: Tensor, version: int) -> dict[int, int]:
-    """Return how many of the tokens are how many versions older than `version`, `OLDEST` for that and more; int64
-    [N]."""
+    """Return the number of tokens by age, which is min(version - v, `OLDEST`) for a v in versions, int64 [N]."""
     ages, counts = (version - versions).clamp(max=OLDEST).unique(return_counts=True)
     return dict(zip(ages.tolist(), counts.tolist(), strict=True))
 
@@ -236,7 +235,7 @@ def clamp_exponent(exponent: Tensor) -> Tensor:
 def order_statistics(values: Tensor) -> Tensor:
     """[median, 99th percentile, maximum] of [N], the percentiles by nearest rank, so that each is a value that occurs.
 
-    An increasing function of the values has that function of these as its own.
+    So for an increasing f, the order statistics of f(values) are f(order statistics of values).
     """
     return torch.stack([_percentile(values, 50), _percentile(values, 99), values.max()])
 
@@ -253,6 +252,6 @@ def effective_sample_size(weights: Tensor) -> Tensor:
 
 
 def _percentile(values: Tensor, percent: int) -> Tensor:
-    """The smallest value that at least `percent` of all do not exceed."""
+    """Return the smallest v such that at least `percent` % of the values are <= v."""
     rank = -(-percent * values.numel() // 100)
     return values.kthvalue(rank).values

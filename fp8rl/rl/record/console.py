@@ -130,7 +130,7 @@ _BACK = 2 * _SHOWN
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], limit: str = "") -> Text:
-    """`step  3/60  reward 0.412  max|d| 0  exact 1  ...`; metrics that the step lacks are left out.
+    """Return the line `step  3/60  reward 0.412  max|d| 0  exact 1  ...` without metrics that the step lacks.
 
     limit: the limit of an answer's tokens, which the line names if it has ended most answers.
     """

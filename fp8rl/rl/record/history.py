@@ -1,4 +1,4 @@
-"""The history of a run, one JSON object a line.
+"""Writes and reads the history of a run, one JSON object a line.
 
 events.jsonl has each action that the run took by itself, such as a gate's. sessions.jsonl has each start of the run and
 how it ended, on which machine and with what code.
@@ -132,7 +132,7 @@ def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
 
 
 def _machine() -> str:
-    import torch  # takes seconds, and who only reads sessions needs none of it
+    import torch  # its import takes seconds; reading sessions does not need it
 
     memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
     lines = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))

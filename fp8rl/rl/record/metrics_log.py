@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step, every line whole, every number finite; and the clock of a step."""
+"""Writes and reads metrics.jsonl, one object of finite numbers per step; and times the parts of a step."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def rollouts_found(path: Path) -> tuple[list[RolloutRecord], list[BadLine]]:
 
 
 def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """The first trajectory of each of the first groups."""
+    """Return the first trajectory of each of the first groups."""
     firsts = {record.group: record for record in reversed(records)}
     return [firsts[group] for group in sorted(firsts)[:SHOWN]]
 
@@ -99,7 +99,7 @@ def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
 def _line(record: RolloutRecord | ScoredRecord) -> str:
     values = dict(vars(record))  # `asdict` would copy every token
     if values.get("supports", ()) is None:
-        del values["supports"]  # as files were before there were any
+        del values["supports"]  # older files have no such key
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [x if math.isfinite(x) else None for x in values[name]]
     return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"

@@ -189,7 +189,7 @@ def _steps(directory: Path, pattern: str) -> list[int]:
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of the run at `path` while the block lasts. The lock file of a killed driver holds nothing. Raises
+    """Hold the lock of the run at `path` while the block lasts. A killed driver's lock file locks nothing. Raises
     UserError: another process holds the lock; the message names the process."""
     file = path.with_name(f".{path.name}.lock")
     descriptor = _take(file, path)
@@ -224,7 +224,7 @@ def _take(file: Path, path: Path) -> int:
                 expected="no such file, or one that a run left",
                 remedy="Move it away, or choose another run.name.",
             )
-        # The holder before may have removed the file between our open and our lock: then ours is nobody's.
+        # The former holder may have removed the file between our open and our lock; then ours locks nothing.
         if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
             return descriptor
         os.close(descriptor)

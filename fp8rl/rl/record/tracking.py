@@ -44,8 +44,8 @@ class RunTracker:
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples = lambda: ((), ())) -> dict[str, float]:
         """Record a step; steps rise strictly. Values that are not finite are dropped and counted.
 
-        samples: returns the step's trajectories, and answers to later steps that were scored in it. The next `write`
-            calls it and writes them; the next `log`, `wait` or `finish` raises an error of that.
+        samples: returns the step's trajectories, and answers for later steps that were scored in it. The next `write`
+            calls it in the background. The next `log`, `wait` or `finish` raises its error.
 
         Returns:
             The metrics as written, with `tracking/nonfinite_dropped`.
@@ -96,7 +96,7 @@ class RunTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with nullcontext() if kind is None else suppress(OSError):  # what ends the run is said, not what follows
+        with nullcontext() if kind is None else suppress(OSError):  # the first error is raised, not one that follows
             self.finish(exit_code=0 if kind is None else 1)
 
 
@@ -176,5 +176,5 @@ class BackgroundTrackers:
         except BaseException as error:  # a library may exit; the thread serves the other trackers
             self._trackers.pop(name, None)
             logging.getLogger(__name__).warning("%s is lost", name, exc_info=True)
-            reason = (str(error) or "it said nothing").splitlines()[0]
+            reason = (str(error) or "no message").splitlines()[0]
             self._lost(f"{name} is lost: {type(error).__name__}: {reason}; metrics.jsonl and the report are kept")

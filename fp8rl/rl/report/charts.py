@@ -40,12 +40,12 @@ SECTIONS: dict[str, dict[str, ChartStyle]] = {
     "Learning": {
         "Reward": ChartStyle("Mean over the answers of each step.", "mean reward"),
         "Parts of the reward": ChartStyle("Each function's mean, without its weight.", "mean"),
-        "Outcomes of the environment": ChartStyle("What it returned, mean over the answers.", "mean"),
+        "Outcomes of the environment": ChartStyle("Mean over the answers of each number that it returned.", "mean"),
         "Held-out accuracy": ChartStyle(
-            "Greedy decoding, but for sets that say otherwise; step 0 is before training.", "fraction solved", "share"
+            "Greedy decoding, unless a set has a temperature; step 0 is before training.", "fraction solved", "share"
         ),
         "Groups of equal rewards": ChartStyle(
-            "All right or all wrong: nothing to learn from, where answers are compared within a group.",
+            "Algorithms that compare the answers of a group learn nothing from such a group.",
             "fraction of groups",
             "share",
         ),
@@ -63,19 +63,19 @@ SECTIONS: dict[str, dict[str, ChartStyle]] = {
             "Two estimates on the compared tokens; k3 is never negative.", "nats per token", "floor"
         ),
         "Effective sample size": ChartStyle(
-            "Of tokens or sequences weighted by their ρ, over their number; 1 where nothing differs.",
+            "Of tokens or sequences weighted by their ρ, divided by their number; 1 if nothing differs.",
             "fraction",
             "share",
         ),
         "Routing": ChartStyle("Experts of the sampled tokens, trainer against engine.", "fraction", "share"),
-        "Rejected": ChartStyle("Not trained on for their mismatch.", "fraction of the batch", "floor"),
+        "Rejected": ChartStyle("Not trained on, because of the mismatch.", "fraction of the batch", "floor"),
     },
     "Older tokens": {
         AGE: ChartStyle(
             "Versions between the weights that sampled a trained token and the trainer's.", "tokens", "floor", bars=True
         ),
         "Drift of older tokens |d|": ChartStyle(
-            "How far the policy has moved since it sampled them: no mismatch.", "|d| in nats", "log"
+            "How far the policy has moved since it sampled them. This is no mismatch.", "|d| in nats", "log"
         ),
         "Drift by age": ChartStyle("Mean |d| of tokens so many versions old.", "|d| in nats", "floor"),
         "KL(older ‖ current policy)": ChartStyle("Two estimates on the older tokens.", "nats per token", "floor"),
@@ -89,33 +89,33 @@ SECTIONS: dict[str, dict[str, ChartStyle]] = {
         TIME: ChartStyle("Other: everything outside the named parts.", "seconds", "floor", bars=True),
         "Throughput": ChartStyle("Generated and trained tokens.", "tokens per second", "floor"),
         "Memory by turns": ChartStyle(
-            "What one side releases for the other's turn; what engines keep should not grow.", "MiB", "floor"
+            "What one side releases for the other's turn. What engines keep should not grow.", "MiB", "floor"
         ),
     },
     "Optimization": {
         "Loss": ChartStyle("Of the whole batch, before the update.", "loss"),
         "Gradient norm": ChartStyle("Before clipping.", "global L2 norm", "floor"),
         "Merged updates": ChartStyle(
-            "Of the update before and after quantization; 1 if all of it survives.", "cosine", "floor"
+            "Between the update before and after quantization; 1 if all of it survives.", "cosine", "floor"
         ),
         "Entropy": ChartStyle("Mean over the target tokens.", "nats", "floor"),
         "KL to other models": ChartStyle(
-            "Of the policy, over the target tokens; the reference's is 0 at first.", "nats"
+            "Of the policy: mean over the target tokens. To the reference it is 0 at first.", "nats"
         ),
         "Importance weight": ChartStyle(
-            "Trainer over rollout probability up to the cap; 1 where nothing differs.", "weight", "floor"
+            "Trainer over rollout probability, at most the cap; 1 if nothing differs.", "weight", "floor"
         ),
         "Clipped tokens": ChartStyle("None in the first update of a fresh batch.", "fraction of tokens"),
-        "The critic": ChartStyle("1 where it foresees every return, 0 where it knows their mean.", "share"),
+        "The critic": ChartStyle("1 if it predicts every return, 0 if it knows only their mean.", "share"),
         "The critic's loss": ChartStyle("Before its update.", "loss", "floor"),
-        "Values and returns": ChartStyle("Means over the target tokens: what was foreseen, and what came.", "reward"),
+        "Values and returns": ChartStyle("Means over the target tokens: what was predicted, and what came.", "reward"),
         "Learning rate": ChartStyle("Warm-up and decay included.", "learning rate", "floor"),
     },
 }
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Titled groups of charts. Charts without data, and groups without charts, are left out."""
+    """Return titled groups of charts. Charts without data, and groups without charts, are left out."""
     return _grouped([("", rows, _curves(rows))])
 
 

@@ -42,7 +42,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts side by side: curves (`traces`), bars or histograms of several sides (`series`), `kind` bars or heat."""
+    """Charts side by side. A chart has `traces` (curves), `series` (bars or histograms), or a `kind` (bars or heat)."""
 
     charts: Sequence[dict[str, Any]]
     form: ClassVar[str] = "charts"
@@ -139,7 +139,7 @@ def _read(name: str) -> str:
     return resources.files("fp8rl.rl.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-# The reference answers of the questions that a report shows, read from the run's data where they still lie.
+# The reference answers of the questions that a report shows, read from the run's data if they are still there.
 
 MOST_READ = 100_000
 """Most problems of a source that `references` searches."""

@@ -205,7 +205,9 @@ def _tiles(summary: RunSummary, rows: Sequence[Row]) -> list[Tile]:
         share = f"{summary.equal_reward_groups:.0%}"
         tiles.append(
             Tile(
-                "Groups of equal rewards", share, "of all; they teach nothing where answers are compared within a group"
+                "Groups of equal rewards",
+                share,
+                "of all; algorithms that compare a group's answers learn nothing there",
             )
         )
     named = {"perf/rollout_tokens_per_second": "sampled", "perf/train_tokens_per_second": "trained"}

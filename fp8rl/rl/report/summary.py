@@ -37,7 +37,7 @@ class RunSummary:
     accuracy_before: float | None
     """First held-out accuracy; None unless there are two evaluations."""
     accuracy_after: float | None
-    """Last held-out accuracy; None unless there are two evaluations."""
+    """Last held-out accuracy; None without an evaluation."""
     accuracy_after_step: int | None
     """The step of the last held-out accuracy."""
     reward_first: float | None
@@ -117,7 +117,7 @@ class RunSummary:
 
 
 def evaluated_at(row: Row) -> int:
-    """Return the step whose weights a row's evaluation used: an earlier step, if it ran in the background."""
+    """Return the step whose weights a row's evaluation used; an evaluation in the background uses an earlier step's."""
     return int(row["eval/at_step"] if "eval/at_step" in row else row["step"])
 
 
@@ -222,7 +222,7 @@ _Z = statistics.NormalDist().inv_cdf(0.975)
 
 
 def _token_mean(rows: Sequence[Row], name: str, tokens: int, weight: str = "mismatch/tokens") -> float | None:
-    """Return the mean over all tokens of the run of a metric that each row has as the mean over its `weight` tokens."""
+    """Return a metric's mean over all tokens of the run. Each row has its mean over the row's `weight` tokens."""
     if tokens == 0:
         return None
     if all(row[name] == 1.0 for row in rows):  # free of rounding: "all" must stay exactly 1

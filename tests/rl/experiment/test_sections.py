@@ -24,7 +24,7 @@ def gate(metric: str, **fields: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         (gate("train/loss", action="restart"), "gates.0.action: found 'restart', expected .*checkpoint_and_stop"),
-        (gate("train/loss", recover=1.1), "gates.0: found recover=1.1 .* expected at most above"),
+        (gate("train/loss", recover=1.1), "gates.0: found recover=1.1 .* expected recover <= above"),
         (gate("train/loss", tis_cap=1.5), "gates.0: found tis_cap=1.5.*Remove tis_cap"),
         (gate("train/update_survival"), "train/update_survival with adapter.mode=None"),
         (gate("rollout/turns_mean"), "rollout/turns_mean with environment=single_turn', expected an environment"),

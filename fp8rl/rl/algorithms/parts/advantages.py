@@ -19,12 +19,11 @@ VARIANCE_FLOOR = 1e-8
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool, group_size: int = 1) -> Tensor:
-    """Advantage of each trajectory within its group, the others of its prompt.
+    """Return the advantage of each trajectory within the group of its prompt.
 
     With `normalize_std` it is (R - mean) / (std + 1e-6) with the sample standard deviation (ddof 1), as in GRPO
-    (DeepSeekMath); without, it is R - mean, as in Dr. GRPO. A group of one has nothing to compare with. With
-    `group_size` 1 its mean counts as 0 and its std as 1; in a larger `group_size`, whose other answers have failed, its
-    advantage is 0.
+    (DeepSeekMath); without, it is R - mean, as in Dr. GRPO. A group of one has the mean 0 and the std 1 if `group_size`
+    is 1. If `group_size` is larger, its other answers have failed, and its advantage is 0.
 
     Args:
         rewards: float [N], finite.
@@ -129,14 +128,14 @@ def rewards_to_go(values: Tensor) -> Tensor:
 def generalised_advantages(rewards: Tensor, values: Tensor, used: Tensor, gamma: float, gae_lambda: float) -> Tensor:
     """Generalised advantage estimation (GAE): A_t = d_t + gamma · lambda · A_next.
 
-    d_t = reward_t + gamma · V_next - V_t. "next" is the next used token, so a tool's answer in between changes nothing;
-    after the last one A and V are 0.
+    d_t = reward_t + gamma · V_next - V_t. "next" is the next used token, so a tool's answer in between changes nothing.
+    After the last used token A and V are 0.
 
     Args:
         rewards: [B, S] of each token.
         values: [B, S], the return that the critic expected before the token.
         used: bool [B, S].
-        gae_lambda: 1 sums up rewards, 0 looks at the next value alone.
+        gae_lambda: with 1, A sums up all later rewards; with 0, A looks only at the next value.
 
     Returns:
         float64 [B, S], 0 on tokens that are not used.

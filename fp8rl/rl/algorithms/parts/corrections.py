@@ -12,12 +12,12 @@ logprob. A sequence's ratio is the product of its tokens' rho, its geometric rat
     geometric   the TIS weight in a sequence whose geometric ratio is within [low, high]; others are rejected. verl's
                 rollout correction does so with the bounds on the inverse ratio, rollout to trainer: its [low, high] is
                 [1/high, 1/low] here
-    veto        a sequence with a token of rho below it is rejected, whatever else holds (as in slime's and SkyRL's
-                mismatch helpers)
+    veto        any sequence with a token whose rho is below `veto` is rejected (as in slime's and SkyRL's mismatch
+                helpers)
 
-`tis_cap` bounds the weights of icepop and mis as well. A rejected token gives no loss and no gradient. The denominators
-of the loss stay those of the whole batch (verl divides by what is left): a rejected token counts as a zero, so
-rejection never makes the others count more.
+`tis_cap` bounds the weights of icepop and mis as well. A rejected token gives no loss and no gradient. The loss is
+divided by the counts of the whole batch, rejected tokens included, so a rejection never makes other tokens count more.
+(verl divides by the counts that are left.)
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ BOUNDS = {"icepop": {"low": 0.5, "high": 5.0}, "geometric": {"low": 0.99, "high"
 """Default bounds: icepop's as in the INTELLECT-3 report, those of geometric and mis as in published recipes."""
 
 OWN_WEIGHT = ("icepop", "mis")
-"""Rejections whose ratio is also the weight of the tokens that they keep. As published, they have no cap besides."""
+"""Rejections whose ratio is also the weight of the tokens that they keep. As published, they have no other cap."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class Correction:
     """The importance weight and the rejection of a run."""
 
     tis_cap: float | None = None
-    """Largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop, mis) all
-    weights are then 1."""
+    """Largest weight, at least 1. None: no cap; all weights are then 1, unless the rejection is icepop or mis."""
     level: Literal["token", "sequence"] = "token"
     """Whether the TIS weight is a token's or a sequence's."""
     rejection: Literal["icepop", "geometric", "mis"] | None = None
@@ -87,7 +86,7 @@ class Correction:
     high: float | None = None
     """Largest accepted ratio; None: no upper bound."""
     veto: float | None = None
-    """A token with a ratio below this rejects its sequence; None: no such rule."""
+    """If a token's ratio is below this, its sequence is rejected; None: no such rule."""
 
     @classmethod
     def of(

@@ -1,8 +1,8 @@
 """Surrogate losses of the policy gradient, per token, to be minimised; and their aggregation into one number, with the
 denominators of the whole batch.
 
-d = logprob - old is a token's log-ratio of the policy to what it was when the batch was sampled, r = e^d, A its
-advantage, sg a value without gradient.
+d = logprob - old is a token's log-ratio of the policy to the old policy, which the clip compares it with. r = e^d, A is
+the token's advantage, and sg(x) is x without gradient.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_s
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The mean of token losses over a batch. Each rank computes the share of its rows, and the shares add up to it.
+    """The mean of token losses over a batch. Each rank computes the share of its rows, and the shares add up to the
+    mean.
 
     `token_mean`: every token counts the same (DAPO). `seq_mean_token_mean`: every sequence counts the same, by the mean
     of its tokens (GRPO as published, GSPO). `seq_mean_token_sum`: by the sum of its tokens. `seq_mean_token_sum_norm`:

@@ -48,8 +48,8 @@ def fullest(job: Job, apart: bool) -> Memory:
 
 
 def with_cache(job: Job, experiment: Experiment, gpu_memory: float, apart: bool) -> Job:
-    """Fill in the size of an engine's KV cache if the spec has none: the tokens that can be in use at a time, or fewer,
-    so that the slack stays free, but at least one row."""
+    """Fill in the size of an engine's KV cache if the spec has none. The cache holds all tokens that can be in use at a
+    time. If the slack would not stay free, it is smaller, but holds at least one row."""
     rollout = experiment.rollout
     if rollout.max_total_tokens is not None or not job.engines:
         return job
@@ -61,7 +61,7 @@ def with_cache(job: Job, experiment: Experiment, gpu_memory: float, apart: bool)
 
 
 def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
-    """Raise `UserError` if the fullest GPU would hold more than it has. memory: its bytes. gpu: its name."""
+    """Raise `UserError` if a run needs more memory than the fullest GPU has. memory: what it needs. gpu: its name."""
     if memory.peak <= gpu_memory:
         return
     phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu_memory
@@ -131,7 +131,7 @@ def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Remedy | None:
             keys = "trainer.ep, trainer.tp or trainer.pp" if job.shape.sizes.moe else "trainer.tp or trainer.pp"
             return Remedy(keys.partition(",")[0].partition(" or ")[0], f"Raise {keys}, which share the weights.", True)
         case "base":
-            remedy = "Set it to false on more GPUs: trainer ranks then share weights, which a base has on one GPU."
+            remedy = "Set it to false and use more GPUs: trainer ranks then share the weights. A base is on one GPU."
             return Remedy("sync.shared_base", remedy, costly=True)
         case "activations":
             return _cure_of_tokens(job, "trainer.recompute", "layer", layout.recompute != "layer")
@@ -163,8 +163,8 @@ def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Remedy | None:
 
 
 def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Remedy:
-    """Return the remedy for activations or logits: `key`, if it is not set; else smaller micro-batches, if one holds
-    several rows; else more ranks."""
+    """Return the remedy for activations or logits. If `key` is not set, it is `key`; else if a micro-batch holds
+    several rows, it is smaller micro-batches; else it is more ranks."""
     if unset:
         return Remedy(key, f"Set {key}={value}.")
     if job.micro_batch > job.length:
@@ -173,7 +173,7 @@ def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Remedy:
     return Remedy("trainer.tp", remedy, costly=True)
 
 
-# The budget on this machine's GPUs: what `train` goes by.
+# The budget on this machine's GPUs, by which `train` refuses a run.
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def own_gpu() -> OwnGpu | None:
 
 def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job, bool]:
     """Return the job of a step on this machine, with the KV cache that an engine gets; and whether the policy's engines
-    have GPUs of their own, as they do if the trainer leaves enough. The teacher's engines get the GPUs after those."""
+    have GPUs of their own. They have if the trainer leaves enough GPUs. The teacher's engines get GPUs after them."""
     storage = storage_on(experiment.numerics_config(), True, has_transformer_engine())
     job = job_of(experiment, shape, storage, gpu.memory)
     left = gpu.count - job.layout.world_size
@@ -211,7 +211,7 @@ def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job
 
 
 def with_own_cache(experiment: Experiment) -> Experiment:
-    """Fill in the KV cache that an experiment's engines get on this machine, if it has a GPU and the spec no size."""
+    """Fill in the KV cache that an experiment's engines get on this machine's GPUs, if the spec sets no size."""
     gpu = own_gpu()
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment

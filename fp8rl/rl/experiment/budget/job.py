@@ -60,7 +60,7 @@ def gpu_named(name: str) -> Gpu:
     plain = _SAYS_NOTHING.sub("", name.lower())
     if plain not in known:
         near = difflib.get_close_matches(plain, known, n=1)
-        remedy = f"Did you mean {known[near[0]]}?" if near else "Choose the one whose memory is nearest."
+        remedy = f"Did you mean {known[near[0]]}?" if near else "Choose the GPU whose memory is nearest."
         if not plain:  # the first word of a name of several, without quotes
             remedy = "Write the whole name, with - in place of blanks: --gpu rtx-pro-6000."
         raise user_error("--gpu", found=name, expected=f"one of {', '.join(GPUS)}", remedy=remedy)
@@ -75,7 +75,7 @@ class TeacherBytes:
     cache: float
     graphs: float
     working: float
-    """Further bytes that must be free for the engine, in addition to its weights, cache and graphs."""
+    """Bytes that must be free for the engine in addition to its weights, cache and graphs."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Job:
     graph_bytes: float = 0.0
     """Bytes of an engine's CUDA graphs."""
     working_bytes: float = 0.0
-    """Further bytes that must be free for an engine, in addition to its weights, KV cache and CUDA graphs."""
+    """Bytes that must be free for an engine in addition to its weights, KV cache and CUDA graphs."""
     buffer_bytes: float = 0.0
     """Bytes of `working_bytes` that the engine keeps while it sleeps."""
     sleep: bool = False
@@ -195,7 +195,7 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         base=experiment.sync.shared_base,
         separate=experiment.adapter is not None and experiment.adapter.mode == "separate",
         group=rollout.group_size if algorithm.samples else 1,
-        # Of a row of the planned length, all that an answer may not take is its prompt.
+        # A row of the planned length has the longest answer; the rest of it is the prompt.
         prompt=max(0, length - rollout.max_new_tokens)
         if algorithm.samples and experiment.trainer.prefix_sharing
         else 0,
@@ -203,8 +203,8 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
 
 
 def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> TeacherBytes | None:
-    """Return the bytes that an engine of the spec's teacher takes on a trainer rank's GPU. shape: the teacher's.
-    gpu_memory: bytes of the GPU. None if no such engine shares one: it has several ranks, or engines get own GPUs."""
+    """Return the bytes that a teacher's engine takes on a trainer rank's GPU. None: it shares no GPU, because it has
+    several ranks or engines have GPUs of their own. shape: the teacher's. gpu_memory: bytes of the GPU."""
     teacher = experiment.teacher
     if teacher is None or teacher.tp > 1 or experiment.sync.engines_own_gpus:
         return None
@@ -227,7 +227,7 @@ _LEAST_CHUNK, _CHUNK_MIB, _CONSTANT_MIB, _GRAPH_MIB, _FLOOR_MIB = 2048, 1.5, 512
 def engine_room(config: RolloutSection, gpu_memory: float) -> tuple[float, float]:
     """Return the bytes of an engine rank's CUDA graphs, and the bytes that it needs to be free in addition."""
     graphs = _GRAPH_MIB * _MIB * max(config.graphs)
-    chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # its own
+    chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # SGLang's
     wanted = (_CONSTANT_MIB + chunk * _CHUNK_MIB + config.tp / 8 * 1024) * _MIB + graphs
     if gpu_memory > _SMALL:
         wanted = max(wanted, _FLOOR_MIB * _MIB)

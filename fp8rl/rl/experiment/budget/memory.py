@@ -1,4 +1,4 @@
-"""Bytes on a GPU, by class of tensor and phase of a step: of a trainer rank, of an engine, or of both on one GPU."""
+"""Calculates a GPU's bytes by class of tensor and phase of a step, for a trainer rank, an engine, or both on it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CPU_KEPT = {
     ("native", True): (1.96, 4.75, 0.0, 0.0),
     ("native", False): (2.5, 1.86, 0.0, 0.0),
 }
-"""Factors of `peak_on_a_cpu`, by mode and FP8. Three multiply the calculated activation bytes of all attentions, of all
-MLPs and of the first layer's attention; the fourth is bytes per parameter. Fitted to 2 to 6 measured steps of each
-mode; the ops in torch keep FP32 copies where kernels have registers."""
+"""Factors of `peak_on_a_cpu`, by mode and FP8. The first three multiply the calculated activation bytes of all
+attentions, of all MLPs, and of the first layer's attention. The fourth is bytes per parameter. They are fitted to 2 to
+6 measured steps of each mode; the ops in torch keep FP32 copies where kernels have registers."""
 LOGIT_BYTES = 6.0
 """Bytes that are alive at a time for each logit."""
 BUCKETS = 2
@@ -127,7 +127,7 @@ def colocated_memory(job: Job) -> Memory:
     trainer, engine = _trainer(job, rank), _engine(job)
     if job.sleep:
         trainer = tuple(part.without("rollout", "sync") if part.leaves else part for part in trainer)
-        # Weights wake first, and the rest once they are there.
+        # Weights wake first. The rest wakes when they have arrived.
         engine = tuple(
             part if part.stays else part.without("train", "update", *(("sync",) if part.kind in _WAKE_LATER else ()))
             for part in engine
@@ -162,7 +162,7 @@ def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> flo
 def peak_on_a_cpu(job: Job) -> tuple[float, float]:
     """Return the peak bytes of a trainer rank in its first step on a CPU: of its tensors, and of the whole process.
 
-    For a C library that returns large blocks to the system (`MALLOC_MMAP_THRESHOLD_=262144`); by default it keeps more.
+    It is for a C library that returns large blocks (`MALLOC_MMAP_THRESHOLD_=262144`); by default one keeps more.
     """
     rank = fullest_rank(job)
     state = sum(part.total for part in trainer_state(job, rank).values())
@@ -179,8 +179,8 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
 
 
 def logit_bytes(job: Job, tokens: int | None = None) -> float:
-    """Return 6 bytes for each logit of a micro-batch, over the whole vocabulary. With chunks: of one chunk, plus the
-    head weight's FP32 gradient, which is the only part that tensor-parallel ranks split."""
+    """Return the bytes of a micro-batch's logits, 6 for each over the whole vocabulary. With chunks, count the logits
+    of one chunk and the head weight's FP32 gradient. Tensor-parallel ranks split only this gradient."""
     sizes, mine = job.shape.sizes, (tokens or job.micro_batch) / job.layout.cp
     chunk = job.layout.head_chunk_tokens
     total = 4.0 * sizes.vocab_size * sizes.hidden_size / job.layout.tp if mine > chunk else 0.0
@@ -188,8 +188,8 @@ def logit_bytes(job: Job, tokens: int | None = None) -> float:
 
 
 def _of_layer(job: Job, layer: int) -> tuple[float, float]:
-    """Return the bytes per token of a layer's activations that are kept until its backward pass, and that are
-    recomputed in it. The shared kernels keep inputs in BF16, and quantize them again."""
+    """Return the bytes per token of a layer's activations: those kept until its backward pass, and those recomputed in
+    it. The shared kernels keep inputs in BF16, and quantize them again."""
     sizes, kept = job.shape.sizes, job.shape.activations(layer)
     attention, mlp = (job.shape.activations(layer, part).bf16 for part in ("attention", "mlp"))
     quantized = job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized

@@ -1,4 +1,4 @@
-"""Checks of a run before any process is started.
+"""Checks a run before any process is started.
 
 :func:`check` raises one UserError with the key, the value found, the value expected and the remedy.
 """
@@ -75,7 +75,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     return model
 
 
-# The functions that a spec names: they are there, they take what they are given, and ours take these values.
+# Checks that the functions of a spec exist and take their arguments, and that built-in ones take their values.
 
 
 def check_functions(experiment: Experiment) -> None:

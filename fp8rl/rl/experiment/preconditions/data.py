@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ALL_READ, SAMPLED = 100_000, 10_000
-"""How many first problems of a source are all checked, and how many of its other problems are sampled for checks."""
+"""How many problems at the start of a source are checked, all of them, and how many of its other problems."""
 DECODED, _LONG = 16, 10_000
 """How many answers of a source are tokenized and decoded as a check, and the most characters of such an answer."""
 Say = Callable[[str], object]
@@ -232,7 +232,7 @@ class _Check:
             ) from error
 
     def _check_length(self, problem: Problem, name: str) -> None:
-        """Prompt plus answer (the data's in supervised training, else max_new_tokens) must fit the context length."""
+        """Check that a prompt and its answer (the data's if supervised, else max_new_tokens) fit the context length."""
         supervised, tokenizer = self._rewards is None, self._tokenizer
         limit = self._experiment.rollout.context_length
         room = limit - self._after

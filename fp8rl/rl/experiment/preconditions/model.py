@@ -46,13 +46,13 @@ def read_model(path: Path, key: str = "model.path") -> Model:
 
 
 def check_architecture(model: Model, experiment: Experiment) -> None:
-    """Raise `UserError` if the architecture in a user's file is not the model's; it may be a teacher's instead."""
+    """Raise `UserError` if the architecture of a user's file is not the model's. It may be a teacher's instead."""
     file = experiment.model.architecture
     if file is not None and experiment.teacher is None and (users := load_architecture(file)) is not model.architecture:
         raise user_error(
             "model.architecture",
             found=f"{file} with {users.name}",
-            expected=f"that of model.path, {model.architecture.name}",
+            expected=f"the architecture of model.path, {model.architecture.name}",
             remedy="Remove model.architecture, or name another model.",
         )
 
@@ -121,7 +121,7 @@ def _no_room(teacher: TeacherSection, sizes: ModelSizes, asked: int, length: int
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Raise `UserError` if a user's algorithm has no advantages, or writes them under another name."""
+    """Raise `UserError` if a user's algorithm has no method that returns advantages, or misspells its name."""
     kind, methods = type(algorithm), ("training_fields", "token_advantages", "trajectory_advantages")
     if isinstance(algorithm, PolicyGradient) and all(
         getattr(kind, method) is getattr(PolicyGradient, method) for method in methods

@@ -39,8 +39,8 @@ def kv_cache_bytes(shape: Shape, engines: RolloutSection, each: int) -> int:
 
 
 def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = None) -> None:
-    """Check that a run fits into memory: on GPUs, all that `fp8rl plan` adds up; on CPUs, processes, the trainer's
-    state, and the engines' weights and KV caches, but not activations. A cluster's machines are not checked here.
+    """Check that a run fits into memory. On GPUs it counts all that `fp8rl plan` adds up. On CPUs it counts processes,
+    the trainer's state, and the engines' weights and KV caches, but no activations. It checks no cluster's machines.
 
     teacher: the teacher's shape, if there is one.
 
@@ -119,8 +119,8 @@ def _check_processes(shape: Shape, experiment: Experiment, states: list[int], we
 
 
 def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
-    """Raise `UserError` if the machine's shared memory has no room for what an engine keeps there, and on a CPU for the
-    buckets of a sync."""
+    """Raise `UserError` if the machine's shared memory has no room for what an engine keeps there and, on a CPU, for
+    the buckets of a sync."""
     if "RAY_ADDRESS" in os.environ or not experiment.needs_engines:
         return
     needed, sync, ranks = SHARED_BYTES, experiment.sync, experiment.trainer.world_size
@@ -148,8 +148,8 @@ def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
 
 
 def _on_the_host(job: Job, stage: int) -> int:
-    """Return the bytes of host memory that a rank with a GPU takes: if Adam runs on the host, FP32 masters, two moments
-    and gradients; if trainer and engines take turns, also the bytes that the rank moves to the host."""
+    """Return the bytes of host memory that a rank with a GPU takes. If Adam runs on the host, count FP32 masters, two
+    moments and gradients. If trainer and engines take turns, add the bytes that the rank moves to the host."""
     layout = job.layout.model_copy(update={"optimizer": OptimizerSection()})
     rank = stage * layout.stage_size
     turns = int(moved_bytes(job, rank)) if job.sleep else 0
@@ -160,7 +160,7 @@ def _on_the_host(job: Job, stage: int) -> int:
 
 
 def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
-    """Refuse `rollout.sleep` for engines that do not share GPUs with the trainer, because other GPUs are left."""
+    """Refuse `rollout.sleep` if the trainer leaves GPUs, because engines then take these and share none with it."""
     ranks = experiment.trainer.world_size
     if experiment.rollout.sleep and experiment.needs_engines and gpu.count > ranks:
         raise user_error(
@@ -195,8 +195,8 @@ def _own_cgroups() -> list[Path]:
 
 
 def _left_in(group: Path) -> int:
-    """Return a control group's limit minus its bytes in use. Pages of files that were not read lately do not count: the
-    kernel can free them."""
+    """Return a control group's limit minus its bytes in use. Pages of files that were not read lately count as free,
+    because the kernel can free them."""
     limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
     usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return max(0, limit - used + int(usage.get("inactive_file", 0)))

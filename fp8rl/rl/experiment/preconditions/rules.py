@@ -114,7 +114,7 @@ def shared_memory_refusals(target: Target) -> Iterator[UserError]:
 
 
 def _deepgemm(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
-    """Check that DeepGEMM can run. Each process compares its bits with our kernels' later."""
+    """Check that DeepGEMM can run. Each process that uses it compares its bits with our kernels' when it starts."""
     asked = e.numerics.mode == "exact" and e.numerics.deepgemm and target.known
     if asked and (lacks := deepgemm_lacks(target.capability, target.deepgemm)):
         remedy = "Set numerics.deepgemm=false: products run on our kernels, with the same results."

@@ -42,7 +42,7 @@ def read_tokenizer(path: str | Path, vocab_size: int, key: str = "model.path") -
             key,
             path,
             "a tokenizer without a chat template",
-            "one, which renders the prompts",
+            "a chat template, which renders the prompts",
             "Add chat_template to tokenizer_config.json.",
         )
     check_chat_template(tokenizer, path, key)
@@ -51,7 +51,7 @@ def read_tokenizer(path: str | Path, vocab_size: int, key: str = "model.path") -
             key,
             path,
             "a tokenizer without eos_token",
-            "one, which ends an answer",
+            "eos_token, which ends an answer",
             "Add eos_token to tokenizer_config.json.",
         )
     if len(tokenizer) > vocab_size:
@@ -105,7 +105,7 @@ def _refusal(key: str, path: str | Path, found: str, expected: str, remedy: str)
     return user_error(f"{key}: tokenizer in {path}", found=found, expected=expected, remedy=remedy)
 
 
-# The chat template: whether it takes what the data say of it, and how it goes on with a conversation.
+# Checks whether the chat template uses the settings of the data, and how it continues a conversation.
 
 _PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
@@ -113,8 +113,8 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
-    """Check that the chat template takes a source's arguments and system prompt, and does something with them. Raises
-    UserError: it does not."""
+    """Check that the chat template reads a source's arguments and renders its system prompt. Raises UserError if
+    not."""
     if unread := [name for name in source.chat_template if name not in (read := _reads(tokenizer))]:
         raise user_error(
             f"{source.key}: chat_template",
@@ -159,12 +159,12 @@ def template_remarks(
         continuation_ids(tokenizer, conversation, [], [user], options)
     except RewritingTemplateError:
         yield (
-            f"{key}: the chat template changes what was said before when a message follows the model's turn. message() "
-            "is refused; tell() puts a text itself there. A harness's requests become rows of their own"
+            f"{key}: the chat template changes earlier text when a message follows the model's turn. message() is "
+            "refused; tell() appends a text as it is. A harness's requests become rows of their own"
         )
         return
     except (jinja2.TemplateError, TypeError, ValueError) as error:
-        yield f"{key}: the chat template has no user message after the model's turn: {error}"
+        yield f"{key}: the chat template cannot render a user message after the model's turn: {error}"
         return
     thinking = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"}
     first = render(tokenizer, [*conversation, thinking], options, answer=False)
@@ -172,7 +172,7 @@ def template_remarks(
     if THOUGHT in first and THOUGHT not in later:
         yield (
             f"{key}: the chat template leaves thoughts out of earlier turns. Conversations of this run keep "
-            "them, as the model has said them"
+            "them, as the model has sampled them"
         )
 
 

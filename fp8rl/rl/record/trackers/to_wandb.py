@@ -165,7 +165,7 @@ def _start(run: Tracked, place: Path) -> wandb.Run:
         ),
     )
     atexit.unregister(_end_service)
-    atexit.register(_end_service)  # behind wandb's own, so that it runs before it
+    atexit.register(_end_service)  # registered after wandb's own, so it runs first
     started.define_metric("step", hidden=True)
     for group in ("basics", *METRIC_GROUPS):
         started.define_metric(f"{group}/*", step_metric="step")

@@ -91,11 +91,11 @@ def test_nothing_is_said_of_a_template_that_continues_what_it_wrote(tokenizer: A
         ),
         (
             "{% for m in messages %}\n{{ '<|im_start|>' }}\n{{ messages | length }}\n{{ m.content }}\n{% endfor %}",
-            "changes what was said before",
+            "changes earlier text",
         ),
         (
             "{% if messages | length > 1 %}{{ raise_exception('one question') }}{% endif %}{{ messages[0].content }}",
-            "data.train: the chat template has no user message after the model's turn: one question",
+            "data.train: the chat template cannot render a user message after the model's turn: one question",
         ),
     ],
 )
