@@ -1,7 +1,7 @@
-"""Architectures, one file each: sizes from config.json, their formula, the table of tensors, the ops. Imports numerics.
+"""Describes architectures, one file each: the sizes from config.json, the table of tensors, and the ops.
 
-Trainer, engine plugin, weight sync, converter, preconditions and attribution read them; nothing else knows a tensor's
-name.
+Trainer, engine plugin, weight sync, converter, preconditions and attribution read these descriptions. No other code
+knows a tensor's name. This package imports `numerics` only.
 """
 
 # ruff: noqa: F401

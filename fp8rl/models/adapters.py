@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): their section of a spec, and their rows in a model's table of tensors.
+"""Describes LoRA adapters (arXiv 2106.09685): their section of a spec, and their rows in a model's table of tensors.
 
 The adapter of a matrix X.weight [N, K] is a pair A [rank, K] and B [N, rank], which adds (alpha / rank) · B A to it.
 """
@@ -33,12 +33,12 @@ class AdapterSection(Section):
     experts: Literal["per_expert", "shared", "none"] = "per_expert"
     """Adapters of the experts' matrices: one for each expert, one for all experts of a layer, or none."""
     mode: Literal["separate", "merged"] = "separate"
-    """`separate`: both sides add the adapter's product to the quantized weight's product, and a sync sends
-    adapters alone. `merged`: an update is added to the weight before it is quantized, and a sync sends weights."""
+    """`separate`: both sides add the adapter's product to the quantized weight's product, and a sync sends adapters
+    alone. `merged`: the adapter is added to the weight before the weight is quantized, and a sync sends weights."""
 
     start: SpecPath | None = None
-    """Directory of an adapter in PEFT's format, of the same model, rank, alpha and matrices, with which training
-    begins. Null: A is random and B zero."""
+    """Training begins with the adapter in this directory. It must be in PEFT's format, and have the same model, rank,
+    alpha and matrices. Null: A is random and B zero."""
 
     @property
     def scale(self) -> float:
@@ -61,8 +61,8 @@ def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[
     """Yield the rows of adapters for the rows of weights: `X.lora_A.weight` and `X.lora_B.weight` for `X.weight`.
 
     For a parameter that fuses several matrices, `lora_a` has the A of each matrix, one after the other, and `lora_b`
-    the rows of their Bs in the parameter's layout. If ranks split the rows of a weight, they split the rows of B, and
-    each rank has all of A. If they split the weight's columns, they split the columns of A, and each has all of B.
+    has the rows of each B in the parameter's layout. If ranks split the rows of a weight, they split the rows of B, and
+    each rank has all of A. If they split the weight's columns, they split the columns of A, and each rank has all of B.
     """
     for row in filter(config.adapts, rows):
         name, expert = row.name.removesuffix(f".{WEIGHT}"), row.expert
@@ -103,8 +103,8 @@ def _beside(weight: Location, letter: str) -> Location:
 
 
 def check_adapter(rows: Iterable[TensorRow], config: AdapterSection) -> None:
-    """Check an adapter against the rows of the model's weights. Raises UserError for a target that the model does not
-    have, if no matrix gets an adapter, or for a rank above a matrix's width."""
+    """Check an adapter against the rows of the model's weights. Raises UserError if the model lacks a target, if no
+    matrix gets an adapter, or if the rank is above the smaller side of a matrix."""
     adaptable = [row for row in rows if row.adaptable]
     names = list(dict.fromkeys(matrix(row) for row in adaptable))
     adapted = [row for row in adaptable if config.adapts(row)]
@@ -114,8 +114,8 @@ def check_adapter(rows: Iterable[TensorRow], config: AdapterSection) -> None:
     if not adapted:
         found = f"{config.targets} with adapter.experts={config.experts}, by which no matrix has an adapter"
         remedy = "Set adapter.experts=per_expert, or name other targets."
-        raise user_error("adapter.targets", found, "at least one that has", remedy)
-    # A small product, with a row for each head, may have less of them than the rank.
+        raise user_error("adapter.targets", found, "at least one matrix with an adapter", remedy)
+    # A small product has a row for each head, which may be fewer rows than the rank.
     narrowest = min((row for row in adapted if not row.small), key=lambda row: min(row.shape), default=None)
     if narrowest is not None and config.rank > min(narrowest.shape):
         expected = f"at most {min(narrowest.shape)}, the smaller side of {narrowest.name} {list(narrowest.shape)}"

@@ -1,4 +1,4 @@
-"""Architectures: the description of each, and the registry of known architectures."""
+"""Describes architectures and models, and keeps the registry of known architectures."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Role = Literal["policy", "reference", "critic", "teacher"]
 `critic`: predicts rewards. `teacher`: another model that scores the policy's answers."""
 
 MOST_EXPERTS = 1 << 20
-"""The most experts that a model may have. With more, a wrong config.json would be noticed only after minutes."""
+"""The most experts that a model may have. Without a limit, a wrong config.json would be noticed only after minutes."""
 _HOW_TO_ADD = (
-    "Name a file of your own that has it, model.architecture=path/to/file.py; docs/models.md, 'How to add the next', "
-    "says what stands in it."
+    "Describe it in a file of your own, and set model.architecture=path/to/file.py; docs/models.md, 'How to add the "
+    "next', says how."
 )
 
 
@@ -52,8 +52,8 @@ class Architecture:
     engine_config: Callable[[dict[str, Any], ModelSizes], dict[str, Any]] = lambda config, sizes: config
     """A function that turns a config.json into the form that SGLang reads."""
     any_heads: Mapping[str, Any] = field(default_factory=dict)
-    """Needed if transformers wants the number of heads to divide `hidden_size`: values for config.json that describe
-    another model, which computes the same and may have any number of heads."""
+    """Values for config.json that describe an equal model of another architecture, which may have any number of heads.
+    Needed if transformers demands that the number of heads divides `hidden_size`."""
     aliases: tuple[str, ...] = ()
     """Other values of `model_type`, which older versions of transformers do not know."""
     multimodal: Multimodal | None = None
@@ -61,7 +61,7 @@ class Architecture:
 
     @property
     def kinds(self) -> tuple[tuple[str, ...], ...]:
-        """Module kinds by which a quantization spec decides about products; fused kinds share a tuple."""
+        """The module kinds that a quantization spec can name; kinds that one matrix product fuses share a tuple."""
         return tuple(kinds for family in self.families for kinds in family.kinds)
 
     def tensors(self, sizes: ModelSizes) -> Iterator[TensorRow]:
@@ -124,7 +124,7 @@ _known: dict[str, Architecture] = {}
 
 
 def register(architecture: Architecture) -> None:
-    """Make an architecture known in this process. Each ARCHITECTURE of a file in `models.architectures` is known."""
+    """Make an architecture known in this process. Those in `models.architectures` are known anyway."""
     _known[architecture.name] = architecture
 
 
@@ -206,12 +206,12 @@ def text_config(path: Path, key: str = "model.path") -> dict[str, Any]:
 def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | None = None) -> Shape:
     """Read the shape of a Hugging Face directory's model from config.json alone; messages call the directory `key`.
 
-    adapter: what is trained in place of the weights. Whether the weights are quantized makes no difference. Draft
-    layers (multi-token prediction) are not counted.
+    adapter: the adapters that are trained in place of the weights. The shape does not depend on whether the weights are
+    quantized. Draft layers (multi-token prediction) are not counted.
 
     Raises:
-        UserError: no readable config, an unknown architecture, or a value that is missing or wrong; or an adapter that
-            the model cannot have.
+        UserError: no readable config, an unknown architecture, a value that is missing or wrong, or an adapter that the
+            model cannot have.
     """
     return read_model(path, key, served=True).adapted(adapter).shape
 

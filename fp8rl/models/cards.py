@@ -1,4 +1,4 @@
-"""The configurations of a data set, from its card: a README.md that begins with YAML. Anybody may upload a card."""
+"""Reads a data set's configurations from its card, a README.md that begins with YAML. Anybody may upload a card."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Configuration(BaseModel):
 
     @property
     def patterns(self) -> list[str]:
-        """Patterns of files below the data set's folder; none: all files."""
+        """Patterns of files below the data set's folder; []: all files."""
         below, files = f"{self.data_dir}/" if self.data_dir else "", self.data_files
         if files is None:
             return [f"{below}*"] if below else []
@@ -58,8 +58,8 @@ class _Card(BaseModel):
 
 
 def read_configurations(folder: Path, key: str) -> dict[str, Configuration]:
-    """Read the configurations of a data set's folder, by name; none if its card names none. Raises UserError, which
-    calls the data set `key`, if the card cannot be read."""
+    """Read the configurations of a data set's folder, by name; {} if there is no card, or the card names none. Raises
+    UserError, which calls the data set `key`, if the card cannot be read."""
     found: dict[str, Configuration] = {}
     for path, front in ((folder / "README.md", _FRONT), (folder / ".huggingface.yaml", re.compile("(.*)", re.DOTALL))):
         matched = front.match(read_text(path, key, "a card", largest=_LARGEST)) if path.is_file() else None

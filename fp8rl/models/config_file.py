@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json`: typed readings, and refusals that name key, value found and value expected."""
+"""Reads typed values of a Hugging Face `config.json`, and refuses a wrong value by its key and the expected value."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fp8rl.numerics.core.reading import read_json
 from fp8rl.numerics.ops.rope import Llama3, Scaling, Yarn
 
 LARGEST = 1 << 31
-"""The largest accepted size. With a larger one, work would go on for ever before the tensors show that it is wrong."""
+"""Sizes must be below this number. A larger one would cause endless work before the tensors show that it is wrong."""
 _UNSET: Any = object()
 _BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
 _ROPE_PLACES = ("rope_parameters", "rope_scaling")
-"""Keys that describe the rotation. transformers writes the first; the second, in older files, overrides the first."""
+"""Keys that describe the rotation. transformers writes the first; the second, in older files, overrides it."""
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _SCALING_KEYS = {
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
@@ -25,12 +25,12 @@ _SCALING_KEYS = {
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
 _MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
-"""Keys for channels that turn by a picture's height and width. A text's positions are the same in all channels."""
+"""Keys for channels that are rotated by positions in a picture. In a text all channels have the same position."""
 
 
 class ConfigFile:
-    """One config.json. Messages speak of the model's directory as `key`. Raises UserError: from every method, for a
-    value that is missing or wrong."""
+    """Reads one config.json. Messages call the model's directory `key`. Every method raises UserError for a value that
+    is missing or wrong."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, key: str) -> None:
         self._values, self._path, self._key = values, path, key
@@ -45,8 +45,8 @@ class ConfigFile:
         return cls(read_json(path, key, "a Hugging Face config.json"), path, key)
 
     def inner(self, name: str, with_keys: Collection[str]) -> ConfigFile:
-        """Return the configuration of an inner model, which is the value of `name`, with `with_keys` of the whole file
-        added. A key that occurs in both must have the same value in both."""
+        """Return the configuration of an inner model: the value of `name`, and the keys `with_keys` of the whole file.
+        A key that occurs in both must have the same value in both."""
         values = self._values.get(name)
         if not isinstance(values, dict):
             raise self.refusal(name, values, "the configuration of its model of text, a JSON object")
@@ -73,12 +73,12 @@ class ConfigFile:
         return name
 
     def model_type(self) -> str:
-        """Return what transformers calls this kind of model; empty if the file does not say."""
+        """Return the value of `model_type`, or "" if the file has none."""
         found = self._values.get("model_type")
         return found if isinstance(found, str) else ""
 
     def expect(self, name: str, value: str, reason: str) -> None:
-        """Refuse any other value of the key `name`."""
+        """Refuse a value of the key `name` other than `value`. reason: why, for the error message."""
         if self._values.get(name) != value:
             raise self.refusal(name, self._values.get(name), f"{value!r}, {reason}")
 
@@ -93,10 +93,7 @@ class ConfigFile:
             raise self.refusal("model_type", found, expected, f"Write {usual!r}, which computes the same.")
 
     def refuse_quantized(self) -> None:
-        """Refuse weights that are neither BF16 nor FP8 with a scale for each block of 128 x 128.
-
-        Some files leave `fmt` out.
-        """
+        """Refuse weights that are neither BF16 nor FP8 with a scale for each block of 128 x 128. `fmt` is optional."""
         for name in ("quantization_config", "compression_config"):
             found = self._values.get(name)
             if found is not None and not (
@@ -146,7 +143,7 @@ class ConfigFile:
         return rope or {}
 
     def rope_scaling(self, known: Literal["yarn", "llama3"]) -> Scaling | None:
-        """Return how the context was lengthened, or None. All places of the config that say it must agree.
+        """Return the method that lengthened the context, or None. All places of the config must agree on it.
 
         known: the one method that is accepted.
         """
@@ -226,7 +223,7 @@ class ConfigFile:
             return default
         count = kinds.count(first) if isinstance(kinds, list) else 0
         if not isinstance(kinds, list) or kinds != [first] * count + [other] * (len(kinds) - count) or not count:
-            raise self._variant(name, kinds, f"{first!r} in the first layers and {other!r} in all behind them")
+            raise self._variant(name, kinds, f"{first!r} in the first layers and {other!r} in all others")
         return count
 
     def interval(self, name: str, kinds: str, other: str, one: str, layers: int, default: int) -> int:
@@ -238,7 +235,7 @@ class ConfigFile:
         every = listed.index(one) + 1 if one in listed else layers + 1
         regular = [other if (layer + 1) % every else one for layer in range(layers)]
         if listed != regular:
-            raise self._variant(kinds, listed, f"{one!r} in each layer of a fixed number, for {layers} layers")
+            raise self._variant(kinds, listed, f"{one!r} in every Nth of {layers} layers, {other!r} in all others")
         if found is not None and found != every:
             raise self.refusal(name, found, f"{every}, as {kinds} has it", "Make them equal.")
         return every

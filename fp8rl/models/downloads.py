@@ -1,4 +1,4 @@
-"""Limits on what a hub may send. Without them clients wait as long as single bytes arrive, and trust its headers."""
+"""Limits what a hub may send. Without limits, clients wait as long as single bytes arrive, and trust its headers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from huggingface_hub.utils import _http
 PATIENCE_S, LEAST_BYTES = 30.0, 32 << 10
 """Within this many seconds a request must get this many bytes, or come to its end."""
 SILENCE_S, MOST_SILENCES, LONGEST_WAIT_S = 10.0, 3, 300
-"""Seconds to wait for an answer where the client sets no limit; the number of such waits without an answer; and the
-longest wait that a hub may ask for, from a client that asks too often."""
+"""Seconds to wait for an answer if the client sets no limit; the number of unanswered waits that ends a download; and
+the longest wait in seconds that a hub may demand from a client that asks too often."""
 MOST_TRIES, MOST_REQUESTS, MOST_BYTES = 20, 200, 64 << 20
-"""Tries of one address; and requests and bytes for all that a hub says of a repository, before its files."""
+"""The most tries of one address; and the most requests and bytes before a repository's files are listed."""
 _DIGEST = re.compile(r"[0-9a-f]{32,128}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -33,7 +33,7 @@ class HubAnswerError(Exception):
 
 @dataclass
 class Limits:
-    """The bytes and requests that a hub may still take."""
+    """The bytes and requests that a download may still use."""
 
     size: int = MOST_BYTES
     requests: int = MOST_REQUESTS
@@ -50,7 +50,7 @@ class Limits:
         self.requests += MOST_TRIES * len(files)
 
     def ask(self, request: httpx.Request) -> None:
-        request.headers["accept-encoding"] = "identity"  # what is packed may be a thousand times as much
+        request.headers["accept-encoding"] = "identity"  # compressed data may become a thousand times as long
         self.requests -= 1
         self.tried[str(request.url)] += 1
         if self.requests < 0 or self.tried[str(request.url)] > MOST_TRIES:
@@ -120,7 +120,7 @@ class _Network(httpcore.SyncBackend):
 
 @contextmanager
 def limited() -> Iterator[Limits]:
-    """Let the hub's clients keep to limits inside the block, and yield the limits."""
+    """Apply limits to the hub's clients inside the block, and yield the limits."""
     limits, former = Limits(), _http._GLOBAL_CLIENT_FACTORY
 
     def client() -> httpx.Client:

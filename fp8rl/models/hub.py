@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face hub: which texts name one, which commit it is, and how it is fetched.
+"""Fetches models and data sets of the Hugging Face hub: recognizes their names, resolves commits, downloads files.
 
 `huggingface_hub` fetches files into its cache, and heeds HF_TOKEN, HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT. A
 repository that is pinned to a commit and is in the cache needs no network.
@@ -77,8 +77,8 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
 
 
 def data_directory(path: str, revision: str | None, name: str | None, key: str) -> Path:
-    """Return the path of data. From a data set of the hub, fetch the files of the configuration `name`. Raises
-    UserError as `model_directory` does, or if there are several configurations, or none of this name."""
+    """Return the path of data. If `path` is a data set of the hub, fetch the files of its configuration `name`. Raises
+    UserError as `model_directory` does, or if there is no such configuration, or several and `name` is None."""
     if not is_hub_name(path):
         return _local(path, revision, key)
     with _explained(path, revision, "dataset", key) as limits:
@@ -172,7 +172,7 @@ def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | 
 
 @contextmanager
 def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterator[Limits]:
-    """Turn errors of the hub's clients in the block into one message that says why a repository cannot be had."""
+    """Turn errors of the hub's clients in the block into one message that says why a repository cannot be fetched."""
     import httpx
     from huggingface_hub import constants, errors
 
@@ -211,10 +211,10 @@ def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterato
         if isinstance(error, OSError) and error.strerror:
             found = f"{path}{of}, and {error.strerror} at {constants.HF_HUB_CACHE}"
             raise _refusal(key, found, "a cache with room", "Free some, or set HF_HOME to another disk.") from error
-        why = str(error) if isinstance(error, HubAnswerError) else f"answers as none does ({type(error).__name__})"
+        why = str(error) if isinstance(error, HubAnswerError) else f"gives an unknown answer ({type(error).__name__})"
         found = f"{path}{of} at {hub}, a hub that {why}"
         remedy = f"Correct HF_ENDPOINT, or try later; {page} should open in a browser."
-        raise _refusal(key, found, "what the hub's protocol has", remedy) from error
+        raise _refusal(key, found, "an answer in the hub's protocol", remedy) from error
 
 
 def _unreached(key: str, path: str, of: str, kind: Kind, error: BaseException) -> UserError:

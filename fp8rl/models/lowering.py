@@ -1,6 +1,6 @@
-"""The lowering of a program for speed: neighbouring ops become one op, and norms quantize their own result.
+"""Lowers a program for speed: neighbouring ops become one op, and norms quantize their own result.
 
-A GPU needs one launch for such an op. The program as it was gives the same bits, and recorders run it.
+A GPU needs one launch for such an op. The program before lowering gives the same bits, and recorders run it.
 """
 
 from __future__ import annotations

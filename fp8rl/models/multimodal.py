@@ -1,4 +1,4 @@
-"""Multimodal checkpoints: a text model, which is trained, and an image encoder (the tower), which is kept unchanged.
+"""Reads multimodal checkpoints: a text model, which is trained, and an image encoder (tower), which is kept unchanged.
 
 Such a checkpoint has another config.json and other names of tensors, and may stack experts. Files are read and written
 in its form; all other code sees only the text model.
@@ -29,8 +29,8 @@ class Multimodal:
     towers: tuple[str, ...] = ("model.visual.",)
     """Beginnings of the tower's names."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For the end of the name of a stacked tensor [experts, N, K]: the last parts of the names of the matrices that it
-    has for each expert."""
+    """Key: the end of the name of a stacked tensor [experts, N, K]. Value: the last parts of the names of an expert's
+    matrices in it."""
 
     def names(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
         """Return the piece of the files that holds each tensor of the table. A tensor that is only kept has its own
@@ -52,7 +52,7 @@ class Multimodal:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a checkpoint's files, or a part of a stacked tensor, that holds a tensor of the table."""
+    """The place of a table's tensor in a checkpoint's files: a whole tensor, or a part of a stacked tensor."""
 
     name: str
     """The name of the files' tensor."""

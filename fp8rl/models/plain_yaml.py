@@ -72,8 +72,8 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def comment_behind(text: str) -> str:
-    """Return the comment behind a value, which YAML leaves out and which in an override was meant as text. Return "" if
-    there is no comment, or the text is no YAML."""
+    """Return the comment after a value. YAML drops it, but in an override it was meant as text. Return "" if there is
+    no comment, or if the text is no YAML."""
     end = 0
     try:
         for event in yaml.parse(text, Loader=yaml.CSafeLoader):
@@ -93,8 +93,8 @@ def check_yaml(text: str, ours: bool = True) -> None:
     ours: the text is a spec or an override. Other files may have numbers such as 010 and 12:30.
 
     Raises:
-        ValueError: the text is nested too deep, stands for too many values, contains itself, has a tag or, if it is
-            ours, such a number.
+        ValueError: the text is nested too deep, stands for too many values, contains itself, or has a tag; or it is
+        ours and has such a number.
         yaml.YAMLError: the text is no YAML.
     """
     sizes: dict[str, int] = {}

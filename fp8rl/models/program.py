@@ -1,8 +1,8 @@
 """The program of a model: its forward pass as a sequence of ops over named values. Trainer and engine both run it.
 
-Each op reads some values and writes some, which later ops may read. `OpForm.compute` says how a form of op is computed,
-once for both sides. It calls a `Host` for all that differs between the sides: an engine's host reads a paged cache, a
-trainer's host the rows of a batch. A lowered program (`models.lowering`) runs neighbouring ops as one: same bits.
+Each op reads some values and writes some, which later ops may read. `OpForm.compute` computes a form of op, once for
+both sides. It calls a `Host` for all that differs between the sides. An engine's host reads a paged cache, and a
+trainer's host reads the rows of a batch. A lowered program (`models.lowering`) runs neighbouring ops as one op.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Forms of consecutive ops that may run as one op, which has the weights of them all."""
+    """Forms of consecutive ops that may run as one op, which has the weights of all of them."""
 
     forms: tuple[OpForm, ...]
     fused: OpForm
@@ -115,15 +115,16 @@ Watch = Callable[[OpSite, Sequence[Tensor | None], Sequence[Tensor]], None]
 
 
 class Host(Protocol):
-    """The side that runs a program, as ops see it. T: all sequences' tokens. A rank has only its heads and experts."""
+    """What ops call: the engine or trainer that runs them. T: all sequences' tokens. A rank has its heads and
+    experts."""
 
     sizes: ModelSizes
     kv: KVFormat
     spec: QuantSpec
 
     def tensor(self, site: OpSite, name: str = "", of: str = "") -> Tensor:
-        """Return a weight of the op that is not a product's. of: another op of the layer, to take its weight. name: the
-        end of the weight's name, if the op has several."""
+        """Return a weight of the op that is not a product's. of: another op of the layer, whose weight to return. name:
+        the end of the weight's name, if the op has several."""
 
     def product(self, site: OpSite, x: Tensor, rows: Any = None) -> Tensor:
         """Return x times all matrices of the op, end to end, plus biases. rows: x, quantized by `ops.norm_rows`."""
@@ -139,13 +140,14 @@ class Host(Protocol):
     def logprobs(self, site: OpSite, logits: Tensor) -> Tensor: ...
 
     def whole(self, x: Tensor) -> Tensor:
-        """Return a value of all tokens. x: this rank's tokens, if ranks split the sequence."""
+        """Return x for all tokens. x: a value of this rank's tokens, if ranks split the sequence."""
 
     def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Apply a function to a value [T, C] of all ranks' heads, and return this rank's part. x: this rank's heads."""
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join parts of heads [T, heads, ...] to one value [T, C], in the host's order of channels."""
+        """Join parts [T, heads, ...], each with some channels of every head, to one [T, C]. The trainer keeps a head's
+        channels together; the engine puts all heads' channels of the first part first."""
 
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         """Undo `joined`. widths: the width of each part in a head."""
@@ -177,14 +179,15 @@ class Host(Protocol):
         """Compute `ops.gated_delta_rule` of values in the order of `in_rows`. The result has the usual order again."""
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts, or replay a choice. route: `ops.route`, say, with all arguments but `choose`."""
+        """Choose each token's experts, or replay a choice. route: a function like `ops.route` that takes only
+        `choose`."""
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Compute `ops.routed_experts`."""
 
 
 def run(sites: Iterable[OpSite], host: Host, values: dict[str, Any], watch: Watch | None = None) -> dict[str, Any]:
-    """Run ops in order, each on the values so far, and return all values. watch: called after each op."""
+    """Run ops in order, each on the values written before it, and return all values. watch: called after each op."""
     for site in sites:
         op = site.op
         read = [values.get(name) for name in op.reads]

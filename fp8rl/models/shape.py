@@ -1,6 +1,6 @@
-"""Size and cost of a model: sums over the rows of its tensors and over its families, without reading a weight.
+"""Computes size and cost of a model from its table of tensors and its families, without reading a weight.
 
-Equal layers in a row are computed once, so that a model of tens of thousands of tensors takes only a moment.
+Consecutive equal layers are computed once, so that a model of tens of thousands of tensors takes only a moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BF16_BYTES, FP32_BYTES = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """Weights of a model that are alike: a parameter of Megatron's, in consecutive layers."""
+    """Equal weights of a model: one parameter of Megatron's, in consecutive layers."""
 
     name: str
     """The name of the op that reads the weight, e.g. `qkv`."""
@@ -39,7 +39,7 @@ class WeightGroup:
     pieces: tuple[int, ...] = ()
     """The number of rows of each checkpoint tensor that the weight consists of."""
     kind: str | None = None
-    """The module kind by which a quantization spec decides; None: no spec quantizes the weight."""
+    """The module kind that a spec names to quantize the weight; None: it is never quantized."""
     share: Share
     place: Literal["first", "attention", "mlp", "last"]
     """The place of the weight: before the layers, in a part of each layer, or after the layers."""
@@ -48,7 +48,7 @@ class WeightGroup:
     copies: int = 1
     """The number of such weights in each of the layers."""
     taken: int = 0
-    """How many of the copies a token is multiplied with; 0 for a weight of no product."""
+    """How many of the copies a token is multiplied with; 0 if the weight is not of a product."""
     by_heads: bool = False
     """True if Megatron interleaves the weight's tensors by heads."""
     tied: bool = False

@@ -20,7 +20,7 @@ from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 
 ALIGNMENT = 256
-"""The multiple of bytes at which parameters begin, as kernels that load whole tiles need."""
+"""Parameters begin at a multiple of this many bytes, as kernels that load whole tiles need."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def parameter_spans(model: Model, spec: QuantSpec) -> dict[str, ParameterSpan]:
 def engine_parameters(
     model: Model, spec: QuantSpec, rank: EngineRank = WHOLE, scales: torch.dtype = SERVED_SCALES
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of each parameter of a rank of the engine, by name, without adapters. scales: the dtype of
-    the scales of a quantized weight, which follow it."""
+    """Return shape and dtype of each parameter of a rank of the engine, by name, without adapters. Scales follow their
+    weight. scales: the dtype of scales."""
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, by_index in model.tensors.in_engine.items():
         rows = next(iter(by_index.values()))
@@ -108,7 +108,7 @@ class SharedBase:
     def fused(self, rows: Sequence[TensorRow], stacked: int = 0) -> Tensor | QuantizedTensor:
         """Return consecutive tensors of one parameter of the engine as one tensor [N, ...], which is a view.
 
-        stacked: a number of experts, of which `rows` are the first; return [stacked, N, K]. 0: no experts.
+        stacked: return [stacked, N, K], the tensors of this many experts; `rows` are the first expert's. 0: no experts.
 
         Raises ValueError if the tensors are not consecutive.
         """

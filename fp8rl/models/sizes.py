@@ -73,7 +73,7 @@ class ModelSizes:
     kept: tuple[str, ...] = ()
     """Beginnings of names of tensors that nothing here reads and that are written back as they are."""
     kept_in_layers: tuple[str, ...] = ()
-    """Parts of names of such tensors within a layer, from the layer's number on: `.self_attn.indexer.`"""
+    """Parts of the names of such tensors in a layer, such as `.self_attn.indexer.`"""
     tower: str = ""
     """The checkpoint's architecture if it also has an image encoder (a tower), which nothing here uses; else empty."""
     picture_tokens: tuple[int, ...] = ()
@@ -110,15 +110,15 @@ class ModelSizes:
 
     @property
     def moe_layers(self) -> int:
-        """The layers with routed experts, which are the last layers."""
+        """The number of layers with routed experts. They are the last layers."""
         return self.layers - self.dense_layers if self.moe else 0
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether layer 0 to `layers` - 1 has routed experts."""
+        """Return whether a layer, counted from 0, has routed experts."""
         return self.moe and layer >= self.dense_layers
 
     def keeps(self, name: str) -> bool:
-        """Return True for a tensor of the checkpoint that no side uses, such as a draft layer's: it is only kept."""
+        """Return whether a tensor of the checkpoint is only kept, because no side uses it, such as a draft layer's."""
         numbers = range(self.layers, self.layers + self.draft_layers)
         beginnings = (*self.kept, *(f"model.layers.{number}." for number in numbers))
         return name.startswith(beginnings) or self.keeps_in_layer(name)
@@ -158,7 +158,7 @@ def _joined(head_dim: int, kv_heads: int) -> int:
 
 
 def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:
-    """Refuse heads that cannot be grouped or rotated, and more experts of a token than there are."""
+    """Refuse heads that cannot be grouped or rotated, and tokens that take more experts than there are."""
     if sizes.heads % sizes.kv_heads:
         raise config.refusal("num_key_value_heads", sizes.kv_heads, f"a divisor of num_attention_heads = {sizes.heads}")
     if sizes.head_dim % 2:

@@ -26,7 +26,7 @@ SERVED_SCALES = torch.float32
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a tensor on one side."""
+    """The place of a tensor in the engine, or in Megatron."""
 
     parameter: str
     """The name of the parameter in the side's model."""
@@ -38,14 +38,14 @@ class Location:
     groups: int | None = None
     """The number of groups; None: a group is a key-value head (or `ModelSizes.joined` of them) with its queries."""
     fused: bool = False
-    """True if a quantization config names the parameter itself, too: the side looks for it by no other name."""
+    """True if a quantization config must also name the parameter itself, since the engine looks only for this name."""
     buffer: bool = False
     """True if the parameter is a buffer of the side's model."""
     padded: bool = False
     """True if the parameter may have more rows than the tensor."""
     split: int | None = None
-    """The axis on which an engine's tensor-parallel ranks split the tensor. None: each rank has the whole tensor; only
-    one rank has it if it is an expert's."""
+    """The axis on which an engine's tensor-parallel ranks split the tensor. None: each rank has the whole tensor; an
+    expert's tensor is on one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class TensorRow:
     """The layer, from 0; None outside the layers."""
     expert: int | None = None
     kind: str | None = None
-    """The module kind (`Architecture.kinds`) by which a spec decides about the tensor; None: no spec quantizes it."""
+    """The module kind that a spec names to quantize the tensor (`Architecture.kinds`); None: it is never quantized."""
     product: bool = False
     """True for the weight of a matrix product, quantized or not."""
     small: bool = False
@@ -112,11 +112,11 @@ class TensorTable:
         self._groups = groups
 
     def __getitem__(self, name: str) -> TensorRow:
-        """Return the row of a tensor, or, for a name of scales, of their weight."""
+        """Return the row of a tensor. A name of scales gives the row of their weight."""
         return self.rows[name.removesuffix(SCALE_SUFFIX)]
 
     def get(self, name: str) -> TensorRow | None:
-        """Return the row of a tensor, or, for a name of scales, of their weight; None for an unknown name."""
+        """Return the same row as `[name]`; None for an unknown name."""
         return self.rows.get(name.removesuffix(SCALE_SUFFIX))
 
     @functools.cached_property
@@ -146,15 +146,15 @@ class TensorTable:
         return found
 
     def views(self, held: Mapping[str, Tensor], block: int, rank: EngineRank) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the tensors of the checkpoint that a rank of an engine holds, with the scales of quantized tensors.
+        """Yield the tensors and scales of the checkpoint that a rank of an engine holds.
 
-        Each is its name (of a rank's part, the rank's label), the parameter that holds it, and the view of this
-        parameter that is the tensor. held: parameters by name, all or some. block: rows of a tensor that share a row of
-        scales; a tensor's last row may stand for fewer.
+        Each is (`EngineRank.label`, the parameter that holds it, the tensor as a view of the parameter). held: all or
+        some parameters, by name. block: number of rows of a tensor that share a row of scales; the last row of scales
+        may have fewer.
         """
         for name, by_index in self.in_engine.items():
             for suffix, of_row in (("", 1), (SCALE_SUFFIX, block)):
-                if (parameter := held.get(name + suffix)) is None:  # as those of adapters before they are attached
+                if (parameter := held.get(name + suffix)) is None:  # such as adapters before they are attached
                     continue
                 for index, rows in by_index.items():
                     place = rank.place(index, len(parameter))
@@ -166,11 +166,11 @@ class TensorTable:
                         yield rank.label(row.name + suffix, row), parameter, part
 
     def split(self, fused: Tensor, rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> list[Tensor]:
-        """Cut a parameter of Megatron's, or its scales, into its tensors: views where the layout allows. Megatron holds
-        matrices where the checkpoint has tensors of more axes.
+        """Cut a parameter of Megatron's, or its scales, into its tensors, as views if the layout allows. If a tensor
+        has more than two axes, Megatron holds it as a matrix.
 
-        fused: [N, ...]. block: as above. ranks: the number of ranks that share the rows of each tensor; `fused` is the
-        part of one rank.
+        fused: [N, ...]. block: as in `views`. ranks: the number of ranks that share the rows of each tensor; `fused` is
+        the part of one rank.
         """
         if rows[0].megatron.layout == "heads":
             grouped = fused.unflatten(0, (self.groups_of(rows) // ranks, -1))

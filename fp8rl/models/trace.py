@@ -1,4 +1,4 @@
-"""Recordings of what goes into each op of a model's program and what comes out.
+"""Records the inputs and outputs of each op of a model's program.
 
 The trainer records the inputs and outputs of its ops. The engine runs its own ops on these inputs, and then the whole
 program on its own outputs. A recording is a flat mapping from `site:in.name` and `site:out.name` to tensors whose first

@@ -1,3 +1,3 @@
-"""The ground floor: the quantization spec, quantizers, shared ops and tensor digests. Imports no other package of ours.
+"""The lowest layer: the quantization spec, quantizers, shared ops and tensor digests. Imports no other package of ours.
 
-Its folder `core` has no numerics: errors, files, sections of a spec, memory and processes, for every package above."""
+Its folder `core` has no numerics: it has errors, files, sections of a spec, memory and processes for all packages."""

@@ -33,7 +33,7 @@ class NumericsConfig:
 
     mode: Mode = "exact"
     """`exact`: both sides call the ops of `numerics.ops`, so that their logprobs are equal. `native`: each side calls
-    its library's own ops. On a CPU neither library has FP8 products, so only FP8 products are ours there."""
+    its library's own ops. On a CPU neither library has FP8 products, so FP8 products run on `numerics.ops`."""
     spec: QuantSpec
     """The quantization spec."""
     trainer: TrainerPrecision = "fp8"
@@ -43,13 +43,12 @@ class NumericsConfig:
     kv: KVPrecision = "bf16"
     """The format of keys and values, on both sides: `bf16` or `fp8`, which is E4M3. Exact mode only."""
     key_scale: float = 1.0
-    """The power of two that divides keys, and rows that are key and value in one, before they are rounded."""
+    """Keys are divided by this power of two before they are rounded. So are rows that are key and value in one."""
     value_scale: float = 1.0
-    """The power of two that divides values before they are rounded."""
+    """Values are divided by this power of two before they are rounded."""
     k_splits: int = 1
-    """The number of slices of K that a row-parallel product is cut into; their FP32 partials are added in order. It
-    is the trainer's tensor-parallel size, on both sides, so that the engine adds in the trainer's order. Exact mode
-    only."""
+    """The number of slices that K of a row-parallel product is cut into. Their FP32 sums are added in order. On both
+    sides it is the trainer's tensor-parallel size, so that the engine adds in the trainer's order. Exact mode only."""
     router_replay: RouterReplay = "off"
     """`record`: the engine reports the experts of each token, and the trainer reports the experts that it chose itself.
     `replay`: the trainer takes the engine's experts (R3)."""
@@ -101,7 +100,7 @@ class NumericsConfig:
 
     @property
     def rollout_spec(self) -> QuantSpec:
-        """The spec that the engine runs, and so the one in which weights are sent to it."""
+        """The spec that the engine runs. Weights are sent to the engine in this spec."""
         return self.spec if self.rollout != "bf16" else QuantSpec.preset("bf16")
 
     @property

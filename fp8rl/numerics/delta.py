@@ -1,4 +1,4 @@
-"""Deltas between two tensors of the same shape: positions and new values of the bytes that differ."""
+"""Computes deltas between two tensors of the same shape: positions and new values of the bytes that differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LastSent:
 
 
 def encode(new: Tensor, old: Tensor) -> Tensor | None:
-    """Return the delta uint8 [3 n] that makes `old` into `new`; None where it would be no shorter than `new` itself.
+    """Return the delta uint8 [3 n] that makes `old` into `new`; None if it would be no shorter than `new` itself.
 
     n counts the bytes that differ and every 65,535th byte, so that a distance between entries fits into two bytes.
     """

@@ -1,10 +1,10 @@
-"""Digests of tensors: the proof that two processes hold the same bytes.
+"""Digests tensors, to prove that two processes hold the same bytes.
 
-A 128-bit multilinear hash (Carter and Wegman; Lemire and Kaser, "Strongly universal string hashing is fast"): the
-tensor's bytes are read as 32-bit words, each word is multiplied with an odd pseudo-random 64-bit weight of its
-position, and the products are added modulo 2^64, with two independent sets of weights. Integer sums do not depend on
-the order of addition, so a CPU and a GPU agree. Any single changed word changes the digest with certainty, any other
-fault escapes with a probability below 2^-64. It detects faults; it is no defence against an adversary.
+The digest is a 128-bit multilinear hash (Carter and Wegman; Lemire and Kaser, "Strongly universal string hashing is
+fast"). It reads the tensor's bytes as 32-bit words and takes the sum of word_i * weight_i modulo 2^64, with two
+independent sets of odd pseudo-random 64-bit weights. Integer sums do not depend on the order of addition, so a CPU and
+a GPU agree. One changed word always changes the digest; any other fault escapes with a probability below 2^-64. The
+digest detects faults; it is no defence against an adversary.
 """
 
 from __future__ import annotations

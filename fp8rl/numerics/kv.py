@@ -1,10 +1,10 @@
-"""The format of keys and values: what the engine's cache holds, and what the trainer attends to.
+"""Defines the format of keys and values in the engine's cache and in the trainer's attention.
 
 In FP8 a rotated key, a value, or an MLA row (key and value in one) is divided by a static scale and rounded to E4M3
 once, when it is made. So an entry of the cache depends on its token alone, and a token's result does not depend on its
-batch. The engine keeps the codes, the trainer the same numbers in BF16. Neither multiplies them by the scales again:
-the scale of keys goes into the scale of the scores, the scale of values into the result. Scales are powers of two, so
-they change no rounding.
+batch. The engine keeps the codes, and the trainer keeps the same numbers in BF16. Neither multiplies them by the scales
+again: the scale of keys is a factor of the scores, and the scale of values is a factor of the result. Scales are powers
+of two, so they change no rounding.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class KVFormat:
     quantized: bool = False
     """True: keys and values are in E4M3. False: they are in BF16, and both scales are 1."""
     key_scale: float = 1.0
-    """The power of two that divides keys, and rows that are key and value in one, before they are rounded."""
+    """Keys are divided by this power of two before they are rounded. So are rows that are key and value in one."""
     value_scale: float = 1.0
-    """The power of two that divides values before they are rounded."""
+    """Values are divided by this power of two before they are rounded."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,8 +1,8 @@
-"""The precision map: each class of tensors of a training step and of an engine, its planned format, and why.
+"""Has the precision map: the planned format of each class of tensors in a training step and an engine, and the reason.
 
-The first twelve rows come from a map published for DeepSeek-V3. Rows for the router, adapters, data that ranks
-exchange inside a layer, and the engine follow. docs/exactness.md has the map as a table, and some reasons at length. An
-audit (`fp8rl audit`) compares the plan with what a live trainer and engine are found to do.
+The first twelve rows come from a map published for DeepSeek-V3. Rows for the router, adapters, data that ranks exchange
+inside a layer, and the engine follow. docs/exactness.md has the map as a table, and some reasons at length. An audit
+(`fp8rl audit`) compares the plan with the formats in a live trainer and engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8rl.numerics.core.memory import format_of
 class TensorClass:
     """One class of tensors and its plan.
 
-    A format is `fp32`, `bf16`, `e4m3` or `e5m2`; a bar separates several that will do. Braces refer to the spec:
+    A format is `fp32`, `bf16`, `e4m3` or `e5m2`; a bar separates allowed formats. Braces stand for a format of the run:
     `{weight}`, `{activation}`, `{gradient}` of the trainer's products, `{served}` of the engine's weights, `{wire}` and
     `{gather}` between data-parallel ranks, `{kv}` of keys and values; `{operand}` and `{dequantized}` are the narrowest
     formats that hold the dequantized weights of either side.
@@ -50,7 +50,7 @@ class Planned:
     formats: tuple[str, ...]
     """The allowed formats."""
     hidden: bool = False
-    """True if a kernel computes the tensors in another format than the definition, where no audit can watch."""
+    """True if a kernel uses another format for the tensors than the definition. No audit can watch inside a kernel."""
 
 
 def precision_map(

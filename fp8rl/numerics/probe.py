@@ -1,4 +1,4 @@
-"""The start-up probe: it checks that this machine's arithmetic is row-invariant.
+"""Checks, when a process starts, that this machine's arithmetic is row-invariant (the start-up probe).
 
 The ops are row-invariant if the arithmetic below them is. A row of a product must not depend on the number of rows, nor
 on its place among them, and a sum over keys must not depend on zeros that follow the keys. Neither matrix libraries
@@ -188,7 +188,7 @@ def allow_deepgemm(device: torch.device | str) -> str | None:
 
 
 def choose_deepgemm(device: torch.device | str, wanted: bool | None) -> str | None:
-    """Let FP8 products run on DeepGEMM if they can, unless `wanted` is false. If it is true, return why they cannot."""
+    """Let FP8 products run on DeepGEMM if they can, unless `wanted` is False. If it is True, return why they cannot."""
     obstacle = None if wanted is False else allow_deepgemm(device)
     return obstacle if wanted else None
 
@@ -360,8 +360,8 @@ def _adapted_forms(
 def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor, kept: torch.dtype) -> bool:
     """Return whether attention gives q, the newest tokens of two sequences, the same bits in other batches.
 
-    The other batches are single queries over just the keys that they see; the paged op; and, if q holds all tokens, the
-    packed op and a tree of both sequences, which are given a common beginning. kept: the dtype of the cache.
+    The other batches are: single queries with only the keys that they see; the paged op; and, if q holds all tokens,
+    the packed op and a tree of both sequences with a common beginning. kept: the dtype of the cache.
     """
     length = kv.shape[1]
     oldest, common = length - q.shape[1], KEY_SPLIT + 33

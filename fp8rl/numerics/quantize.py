@@ -1,4 +1,4 @@
-"""The one quantizer of the project: trainer forward and backward, weight sync and converters all call it."""
+"""Has the one quantizer of the project. Trainer forward and backward, weight sync and converters call it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fp8rl.numerics.spec import Scale, TensorSpec
 
 # Fake quantization of activations and gradients on the way into a GEMM: the values after storing them in FP8.
 #
-# Same values as `quantize(x, spec).dequantize()`, without FP8 casts, which are slow on a CPU, for the case that every
-# step runs: BF16 rows in token groups whose scales are powers of two, rounded to nearest. Everything else takes the
+# The values are those of `quantize(x, spec).dequantize()`. Every step quantizes BF16 rows in token groups, with scales
+# that are powers of two, to nearest. This case has no FP8 casts, which are slow on a CPU. All other cases take the
 # general quantizer.
 
 
@@ -93,11 +93,11 @@ class QuantizedTensor:
 def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """Quantize a BF16 or FP32 tensor [..., rows, columns], saturating.
 
-    A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign); an infinite
-    value makes the scale 1 and saturates. With a static range all scales are alike whatever the values. Blocks at
+    A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign). An infinite
+    value makes the scale 1, and saturates. With a static range all scales are alike whatever the values. Blocks at
     ragged edges are smaller; nothing is padded in the result.
     out: a result to write into, of the right shapes and dtypes and with contiguous data; it is returned.
-    Raises `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized.
+    Raises `UserError` for a spec that does not quantize, or for a dtype or shape that cannot be quantized.
     """
     quantized = quantize_by(x, spec, block_amax(x, spec))
     if out is None:

@@ -1,4 +1,4 @@
-"""Rounding to the FP8 grids, and the scales before it. Elementwise, FP32 in and out, with the same bits if compiled.
+"""Rounds to the FP8 grids, and computes the scales. All is elementwise in FP32, with the same bits if compiled.
 
 The scale formula is TransformerEngine's `Float8BlockScaling`: scale = fp8_max / amax with IEEE division, optionally
 rounded down to a power of two by clearing the mantissa; a block whose amax is 0 or infinite has scale 1. Where the
@@ -65,8 +65,8 @@ def round_to_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     x holds BF16 numbers times powers of two, so at most 8 significant bits. Then with k = 23 - mantissa bits, x * 2^k
     is an even multiple of the grid's step at x, and FP32's own rounding in (x * 2^k + x) - x * 2^k rounds x to the
-    grid. Below the smallest normal number the step is fixed, and adding 1.5 * 2^k times that number's power does the
-    same. No casts and no bit operations, so that a compiler vectorizes all of it.
+    grid. Below the smallest normal number the step is fixed, and adding and subtracting 1.5 * 2^k times that number
+    does the same. There are no casts and no bit operations, so that a compiler vectorizes all of it.
     """
     largest, mantissa_bits, smallest_exponent = _GRIDS[dtype]
     shift = 23 - mantissa_bits
@@ -83,8 +83,8 @@ def round_stochastically(x: Tensor, column: Tensor, dtype: torch.dtype) -> Tenso
     cut into blocks; it broadcasts to x.
 
     The random number of an element is a hash of its bits and of its column modulo 128, and of nothing else. So equal
-    tensors give equal bits, whenever, in whatever batch and on whatever rank: scoring a token twice, recomputing a
-    forward, resuming a run, splitting or fusing a weight in whole blocks. An element that changes draws anew.
+    tensors give equal bits in any batch and on any rank, also if a token is scored again, a forward is recomputed, a
+    run is resumed, or a weight is split or fused in whole blocks. A changed element gets another random number.
     """
     largest, mantissa_bits, smallest_exponent = _GRIDS[dtype]
     fraction_bits = 23 - mantissa_bits

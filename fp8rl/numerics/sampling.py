@@ -1,8 +1,8 @@
-"""The seeds of sampled tokens.
+"""Defines the seeds of sampled tokens.
 
-Every answer has a seed, and the token that follows position p of it is drawn with the noise that belongs to (seed, p,
-token id): `numerics.ops.draw`. So an answer comes out the same alone or in a batch, on any engine, after a retraction,
-a retry or a restart, and whoever has the logits, such as the trainer in exact mode, can draw its tokens again.
+Every answer has a seed. The token after position p is drawn with noise that depends on (seed, p, token id), see
+`numerics.ops.draw`. So an answer is the same alone or in a batch, on any engine, and after a retraction, a retry or a
+restart. A process that has the logits, such as the trainer in exact mode, can draw the tokens again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 GREEDY = -1
-"""The value in place of a seed for which the most probable token is taken."""
+"""The value in place of a seed with which the most probable token is taken."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def evaluation_seed(run_seed: int, name: str, problem: int, answer: int) -> int:
 def canary_seed(run_seed: int) -> int:
     """Return the seed of an answer that is known before it is sampled, below `GREEDY`.
 
-    Such seeds are drawn at an infinite temperature, so that the noise alone chooses their tokens, whatever the logits
-    are.
+    Tokens with such seeds are drawn at an infinite temperature, so that the noise alone chooses them, and not the
+    logits.
     """
     return GREEDY - 1 - _hash62(f"{run_seed}:canary")
 

@@ -1,8 +1,7 @@
-"""The quantization spec: which tensor is in which format, with which scales.
+"""Defines the quantization spec: the format and the scales of each tensor.
 
-One `QuantSpec` is read by the trainer, the rollout engine, the weight sync and the converters. Everything that a
-library needs to know about FP8 is derived from it, and its digest is what two sides compare before they work
-together.
+The trainer, the rollout engine, the weight sync and the converters read one `QuantSpec`. All FP8 settings of a library
+are derived from it. Two sides compare its digest before they work together.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantSpec:
-    """The numerical contract of a run. Immutable, hashable, and the same for every side that works together."""
+    """The numerical contract of a run. It is immutable, hashable, and the same for all sides that work together."""
 
     weight: TensorSpec
     """The format of the weight, as an operand of a quantized GEMM."""
@@ -133,8 +132,8 @@ class QuantSpec:
     """The format of the gradient."""
     scope: frozenset[str] | Literal["all"] = ALL
     """The module kinds whose GEMMs are quantized, by the exact names that a model's architecture gives them, or `all`.
-    Tensors of no kind (embeddings, lm_head, norms, router) stay in BF16. Names are checked where architectures are
-    known: `models.architecture.check_scope`."""
+    Tensors of no kind (embeddings, lm_head, norms, router) stay in BF16. `models.architecture.check_scope` checks the
+    names."""
     first_layers_bf16: int = 0
     """Number of decoder layers at the start that stay entirely in BF16."""
     last_layers_bf16: int = 0
@@ -178,7 +177,7 @@ class QuantSpec:
         return self.quantized and (self.scope == ALL or kind in self.scope)
 
     def of_layer(self, layer: int, layers: int) -> QuantSpec:
-        """Return the spec of layer 0 to `layers` - 1: this one, or plain BF16 for the first and the last layers."""
+        """Return the spec of a layer, counted from 0: this spec, or plain BF16 for the exceptions at both ends."""
         exception = layer < self.first_layers_bf16 or layer >= layers - self.last_layers_bf16
         return PRESETS["bf16"] if exception else self
 

@@ -1,7 +1,7 @@
-"""Quantized weights in the form that products take, made once per weight version.
+"""Caches quantized weights in the form that products take. They are made once per weight version.
 
 Optimizers and checkpoint loaders write weights in place without bumping torch's own version counter, so the version is
-explicit: code that changes the weights calls `advance`, which drops all that was made from an older version.
+explicit. Code that changes the weights calls `advance`, which drops everything that was made from an older version.
 """
 
 from __future__ import annotations

@@ -160,13 +160,13 @@ def in_fp8(model: Path, scale: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("scale", "says"),
-    [("pow2", "no value changes"), ("fp32", "values of 1 are rounded, whose scales are no powers of two")],
+    [("pow2", "no value changes"), ("fp32", "values of 1 are rounded, as their scales are no powers of two")],
 )
 def test_weights_in_fp8_are_read_as_codes_times_scales(model: Path, scale: str, says: str) -> None:
     expected, said = in_fp8(model, scale), []
     check_stored(model, read_model(model), say=said.append)
     assert said[0].startswith("1 weights of the model are in FP8") and said[0].endswith(says)
-    assert re.fullmatch(r"the model has matrices \d+ in BF16 which specs .*: the run's spec decides .*", said[1])
+    assert re.fullmatch(r"the model has matrices \d+ in BF16 that specs .*; both sides quantize .*", said[1])
     read = dict(stored_tensors(model, read_model(model)))
     assert read.keys() == expected.keys() and all(torch.equal(read[name], value) for name, value in expected.items())
 

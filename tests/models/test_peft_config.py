@@ -70,7 +70,7 @@ def test_values_that_leave_it_plain_lora_are_taken(changes: dict[str, Any], writ
         ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion.*merge_and_unload"),
         ({"init_lora_weights": "pissa_niter_16"}, "weight_conversion.\\.$"),
         ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "merge_and_unload"),
-        ({"loftq_config": {"loftq_bits": 4}}, "changes the weights below.*merge_and_unload.*remove the key"),
+        ({"loftq_config": {"loftq_bits": 4}}, "changes the base weights.*merge_and_unload.*remove the key"),
         ({"corda_config": {"corda_method": "ipm"}}, "weight_conversion.*If PEFT has converted it already, remove"),
         ({"r": "four"}, "a positive integer.*Restore"),
         ({"alora_invocation_tokens": [1, 2]}, "train a plain LoRA adapter"),

@@ -54,7 +54,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
         raise config.refusal("num_experts_per_tok", top_k, f"at most n_routed_experts = {experts}")
     if q_rank % BLOCK_OF_PAIR:
         expected = f"a multiple of {BLOCK_OF_PAIR}, the quantization block: SGLang holds it and kv_a_proj as one weight"
-        raise config.refusal("q_lora_rank", q_rank, expected, "Use a model whose rank is one.")
+        raise config.refusal("q_lora_rank", q_rank, expected, "Use a model with such a rank.")
     if rope % 2:
         raise config.refusal("qk_rope_head_dim", rope, "an even number: rotary embeddings turn pairs")
     check_groups(config, experts, groups, kept, top_k)

@@ -1,7 +1,7 @@
 """DeepSeek-V3.2: DeepSeek-V3 with an indexer that chooses `index_topk` keys for each query (sparse attention).
 
 In a row of at most `index_topk` tokens the indexer chooses every key, so that attention is DeepSeek-V3's. Longer rows
-are refused. The indexer's weights are not read, trained or served; a model that is written has them as they were.
+are refused. The indexer's weights are not read, trained or served; a written model has them unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fp8rl.models.sizes import ModelSizes
 
 INDEXER = ".self_attn.indexer."
 """The part of a name that marks a tensor of the indexer."""
-LIMIT = "index_topk (up to there the indexer chooses every key; a choice among more is not defined here)"
+LIMIT = "index_topk (in a longer row the indexer leaves keys out, which is not supported)"
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -25,7 +25,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     if (every := config.size("moe_layer_freq")) != 1:
         raise config.refusal("moe_layer_freq", every, "1: experts in all layers but the first")
     for name in ("scoring_func", "topk_method"):
-        config.expect(name, str(deepseek_v3.VARIANTS[name]), "which the engine's router goes by")
+        config.expect(name, str(deepseek_v3.VARIANTS[name]), "as the engine's router has it")
     dense = config.leading(
         "mlp_layer_types", "dense", "sparse", default=config.size("first_k_dense_replace", default=3)
     )

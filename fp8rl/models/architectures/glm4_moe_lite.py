@@ -13,8 +13,8 @@ NORM_EPS = 1e-5
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Read the sizes. config.json must have every size. If it does not say which layers are dense, the first layer is.
-    The epsilon of norms has transformers' own default."""
+    """Read the sizes. config.json must have every size. By default only the first layer is dense. `rms_norm_eps` has
+    transformers' own default."""
     dense = config.leading(
         "mlp_layer_types", "dense", "sparse", default=config.size("first_k_dense_replace", default=1)
     )

@@ -1,4 +1,4 @@
-"""Llama 3, dense: Qwen3 without norms of the heads; from 3.1 on, over a lengthened context (`rope_type: llama3`)."""
+"""Llama 3, dense: Qwen3 without norms of the heads. Llama 3.1 and later lengthen the context (`rope_type: llama3`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ VARIANTS = {
 
 
 def sizes(config: ConfigFile, kv_heads: int | None = None) -> ModelSizes:
-    """Read the sizes. Absent keys have the defaults of transformers' LlamaConfig. kv_heads: the default of another
-    architecture; None: the number of query heads."""
+    """Read the sizes. Absent keys have the defaults of transformers' LlamaConfig. kv_heads: the default number of
+    key-value heads; None: the number of query heads."""
     config.refuse_variants(VARIANTS, scaled=True)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     head_dim = max(1, hidden // heads)
@@ -40,7 +40,7 @@ AS_MISTRAL = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
     "sliding_window": None,
-    "transformers_version": "5.0.0",  # of a Mistral of before, transformers says that its tokenizer is wrong
+    "transformers_version": "5.0.0",  # for a lower version, transformers says that the tokenizer is wrong
 }
 ARCHITECTURE = Architecture(
     name="LlamaForCausalLM",

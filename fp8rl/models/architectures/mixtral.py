@@ -19,7 +19,7 @@ VARIANTS = {"hidden_act": "silu", "sliding_window": None, "tie_word_embeddings":
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Read the sizes. Absent keys have the defaults of transformers' MixtralConfig, except for the size of a model."""
+    """Read the sizes. Absent keys have the defaults of transformers' MixtralConfig. Most sizes must be present."""
     config.refuse_variants(VARIANTS)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=8)
@@ -48,7 +48,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 def block_sparse_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
-    """Yield the rows of router and experts, by the names that Mixtral has."""
+    """Yield the rows of router and experts under Mixtral's names."""
     for row in mlp.moe_tensors(sizes, layer):
         if row.op != "post_norm":
             *before, weight, suffix = row.name.replace("mlp.", PLACE).split(".")

@@ -1,4 +1,4 @@
-"""Qwen3, dense: grouped-query attention with normed queries and keys, SwiGLU."""
+"""Qwen3, dense: grouped-query attention with normed queries and keys, and an MLP with SwiGLU."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fp8rl.models.sizes import ModelSizes, checked
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Read the sizes. Absent keys have the defaults of Qwen3_5TextConfig, except numbers of heads and widths."""
+    """Read the sizes. Absent keys have the defaults of Qwen3_5TextConfig. Numbers of heads must be present."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         config.size(name)  # refuses a file without it
     return checked(config, ModelSizes(**qwen3_next.hybrid_sizes(config), ffn_size=config.size("intermediate_size")))

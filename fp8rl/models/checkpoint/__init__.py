@@ -1,1 +1,1 @@
-"""The files of a model: its safetensors, read and written, and adapters in the format of PEFT."""
+"""Reads and writes the files of a model: safetensors, and adapters in the format of PEFT."""

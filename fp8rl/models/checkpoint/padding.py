@@ -1,8 +1,8 @@
-"""Padding of a model with zeros: every width becomes a multiple of the quantization block.
+"""Pads a model with zeros, so that every width becomes a multiple of the quantization block.
 
-The zeros change one thing that the model computes: the mean in its norms, whose weights are scaled to undo that.
-Training leaves the zeros at zero, since their gradients are exactly zero: each is a product with an activation or
-gradient of a padded channel, which is zero. :func:`unpadded` takes the zeros off again.
+The zeros change only the mean in the model's norms, and the norms' weights are scaled to undo that. Training leaves the
+zeros at zero. Each of their gradients is a product with an activation or a gradient of a padded channel, so it is
+exactly zero. :func:`unpadded` removes the zeros.
 """
 
 from __future__ import annotations
@@ -165,9 +165,9 @@ def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _check_zeros(name: str, tensor: Tensor, row: TensorRow, key: str) -> None:
-    """Raise UserError unless a tensor is zero in the rows that padding added and, for an embedding, in such columns.
+    """Raise UserError unless a tensor is zero in the rows that padding added and, for an embedding, in added columns.
 
-    Added columns of a product are multiplied by zeros, and may have any value, such as the first A of a merged adapter.
+    Added columns of a product are multiplied by zeros, so they may have any value. A merged adapter makes them random.
     """
     beyond = [tensor[row.shape[0] :]]
     if tensor.dim() > 1 and row.op == "embed":

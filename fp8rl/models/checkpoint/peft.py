@@ -1,8 +1,8 @@
-"""Adapters in the format of PEFT, written and read: `adapter_config.json` and `adapter_model.safetensors`.
+"""Writes and reads adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
-Each matrix, also an expert's, has its pair under its own name in the checkpoint. That is the form that PEFT writes for
-a model whose experts are modules. Where transformers stacks experts, PEFT 0.19 and later converts the form itself.
-Adapters that a layer's experts share are written once for each expert.
+Each matrix, an expert's too, has its pair A, B under its own name in the checkpoint. PEFT writes this form for a model
+whose experts are modules. If transformers stacks the experts, PEFT 0.19 and later converts the form itself. Adapters
+that a layer's experts share are written once for each expert.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fp8rl.numerics.digest import tensor_digest
 
 TENSORS = "adapter_model.safetensors"
 START = "adapter.start"
-"""The key of a spec that names a directory of PEFT's."""
+"""The key of a spec that names a directory in PEFT's format."""
 BASE = "base_digest"
 """The key of a file's metadata that identifies the weights to which its adapters belong."""
 _PREFIX = "base_model.model."
@@ -100,7 +100,7 @@ def read_config(path: Path, model: Model, key: str) -> AdapterSection:
     adapted = {row.name for row in found}
     if without := [row.name for row in _weights(model) if config.adapts(row) and row.name not in adapted]:
         some = f"{path} with adapters of some matrices {matrix(model.tensors[without[0]])} and none of {without[0]}"
-        raise _refusal(key, some, "one for each matrix of that name", MERGE)
+        raise _refusal(key, some, "an adapter for each matrix of that name", MERGE)
     return config
 
 
@@ -127,14 +127,14 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
         if (digest := (file.metadata() or {}).get(BASE)) is not None and digest != (ours := base_digest(base, model)):
             found = f"{path}, trained beside weights with the digest {digest}"
             remedy = "Give the model that they were trained beside."
-            raise _refusal(key, found, f"those of {base}, {ours}", remedy)
+            raise _refusal(key, found, f"the digest {ours} of {base}", remedy)
         for row in adapted:
             for letter, name in zip("AB", pair_of(row, config), strict=True):
                 tensor = file.get_tensor(_key(row, letter))
                 check_finite(_key(row, letter), tensor, key)
                 if name in tensors and not equal(tensors[name], tensor):
                     found = f"experts with adapters of their own in {path}, e.g. {_key(row, letter)}"
-                    raise _refusal(key, found, "one for all of a layer", "Set adapter.experts=per_expert.")
+                    raise _refusal(key, found, "one adapter for a layer's experts", "Set adapter.experts=per_expert.")
                 tensors[name] = tensor
     return tensors
 
@@ -183,8 +183,8 @@ def _refusal(key: str, found: str, expected: str, remedy: str) -> UserError:
 
 # The adapter_config.json of PEFT, read by what each of its keys may say.
 #
-# An adapter is taken where it is scale · B A beside the weights as they are. PEFT has some twenty ways to make more of
-# one, or to change the weights below it, and its next version will have others: what is not known here is refused.
+# An adapter is accepted if it adds scale · B A to unchanged weights. PEFT has some twenty other kinds of adapters, and
+# its next version will have more. So unknown keys and values are refused.
 
 CONFIG = "adapter_config.json"
 MERGE = "Merge it into its model with PEFT (merge_and_unload), and start from that model."
@@ -232,7 +232,7 @@ class PeftConfig(_History):
     layers_pattern: Literal["layers"] | list[Literal["layers"]] | None = None
     target_parameters: Empty | None = None
 
-    # What the base was made into before training. The names that are left begin with the base as it is.
+    # How the base was changed before training. The accepted values leave it unchanged.
     init_lora_weights: Annotated[bool | Literal["gaussian", "orthogonal", "eva", "mica"], Lowered] = True
     loftq_config: Empty | None = None
     corda_config: Empty | None = None
@@ -258,7 +258,8 @@ class PeftConfig(_History):
     megatron_config: None = None
 
     def adapts(self, module: str, layer: int | None) -> bool:
-        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none: the tensors show its matches."""
+        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none; the tensors show what it
+        matches."""
         layers = self.layers_to_transform
         layers = [layers] if isinstance(layers, int) else layers
         if layers and layer not in layers:  # an empty list is all layers
@@ -313,10 +314,10 @@ def _config_refusal(key: str, path: Path, name: str, given: dict[str, Any]) -> U
             f"If it changes what the adapter computes: {MERGE} Else remove it.",
         )
     elif name == "init_lora_weights":
-        expected = "true, false, gaussian, orthogonal, eva or mica, which leave the weights below as they are"
+        expected = "true, false, gaussian, orthogonal, eva or mica, which leave the base weights unchanged"
         remedy = _of_changed_base(str(value).lower())
     elif name in ("loftq_config", "corda_config", "lora_ga_config"):
-        expected = "none, as it belongs to an initialization that changes the weights below"
+        expected = "none, as it belongs to an initialization that changes the base weights"
         remedy = f"{_of_changed_base(name.removesuffix('_config'))} If PEFT has converted it already, remove the key."
     return user_error(key, found=f"{name}={shown(value, 80)} in {path}", expected=expected, remedy=remedy)
 

@@ -19,9 +19,9 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import parsed
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
-"""safetensors' names of the dtypes that are read as they are, and rounded to the dtype that a side holds."""
+"""safetensors' names of the dtypes that are read unchanged, and then rounded to the dtype of trainer or engine."""
 SCANNED_BYTES = 2 << 30
-"""Weights of at most this many bytes are searched for NaN at once, larger weights when they are loaded."""
+"""A model of at most this many bytes is searched for NaN when it is checked, a larger one when it is loaded."""
 WHOLE_MODEL = "model.safetensors"
 """The file of a model that has no index."""
 _COPY_ALL = "Copy the index and the files of the model again."
@@ -77,7 +77,7 @@ def check_stored(
 
 
 def _check_tied(files: WeightFiles, key: str) -> None:
-    """Refuse weights of a tied output projection that differ from the embedding: nothing would read them."""
+    """Refuse a tied output projection that differs from the embedding, because nothing would read it."""
     output, embedding = files.read(_OUTPUT), files.read(_EMBEDDING)
     if output.shape != embedding.shape or not torch.equal(output.float(), embedding.float()):
         expected = "the same, as tie_word_embeddings of config.json is true"
@@ -93,9 +93,9 @@ def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterato
 def starting_weights(
     path: Path, model: Model, device: torch.device | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the table's tensors as trainer and engines start from them: finite, and rounded to the
-    dtype that they hold. device: the tensors' device. part, parts: yield share `part` of `parts` shares of the tensors.
-    Raises UserError: some values are not finite."""
+    """Yield (name, tensor) of the table's tensors, rounded to the dtype that trainer and engines start with. device:
+    the tensors' device. part, parts: yield share `part` of `parts` shares of the tensors. Raises UserError: some values
+    are not finite."""
     mine = set(sorted(model.tensors.rows)[part::parts])
     for name, tensor in _tensors(path, "model.path", mine.__contains__):
         here = tensor.to(device)
@@ -109,12 +109,12 @@ def kept_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[
 
 
 def _other_choice(coded: set[str], model: Model) -> str:
-    """Say how the matrices in FP8 differ from the matrices that a spec can quantize; empty: they do not differ."""
+    """Describe how the matrices in FP8 differ from the matrices that a spec can quantize; empty: they do not differ."""
     may = {row.name for row in model.tensors.rows.values() if row.product and row.kind is not None}
     never, plain = (coded & model.tensors.rows.keys()) - may, may - coded
-    found = [(plain, "in BF16 which specs here can quantize"), (never, "in FP8 which no spec here quantizes")]
+    found = [(plain, "in BF16 that specs can quantize"), (never, "in FP8 that no spec can quantize")]
     kinds = [f"{len(names)} {what}, such as {min(names)}" for names, what in found if names]
-    return f"the model has matrices {', and '.join(kinds)}: the run's spec decides on both sides" if kinds else ""
+    return f"the model has matrices {', and '.join(kinds)}; both sides quantize by the run's spec" if kinds else ""
 
 
 def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
@@ -127,8 +127,8 @@ def _of_tower(path: Path, files: WeightFiles, name: str, multimodal: Multimodal)
     shapes = [files.described(tensor)[0] for tensor in files.where if tensor.startswith(multimodal.towers)]
     numbers = sum(map(math.prod, shapes))
     return (
-        f"{path} is a {name}: its text is trained and served. Nothing reads its tower for pictures "
-        f"({len(shapes)} tensors, {numbers:,} numbers), and a model that a run writes has it as it is"
+        f"{path} is a {name}: its text model is trained and served. Its tower for pictures "
+        f"({len(shapes)} tensors, {numbers:,} numbers) is not used, and is copied into models that a run writes"
     )
 
 
@@ -140,7 +140,7 @@ def _tensors(path: Path, key: str, wanted: Callable[[str], bool]) -> Iterator[tu
 
 
 def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
-    """Refuse a weight that no training can start from. Raises UserError if values are NaN or infinite."""
+    """Check that all values of a weight are finite. Raises UserError if some are NaN or infinite."""
     finite = torch.isfinite(tensor)
     if not finite.all():
         found = f"{int((~finite).sum())} of {tensor.numel()} values NaN or infinite"
@@ -149,7 +149,7 @@ def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
 
 def weight_files(path: Path, key: str) -> list[Path]:
     """Return the files that the index names, or all files if there is no index. Each tensor is in one file. Raises
-    UserError if there are no files, a file is broken, or files and index leave open which weights the model has."""
+    UserError if there are no files, if a file is broken, or if files and index disagree about the model's weights."""
     listed = _listed(path / INDEX, key)
     present = sorted(path.glob("*.safetensors"))
     files = sorted({path / name for name in listed.values()}) if listed else present
@@ -190,7 +190,7 @@ def _listed(index: Path, key: str) -> dict[str, str]:
 
 
 def _two_models(key: str, found: str) -> UserError:
-    """Return an error for a directory with the weights of two models: libraries differ in which they load."""
+    """Return an error for a directory with the weights of two models. Libraries differ in which one they load."""
     remedy = "Remove the files that are not the model's from the directory."
     return user_error(key, found=found, expected="each tensor in one file", remedy=remedy)
 

@@ -1,9 +1,9 @@
-"""Tensors of safetensors files by the names of a model's table, whatever form they are stored in.
+"""Reads tensors of safetensors files by their names in a model's table, in whatever form they are stored.
 
-A checkpoint such as DeepSeek-V3's has the FP8 codes of a weight under the weight's name, and FP32 scales, one for each
-block of 128 x 128, under this name + `_scale_inv`, perhaps in another file. Trainer and engines start from codes times
-scales in BF16, and quantize these weights anew by the run's quantization spec. A code times a power of two is a BF16
-number; any other product is rounded to one.
+A checkpoint such as DeepSeek-V3's has a weight's FP8 codes under the weight's name. One FP32 scale for each block of
+128 x 128 is under this name + `_scale_inv`, perhaps in another file. Trainer and engines start from codes times scales
+in BF16, and quantize these weights anew by the run's quantization spec. If a scale is a power of two, its products are
+exact in BF16; other products are rounded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WeightFiles:
         self._open: dict[Path, Any] = {file: open_tensors(file, key) for file in files}
         where = {name: file for file, opened in self._open.items() for name in opened.keys()}
         self.pieces = {name: Piece(name) for name in where}
-        """The piece of the files that holds each tensor."""
+        """By tensor: the piece of the files that holds it."""
         if multimodal is not None:
             slices = ((name, self._open[file].get_slice(name)) for name, file in where.items())
             self.pieces = multimodal.names({name: tuple(part.get_shape()) for name, part in slices})
@@ -97,9 +97,9 @@ def check_scales(name: str, files: WeightFiles, key: str) -> None:
 
 
 def how_dequantized(names: Iterable[str], files: WeightFiles) -> str:
-    """Say how these weights in FP8 are read, and whether that rounds their values."""
+    """Describe how these weights in FP8 are read, and whether that rounds their values."""
     lossless = [files.loses_nothing(name) for name in names]
     text = f"{len(lossless)} weights of the model are in FP8, and both sides start from them in BF16: "
     if all(lossless):
         return text + "their scales are powers of two, so that no value changes"
-    return text + f"values of {lossless.count(False)} are rounded, whose scales are no powers of two"
+    return text + f"values of {lossless.count(False)} are rounded, as their scales are no powers of two"

@@ -1,4 +1,4 @@
-"""A Hugging Face directory, written by all ranks of a trainer together, or by one process."""
+"""Writes a Hugging Face directory, by all ranks of a trainer together or by one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8rl.numerics.core.memory import batches_by_bytes
 from fp8rl.numerics.core.process import exhaust, rank, together
 from fp8rl.numerics.core.reading import check_path, open_regular, reason
 
-# Safetensors files of others: one that is damaged, or no file at all, is refused in one sentence.
+# Reading safetensors files: a damaged or missing file is refused with one sentence.
 
 
 def open_tensors(file: Path, key: str) -> Any:
@@ -82,9 +82,9 @@ def write_directory(
 ) -> None:
     """Write the files of a model: what `describe` puts into the directory, and the tensors of all ranks.
 
-    All ranks take part. `path` appears whole or not at all, and replaces what was there.
-    tensors: (name, tensor) of this rank, no name on two ranks. describe: called only on rank 0. pieces: by name, the
-    piece of the files that a tensor becomes; parts of a stacked tensor are in `dtype`. Other tensors keep their names.
+    All ranks take part. `path` appears whole or not at all, and replaces what was there. tensors: (name, tensor) of
+    this rank; no two ranks have the same name. describe: called only on rank 0. pieces: by tensor, the piece of the
+    files that it becomes; other tensors keep their names. dtype: the dtype of stacked tensors.
 
     An error on one rank is raised on all ranks.
     """
@@ -127,7 +127,7 @@ def _finish(partial: Path, path: Path, written: list[Written]) -> None:
     """Give the files the names that libraries expect, and publish the directory."""
     where: Written = {}
     for part in written:
-        for name, (file, size) in part.items():  # ranks have written parts of the same
+        for name, (file, size) in part.items():  # several ranks may have written parts of one stacked tensor
             where[name] = file, size + where.get(name, (file, 0))[1]
     files = sorted({file for file, _ in where.values()})
     names = {file: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, start=1)}
@@ -145,7 +145,7 @@ def _finish(partial: Path, path: Path, written: list[Written]) -> None:
 
 
 class Stacks:
-    """Stacked tensors of experts, which several ranks write together: each rank writes the parts of its experts."""
+    """Writes stacked tensors of experts. Each rank writes the parts of its own experts."""
 
     def __init__(self, folder: Path, pieces: Mapping[str, Piece], dtype: torch.dtype) -> None:
         self._folder, self._pieces, self._dtype = folder, pieces, dtype

@@ -1,8 +1,8 @@
-"""Families of ops, the parts that a decoder's layers consist of: sizes, tensors and costs of each family.
+"""Describes families of ops, the parts of a decoder's layer: the tensors, ops and costs of each family.
 
-A family is a part of a layer, such as attention. One file here has its tensors, its piece of the program, its cache,
-its cost and how ranks share it. Engine and trainer run the program by hosts of their own; for native mode the trainer
-has Megatron's modules of it (`trainer.modules.native`). An architecture lists its families; no table lists them all.
+A family is a part of a layer, such as attention. One file here describes its tensors, its ops, its cache, its cost, and
+how ranks share it. Engine and trainer each run the ops through a `Host` (`models.program`). In native mode the trainer
+runs Megatron's modules instead (`trainer.modules.native`). An architecture lists its families; no table lists them all.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Family:
     part: Part
     """The part of a layer. In attention, a token depends on other tokens; in an MLP, it does not."""
     kinds: tuple[tuple[str, ...], ...]
-    """Module kinds by which a quantization spec decides about the family's products. The kinds that one product fuses
-    share a tuple: a spec names all of them or none."""
+    """The family's module kinds that a quantization spec can name. The kinds that one product fuses share a tuple: a
+    spec names all of them or none."""
     tensors: Callable[[ModelSizes, int], Iterator[TensorRow]]
     """Yields the rows of one layer, in the order of the forward pass, with the norm before the family."""
     ops: Callable[[ModelSizes], tuple[Op, ...]]
@@ -73,15 +73,15 @@ class Family:
     value: Callable[[ModelSizes], int] = lambda sizes: 0
     """Width of a head's value in an engine's decode attention; 0: the family attends to no keys."""
     scored: Callable[[ModelSizes], int] = lambda sizes: 0
-    """Number of multiplications of one query with one key and its value, in one layer."""
+    """Number of multiplications for one query token and one key token in one layer: q times k, weight times v."""
     recurrent: Callable[[ModelSizes], int] = lambda sizes: 0
     """FLOPs per token and layer that do not depend on the sequence's length, without products with weights."""
     divided: Callable[[ModelSizes], Mapping[str, int]] = lambda sizes: {}
     """Numbers that must be multiples of the number of tensor-parallel ranks, by their keys in config.json."""
     unshared: Callable[[ModelSizes], Mapping[Ranks, str]] = lambda sizes: {}
-    """For each kind of ranks that cannot split the family: the reason, as a statement about the model."""
+    """For each kind of ranks that cannot split the family: the reason, as the end of a sentence about a model."""
     kernels: tuple[tuple[int, int], str] | None = None
-    """The least compute capability that the family's exact kernels need, and why; None: what all exact kernels need."""
+    """The compute capability that the family's exact kernels need, and why; None: no more than all exact kernels."""
 
 
 def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int) -> list[Family]:
@@ -148,12 +148,12 @@ def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> Ten
 
 
 def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:
-    """Return the activations of attention with both norms of a layer and its residuals: 8H + 6D(heads + kv heads), with
-    the hidden size H and D, the mean width of a head's query and value. An FP8 product keeps 1.03 bytes of an element
-    of its input in place of 2 (-0.97H), and the output projection's input is kept twice (+1.03D * heads).
+    """Return the activations of attention, with both norms of a layer and its residuals: 8H + 6D(heads + kv heads)
+    bytes. H is the hidden size, D the mean width of a head's query and value. An FP8 product keeps 1.03 bytes of an
+    element of its input in place of 2 (-0.97H). The output projection's input is kept twice (+1.03D * heads).
 
-    If the core is recomputed, so are rotated queries and keys. Context-parallel ranks gather keys, values, queries and
-    the gradient of the result in BF16, and two numbers of each query in FP32."""
+    If the core is recomputed, rotated queries and keys are too. Context-parallel ranks gather keys, values, queries and
+    the gradient of the result in BF16, and two FP32 numbers for each query."""
     head, rows = (sizes.head_dim + value_dim) / 2, sizes.head_dim * (sizes.heads + sizes.kv_heads)
     return Activations(
         bf16=8 * sizes.hidden_size + 6 * head * (sizes.heads + sizes.kv_heads),
@@ -164,8 +164,8 @@ def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:
 
 
 def mlp_activations(sizes: ModelSizes, *mlps: tuple[int, int], experts: int = 0) -> Activations:
-    """Return the activations of MLPs: 4H + 6F bytes each (H: the hidden size), of which FP8 products save
-    0.97(H + F), and 4 bytes for each of `experts`. mlps: (number of such MLPs that a token takes, width F)."""
+    """Return the activations of MLPs: 4H + 6F bytes for each MLP (H: the hidden size), and 4 bytes for each of
+    `experts`. FP8 products save 0.97(H + F) of each MLP. mlps: (number of such MLPs that a token takes, width F)."""
     hidden = sizes.hidden_size
     return Activations(
         bf16=4 * experts + sum(taken * (4 * hidden + 6 * width) for taken, width in mlps),

@@ -1,4 +1,4 @@
-"""Grouped-query attention: fused q, k and v, perhaps with biases, norms of heads, rotation, attention, projection."""
+"""Grouped-query attention: fused q, k and v, biases in some models, norms of heads, rotation, attention, projection."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ ATTENTION = OpForm(
     compute=lambda host, site, q, k, v: (host.attend(site, q, k, v),),
 )
 NORMED_ATTENTION = replace(ATTENTION, name="normed_attention", compute=_normed_attention)
-"""Norms of heads, rotation, the write to the cache, and attention. `ops.rope_heads` does all but the last at once."""
+"""Norms of heads, rotation, the write to the cache, and attention. `ops.rope_heads` does all but attention at once."""
 ROTATED_ATTENTION = replace(ATTENTION, name="rotated_attention", compute=_rotated_attention)
 FUSIONS = (
     Fusion((HEAD_NORM, HEAD_NORM, ROPE, ATTENTION), NORMED_ATTENTION),

@@ -1,7 +1,7 @@
-"""Grouped-query attention whose output is gated: each channel is multiplied by the sigmoid of a gate of its own.
+"""Grouped-query attention whose output is gated: each channel is multiplied by the sigmoid of its own gate.
 
-`q_proj` has a head's query and then its gate. SGLang's model has the family's parameters in the layer itself, not in
-`self_attn`.
+`q_proj` has, for each head, the query and then the gate. SGLang's model has the family's parameters in the layer
+itself, not in `self_attn`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from fp8rl.models.tensors import Location, TensorRow
 from fp8rl.numerics import ops
 
 IN_FP32: dict[str, Any] = {"served": torch.float32, "trained": torch.float32}
-"""Arguments for the row of a vector, which checkpoints have in FP32 or BF16, and which both sides hold in FP32."""
+"""Arguments for the row of a vector that checkpoints have in FP32 or BF16 and both sides hold in FP32."""
 STATE_BYTES, CONV_BYTES = 4, 2
 """Bytes of a number in a request's states, and in the rows that a request keeps for its convolutions."""
 
@@ -39,7 +39,7 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     taps: int
-    """Number of tokens that the convolution reads, with the token itself."""
+    """Number of tokens that the convolution reads, including the token itself."""
     joined: bool
     """True: the checkpoint has a matrix for queries, keys, values and z, and a matrix for b and a, both ordered by key
     heads (Qwen3-Next). False: it has a matrix for queries, keys and values, and one each for z, b and a (Qwen3.5)."""
@@ -85,7 +85,7 @@ def _of_head(sizes: ModelSizes) -> tuple[int, int, int]:
 
 
 def _in_proj(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-    """Return the convolution's channels, in the host's order, and z. Both are of this rank's heads only."""
+    """Return the convolution's channels (in the order of `Host.joined`) and z, both of this rank's heads only."""
     own, found = host.sizes.of(GatedDelta), host.products(site, x, rows)
     if len(found) == 2:
         return found
@@ -203,10 +203,10 @@ def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
 
 
 def _activations(sizes: ModelSizes) -> Activations:
-    """Return the activations, with H hidden, C channels and V the width of all values: both norms and residuals as in
-    attention, 8H; the results of the products, 2(C + V) and the gates; of the convolution, 2C; decays and beta in FP32;
-    the results of the rule and of the gated norm, 4V. The recomputed core reaches from the convolution to the input of
-    the gated norm."""
+    """Return the activations in bytes, with the hidden size H, C channels, V the width of all values and h heads of
+    values: 8H for both norms and residuals, 2(C + V) + 4h for the products, 2C for the convolution, 8h for decays and
+    beta, 2V for the rule, 2V for the gated norm. The recomputed core begins with the convolution and ends before the
+    gated norm."""
     own = sizes.of(GatedDelta)
     core = 2 * own.channels + 8 * own.value_heads + 2 * own.values
     return Activations(
@@ -239,7 +239,7 @@ def _held(sizes: ModelSizes, ranks: int) -> int:
 
 
 def _recurrent(sizes: ModelSizes) -> int:
-    """Return the FLOPs of the state's decay and correction, of the key's and query's sums with it, and of the taps."""
+    """Return 7 FLOPs for each element of the state (decay, correction, sums with key and query), and 2 for each tap."""
     own = sizes.of(GatedDelta)
     return 7 * own.state + 2 * own.taps * own.channels
 

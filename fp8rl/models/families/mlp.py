@@ -97,8 +97,7 @@ _WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "share
 
 
 def moe_ops(sizes: ModelSizes) -> tuple[Op, ...]:
-    """Return the ops of the norm, of shared experts, of the router (softmax or sigmoid), and of routed experts with the
-    sum of both."""
+    """Return the ops: norm, shared experts, router (softmax or sigmoid), and routed experts plus the shared output."""
     logits, choice = (LINEAR, TOPK) if sizes.sigmoid_router is None else (ROUTER, SIGMOID_TOPK)
     return (
         _NORM,

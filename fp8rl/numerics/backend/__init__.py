@@ -1,1 +1,1 @@
-"""The backend of the ops: definitions or kernels, compiled or not, and the start-up probe."""
+"""Chooses how a process runs the shared ops: by definitions or kernels, compiled or not."""

@@ -1,8 +1,7 @@
-"""The choice between compiled elementwise kernels (torch.compile, C++ on a CPU) and kernels that run as they are
-written.
+"""Chooses whether elementwise functions are compiled (torch.compile, C++ on a CPU) or run as they are written.
 
-A process chooses once, at its start. Only functions whose result is exact in every order of evaluation are decorated,
-so both choices give the same bits, and two processes need not choose alike.
+A process chooses once, at its start. Only functions whose result is exact in every order of evaluation are decorated.
+So both choices give the same bits, and two processes may choose differently.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ _enabled = False
 
 
 def enable_compiler() -> bool:
-    """Compile decorated functions from now on, if a small one compiles here. Return True if they will be compiled."""
+    """Compile decorated functions from now on, if a small function compiles here. Return whether they will be
+    compiled."""
     global _enabled
     import torch._dynamo.config as dynamo
     import torch._inductor.codecache as codecache
@@ -68,7 +68,7 @@ def _twice(x: Tensor) -> Tensor:
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function of tensors, not to be differentiated, as one that `enable_compiler` may compile."""
+    """Mark a function of tensors as one that `enable_compiler` may compile. It has no gradient."""
     compiled: list[Callable[P, R]] = []  # made at the first call: torch's compiler takes 3 s to import
 
     @functools.wraps(function)

@@ -1,7 +1,7 @@
-"""The CUDA toolkit with which SGLang, DeepGEMM and TVM build kernels at run time.
+"""Finds the CUDA toolkit with which SGLang, DeepGEMM and TVM build kernels at run time.
 
-The compiler must be of the CUDA release that torch is built for: the headers of CCCL refuse another. A toolkit of the
-system that fits is taken as it is. Otherwise the compiler from NVIDIA's wheels is taken. Its directory has another
+The compiler must be of the CUDA release that torch is built for; the headers of CCCL refuse any other. A system's
+toolkit of this release is used as it is. Otherwise the compiler from NVIDIA's wheels is used. Its directory has another
 layout than these libraries expect (`lib` in place of `lib64`, no `libcudart.so`), so `view` makes a directory of links.
 """
 
@@ -45,14 +45,14 @@ class Toolkit:
 def use_toolkit() -> None:
     """Set CUDA_HOME to the toolkit that fits, for this process and its child processes.
 
-    Nothing changes where no toolkit fits: `fp8rl doctor` says so.
+    Nothing changes if no toolkit fits. `fp8rl doctor` reports that.
     """
     if (toolkit := fitting(torch.version.cuda)) is not None:
         os.environ["CUDA_HOME"] = str(view(toolkit) if toolkit.wheel else toolkit.home)
 
 
 def fitting(cuda: str | None) -> Toolkit | None:
-    """Return the first installed toolkit of a CUDA release, None if there is none."""
+    """Return the first installed toolkit of a CUDA release. Return None if there is none."""
     return next((toolkit for toolkit in installed() if toolkit.release == cuda), None)
 
 
@@ -65,7 +65,7 @@ def other_compilers(cuda: str | None) -> str | None:
 
 
 def installed() -> Iterator[Toolkit]:
-    """Yield all toolkits: those that the environment names, the one on PATH, the system's, the wheels'."""
+    """Yield all toolkits: from CUDA_HOME and CUDA_PATH, from PATH, from /usr/local/cuda, and from the wheels."""
     named = [Path(os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
     on_path = [Path(found).resolve().parent.parent] if (found := shutil.which("nvcc")) else []
     for home in dict.fromkeys([*named, *on_path, _SYSTEM]):

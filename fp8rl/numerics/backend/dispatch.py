@@ -1,4 +1,4 @@
-"""Ops with two implementations: a pure-torch definition, which is also the oracle, and a kernel.
+"""Dispatches each op to one of two implementations: a pure-torch definition, which is also the oracle, or a kernel.
 
 An op is a function marked with `op`. Calling it calls its definition or, once kernels are installed in the process, its
 kernel, which has the definition's name and signature. A process chooses once, at its start, by its device and the run's
@@ -21,7 +21,7 @@ Kernels = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class AttentionProbe:
-    """A trial of ops for attention over one tensor that holds keys and values. There is an op for each layout."""
+    """A trial of attention ops, with one tensor as keys and values. There is an op for each layout of keys."""
 
     name: str
     queries: tuple[int, ...]
@@ -37,7 +37,7 @@ class AttentionProbe:
     tree: Callable[..., Any] | None = None
     """The op over the paths of a prefix tree, like `numerics.ops.tree_attention`; None: there is no such op."""
     values: int = 0
-    """How many leading numbers of a key are its value: the ops get this number in place of values. 0: the ops get
+    """How many leading numbers of a key are its value. The ops get this number in place of values. 0: the ops get
     values."""
 
     def attend(self, op: Callable[..., Any], queries: Any, keys: Any, *where: Any) -> Any:
@@ -77,8 +77,8 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
         kernel = _kernels.get(name) or _registered.get(name)
         if kernel is None:
             raise NotImplementedError(
-                f"numerics: found no kernel for the op {name}, expected one for every op where kernels run; its torch "
-                "definition would be another implementation than the other side's. Write the kernel, or use a CPU"
+                f"numerics: found no kernel for the op {name}, expected one for every op where kernels run, since its "
+                "torch definition may give other bits than the other side. Write the kernel, or use a CPU"
             )
         return kernel(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -86,7 +86,7 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
 
 
 def composed(definition: Callable[P, R]) -> Callable[P, R]:
-    """Mark the definition of an op that calls other ops: the definition runs also where kernels run."""
+    """Mark the definition of an op that only calls other ops. It runs also where kernels run."""
     register_kernel(definition)
     return op(definition)
 
@@ -97,7 +97,7 @@ def register_kernel(kernel: Callable[..., Any]) -> None:
 
 
 def install(kernels: Kernels | None) -> None:
-    """Run all ops of this process on these kernels; None: on their definitions."""
+    """Let all ops of this process run these kernels; None: their definitions."""
     global _kernels
     _kernels = kernels
 

@@ -1,4 +1,4 @@
-"""The implementation that the ops of this process run on: their pure-torch definitions, or the Triton kernels.
+"""Chooses the implementation of the ops in this process: their pure-torch definitions, or the Triton kernels.
 
 A process chooses once, at its start, by its device and the run's spec.
 """
@@ -19,13 +19,13 @@ from fp8rl.numerics.spec import Granularity, QuantSpec, TensorSpec
 Implementation = Literal["torch", "triton"]
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-"""Compute capabilities, of an H100 and a B200."""
+"""Compute capabilities of an H100 and of a B200."""
 FEWEST_CAPABILITY = (8, 9)
 """The least compute capability of a GPU that converts to FP8."""
 SMALL_CAPABILITY = (12, 0)
-"""The compute capability from which on GPUs have less shared memory (99 KiB) than a product's tile takes."""
+"""From this compute capability on, GPUs have less shared memory (99 KiB) than the tile of a product takes."""
 _GROUP = 128
-# Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
+# Weights only in blocks: the input's gradient sums over a weight's rows, and scales of groups differ in each row.
 _GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
 
 
@@ -62,9 +62,9 @@ def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> I
 
 
 def expandable_segments(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the setting by which torch's allocator would hand out expandable segments; None: it would not.
+    """Return the setting that makes torch's allocator use expandable segments; None: there is no such setting.
 
-    Their memory cannot be shared with another process by a CUDA IPC handle, nor released while an engine sleeps.
+    Memory in such segments cannot be shared by a CUDA IPC handle, and cannot be released while an engine sleeps.
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
@@ -78,7 +78,7 @@ def has_deepgemm() -> bool:
 
 
 def deepgemm_lacks(capability: tuple[int, int] | None, installed: bool) -> str | None:
-    """Name what DeepGEMM's products need and lack here, or return None. capability: the device's (None: a CPU)."""
+    """Return what DeepGEMM's products need and this machine lacks, or None. capability: the device's (None: a CPU)."""
     if capability is None or capability[0] != HOPPER[0]:  # on later GPUs DeepGEMM scales otherwise than our formula
         return "Hopper GPU (compute capability 9.0)"
     return None if installed else "DeepGEMM (the package sgl-deep-gemm)"

@@ -1,5 +1,5 @@
-"""`UserError`, which says how to correct a wrong value in a spec, a data file or a model directory, and the printing of
-text to a terminal. Control characters in text from a user, a model or a server are replaced before it is printed.
+"""Reports wrong values in a spec, a data file or a model directory (`UserError`), and prints text to a terminal.
+Control characters in text from a user, a model or a server are replaced before the text is printed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class UserError(ValueError):
     """Wrong input. The command line prints the message alone and exits with code 2.
 
     The message names the key, the value found, the value expected and the remedy; :func:`user_error` builds it. The
-    attributes `key`, `found`, `expected` and `remedy` hold these parts; they are empty in an error that was given its
-    message whole.
+    attributes `key`, `found`, `expected` and `remedy` hold these parts; they are empty if the error was made from a
+    whole message.
     """
 
     key = found = expected = remedy = ""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and Python files: importing a user's file, digesting the running code."""
+"""Writes files that appear whole or not at all, imports a user's Python file, and digests the running code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Check that a file or directory can be written at `path`, before the work for it begins. Leaves nothing there.
+    """Check that a file or directory can be written at `path`, before the work for it begins. The check leaves no file.
     Raises UserError, which calls the path `key`, if it cannot."""
     check_path(path, key)
     path = path.absolute()
@@ -90,7 +90,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, which is there whole or not at all, and flush it to disk.
+    """Append a line so that it is there whole or not at all, and flush it to disk.
 
     An incomplete last line, left by a power cut, stays a line of its own.
     """
@@ -101,7 +101,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def append_whole(file: FileIO, path: Path, data: bytes) -> None:
-    """Append by one write to a file that is open unbuffered at `path`: a reader or a kill sees all of it or nothing.
+    """Append by one write to a file that is open unbuffered at `path`. A reader never sees a part of the data.
 
     If the disk fills up, the part that was written is removed again.
     """
@@ -130,7 +130,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Turn errors of a full disk into `DiskFullError`: the system's error names neither the file nor a remedy, and the
+    """Turn errors of a full disk into `DiskFullError`. The system's error names neither the file nor a remedy, and the
     error of safetensors is no OSError."""
     try:
         yield

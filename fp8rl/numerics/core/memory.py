@@ -1,5 +1,5 @@
-"""The memory of a process: tensors that it holds, placeholders for tensors that come later, batches of tensors,
-and memory that other processes map.
+"""Manages the memory of a process: an inventory of tensors, placeholders for tensors that come later, batches of
+tensors, and memory that other processes map.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """One tensor in a process's memory, or an object that holds its bytes."""
+    """An entry of an inventory of memory: one tensor, or an object that holds a tensor's bytes."""
 
     name: str
-    """The name of the tensor's parameter in the trainer or engine that holds it, or the name of a buffer."""
+    """The name of the tensor's parameter in the trainer or engine, or the name of a buffer."""
     kind: str
     """Its purpose: `parameters`, `masters`, …; see the inventory that lists it."""
     format: str
@@ -43,7 +43,7 @@ class Holding:
     shape: tuple[int, ...]
     """The shape of this process's part."""
     bytes: int
-    """Its size, with its scales and transposed copies."""
+    """Size of the tensor, its scales and its transposed copies."""
 
 
 def format_of(dtype: torch.dtype) -> str:
@@ -67,7 +67,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def give_back() -> None:
-    """Give freed memory back to the system: the C library's blocks, and torch's on the GPU, for other processes there.
+    """Give freed memory back to the system: the C library's blocks, and torch's blocks on the GPU.
 
     By itself the C library keeps every block that is no larger than the largest block that it has given back.
     """
@@ -86,7 +86,7 @@ ZEROS, NAN = 0x00, 0xFF
 
 @contextmanager
 def placeholders(fill: int) -> Iterator[None]:
-    """Let all parameters that modules get inside the block share memory. After the block its bytes are all `fill`."""
+    """Let all parameters that modules get inside the block share memory. After the block all its bytes are `fill`."""
     shared = _Shared()
     hook = register_module_parameter_registration_hook(shared.take)
     try:
@@ -102,14 +102,14 @@ def own_memory(parameter: Tensor) -> None:
 
 
 class _Shared:
-    """The memory that parameters share on each device, the largest so far of a parameter, and these parameters."""
+    """The memory that the parameters of each device share. It is the memory of the largest parameter so far."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.device, Tensor] = {}
         self._taken: list[nn.Parameter] = []
 
     def take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Replace a parameter's memory by the shared one. torch calls it before a module gets a parameter."""
+        """Replace a parameter's memory by the shared memory. torch calls it before a module gets a parameter."""
         known = self._memory.get(parameter.device)
         if known is None or known.numel() < parameter.nbytes:
             self._memory[parameter.device] = parameter.data.contiguous().view(-1).view(torch.uint8)
@@ -168,9 +168,9 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 # Memory that several processes of a machine map.
 #
-# On a CPU no process can write to it once it is sealed. It has no name in a file system: it is freed when the last
-# process that maps it ends, in whatever way, and may be larger than /dev/shm. Processes that may inspect the owner open
-# it by its address. On a GPU it belongs to the owner, others map it by CUDA IPC, and nothing stops them from writing.
+# On a CPU no process can write to the memory once it is sealed. It has no name in a file system. So it is freed when
+# the last process that maps it ends, in whatever way, and it may be larger than /dev/shm. Processes that may inspect
+# the owner open it by its address. On a GPU the owner has the memory; others map it by CUDA IPC, and may write to it.
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _ON_GPU = "cuda:"
@@ -196,7 +196,7 @@ def share(name: str, size: int, device: torch.device) -> Shared:
 
 
 class HostMemory:
-    """Memory of the host, owned until `close`."""
+    """Memory of the CPU, which this process owns until `close`."""
 
     def __init__(self, name: str, size: int) -> None:
         self.size = size

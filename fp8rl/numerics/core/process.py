@@ -1,4 +1,4 @@
-"""Collective actions of a trainer's ranks on Python values, and limits of time and memory for code in a process.
+"""Lets a trainer's ranks exchange Python values, and limits the time and the memory of code in a process.
 
 A process that is not one of several ranks acts alone.
 """
@@ -58,7 +58,7 @@ def exhaust(stream: Iterable[object]) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after this time. Without effect off the main thread, which alone gets signals."""
+    """Raise TimeoutError in the block after this time. In other threads than the main thread it has no effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

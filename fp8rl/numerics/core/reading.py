@@ -1,4 +1,4 @@
-"""Readers of files: a file is whole and of the expected form, or one message says what is wrong with it."""
+"""Reads files. If a file is incomplete or of another form, one message says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fp8rl.numerics.core.errors import UserError, shown, user_error
 # Text that others wrote, as values: what would break a program further on is refused where it is read.
 
 DEEPEST = 100
-"""The deepest nesting of lists and objects. Python's stack has a thousand calls; templates take some for each level."""
+"""The deepest nesting of lists and objects. Python's stack has room for 1,000 calls; templates use several per
+level."""
 _TOO_DEEP = f"lists and objects nested more than {DEEPEST} deep"
 
 _MOST_DIGITS = 300
@@ -126,8 +127,8 @@ def check_file(path: Path, key: str, expected: str) -> None:
 
 
 def check_regular(directory: Path, key: str) -> None:
-    """Refuse a directory with a pipe, a device or a socket in it, which a library would open and wait at, or with more
-    files than a model or a data set has. Raises UserError: it is such a directory; the message calls it `key`."""
+    """Refuse a directory that has a pipe, a device or a socket, at which a library would wait, or that has more than
+    `MOST_FILES` files. Raises UserError, which calls the directory `key`."""
     count = 0
     for folder, _, names in os.walk(directory):
         count += len(names)
@@ -201,7 +202,7 @@ class BadLine:
     """A line that cannot be used."""
 
     number: int
-    """Its number, from 1."""
+    """The line's number, from 1."""
     found: str
     """The text of the line, or its fault."""
 

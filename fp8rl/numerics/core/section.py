@@ -1,4 +1,4 @@
-"""The base class of all sections of an experiment spec, and the types of their values that name files."""
+"""Has the base class of all sections of an experiment spec, and the types of values that name files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str
 
 
 class Section(BaseModel):
-    """One section of a spec: unknown keys are refused, nothing is coerced (`"3"` is no integer), values are fixed after
-    loading.
+    """One section of a spec. Unknown keys are refused, no value is coerced (`"3"` is no integer), and no value changes
+    after loading.
 
     The text below a field describes it: the reference page and the schema for editors show it.
     """

@@ -1,5 +1,5 @@
-"""Sums, products and casts inside kernels, where Triton leaves the order to its layouts, or its interpreter rounds
-wrong."""
+"""Defines sums, products and casts for kernels. The order of Triton's sums depends on layouts, and its interpreter
+rounds some results wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def pairwise_sum(x, COUNT: tl.constexpr):
-    """Sums over the last axis of x [R, COUNT], a power of two: neighbours first, then neighbouring pairs, and so on.
+    """Add up x [R, COUNT] over its last axis: neighbours first, then neighbouring pairs, and so on (COUNT = 2^n).
 
     `tl.sum` adds in the order of a layout, which changes with the width of the loads, and so with the input's dtype.
     """
@@ -72,7 +72,7 @@ def absolute(x):
 
 @triton.jit
 def scale_from_amax(amax, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, WIDE: tl.constexpr):
-    """fp8_max / amax by IEEE division, or the power of two below it without one; 1 where amax is 0 or infinite.
+    """Return fp8_max / amax by IEEE division, or with POW2 rounded down to a power of two; 1 if amax is 0 or infinite.
 
     FIXED: a static range in place of amax, or None. WIDE: the input is FP32, not BF16.
     """

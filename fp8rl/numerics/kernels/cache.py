@@ -1,9 +1,9 @@
-"""Triton's cache of compiled kernels: what a process needs of it, and how it is filled before anything launches.
+"""Manages Triton's cache of compiled kernels: lists the kernels that processes need, and compiles a list in advance.
 
 Triton compiles a kernel once for each variant of its arguments, when it is first launched. A list in the cache's folder
-has the variants that processes needed (`watch`). Worker processes compile such a list into the cache, all at once, on a
-machine that need not have a GPU (`compile_all`): a variant depends on the code and on Triton, and not on the GPU.
-Processes that need a missing kernel at the same time do not compile it twice, and each says what it compiles.
+has the variants that processes needed (`watch`). Worker processes compile such a list into the cache, side by side
+(`compile_all`). Their machine needs no GPU, because a variant depends only on the code and on Triton. If several
+processes need a missing kernel at the same time, only one compiles it. Each process prints what it compiles.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def watch() -> None:
 
 
 def _note(kernel: Any, data: str) -> None:
-    """Add one of our kernels to the list, once; SGLang's have no stable names."""
+    """Add one of our kernels to the list, unless it is there. SGLang's kernels have no stable names."""
     if not kernel.module.startswith("fp8rl."):
         return
     line = described(f"{kernel.module}:{kernel.fn.__qualname__}", data).line() + "\n"
@@ -189,7 +189,7 @@ def compile_all(
 ) -> Compiled:
     """Compile the variants that the cache lacks for GPUs of a compute capability, in `processes` processes.
 
-    say: prints which variant is being compiled.
+    say: prints each variant that was compiled.
 
     Raises:
         UserError: a kernel of the list is no longer there, or has other arguments.

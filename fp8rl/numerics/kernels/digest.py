@@ -1,4 +1,4 @@
-"""The sums behind a tensor digest: `numerics.digest.chunk_sums`, all tensors in one launch."""
+"""Computes the sums of tensor digests (`numerics.digest.chunk_sums`), for all tensors in one launch."""
 
 from __future__ import annotations
 

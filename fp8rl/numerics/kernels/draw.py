@@ -1,4 +1,4 @@
-"""The draw of a token: `numerics.ops.draw` in one pass over the logits, with no noise in memory.
+"""Draws tokens (`numerics.ops.draw`) in one pass over the logits, with no noise in memory.
 
 A program finds the best token in a block of one row's vocabulary, and torch compares the best tokens of the blocks. A
 maximum has no order of reduction, so the cut into blocks changes no token.
@@ -18,10 +18,9 @@ from fp8rl.numerics.sampling import GREEDY
 
 # The lowest logits that top-p, top-k and min-p leave: `numerics.ops.draw` in one launch, without a sort.
 #
-# Whether a row's logits from a value on are enough is a question of two sums, of how many are larger and of what they
-# weigh, and both fall as the value rises. A program looks for the smallest such value among all 2^32 of FP32, 4 bits
-# at a time: each pass over the row's logits answers for 16 values at once. Sums are of whole numbers, so there is no
-# order.
+# Two sums decide whether the logits above a value are enough: their number and their weight. Both fall as the value
+# rises. A program looks for the smallest such value among all 2^32 of FP32, 4 bits at a time: each pass over the row's
+# logits answers for 16 values at once. Sums are of whole numbers, so their order does not matter.
 
 _FLOOR_BLOCK = 1024
 _ONE, _LOG2_E, _LEAST = tl.constexpr(ONE), tl.constexpr(LOG2_E), tl.constexpr(LEAST)

@@ -1,4 +1,4 @@
-"""The gated delta rule and its gates: `numerics.ops.gated_delta`. The definitions in torch compute the gradients.
+"""Computes the gated delta rule and its gates (`numerics.ops.gated_delta`). The torch definitions compute gradients.
 
 A program has some values of a head's state in registers, and goes through a sequence token by token. Sums over keys are
 added in the order of a layout of Triton's. The order is the same for all callers, because they launch one compiled

@@ -1,5 +1,5 @@
-"""Gates: `numerics.ops.gates`. SwiGLU can also quantize its result. The other gates have the gradients of their
-definitions, in torch."""
+"""Computes gates (`numerics.ops.gates`). SwiGLU can also quantize its result. The torch definitions compute the
+gradients of the other gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels by the name of the op that they implement (`numerics.backend.dispatch`).
+"""Finds the kernel of each op by the op's name (`numerics.backend.dispatch`).
 
 No table lists them: in any file below this package, a function with the name of an op is its kernel.
 """

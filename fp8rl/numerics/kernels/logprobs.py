@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: `numerics.ops.token_logprobs` in one pass over the logits, no softmax in memory.
+"""Computes log-probabilities of given tokens (`numerics.ops.token_logprobs`) in one pass, with no softmax in memory.
 
 The vocabulary is read in blocks, in order, with the online softmax (Milakov and Gimelshein 2018): lane i of the sums
 adds element i of each block, and the lanes are added in pairs at the end. This order is the same for every number of

@@ -1,4 +1,4 @@
-"""RMSNorm: `numerics.ops.norm`, alone, after a residual add, and with a quantized result.
+"""Computes RMSNorm (`numerics.ops.norm`): alone, after a residual add, and with a quantized result.
 
 A row's sum of squares has the same order in every variant, so that fused variants give the bits of the plain norm.
 """
@@ -92,7 +92,7 @@ def _launch(
     quantized: QuantizedTensor | None = None,
     kept: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (normed, x + residual, 1 / rms); a result that is not asked for is x.
+    """Return (normed, x + residual, 1 / rms). A result that the caller does not need is x.
 
     quantized: the tensor to write the norm's codes to. The norm itself is then stored only if `kept`.
     """

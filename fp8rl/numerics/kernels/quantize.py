@@ -1,4 +1,4 @@
-"""Quantization to FP8 in groups and blocks of 128: `numerics.quantize`, bit for bit.
+"""Quantizes to FP8 in groups and blocks of 128, with the bits of `numerics.quantize`.
 
 A tensor that a later product sums along its rows (the tokens, for weight gradients) is quantized along them as well,
 from the same load, and stored transposed: Hopper's FP8 products read both operands along the axis of the sum. Scales of
@@ -127,8 +127,8 @@ def quantize_many(
 def quantize_both_ways(weights: Tensor, spec: TensorSpec) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Quantize weights [E, N, K] in blocks, and their transposes from the same load.
 
-    Return codes [E, N, K] and [E, K, N], with scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square blocks
-    the same numbers.
+    Return codes [E, N, K] and [E, K, N], with scales [E, N / 128, K / 128] and [E, K / 128, N / 128]. Since blocks are
+    square, the scales are the same numbers.
     """
     experts, n, k = weights.shape
     codes = empty_blocks((experts, n, k), spec, weights.device)
@@ -280,7 +280,7 @@ def _blocks_kernel(
     table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """One block of one matrix. table: a row of 8 numbers for each, 5 addresses, N, K and the stride of its rows.
+    """Quantize one block of one matrix. table: 8 numbers for each matrix: 5 addresses, N, K, and the stride of rows.
 
     WHOLE: all matrices consist of whole blocks and their rows begin at 16 bytes.
     """

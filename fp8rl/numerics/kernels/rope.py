@@ -1,7 +1,7 @@
-"""Rotary position embedding: the ops of `numerics.ops.rope`, for any position without a table.
+"""Computes rotary position embeddings (`numerics.ops.rope`) for any position, without a table.
 
-Angles are products in FP64, brought into one turn before their sine and cosine are taken in FP32, so that late
-positions lose nothing.
+Angles are products in FP64. They are reduced to one turn before their sine and cosine are taken in FP32, so that late
+positions lose no accuracy.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _kernel(
     x_ptr, positions_ptr, frequencies_ptr, out_ptr, heads, token_stride, head_stride, direction,
     HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """PAIRS: neighbours turn together, else the channels of the first half with those of the second."""
+    """PAIRS: neighbouring channels turn together; else each channel of the first half with one of the second half."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     cos, sin = _turn(positions_ptr + token, frequencies_ptr, direction, HALF, BLOCK)

@@ -1,7 +1,7 @@
-"""The choice of experts: `numerics.ops.experts`, softmax or sigmoid, top-k and renormalisation in one kernel.
+"""Chooses experts (`numerics.ops.experts`): softmax or sigmoid, top-k and renormalisation in one kernel.
 
-A program holds a few tokens and all of their experts. Sums over experts are added in pairs, with 0 for those that do
-not count, so that probabilities depend neither on the logits' dtype nor on who chose the experts.
+A program holds a few tokens and all of their experts. Sums over experts are added in pairs, with 0 for experts that do
+not count. So probabilities depend neither on the logits' dtype nor on who chose the experts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Route logits [T, E] -> probabilities FP32 [T, k] and experts [T, k], ascending, as `numerics.ops.experts.route`.
 
-    Another `choose` than the default is given the probabilities; the k different experts that it chooses get the same
-    bits as if the kernel had chosen them.
+    If `choose` is not the default, it gets the probabilities. The k different experts that it chooses have the same
+    probabilities, bit for bit, as if the kernel had chosen them.
 
     Raises:
         UserError: k is not from 1 to E.
@@ -66,7 +66,7 @@ def route_sigmoid(
     choose: Callable[[Tensor, int], Tensor] = by_definition,
     ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
-    """Route as `numerics.ops.experts.route_sigmoid`. `choose` works as in `route`, but is given the scores. Raises
+    """Route as `numerics.ops.experts.route_sigmoid`. `choose` works as in `route`, but gets the scores. Raises
     UserError: k is below 1, or above the number of experts in the kept groups."""
     logits, bias, given = logits.contiguous(), bias.contiguous(), None
     _checked(top_k, logits[:, : logits.shape[1] // groups * kept_groups])

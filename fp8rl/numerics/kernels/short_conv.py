@@ -1,4 +1,4 @@
-"""The short causal convolution: `numerics.ops.short_conv`. The definition in torch computes the gradient."""
+"""Computes the short causal convolution (`numerics.ops.short_conv`). The torch definition computes the gradient."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Attention over prefix trees, and the sum of rows by token: `numerics.ops.trees`.
+"""Computes attention over prefix trees, and sums rows by token (`numerics.ops.trees`).
 
-For queries a tree's tokens are the slots of a paged cache, and the path of a row is its table: the forward and the
-gradient of queries read keys from slots, in the splits and chunks of the path. For keys the queries are an interval:
-the queries of a tile of keys are between its first key and its largest end, and query q sees key k if k <= q < end[k].
-The gradient of a token is added up over the rows that share it in the order of this interval, by one program, in FP32.
+For a query, the tree's tokens are the slots of a paged cache, and its row's path is the table. So the forward and the
+gradient of queries read keys from slots, in the splits and chunks of the path. For a key, the queries are an interval:
+query q sees key k if k <= q < end[k]. So a tile of keys reads the queries from its first key to its largest end. One
+program adds up a token's gradient over the rows that share the token, in the order of this interval, in FP32.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: floa
 def add_by_token(total: Tensor, rows: Tensor, tokens: Tensor) -> None:
     """`numerics.ops.add_by_token`, in place, without atomics and without a wait for the host.
 
-    Rows are sorted by token. The program at a token's first row adds all of them, in their order; the others have
-    nothing to do. Nothing of the vocabulary's size is made, and no row of `total` is touched that has no token.
+    Rows are sorted by token. The program at a token's first row adds all rows of the token, in their order; other
+    programs have no work. No tensor of the vocabulary's size is made. Rows of `total` without a token stay as they are.
     """
     rows = as_rows(rows)
     if not rows.numel():

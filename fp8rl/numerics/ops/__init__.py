@@ -1,8 +1,8 @@
-"""The ops of the forward pass, defined once and called by the trainer's modules and by the engine's plugin.
+"""Defines the ops of the forward pass, once for the trainer's modules and the engine's plugin.
 
 Each op is row-invariant: a token's result does not depend on its batch, on padding, or on whether it is computed in a
-prefill, a chunk or a decode step. Each docstring names the op's rounding points and its order of reduction. The start
-checks by `numerics.probe` that this machine's matrix library is row-invariant, too.
+prefill, a chunk or a decode step. Each docstring names the op's rounding points and its order of reduction. At its
+start a process checks by `numerics.probe` that the machine's matrix library is row-invariant, too.
 """
 
 # ruff: noqa: F401

@@ -1,4 +1,4 @@
-"""Causal attention whose result for a query depends on nothing but that query and the keys that it sees.
+"""Defines causal attention. A query's result depends on nothing but the query and the keys that it sees.
 
 Keys are taken in splits of 128, in order. Each split is one FP32 product. The splits of a chunk of 1,024 keys are
 merged with the online softmax (Milakov and Gimelshein 2018), which starts anew in every chunk. So chunks can be
@@ -29,7 +29,7 @@ KEY_PADDING = 32
 
 @dataclasses.dataclass(frozen=True)
 class TokenTree:
-    """The places of the T tokens of a prefix tree (`trees`) in the layout, for its B rows in lexicographic order."""
+    """The layout of a prefix tree (`trees`): the places of its T tokens, for B rows in lexicographic order."""
 
     new: Tensor
     """int64 [B], the number of tokens that each row adds to the layout, 0 or more; their sum is T."""
@@ -37,7 +37,7 @@ class TokenTree:
     """int64 [B], the number of all tokens of each row."""
     table: Tensor
     """int32 [B, longest], the path of each row: its token at each position. Entries after the row's length are stale.
-    In 32 bits, since kernels would spill slots of 64."""
+    The dtype has 32 bits, because kernels would spill slots of 64 bits."""
     end: Tensor
     """int64 [T], for each token the place after its last descendant (`trees`)."""
     flat: Tensor
@@ -65,7 +65,7 @@ class AttentionInputs:
     scale: float
     lengths: Tensor | None = None
     """int64, the lengths of sequences that are end to end in a batch of one, whose queries and keys are the same
-    tokens. None, the only value that the torch definitions accept: each row is a sequence."""
+    tokens. None: each row is a sequence. The torch definitions accept only None."""
     tree: TokenTree | None = None
     """The tree of the tokens, which are queries and keys of a batch of one; `positions` are then their places in the
     tree's layout. The torch definitions accept no tree."""
@@ -296,7 +296,7 @@ def padded_sequences(
 
 
 def _of_similar_length(new: Tensor, total: Tensor) -> Iterator[Tensor]:
-    """Yield the indices of sequences that are padded to one shape: new and total lengths alike to within a factor of
+    """Yield the indices of sequences that are padded to one shape. Their new and total lengths are within a factor of
     two.
 
     Sequences without new tokens or without keys are left out.

@@ -1,4 +1,4 @@
-"""The draw of a token: a function of its logits, temperature, seed and position, and of nothing else."""
+"""Draws tokens. A token is a function of its logits, temperature, seed and position, and of nothing else."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k
     """Return the floor of each row, FP32 [B]: a token may be drawn if and only if its logit is not below the floor.
 
     Logits are compared in FP32. Equal logits stay or go together, so the order of ids does not matter, and more than
-    top-k tokens may stay. A token's weight is exp((logit - largest) / temperature), in whole multiples of 2^-40: by two
-    FP32 divisions and a polynomial in FP64 (`weights`), which have the same bits on every machine. Sums of whole
-    numbers have the same bits in any order. Each setting looks at the whole distribution, and a token stays if all
-    three keep it:
+    top-k tokens may stay. A token's weight is exp((logit - largest) / temperature), in whole multiples of 2^-40. Two
+    FP32 divisions and a polynomial in FP64 give it the same bits on every machine (`weights`). Sums of whole numbers
+    have the same bits in any order. Each setting looks at the whole distribution, and a token stays if all three keep
+    it:
 
     - top-p: all larger logits together weigh less than top-p of the whole (both as FP64);
     - top-k: fewer than top-k logits are larger;
@@ -101,7 +101,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) 
 
 
 class _Entropy(torch.autograd.Function):
-    """-Σ p log p over the last axis, of log p [..., V]. It keeps log p alone, which the softmax keeps anyway."""
+    """-Σ p log p over the last axis, of log p [..., V]. It keeps only log p, which the softmax keeps anyway."""
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor) -> Tensor:
@@ -124,10 +124,10 @@ _ANY_BLOCK = 1 << 26
 def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw one token of each row of logits [B, V], int64 [B]; a NaN is never drawn.
 
-    By Gumbel's maximum: argmax(logits / temperature + noise) over the vocabulary is a draw from the softmax (Gumbel
+    With Gumbel noise, argmax(logits / temperature + noise) over the vocabulary is a draw from the softmax (Gumbel
     1954). It needs no sum, so there is no order of reduction to define. The quotient is in FP32, as in
-    `token_logprobs`, noise and sum in FP64: in FP32 two tokens of a large vocabulary would often be equal. Ties go to
-    the lower id. Tokens of logit -inf are drawn only where nothing else is left.
+    `token_logprobs`. Noise and sum are in FP64, because in FP32 two tokens of a large vocabulary would often be equal.
+    Ties go to the lower id. A token of logit -inf is drawn only if no other token is left.
 
     Args:
         temperatures: float [B].

@@ -1,4 +1,4 @@
-"""The routed experts of an MoE layer: their choice, two grouped products with SwiGLU between them, the weighted sum."""
+"""Defines the routed experts of an MoE layer: their choice, two grouped products with SwiGLU, and the weighted sum."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def route(
     choose: Callable[[Tensor, int], Tensor] = top_experts,
     ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax in FP32 over all experts, then the top k, then (if asked) their probabilities divided by their sum.
+    """Take the top k of a softmax in FP32 over all experts; if `renormalize`, divide their probabilities by their sum.
 
     logits [T, E] -> probabilities FP32 [T, k] and experts [T, k] as `ids`, in ascending expert id within a token, which
     is also the order in which their outputs are added (`combine`). Gradients flow through the probabilities alone.
 
-    choose: takes the experts from the detached probabilities, with the signature of `top_experts`; replaying a route
-        that was chosen elsewhere changes nothing else.
+    choose: a function like `top_experts`, which gets the detached probabilities. If it replays an earlier choice,
+    nothing else changes.
     """
     probs = logits.float().softmax(-1)
     experts = choose(probs.detach(), top_k).sort(-1).values
@@ -60,16 +60,16 @@ def route_sigmoid(
     choose: Callable[[Tensor, int], Tensor] = top_experts,
     ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
-    """Sigmoid in FP32, the top k of sigmoid + bias within the best groups, and the sigmoids of the chosen, scaled.
+    """Take the top k of sigmoid + bias within the best groups of experts, and scale the sigmoids of the chosen experts.
 
-    The router of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and GLM-4.5. logits FP32 [T, E], bias FP32 [E]. An expert's
-    score is sigmoid(logit) + bias. Experts are cut into `groups` equal groups, and the `kept_groups` groups are kept
-    whose two best scores have the largest sums. The k best experts of the kept groups are taken. Ties go to the lower
-    group and the lower id. Probabilities are the sigmoids without bias: divided by their sum + 1e-20 if `renormalize`,
-    then times `factor`.
+    It is the router of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and GLM-4.5. logits FP32 [T, E], bias FP32 [E]. An
+    expert's score is sigmoid(logit) + bias. Experts are cut into `groups` equal groups, and the `kept_groups` groups
+    are kept whose two best scores have the largest sums. The k best experts of the kept groups are taken. Ties go to
+    the lower group and the lower id. Probabilities are the sigmoids without bias: divided by their sum + 1e-20 if
+    `renormalize`, then times `factor`.
 
     Returns probabilities FP32 [T, k] and experts [T, k] as `ids`, in ascending expert id within a token. Gradients flow
-    through the probabilities alone. choose: as in `route`, but given the scores, -inf outside the kept groups.
+    through the probabilities alone. choose: as in `route`, but it gets the scores, with -inf outside the kept groups.
     """
     scores = sigmoid(logits.float())
     experts = choose(kept_scores(scores.detach() + bias, groups, kept_groups), top_k).sort(-1).values
@@ -156,9 +156,9 @@ def routed_experts(
 ) -> Tensor:
     """Run each token of x [T, H] through its experts, and add up their outputs, weighted: [T, H].
 
-    probs FP32 [T, k], chosen int [T, k]: as `route` gives them. w13, w2: stacked; `LowRank.rows` of an adapter are
-    tokens. rows: x as `norm_rows` quantized it, if it is at hand. One op, because a kernel need not lay out the pairs
-    of tokens and experts in several steps.
+    probs FP32 [T, k], chosen int [T, k]: as `route` gives them. w13, w2: the stacked weights; `LowRank.rows` of an
+    adapter are tokens. rows: x as `norm_rows` quantized it; None: x is quantized here. This is one op, so that a kernel
+    can lay out the pairs of tokens and experts in one step.
     """
     return routed_in_steps(x, probs, chosen, w13, w2, spec, backward)
 

@@ -1,11 +1,11 @@
-"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464): linear attention whose state forgets, and corrects itself.
+"""Defines the gated delta rule (Yang et al. 2024, arXiv 2412.06464): linear attention with a state that is corrected.
 
 The state S [K, V] of a head holds a value for each direction of keys. A token, in FP32 throughout:
 
-1. S = exp(g) S: all of it decays, by one factor or each row of S by its own (Kimi Delta Attention, arXiv 2510.26692);
-2. u = beta (v - k S): what the state says of the key is compared with the value;
-3. S = S + k u: and corrected;
-4. o = q S.
+1. S = exp(g) S: the state decays, by one factor or by one for each row (Kimi Delta Attention, arXiv 2510.26692);
+2. u = beta (v - k S): the value that the state has for the key is compared with the token's value;
+3. S = S + k u: the state is corrected;
+4. o = q S: the result.
 
 Before that q and k are divided by their lengths (with 1e-6 under the root), and q by sqrt(K). Each sum over K is one
 FP32 sum, in an order that K alone decides. Tokens go one after the other, in training as in decode: **this recurrence
@@ -31,10 +31,10 @@ from fp8rl.numerics.ops.experts import sigmoid
 LENGTH_EPS = 1e-6
 """The number that is added to the sum of squares of a query or a key."""
 CHUNK, SHORTEST = 64, 16
-"""Number of tokens of a chunk in the gradient: in long sequences, and in the shortest or with a decay for each row."""
+"""Tokens of a chunk in the gradient: in long sequences, and in the shortest sequences or with a decay for each row."""
 GRADIENT_TOKENS, WITH_ROWS = 16384, 2048
-"""Number of tokens, with padding, whose gradient is computed at a time: as a rule, and with a decay for each row, which
-takes K numbers for each pair of tokens in a chunk. It bounds the memory of a packed batch."""
+"""Number of tokens, with padding, whose gradient is computed at a time, to bound the memory of a packed batch.
+WITH_ROWS: with a decay for each row, which takes K numbers for each pair of tokens in a chunk."""
 
 
 @op
@@ -192,8 +192,8 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
 
 
 def _parts(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
-    """Yield the indices of sequences whose gradients are computed together: similar in length to within a factor of
-    two, and at most `tokens` tokens in all, or a single sequence."""
+    """Yield the indices of sequences whose gradients are computed together: one sequence, or several with lengths
+    within a factor of two and at most `tokens` tokens in all."""
     if lengths.is_meta:  # nobody knows them, and these products launch no kernel of ours
         return
     groups: dict[int, list[int]] = {}
@@ -208,7 +208,7 @@ def _parts(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
 
 
 def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Compute the rule in chunks of tokens, to differentiate it. The result has not the bits of the recurrence.
+    """Compute the rule in chunks of tokens, to differentiate it. The result does not have the recurrence's bits.
 
     q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads], or g [B, S, heads,
     K]; S a multiple of `chunk`. Rows end with zeros as padding. Returns [B, S, heads, V], FP32 or the wider dtype.

@@ -1,5 +1,5 @@
-"""Elementwise gates: SwiGLU of MLPs, and the gates of attention's output, of an expert that every token takes, and of
-the norm after linear attention."""
+"""Defines elementwise gates: SwiGLU of MLPs, and the gates of attention's output, of shared experts, and of the norm
+after linear attention."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 class _Sigmoid(torch.autograd.Function):
-    """`sigmoid` with the gradient g y (1 - y). Autograd's own for the formula is 0 * inf where exp(-x) overflows."""
+    """`sigmoid` with the gradient g y (1 - y). Autograd's gradient of the formula is 0 * inf if exp(-x) overflows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 def token_gate(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     """Compute x * sigmoid(hidden · weight), one gate for each token: x [..., N], hidden [..., H], weight [1, H].
 
-    The product is one FP32 sum over H, an order that H alone decides, and is not rounded; the result is rounded once to
-    x's dtype.
+    The product is one FP32 sum over H, in an order that depends on H alone. It is not rounded. The result is rounded
+    once to x's dtype.
     """
     return TokenGate.apply(x, hidden, weight)
 
@@ -97,8 +97,8 @@ def token_gate(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute rms_norm(x, weight) * silu(gate) over the last dimension: x and gate [..., D], weight [D].
 
-    The mean of squares is one FP32 sum over D. Everything in FP32, rounded once to x's dtype at the end; transformers
-    rounds the normed value once more.
+    The mean of squares is one FP32 sum over D. Everything is in FP32 and rounded once to x's dtype at the end.
+    transformers rounds the normed value once more.
     """
     return GatedRmsNorm.apply(x, gate, weight, eps)
 

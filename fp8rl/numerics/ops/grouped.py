@@ -1,4 +1,4 @@
-"""Grouped products: rows sorted by group, each group with a weight of its own, as in the experts of an MoE layer."""
+"""Defines products of rows that are sorted by group, each group with its own weight, as in experts of an MoE layer."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def grouped_linear(
 
     x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [groups, N, K] receive the
     gradients (`Gradients`); operand: as in `fp8_linear`. plus [T, N]: as in `linear`. Returns [T, N] in x's dtype. Rows
-    are quantized in one go; for wgrad, blocks along the tokens begin anew in each group. A group may be empty. Only a
-    call without gradients may have rows behind the last group. They are not computed: their results are undefined.
+    are quantized in one call; for wgrad, blocks along the tokens begin anew in each group. A group may be empty. Only a
+    call without gradients may have rows after the last group. Their results are undefined.
     """
     if spec is None or operand is None:
         operand, spec, backward = weights.detach(), None, "bf16"
@@ -44,7 +44,7 @@ def grouped_linear(
 
 @op
 def spans(counts: Tensor, x: Tensor) -> Any:
-    """Return where each group's rows are in x, in the form that the ops below take: here, the rows of each group."""
+    """Return where each group's rows are in x, in the form that the ops below take: here the number of rows of each."""
     return counts.tolist()
 
 
@@ -92,7 +92,7 @@ def grouped_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The form and the place of the gradient of a grouped product's weights [groups, N, K]."""
+    """The dtype and the destination of the gradient of a grouped product's weights [groups, N, K]."""
 
     dtype: torch.dtype
     """The weights' dtype, to which the gradient is rounded."""
@@ -143,7 +143,7 @@ def one_product_is_faster(x: Tensor, counts: Sequence[int], work: int) -> bool:
     """Return True if one product of all rows with the matrices of all groups, side by side, is faster than one per
     group.
 
-    The bits are the same. One product is faster where a call costs more than its computation. work: number of
+    The bits are the same. One product is faster if a call costs more than its computation. work: number of
     multiplications of a row with a matrix.
     """
     used = sum(map(bool, counts))

@@ -1,15 +1,15 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1), absorbed: over the narrow rows of a cache.
+"""Defines multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1), absorbed: over the narrow rows of a cache.
 
 A token's row is [latent | rotated key], R + P numbers that all heads share. A head's keys and values are products of
-the latent with its part of `kv_b`, W_k [N, R] and W_v [V, R]. Instead of making them for every token, the query goes
-through W_k and the result of the attention through W_v:
+the latent with its part of `kv_b`, W_k [N, R] and W_v [V, R]. Keys and values are not computed. Instead the query is
+multiplied with W_k, and the result of the attention with W_v:
 
 1. a head's query [N + P] becomes [q_nope W_k | q_rope], rounded once;
-2. attention of all heads over one key, the row, whose value is its first R numbers (`ops.attention`);
+2. all heads attend to the rows: a row is the key, and its first R numbers are the value (`ops.attention`);
 3. W_v times the result, rounded once.
 
-Latents are not quantized for these products: where `kv_b` is in FP8, what it dequantizes to multiplies the unquantized
-latent's side, as in SGLang. A head does not depend on the others.
+Latents are not quantized for these products. If `kv_b` is in FP8, it is dequantized and multiplied with unquantized
+numbers, as in SGLang. A head does not depend on the others.
 
 An adapter of `kv_b` (`numerics.ops.low_rank`) adds to both products before they are rounded. All heads share A [r, R];
 each head has its part of B, B_k [N, r] and B_v [V, r]. Step 1 adds round(scale * (h A)) with h = round(q_nope B_k).
@@ -94,11 +94,11 @@ def head_linear(
 ) -> Tensor:
     """Multiply each head's rows with its W [count, R], a part of weight [heads * M, R].
 
-    A head has M rows of the weight; its W is `count` of these rows, from `first` on.
-    x [T, heads, R] -> [T, heads, count], x W^T of each head; transposed: x [T, heads, count] -> [T, heads, R], x W.
-    plus, of the result's shape and dtype, is added to the FP32 sum, which is rounded once to x's dtype. weight receives
-    the gradient. operand: its `weight_operand` or its `Frozen`, if it is quantized: x stays as it is, and the operand
-    is dequantized; None: the weight itself.
+    A head has M rows of the weight; its W is `count` of these rows, from `first` on. x [T, heads, R] -> [T, heads,
+    count], x W^T of each head; transposed: x [T, heads, count] -> [T, heads, R], x W. plus, of the result's shape and
+    dtype, is added to the FP32 sum, which is rounded once to x's dtype. weight receives the gradient. operand: the
+    weight's `weight_operand` or `Frozen` if it is quantized; it is dequantized, and x is not quantized. None: the
+    weight itself.
     """
     return _HeadProduct.apply(x, weight, operand, first, count, transposed, plus)
 

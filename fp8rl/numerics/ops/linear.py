@@ -1,10 +1,9 @@
-"""Matrix products: plain and FP8, whole and in slices of K.
+"""Defines matrix products: plain and FP8, whole and in slices of K.
 
-A product is computed from operands that are exact in its compute dtype (BF16, or FP32 where scales are not powers of
-two), by one call of the matrix library per K slice (and per block of rows, where it would not be row-invariant), and
-rounded once. With `k_splits` > 1, each slice of K gives an FP32 partial and the partials are added in order: the
-arithmetic of a row-parallel layer on that many ranks, so that a trainer with tensor parallelism and an engine without
-it agree.
+Operands are exact in the compute dtype: BF16, or FP32 if scales are not powers of two. The matrix library is called
+once for each slice of K, and for each block of rows if it would not be row-invariant. The result is rounded once. With
+`k_splits` > 1 each slice of K gives an FP32 partial, and the partials are added in order. A row-parallel layer on that
+many ranks computes the same. So a trainer with tensor parallelism and an engine without it agree.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ROW_BLOCK = 64
 
 @op
 def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
-    """Return a quantized weight [..., N, K] in the form that products take: here, what it dequantizes to.
+    """Return a quantized weight [..., N, K] in the form that products take: here it is dequantized.
 
     It is made once per weight version. Experts' matrices may be stacked: [experts, N, K]. former: the operand of an
     earlier version of this weight, which nothing uses any more; its memory may be used again.
@@ -86,7 +85,7 @@ def fp8_linear(
     weight [N, K] is the parameter, which receives the gradient; operand is its `trained_operand`
     (`WeightCache.operand`), the `weight_operand` of its quantized form, or its `Frozen`. x is quantized by
     `spec.activation` along K. backward: `fp8` quantizes dy along N for dgrad, and dy and x along the tokens for wgrad
-    (TransformerEngine's Float8BlockScaling); `bf16` takes the gradient of the quantized forward with dy as it is
+    (TransformerEngine's Float8BlockScaling); `bf16` takes the gradient of the quantized forward with unquantized dy
     (straight through).
     """
     if k_splits == 1:
@@ -111,7 +110,7 @@ def norm_fp8_linear(
     spec: QuantSpec,
     backward: Backward = "fp8",
 ) -> Tensor:
-    """Compute `fp8_linear(rms_norm(x, norm_weight, eps), ...)`. One op, because a kernel need not store the norm."""
+    """Compute `fp8_linear(rms_norm(x, norm_weight, eps), ...)`. One op, so that a kernel need not store the norm."""
     return fp8_linear(rms_norm(x, norm_weight, eps), weight, operand, spec, backward)
 
 
@@ -127,14 +126,14 @@ def rows_linear(rows: Any, operand: Any, dtype: torch.dtype, plus: Tensor | None
 def add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
     """Add a bias [N] to product [..., N], which is rounded already, and round again. None: return the product.
 
-    Megatron and SGLang's FP8 products add it so too, while a fused BF16 product of torch's rounds once. A row's sum
-    does not depend on other rows, so there is nothing for a kernel of ours to fix.
+    Megatron and SGLang's FP8 products do the same; a fused BF16 product of torch's rounds once. A row's sum does not
+    depend on other rows, so it needs no kernel of ours.
     """
     return product if bias is None else _AddBias.apply(product, bias)
 
 
 class _AddBias(torch.autograd.Function):
-    """A sum whose bias gets its gradient added up over all rows in FP32 and rounded once."""
+    """Adds a bias. The bias's gradient is added up over all rows in FP32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype, plus: Tensor | None =
 
 
 def _mm(x: Tensor, plus: Tensor | None, weight: Tensor) -> Tensor:
-    """Call the matrix library once. It adds `plus` to its FP32 sum of BF16 matrices; to an FP32 result we add it."""
+    """Call the matrix library once. It adds `plus` to its FP32 sum of BF16 matrices. An FP32 result gets it here."""
     if plus is None:
         return torch.mm(x, weight.t())
     return torch.addmm(plus, x, weight.t()) if x.dtype == plus.dtype else torch.mm(x, weight.t()) + plus

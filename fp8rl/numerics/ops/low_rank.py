@@ -1,14 +1,13 @@
-"""Adapters: low-rank terms that are added to products of frozen weights (LoRA, Hu et al. 2021).
+"""Defines adapters: low-rank terms that are added to products of frozen weights (LoRA, Hu et al. 2021).
 
-y = round(S + d): S is the FP32 sum of the base product (FP8 or BF16, its slices of K added in order) before its
-rounding, and d = round(scale * (h B^T)) with h = round(x A^T). The three are rounded to x's dtype, BF16; sums are FP32.
-h is `linear` of x as it came, not quantized, in as many slices of K as the base product has. h B^T sums over the rank.
-d is rounded because matrix libraries add a BF16 matrix within a BF16 product, and it is added before S is
-rounded because a small d would else be lost: an element of y would not move until d is half its last place. With B = 0,
-y has the bits of the base product.
+y = round(S + d). S is the FP32 sum of the base product (FP8 or BF16, its slices of K added in order) before it is
+rounded. d = round(scale * (h B^T)) with h = round(x A^T). y, d and h are rounded to x's dtype, BF16; sums are FP32. h
+is `linear` of the unquantized x, in as many slices of K as the base product has. h B^T sums over the rank. d is rounded
+because matrix libraries add a BF16 matrix within a BF16 product. It is added before S is rounded, because a d below
+half the last place of y would otherwise be lost. With B = 0, y has the bits of the base product.
 
-A fused product has several matrices side by side, each with an A of its own. The operand says which A a row of B
-belongs to. The bits of a row do not depend on what it is fused with, nor on the rows' order.
+A fused product has several matrices side by side, each with its own A. The operand says which A a row of B belongs to.
+The bits of a row do not depend on what it is fused with, nor on the rows' order.
 
 Gradients are low-rank products: dB = scale * dy^T h, dh = scale * dy B, dA = dh^T x, and dh A is added to the base
 product's dx. None of them has the shape of the weight. The weight gets a gradient only if it requires one.
@@ -69,7 +68,7 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """The rows of B [M, r] among the N rows of a product that fuses matrices, some of them without adapter."""
+    """Maps the rows of B [M, r] to the N rows of a product that fuses matrices, of which some may have no adapter."""
 
     index: Tensor
     """int64 [M * r], the indices of B's elements in the flattened [N, parts * r]."""
@@ -95,7 +94,7 @@ class Fused:
 
 
 def low_rank_of(x: Tensor, low_rank: LowRank, k_splits: int = 1) -> Tensor:
-    """Return d [..., N] of x [..., K], the term that a product of x unquantized adds (`plus`) before it is rounded."""
+    """Return d [..., N] for the unquantized x [..., K]: the term that a product adds (`plus`) before it is rounded."""
     h = linear(x, low_rank.a, k_splits)
     return low_rank.on_rows(low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))
 
@@ -105,7 +104,7 @@ def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
     """Compute round(scale * (h b^T)), h [..., parts * r] = round(x a^T) and b [N, parts * r] as in `LowRank`, -> [...,
     N].
 
-    Where ranks share K, h is their merged `linear_partial`s, and `merge_partials` adds the term.
+    If ranks share K, h is merged from their `linear_partial`s, and `merge_partials` adds the term.
     """
     return _Term.apply(h, b, scale, parts, None)
 

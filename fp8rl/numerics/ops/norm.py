@@ -1,4 +1,4 @@
-"""RMSNorm, with and without the residual add before it."""
+"""Defines RMSNorm, with and without the residual add before it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def norm_rows(
 ) -> tuple[Tensor, Tensor, Any]:
     """Return `add_rms_norm`, and the normed rows as `rows_linear` and `routed_experts` take them, quantized by `spec`.
 
-    x [T, H]. residual: None if there is none yet; the sum is then x. No gradient. One op, because a kernel need not
-    read the norm again to quantize it.
+    x [T, H]. residual: None if there is none yet; the sum is then x. No gradient. It is one op, so that a kernel need
+    not read the norm again to quantize it.
     """
     normed, total = (rms_norm(x, weight, eps), x) if residual is None else add_rms_norm(x, residual, weight, eps)
     return normed, total, fake_quantize_rows(normed, spec)

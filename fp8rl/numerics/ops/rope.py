@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): in the rotate-half form of Llama and Qwen, and of neighbouring pairs."""
+"""Defines rotary position embeddings (Su et al. 2021): Llama's and Qwen's rotate-half form, and neighbouring pairs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Yarn:
     original: int
     """Number of positions before the context was lengthened."""
     beta_fast: float
-    """Turns over the original positions above which a pair is left alone."""
+    """A pair that makes at least this many turns over the original positions keeps its frequency."""
     beta_slow: float
-    """Turns over the original positions below which a pair's frequency is divided by the factor."""
+    """A pair that makes at most this many turns over the original positions has its frequency divided by the factor."""
     mscale: float
     """Weight of the factor's logarithm in the temperature of the softmax."""
 
@@ -73,9 +73,9 @@ class Llama3:
     original: int
     """Number of positions before the context was lengthened."""
     low: float
-    """Turns over the original positions below which a pair's frequency is divided by the factor."""
+    """A pair that makes at most this many turns over the original positions has its frequency divided by the factor."""
     high: float
-    """Turns over the original positions above which a pair is left alone."""
+    """A pair that makes at least this many turns over the original positions keeps its frequency."""
 
     @property
     def temperature(self) -> float:
@@ -94,8 +94,8 @@ def rope(
 ) -> Tensor:
     """Rotate x [B, S, heads, D] by its positions int64 [B, S]. FP32 inside, rounded once to x's dtype.
 
-    rotary_dim: how many first channels of a head are rotated; None: all. scaling: the method of a lengthened context;
-    None: the frequencies follow from theta alone.
+    rotary_dim: number of leading channels of a head that are rotated; None: all. scaling: the method of a lengthened
+    context; None: the frequencies follow from theta alone.
     """
     return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], scaling, False)
 
@@ -143,7 +143,7 @@ def rope_heads(
 ) -> tuple[Tensor, Tensor]:
     """Norm each head if there are norms (`rms_norm`), rotate it (`rope`), and put keys and values into a cache.
 
-    q [T, heads, D], k [T, kv heads, D], positions int64 [T]. cache: None where something else writes it. No gradient.
+    q [T, heads, D], k [T, kv heads, D], positions int64 [T]. cache: None if other code writes it. No gradient.
     """
     if norms is not None:
         q, k = rms_norm(q, norms.queries, norms.eps), rms_norm(k, norms.keys, norms.eps)

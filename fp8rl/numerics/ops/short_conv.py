@@ -1,8 +1,8 @@
-"""The short causal convolution before linear attention: each channel over the last few tokens, with SiLU.
+"""Defines the short causal convolution before linear attention: each channel over the last few tokens, with SiLU.
 
-A token reads its own row and the W - 1 rows before it in its sequence. So a sequence that goes on needs its last W - 1
-rows of inputs and nothing else, and its bits do not depend on how it was cut into calls. Taps are multiplied and added
-one after the other, the oldest first, in FP32; SiLU in FP32; rounded once to x's dtype.
+A token reads its own row and the W - 1 rows before it in its sequence. So a sequence goes on from its last W - 1 input
+rows alone, and its bits do not depend on how it was cut into calls. Taps are multiplied and added one after the other,
+the oldest first. Taps and SiLU are in FP32, and the result is rounded once to x's dtype.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Attention of rows that share prefixes. Each shared token is laid out and computed once.
+"""Defines attention of rows that share prefixes. Each shared token is laid out and computed once.
 
 Rows are in lexicographic order. Of each row only the tokens after its common prefix with the previous row are laid out,
-end to end: a prefix tree. A token attends to its path from the root, which is its row up to the token. So its result
-has the bits that `ops.attention` gives in each row that shares the token. In this order the descendants of a token are
-an interval of tokens: query q has key k on its path if and only if k <= q < end[k].
+end to end. They form a prefix tree. A token attends to its path from the root, which is its row up to the token. So its
+result has the bits that `ops.attention` gives in each row that shares the token. In this order the descendants of a
+token are an interval of tokens: query q has key k on its path if and only if k <= q < end[k].
 
 The gradient of a token is the sum over all its rows, added in FP32 and rounded once.
 """

@@ -1,1 +1,1 @@
-"""Attention over contiguous rows, rows end to end, prefix trees and a paged cache, with its gradients."""
+"""Computes attention over contiguous rows, rows end to end, prefix trees and a paged cache, and its gradients."""

@@ -1,9 +1,9 @@
-"""The gradient of `forward`, by the two kernels of FlashAttention 2 (Dao 2023), without atomics.
+"""Computes the gradient of `forward` by the two kernels of FlashAttention 2 (Dao 2023), without atomics.
 
-The weights are computed anew from the saved log-sum-exp. One kernel holds a tile of queries and adds over the keys
-(dq), the other holds a tile of keys and adds over the queries, and over the heads that share the key (dk and dv), each
-in order: the gradient is the same in every run. Sums FP32; weights and score gradients are rounded to BF16 for their
-products.
+Attention weights are computed again from the saved log-sum-exp. One kernel holds a tile of queries and adds over keys
+(dq). The other holds a tile of keys, and adds over queries and over the heads that share the keys (dk and dv). Both add
+in a fixed order, so the gradient is the same in every run. Sums are in FP32; weights and score gradients are rounded to
+BF16 for their products.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ Places = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def places_of_queries(inputs: AttentionInputs) -> Places:
-    """Return where the dq kernel finds a query's keys: positions, the tokens of each sequence if they are end to end,
-    and None; or of a tree `table`, `new` and `lengths` (`TokenTree`)."""
+    """Return what tells the dq kernel a query's keys: (positions, the lengths of sequences if they are end to end,
+    None), or for a tree its (table, new, lengths), see `TokenTree`."""
     tree = inputs.tree
     return (inputs.positions, inputs.lengths, None) if tree is None else (tree.table, tree.new, tree.lengths)
 
 
 def places_of_keys(inputs: AttentionInputs) -> Places:
-    """Return where the dkv kernel finds a key's queries: positions, the tokens of each sequence if they are end to end,
-    and, of a tree, the end of each token's interval."""
+    """Return what tells the dkv kernel a key's queries: (positions, the lengths of sequences if they are end to end,
+    the end of each token's interval if there is a tree)."""
     return inputs.positions, inputs.lengths, None if inputs.tree is None else inputs.tree.end
 
 
@@ -104,10 +104,10 @@ def stages_of(dim: int, tail: int = 0) -> int:
     """Return the number of stages in which a loop over keys or rows copies them into shared memory.
 
     With three stages the copies for the next step are under way while a step is computed. With two stages a step waits
-    for all copies, and none are under way while it is computed. dim: the channels of a value. tail: the channels that a
-    key has behind its value's, if the value is a part of the key. A block on Hopper has 227 KiB of shared memory; three
-    stages take up to 225, or more with 256 channels and no tail. A block on Ada has 99. As compiled for Blackwell,
-    three stages with a tail take 249.
+    for all copies, and none are under way while it is computed. dim: the channels of a value. tail: the channels of a
+    key after those of its value, if the value is a part of the key. A block on Hopper has 227 KiB of shared memory;
+    three stages take up to 225 KiB, or more with 256 channels and no tail. A block on Ada has 99 KiB. As compiled for
+    Blackwell, three stages with a tail take 249 KiB.
     """
     hopper = cuda_capability_geq(9) and not cuda_capability_geq(10)
     return 3 if hopper and (dim <= 128 or tail) else 2
@@ -244,7 +244,7 @@ def _dkv_kernel(
 
 @triton.jit
 def first_query_at(position, positions_ptr, positions_column, queries):
-    """The first query at this position or behind it, `queries` if there is none."""
+    """Return the first query at or after this position, or `queries` if there is none."""
     BLOCK: tl.constexpr = 1024
     first = queries
     for start in range(0, queries, BLOCK):

@@ -1,7 +1,7 @@
-"""Chunks of keys: merged in order by the program that took them, or left by several programs for a second kernel.
+"""Merges chunks of keys in order: in the program that computed them, or in a second kernel if several programs did.
 
-Where few rows attend to many keys, as in decode, chunks are spread over programs (Flash-Decoding, Dao et al. 2023).
-Each leaves its part in FP32, and the second kernel merges the parts of a row in the same order, by the same formula.
+If few rows attend to many keys, as in decode, chunks are spread over programs (Flash-Decoding, Dao et al. 2023). Each
+program stores its part in FP32. The second kernel merges a row's parts in the same order, by the same formula.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _new_tokens(new_ptr, index, sequences):
 
 @triton.jit
 def find_sequence(new_ptr, sequences, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The sequence of this program (`sequences` if it has none), its tile in it, its first token, its new tokens."""
+    """Return this program's sequence (`sequences`: none) and tile, and the sequence's first token and new tokens."""
     index = tl.arange(0, SEQUENCES)
     new = _new_tokens(new_ptr, index, sequences)
     tiles = tl.cdiv(new * GROUP, ROWS)
@@ -78,8 +78,8 @@ class Parts:
 
 
 def parts_of(out: Tensor, key_heads: int, longest: int, tiles: int) -> Parts | None:
-    """Allocate the parts of out [tokens, heads, D] over up to `longest` keys, from shapes alone. Return None if one
-    program is to take all chunks of a tile. tiles: the number of tiles of all heads."""
+    """Allocate the parts of out [tokens, heads, D] over up to `longest` keys. Return None if one program is to take all
+    chunks of a tile. Only shapes decide. tiles: the number of tiles of all heads."""
     tokens, heads, dim = out.shape
     chunks = triton.cdiv(longest, KEY_CHUNK)
     programs = min(chunks, triton.cdiv(PROGRAMS, tiles))
@@ -143,7 +143,7 @@ def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def merge_chunk(peak, total, out, chunk_peak, chunk_total, chunk_out, scale):
-    """Add a chunk to the chunks before it. One of the two peaks is finite: every row has seen key 0, in chunk 0."""
+    """Add a chunk to the chunks before it. One of the two peaks is finite, because every row sees key 0, in chunk 0."""
     new_peak = tl.maximum(peak, chunk_peak)
     rescale, share = tl.exp2((peak - new_peak) * scale), tl.exp2((chunk_peak - new_peak) * scale)
     total = tl.fma(total, rescale, chunk_total * share)
@@ -152,6 +152,6 @@ def merge_chunk(peak, total, out, chunk_peak, chunk_total, chunk_out, scale):
 
 @triton.jit
 def divided(out, total):
-    """The result, and the total; a sequence without keys, as in a padded CUDA graph, gives zeros."""
+    """Return out / total, and total. A sequence without keys, as in a padded CUDA graph, gives zeros."""
     total = tl.where(total == 0.0, 1.0, total)
     return out / total[:, None], total

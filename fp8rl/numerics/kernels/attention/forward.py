@@ -1,15 +1,15 @@
-"""Causal attention on the tensor core: `numerics.ops.attention`, contiguous, packed and paged.
+"""Computes causal attention on the tensor core (`numerics.ops.attention`): contiguous, packed and paged.
 
-A program holds 128 rows, or 64 in decode (`heights`): the queries of one sequence in order, and of each the heads that
-share a key head, so that a new token fills several rows. It takes the keys of a chunk in splits of 128, in order, and
-merges them with the online softmax (Milakov and Gimelshein 2018) as FlashAttention 2 does (Dao 2023). Chunks are merged
-in order: by the same program, or, where rows are few and chunks are spread over programs, by a second kernel
-(`chunks`). A split or a chunk that a row does not see multiplies its sums by 1 and adds 0. A query's bits
-therefore depend on nothing but the query and the keys that it sees.
+A program holds 128 rows, or 64 in decode (`tile_height`). A row is one head of one query; the heads that share a key
+head are together, so that a new token fills several rows. The program takes the keys of a chunk in splits of 128, in
+order, and merges the splits with the online softmax (Milakov and Gimelshein 2018) as FlashAttention 2 does (Dao 2023).
+Chunks are merged in order, by the same program or, if chunks are spread over programs, by a second kernel (`chunks`). A
+split or chunk that a row does not see multiplies its sums by 1 and adds 0. So a query's bits depend only on the query
+and the keys that it sees.
 
-Rounding: scores and sums FP32; weights are rounded to BF16 for their product with the values (the definition keeps
-FP32), which are summed in FP32 and rounded once. Multiplications that are followed by an addition are written as
-`tl.fma` and the compiler may fuse no others: the loops with and without mask must agree in every bit.
+Rounding: scores and sums are in FP32. Weights are rounded to BF16 for their product with the values (the definition
+keeps FP32). The product is summed in FP32 and rounded once. A multiplication before an addition is written as `tl.fma`,
+and the compiler may fuse no others, because the loops with and without mask must agree in every bit.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of new tokens over a paged cache; see `numerics.ops.attention.paged_attention`.
 
-    Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, over as
-    many keys as the table is wide, and programs that find nothing to do leave at once.
+    Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, with as
+    many keys as the table is wide. Programs without work end at once.
     """
     check(q, k_cache, v_cache, CODES)
     return attend_paged(q, k_cache, v_cache, table, requests, new, lengths, scale)
@@ -216,7 +216,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, kept: torch.dtype = torch.bfloat16) -
         raise user_error("attention head size", found=dim, expected=expected, remedy="Run the ops on torch.")
     if k.shape != v.shape or k.shape[-1] != dim or q.shape[-2] % k.shape[-2]:
         found = [list(x.shape) for x in (q, k, v)]
-        expected = "k and v of one shape, D of q, and kv heads that divide its heads"
+        expected = "k and v of one shape, with q's D, and kv heads that divide q's heads"
         raise user_error("attention", found=found, expected=expected, remedy="Check the model's head counts.")
 
 
@@ -231,11 +231,10 @@ def _forward_kernel(
 ):  # fmt: skip
     """FORM: `contiguous`, queries [B, Q]; `packed`, sequences end to end; `paged`, over a cache. positions_ptr: the
     positions of queries, or for a paged cache the table [rows, max]. requests_ptr: each sequence's row of the table;
-    None: row b is sequence b's.
-    logsumexp_ptr: None where no gradient is asked for.
+    None: row b is sequence b's. logsumexp_ptr: None if there is no gradient.
 
-    TAIL: channels that a key has behind the D of its value, which is a part of it (`latent`); 0: values are apart.
-    CHUNKED: there may be more keys than a chunk's. SPREAD: every program takes some of the chunks, and leaves a part of
+    TAIL: channels of a key after the D channels that are also its value (`latent`); 0: values are separate. CHUNKED:
+    there may be more keys than one chunk has. SPREAD: every program takes some of the chunks, and stores a part for
     each (`Parts`).
     """
     PAGED: tl.constexpr = FORM == "paged"

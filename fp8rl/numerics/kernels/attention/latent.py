@@ -1,8 +1,8 @@
-"""Attention over latent rows on the tensor core: `numerics.ops.latent`, contiguous, packed, over trees and paged.
+"""Computes attention over latent rows on the tensor core (`numerics.ops.latent`): contiguous, packed, trees and paged.
 
-It is the kernel of `forward` with tiles of 64 rows: a key is a row of D + TAIL channels, of which the first D are its
-value too, so that a program reads each row once for both. Query heads share all rows, and so do tiles: up to 64 heads
-of a decoded token read its sequence's rows once.
+It is the kernel of `forward` with tiles of 64 rows. A key is a row of D + TAIL channels, and its first D channels are
+also its value, so a program reads each row once for both. All query heads share the rows. So a tile with up to 64 heads
+of a decoded token reads the sequence's rows once.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _check(q: Tensor, rows: Tensor, rank: int, kept: torch.dtype = torch.bfloat1
     known = 16 <= rank <= 512 and 16 <= tail <= 128 and not rank & (rank - 1) and not tail & (tail - 1)
     if not known or q.shape[-1] != rows.shape[-1]:
         found = f"queries of {q.shape[-1]} channels, rows of {rows.shape[-1]}, {rank} of them the value"
-        expected = "queries as wide as rows; powers of two: a value of 16 to 512 channels, 16 to 128 behind it"
+        expected = "queries as wide as rows, a value of 16 to 512 channels, and 16 to 128 more, both powers of two"
         raise user_error("latent attention", found, expected, "Run the ops on torch.")
 
 
@@ -176,7 +176,7 @@ def _dq_kernel(
     PACKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """PACKED and pointers: as in `backward`. HEADS: of a token, one after the other; all share its keys."""
+    """PACKED and pointers: as in `backward`. HEADS: number of heads of a token; they all share its keys."""
     PAGED: tl.constexpr = paths_ptr is not None
     sequence = tl.program_id(1).to(tl.int64)
     if PACKED:

@@ -1,1 +1,1 @@
-"""Products of matrices, in FP8 and BF16, of one weight or of experts."""
+"""Computes products of matrices in FP8 and BF16, with one weight or with the weights of experts."""

@@ -1,8 +1,8 @@
-"""FP8 products on DeepGEMM, a library of kernels for Hopper, in place of ours.
+"""Computes FP8 products by DeepGEMM, a library of kernels for Hopper, in place of ours.
 
-Its kernel sums each 128 of K from zero on the tensor core and adds the sum, scaled in FP32, K ascending and never cut
-(`sm90_fp8_gemm_1d2d.cuh` of sgl-deep-gemm 0.1.7): the formula of `gemm`. No document promises that its bits are ours,
-so nothing runs on it until `numerics.probe.allow_deepgemm` has compared the two on the machine at hand.
+DeepGEMM's kernel sums each 128 of K from zero on the tensor core, scales the sum, and adds it in FP32, K ascending and
+never cut (`sm90_fp8_gemm_1d2d.cuh` of sgl-deep-gemm 0.1.7). That is the formula of `gemm`. No document promises equal
+bits, so nothing uses DeepGEMM before `numerics.probe.allow_deepgemm` has compared both on the machine at hand.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def installed() -> Library | None:
 
 
 def product(a: Any, b: Any, dtype: torch.dtype, k_splits: int, tiles: Tiles | None) -> Tensor | None:
-    """Compute `gemm.gemm` by the library that was allowed; None if none was, or if it cannot take this product."""
+    """Compute `gemm.gemm` by the allowed library. Return None without one, or if it cannot compute this product."""
     if _library is None or not _takes(a, b, dtype, k_splits):
         return None
     if tiles is None:

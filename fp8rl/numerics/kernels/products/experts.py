@@ -1,4 +1,4 @@
-"""The experts of an MoE layer: `numerics.ops.experts` and `numerics.ops.grouped`, without a wait for the host."""
+"""Computes the experts of an MoE layer (`numerics.ops.experts`, `numerics.ops.grouped`) without a wait for the host."""
 
 from __future__ import annotations
 

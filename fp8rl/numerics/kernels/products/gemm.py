@@ -1,21 +1,20 @@
-"""Matrix products a @ b^T on Hopper's tensor cores: FP8 with block scales, and unquantized.
+"""Computes matrix products a @ b^T on Hopper's tensor cores: FP8 with block scales, and unquantized.
 
-FP8: Hopper's FP8 instruction keeps about 14 bits of its sum. So the products of each 128 of K, which share one scale of
-either operand, are summed there from zero, scaled, and added in FP32 on the ordinary cores, K ascending (as DeepGEMM
-does): acc = fma(dot(a, b), a_scale * b_scale, acc). A sum in slices of K adds the slices' FP32 sums in order. A tile's
-width and depth depend on the weight's shape and the dtypes alone; it has 128 rows, or 64 where FP8 rows are few
-(`heights`).
+FP8: Hopper's FP8 instruction keeps about 14 bits of its sum. So it sums only the products of 128 of K, which share one
+scale of each operand. That sum is scaled and added in FP32 on the ordinary cores, K ascending (as DeepGEMM does): acc =
+fma(dot(a, b), a_scale * b_scale, acc). If K is cut into slices, their FP32 sums are added in order. A tile's width and
+depth depend on the weight's shape and the dtypes alone. A tile has 128 rows, or 64 if FP8 rows are few (`tile_height`).
 
 Laid out for an H200:
 - FP8 tiles are 128 x 128 x 128 with 8 warps: a thread holds 64 numbers of the sum and 64 of the product. With 4 warps
-  it would hold twice that and spill; smaller tiles read more from L2 than it delivers. Where rows are few it delivers
-  enough: tiles are 64 x 128 x 128 with 4 warps then, two on an SM.
+  it would hold twice that and spill; smaller tiles read more from L2 than it delivers. If rows are few, L2 delivers
+  enough, and tiles are 64 x 128 x 128 with 4 warps, two on an SM.
 - The tensor memory accelerator brings both operands, along K, as FP8 instructions want them. It takes no registers or
   instructions for addresses, and gives zeros beyond the edges of a matrix, where other loads need masks.
 - Scales are loaded before the product starts and arrive while it runs. The scales of a tile's rows should be contiguous
   (`scale_inv.stride(0) == 1`), since the threads of a warp hold neighbouring rows.
-- One program per SM (two of short tiles) takes tile after tile, and a tile's first loads start while the one before is
-  finished: at K = 2048 a tile has only 16 steps. Neighbouring programs share 8 tiles of rows, which stay in L2.
+- One program per SM (two for short tiles) takes tile after tile. A tile's first loads start while the previous tile is
+  finished, because at K = 2048 a tile has only 16 steps. Neighbouring programs share 8 tiles of rows, which stay in L2.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ def gemm(
     """Compute a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, accumulated in FP32 and rounded once.
 
     a: E4M3 or E5M2 in groups of 128 along K; b: likewise, or in blocks of 128 x 128. Or both are BF16, or both FP32 and
-    multiplied in FP32. k_splits: into how many equal slices, of a multiple of 128 (64 of BF16), K is cut; their FP32
-    sums are added in ascending order. plus: [M, N], BF16 or FP32, is added to the sum before it is rounded. tiles: the
-    tiles of rows that are sorted by expert; b is then [E, N, K].
+    multiplied in FP32. k_splits: the number of equal slices that K is cut into, each a multiple of 128 (64 in BF16).
+    Their FP32 sums are added in ascending order. plus: [M, N], BF16 or FP32, is added to the sum before it is rounded.
+    tiles: the tiles of rows that are sorted by expert; b is then [E, N, K].
     """
     left, right = check_operands(a, b, matrices=3 if tiles else 2)
     (rows, k), n = left.shape, right.shape[-2]
@@ -105,7 +104,7 @@ def check_operands(a: Any, b: Any, matrices: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def scales(a: Any, b: Any, width: int) -> tuple[Any, ...]:
-    """Return the kernels' arguments for the scales: of a, pointer and strides (row, step); of b, (matrix, row,
+    """Return the kernels' arguments for scales: those of a and of b, a's strides (row, step), b's (matrix, row,
     step)."""
     if not isinstance(b, QuantizedTensor):
         return (None,) * 2 + (0,) * 5
@@ -129,7 +128,7 @@ def _side_by_side(scale_inv: Tensor, width: int) -> Tensor:
 def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describe x [R, C] in blocks of rows x columns, for the tensor memory accelerator.
 
-    It needs rows that begin at multiples of 16 bytes; an x with other rows is copied.
+    The accelerator needs rows that begin at multiples of 16 bytes; an x with other rows is copied.
     """
     unit = 16 // x.element_size()
     if x.stride(1) != 1 or x.stride(0) < x.shape[1] or x.stride(0) % unit or x.data_ptr() % 16:

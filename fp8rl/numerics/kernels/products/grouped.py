@@ -1,6 +1,6 @@
-"""Products of rows sorted by expert, each with its expert's matrix, and the gradients of these matrices.
+"""Multiplies rows sorted by expert, each by its expert's matrix, and computes the gradients of these matrices.
 
-Rows go through the kernel of `gemm`, tile by tile (`make_tiles`): every row has the bits that `gemm` gives it alone.
+Rows go through the kernel of `gemm`, tile by tile (`make_tiles`). So every row has the bits that `gemm` gives it alone.
 Nothing here waits for the counts on the host.
 """
 
@@ -34,7 +34,7 @@ def grouped_gemm(a: Any, b: Any, tiles: Tiles, dtype: torch.dtype, plus: Tensor 
 def grouped_wgrad(
     dy_t: QuantizedTensor, x_t: QuantizedTensor, tiles: Tiles, dtype: torch.dtype, total: Tensor | None = None
 ) -> Tensor:
-    """The sum over each expert's tokens of dy^T x -> [E, N, K] in `dtype`; zeros for an expert without tokens.
+    """Return dy^T x summed over each expert's tokens, [E, N, K] in `dtype`; zeros for an expert without tokens.
 
     total: FP32 [E, N, K], contiguous. The result, rounded to `dtype`, is added to `total`, which is returned.
     dy_t [N, 128 tiles], x_t [K, 128 tiles]: as `quantize_columns` gives them with these tiles, tile i's tokens in the

@@ -1,7 +1,7 @@
-"""A product for each head: `numerics.ops.head_linear`, of unquantized rows and FP8 codes, which are not copied.
+"""Computes a product for each head (`numerics.ops.head_linear`) of unquantized rows and FP8 codes, without a copy.
 
 A program takes 64 tokens and 128 columns of one head, and sums over K in steps of 64, ascending. Codes are dequantized
-where they are loaded, to BF16, so that a quantized weight is read once, in one byte a number, whatever its blocks cut.
+to BF16 after they are loaded. So a quantized weight is read once, one byte for each number, wherever heads cut blocks.
 """
 
 from __future__ import annotations

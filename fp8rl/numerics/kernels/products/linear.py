@@ -1,4 +1,4 @@
-"""The products of `numerics.ops.linear`: FP8 codes on the tensor core, forward and backward."""
+"""Computes the products of `numerics.ops.linear` from FP8 codes on the tensor core, forward and backward."""
 
 from __future__ import annotations
 

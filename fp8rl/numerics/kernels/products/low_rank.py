@@ -1,7 +1,7 @@
-"""The low-rank terms of adapters: `numerics.ops.low_rank`. A program makes a tile of the term.
+"""Computes the low-rank terms of adapters (`numerics.ops.low_rank`). A program computes one tile of the term.
 
-Each part of a fused product has a dot product of its own over its r, filled up to whole instructions with zeros; for
-the rows of another part it adds zeros. So a row's bits do not depend on what it is fused with.
+Each part of a fused product has its own dot product over its rank r, padded with zeros to whole instructions. It adds
+zeros to the rows of other parts. So a row's bits do not depend on what the row is fused with.
 """
 
 from __future__ import annotations

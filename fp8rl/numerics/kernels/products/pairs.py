@@ -1,9 +1,9 @@
-"""The rows of tokens laid out for their experts, in one kernel: sorted, with the tiles of the grouped products; and the
-weighted sum over a token's experts, `numerics.ops.combine`, without the weighted copies in memory.
+"""Sorts the rows of tokens by expert, with the tiles of the grouped products, in one kernel. Computes the weighted sum
+over a token's experts (`numerics.ops.combine`) without weighted copies in memory.
 
-A token's choices are numbered one after the other, and an expert's rows are in the order of these numbers, as
-`numerics.ops.experts.group_by_expert` sorts them. Each program counts all choices and those before its own, and so
-knows where its own rows go: there is nothing that programs would have to wait for. Numbers are copied, not computed.
+Choices are numbered token by token, and an expert's rows are in the order of these numbers, as
+`numerics.ops.experts.group_by_expert` sorts them. Each program counts all choices, and the choices before its own. So
+it knows where its rows go, and waits for no other program. Numbers are copied, not computed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def combine(outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -
 
 
 def combine_rows(outputs: Tensor, probs: Tensor, row_of: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `combine` without a gradient. row_of int64 [T * k]: the row of each pair's output."""
+    """Compute `combine` without a gradient. row_of int64 [T * k]: the row that holds the output of each pair."""
     (tokens, top_k), hidden = probs.shape, outputs.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
     if out.numel():

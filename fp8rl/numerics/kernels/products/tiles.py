@@ -1,6 +1,6 @@
-"""The map from programs of a grouped product to rows sorted by expert, made on the device, without a sync.
+"""Maps the programs of a grouped product to rows sorted by expert, on the device and without a sync.
 
-An expert's rows are cut into tiles, of 128 rows or 64, from its first row on, so a row's tile depends on its own expert
+An expert's rows are cut into tiles of 128 or 64 rows, from its first row on, so a row's tile depends on its expert
 alone.
 """
 
@@ -74,7 +74,7 @@ class Tiles:
     starts: Tensor
     """int32 [experts + 1], the first tile of each expert, and the number of tiles in use."""
     height: int = TALL
-    """The most rows of a tile. 128 for a product that sums over the tokens: its scale groups are the tiles."""
+    """The most rows of a tile. It is 128 if a product sums over tokens, because its scale groups are the tiles."""
 
 
 def spans(counts: Tensor, x: Tensor) -> Tiles:

@@ -78,8 +78,8 @@ def test_rows_of_which_an_indexer_would_choose_keys_are_refused(values, tmp_path
     check(parse_experiment(merged(values, model={"path": str(path)})))
     edit_config(path, index_topk=1023)
     assert refusal(values, model={"path": str(path)}) == (
-        "rollout.context_length: found 1024, expected at most 1023, the model's index_topk (up to there the indexer "
-        "chooses every key; a choice among more is not defined here). Set rollout.context_length=1023 or less."
+        "rollout.context_length: found 1024, expected at most 1023, the model's index_topk (in a longer row the "
+        "indexer leaves keys out, which is not supported). Set rollout.context_length=1023 or less."
     )
 
 
