@@ -45,7 +45,7 @@ class Opd(GroupRelative):
         return replace(super().needs, teacher=True)
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """The advantages at the weights that sampled. `Distillation` corrects them to the policy's weights."""
+        """The advantages at the sampling weights. `Distillation` corrects them to the policy's weights."""
         used = used_tokens(batch)
         if self.overlong is not None and self.overlong.filter:
             used = used & outcomes.finished[:, None]

@@ -1,7 +1,7 @@
 """Corrections for tokens that trainer and engine give different probabilities: importance weights and rejections.
 
-rho = e^d is a token's ratio of trainer to rollout probability at the weights that sampled it, d = old - rollout
-logprob. A sequence's ratio is the product of its tokens' rho, its geometric ratio their geometric mean.
+rho = e^d is a token's ratio of trainer to rollout probability at the weights that sampled it, with d = old - rollout
+logprob. A sequence's ratio is the product of its tokens' rho. Its geometric ratio is their geometric mean.
 
     truncated importance sampling (TIS)   min(ratio, cap), the ratio being the token's (Yao et al. 2025, "Your Efficient
                                           RL Framework Secretly Brings You Off-Policy RL Training") or the sequence's
