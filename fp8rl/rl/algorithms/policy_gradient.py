@@ -185,7 +185,7 @@ class PolicyGradient(AlgorithmConfig):
         if self.loss_length is not None and self.loss_aggregation != "seq_mean_token_sum_norm":
             return (
                 f"found loss_length={self.loss_length} with loss_aggregation={self.loss_aggregation}, expected "
-                "seq_mean_token_sum_norm, which alone divides by it. Remove algorithm.loss_length"
+                "seq_mean_token_sum_norm, the only mode that divides by it. Remove algorithm.loss_length"
             )
         if self.ratio == "on_policy" and self.updates > 1:
             return (

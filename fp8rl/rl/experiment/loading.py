@@ -91,6 +91,7 @@ def architecture_of(overrides: Sequence[str]) -> str | None:
 
 def read_resolved(path: str | Path) -> Experiment:
     """Read the `spec.yaml` of a run directory. Paths stay as they are. Keys that have been removed since are left out.
+
     It imports no code that the spec names, not even an architecture, because the run may be somebody else's. A caller
     that computes with the model loads the architecture itself.
 

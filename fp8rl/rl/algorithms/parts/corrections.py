@@ -55,7 +55,7 @@ class RejectionSection(Section):
     @model_validator(mode="after")
     def _around_one(self) -> RejectionSection:
         if self.name == "mis" and self.low is not None:
-            raise ValueError(f"found low={self.low} with mis, expected none, as it has no lower bound. Remove low")
+            raise ValueError(f"found low={self.low} with mis, expected none, as mis has no lower bound. Remove low")
         if not (self.low or 0.0) < 1.0 < (self.high or 0.0):
             raise ValueError(
                 f"found low={self.low} and high={self.high}, expected low < 1 < high, as 1 is the ratio of equal "

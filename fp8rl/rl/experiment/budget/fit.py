@@ -49,7 +49,7 @@ def fullest(job: Job, apart: bool) -> Memory:
 
 def with_cache(job: Job, experiment: Experiment, gpu_memory: float, apart: bool) -> Job:
     """Fill in the size of an engine's KV cache if the spec has none. The cache holds all tokens that can be in use at a
-    time. If the slack would not stay free, it is smaller, but holds at least one row."""
+    time. If the slack would not stay free, the cache is smaller, but holds at least one row."""
     rollout = experiment.rollout
     if rollout.max_total_tokens is not None or not job.engines:
         return job
