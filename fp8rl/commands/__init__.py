@@ -70,8 +70,9 @@ def end(ok: bool) -> None:
 
 
 def refuse_given(context: typer.Context, names: Sequence[str], beside: str) -> None:
-    """Refuse options of the command line that have no effect beside another argument. names: the command's parameters
-    for these options. beside: the other argument, in words.
+    """Refuse options of the command line that have no effect beside another argument.
+
+    names: the command's parameters for these options. beside: the other argument, in words.
 
     Raises:
         UserError: such options were given; the message names them.

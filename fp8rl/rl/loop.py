@@ -101,8 +101,7 @@ def train(run: LiveRun) -> str:
 
 def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
     """Do a verified sync. In a new run, also record the row of step 0: accuracy and agreement before training. In a
-    resumed run, begin the background evaluation of the checkpoint's step again.
-    """
+    resumed run, begin the background evaluation of the checkpoint's step again."""
     first, stack = run.sync(), run.stack
     run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
     stack.metrics()  # reset: what came before step 1 belongs to no row

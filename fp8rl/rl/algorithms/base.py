@@ -65,7 +65,7 @@ class AlgorithmConfig(Section):
     """True if the algorithm learns from sampled answers, false if it learns from the answers of the data."""
 
     formula: ClassVar[str] = ""
-    """The loss in one line, whatever the settings; r = e^(logprob - old), and R is the reward."""
+    """The loss in one line, the same for all settings. r = e^(logprob - old), and R is the reward."""
 
     compares_in_group: ClassVar[bool] = False
     """True if an answer's reward is compared with the rewards of its prompt's answers; in a group of one, with 0."""

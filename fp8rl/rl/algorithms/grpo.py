@@ -116,7 +116,7 @@ class MaxRl(PolicyGradient):
     def _no_penalty_makes_rewards_negative(self) -> Self:
         if self.overlong is not None and self.overlong.penalty:
             raise ValueError(
-                f"found overlong.penalty={self.overlong.penalty:g} with maxrl, expected 0: it divides by the mean "
+                f"found overlong.penalty={self.overlong.penalty:g} with maxrl, expected 0: maxrl divides by the mean "
                 "reward of a group, and a length penalty could make rewards negative. Set overlong.penalty=0 "
                 "(overlong.filter=true leaves truncated answers out of the loss), or choose dapo"
             )

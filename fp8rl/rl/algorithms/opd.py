@@ -35,8 +35,8 @@ class Opd(GroupRelative):
         named = [name for name in ("dynamic_sampling", "whiten_advantages") if getattr(self, name)]
         if named and not self.reward_weight:
             raise ValueError(
-                f"found {named[0]}=true with reward_weight=0, expected false: then only the teacher counts, in every "
-                f"group and without whitening. Set algorithm.reward_weight, or remove algorithm.{named[0]}"
+                f"found {named[0]}=true with reward_weight=0, expected false: it is meant for rewards, which do not "
+                f"count with this weight. Set algorithm.reward_weight, or remove algorithm.{named[0]}"
             )
         return self
 
@@ -45,7 +45,7 @@ class Opd(GroupRelative):
         return replace(super().needs, teacher=True)
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """The advantages at the weights that sampled. `Distillation` corrects them to the policy's weights."""
+        """The advantages at the sampling weights. `Distillation` corrects them to the policy's weights."""
         used = used_tokens(batch)
         if self.overlong is not None and self.overlong.filter:
             used = used & outcomes.finished[:, None]

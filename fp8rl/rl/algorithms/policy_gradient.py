@@ -39,8 +39,8 @@ class PolicyObjective:
     token counts as 0.
 
     old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
-    detached. The KL term needs `fields["reference_logprobs"]`. The weight w and the rejection come from old and rollout
-    logprobs, see `rl.algorithms.parts.corrections`, without gradient. Tokens where `fields["learnt_from"]` is 0 are
+    detached. The KL term needs `fields["reference_logprobs"]`. `rl.algorithms.parts.corrections` computes the weight w
+    and the rejection from old and rollout logprobs, without gradient. Tokens where `fields["learnt_from"]` is 0 are
     filtered. The denominators of loss and metrics count rejected and filtered tokens. Loss, denominators and metrics
     leave out a token whose rollout logprob is not finite.
     """
@@ -60,7 +60,7 @@ class PolicyObjective:
         corrects = self.correction.weighs or self.correction.rejects
         weight, accepted = self.correction(old, fields["rollout_logprobs"] if corrects else old, used)
         kept = accepted
-        if LEARNT_FROM in fields:  # what is not finite is never hidden
+        if LEARNT_FROM in fields:  # a logprob that is not finite is never filtered
             kept = accepted & ((fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite())
         losses, kl = term.losses, self.kl
         reference = fields.get("reference_logprobs")
@@ -185,7 +185,7 @@ class PolicyGradient(AlgorithmConfig):
         if self.loss_length is not None and self.loss_aggregation != "seq_mean_token_sum_norm":
             return (
                 f"found loss_length={self.loss_length} with loss_aggregation={self.loss_aggregation}, expected "
-                "seq_mean_token_sum_norm, which alone divides by it. Remove algorithm.loss_length"
+                "seq_mean_token_sum_norm, the only mode that divides by it. Remove algorithm.loss_length"
             )
         if self.ratio == "on_policy" and self.updates > 1:
             return (
@@ -196,7 +196,7 @@ class PolicyGradient(AlgorithmConfig):
         if self.kl.reward.coefficient and not self.token_rewards:
             return (
                 f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: it compares "
-                "whole answers, and has no rewards per token to subtract the penalty from. Set "
+                "whole answers, and has no token rewards to subtract the penalty from. Set "
                 "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
             )
         return None
@@ -271,7 +271,7 @@ class PolicyGradient(AlgorithmConfig):
         """The outcomes with the rewards that advantages are computed from, after a length penalty if there is one."""
         if self.overlong is None:
             return outcomes
-        # From the first token that the model sampled to the end of the row: an environment's in between count, too.
+        # From the first sampled token to the end of the row. An environment's tokens in between count, too.
         lengths = batch.lengths - batch.loss_mask.int().argmax(dim=1)
         return self.overlong.shaped(outcomes, torch.where(batch.loss_mask.any(dim=1), lengths, 0))
 

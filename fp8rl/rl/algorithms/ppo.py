@@ -1,4 +1,4 @@
-"""PPO: a critic predicts the return at each token, and the advantage compares the actual return with it."""
+"""PPO: a critic predicts the return at each token. The advantage compares the actual return with the prediction."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class CriticSection(RateSection):
 
 
 class Ppo(PolicyGradient):
-    """Proximal policy optimisation with generalised advantages (Schulman et al. 2017). The critic is a second model of
-    the same directory with a value head, on the policy's ranks and in its layout and numerics."""
+    """Proximal policy optimisation with generalised advantages (Schulman et al. 2017). The critic is a second model
+    from the same directory, with a value head. It has the policy's ranks, layout and numerics."""
 
     name: Literal["ppo"]
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = GAE over a critic's values"

@@ -165,8 +165,9 @@ T = TypeVar("T", ModelSection, TeacherSection, TrainSource, EvalSet, DataSource)
 
 
 def fetched(experiment: Experiment, before: Experiment | None = None) -> Experiment:
-    """Fetch the hub's models and data sets that an experiment names. Return it with a commit as each revision. before:
-    the experiment of a run that is resumed. What has no revision now gets the commit that it has there.
+    """Fetch the hub's models and data sets that an experiment names. Return it with a commit as each revision.
+
+    before: the experiment of a run that is resumed. What has no revision now gets the commit that it has there.
 
     Raises:
         UserError: the hub does not give a model or data set; see :mod:`models.hub`.

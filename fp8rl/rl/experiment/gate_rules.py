@@ -141,7 +141,7 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
     if measured.late and action not in _MAY_BE_LATE:
         found = f"{action} on {gate.metric}, which is measured after a step's decision"
         allowed = f"{', '.join(_MAY_BE_LATE[:-1])} or {_MAY_BE_LATE[-1]}"
-        expected = f"{allowed}, because it may never recover without updates"
+        expected = f"{allowed}, because the metric may never recover without updates"
         remedy = "Choose one of these actions, or a metric that is measured before the update."
         yield user_error(f"{key}.action", found, expected, remedy)
     numerics = e.numerics
@@ -156,11 +156,11 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
         yield user_error(key, f"{action} on {gate.metric} {gate.bound} with {sides}", expected, remedy)
     cap, whole = gate.tis_cap or 1.0, e.algorithm.correction.tis_cap
     if action == "tighten_tis" and cap >= (whole or 0.0):
-        expected = f"less than algorithm.tis_cap={whole}, the cap that it tightens"
+        expected = f"less than algorithm.tis_cap={whole}, the cap that the gate tightens"
         yield user_error(f"{key}.tis_cap", cap, expected, "Give a lower cap, or set algorithm.tis_cap above it.")
     if action == "enable_r3" and numerics.router_replay != "record":
         found = f"enable_r3 with numerics.router_replay={numerics.router_replay}"
-        expected = "numerics.router_replay=record, so that there are routes to replay from some step on"
+        expected = "numerics.router_replay=record, so that the gate has routes to replay"
         remedy = "Set numerics.router_replay=record, or choose another action."
         yield user_error(f"{key}.action", found, expected, remedy)
     if action == "bf16_both" and not numerics.quantizes:

@@ -91,6 +91,7 @@ def architecture_of(overrides: Sequence[str]) -> str | None:
 
 def read_resolved(path: str | Path) -> Experiment:
     """Read the `spec.yaml` of a run directory. Paths stay as they are. Keys that have been removed since are left out.
+
     It imports no code that the spec names, not even an architecture, because the run may be somebody else's. A caller
     that computes with the model loads the architecture itself.
 
@@ -115,7 +116,8 @@ def _without_what_went(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], say: Say) -> dict[str, Any]:
-    """Return the values of the file at `path`, merged over the files that its `defaults:` names, relative to `path`."""
+    """Return the values of the file at `path` over those of the files that its `defaults:` names, relative to
+    `path`."""
     resolved = path.resolve()
     if resolved in ancestors:
         chain = " -> ".join(str(entry) for entry in (*ancestors, resolved))

@@ -34,7 +34,7 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
         remedy = "Name one (environment: mine.py:play), or another reward."
         yield user_error("environment", found, "an environment that returns numbers", remedy)
     if e.sync.pause == "in_place" and exact:
-        expected = "retract or abort: if keys are of old weights, no trainer can compute the same log-probabilities"
+        expected = "retract or abort: with keys of old weights no trainer can compute the same log-probabilities"
         remedy = "Set sync.pause=retract, or numerics.mode=native."
         yield user_error("sync.pause", "in_place with numerics.mode=exact", expected, remedy)
     if rollout.staleness and not algorithm.samples:
@@ -43,13 +43,13 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
         yield user_error("rollout.staleness", found, expected, "Remove rollout.staleness.")
     if rollout.staleness and e.numerics.router_replay != "off":
         found = f"{e.numerics.router_replay} with rollout.staleness={rollout.staleness}"
-        expected = "off: when an answer continues under new weights, its experts are recorded anew, also for old tokens"
+        expected = "off: when an answer continues under new weights, the experts of its old tokens are recorded again"
         remedy = "Set numerics.router_replay=off (exact mode needs no replay), or rollout.staleness=0."
         yield user_error("numerics.router_replay", found, expected, remedy)
     if exact and len({1, e.trainer.tp, rollout.tp}) == 3:  # both are above 1
         found = f"{rollout.tp} with trainer.tp={e.trainer.tp}"
         expected = "1 or trainer.tp in exact mode, so that both sides add the same partial sums"
-        remedy = f"Set rollout.tp=1, as GPUs need it, or trainer.tp=1; on CPUs rollout.tp={e.trainer.tp} will do."
+        remedy = f"Set rollout.tp=1 or trainer.tp=1. On GPUs rollout.tp is 1; on CPUs it may be {e.trainer.tp}, too."
         yield user_error("rollout.tp", found, expected, remedy)
     if isinstance(algorithm, PolicyGradient):
         prompts = rollout.prompts_per_step
@@ -63,7 +63,7 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
             remedy = "Raise rollout.group_size, or choose algorithm.name=reinforce++ without dynamic_sampling."
             yield user_error("rollout.group_size", found, expected, remedy)
     if e.sync.delta and e.sync.transport == "disk":
-        expected = "false: a directory that an engine loads holds every tensor"
+        expected = "false: by this transport a sync writes every tensor"
         remedy = "Set sync.transport=tensor or distributed, or remove sync.delta."
         yield user_error("sync.delta", "true with sync.transport=disk", expected, remedy)
     if not algorithm.samples and e.guard.nonfinite_loss == "skip":

@@ -46,7 +46,7 @@ class RunSection(Section):
 
 
 class ClusterSection(Section):
-    """The nodes of a Ray cluster that a run uses. Without a key for its nodes, a side may use all of them."""
+    """The nodes of a Ray cluster that a run uses. A side whose key is not set may use all nodes."""
 
     placement: Literal["pack", "spread"] = "pack"
     """`pack`: as few nodes as possible, engines on the trainer's nodes. `spread`: evenly over the nodes."""
@@ -155,7 +155,7 @@ class NumericsSection(Section):
         return self.trainer != "bf16" or self.rollout != "bf16"
 
     def overrides(self) -> dict[str, Any]:
-        """Return what differs from the preset, e.g. `{"weight": {"scale": "fp32"}}`, and all layers kept in BF16."""
+        """Return the settings that differ from the preset's, e.g. `{"weight": {"scale": "fp32"}}`."""
         roles = {role: getattr(self, role).model_dump(exclude_none=True) for role in ROLES}
         changes: dict[str, Any] = {role: fields for role, fields in roles.items() if fields}
         changes |= {key: getattr(self, key) for key in LAYER_EXCEPTIONS if getattr(self, key)}
@@ -166,7 +166,7 @@ class NumericsSection(Section):
         return QuantSpec.preset(self.preset).override(self.overrides())
 
     def config(self, tp: int) -> NumericsConfig:
-        """Return what trainer and engine are started with; `tp` fixes the reduction order of row-parallel products."""
+        """Return the numerics that both sides start with. `tp` fixes the reduction order of row-parallel products."""
         return NumericsConfig(
             mode=self.mode,
             spec=self.quant_spec(),

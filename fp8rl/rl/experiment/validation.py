@@ -21,7 +21,7 @@ from fp8rl.rl.experiment.rules import refusals
 
 REMOVED: dict[str, str] = {
     "rollout.speculation": "No engine drafts tokens any more.",
-    "guard.fresh_answers": "A step scores 24 answers to later steps.",
+    "guard.fresh_answers": "A step scores 24 answers for later steps.",
     "guard.capsule_sequences": "A capsule has the 8 worst sequences.",
     "eval.sets.right_from": "An answer is right from a reward of 1 on.",
 }

@@ -106,7 +106,7 @@ _TRUNCATION = TypeAdapter(Truncation)
 
 
 def export_weights(trainer: TrainerGroup, adapter: AdapterSection | None, path: Path) -> None:
-    """Write the weights that score a batch to the new directory `path`: the model's, and in it one for its adapters."""
+    """Write the model that scores a batch to the new directory `path`, and separate adapters to a directory in it."""
     trainer.export_hf(path)
     if adapter is not None and adapter.mode == "separate":
         trainer.export_adapter(path / _ADAPTER, path)
@@ -265,7 +265,7 @@ def _scored(tensors: dict[str, torch.Tensor], about: _About) -> ScoredBatch:
             raise ValueError(f"{name} of {_TENSORS}: found {found}, expected {form}")
     if len(about.rows) != batch.rows or bool((batch.tokens < 0).any()) or not bool(batch.loss_mask.any()):
         raise ValueError(
-            f"{_TENSORS}: found {batch.rows} rows for {len(about.rows)}, expected a row of tokens for each"
+            f"{_TENSORS}: found {batch.rows} rows, expected {len(about.rows)} with tokens, as {_ABOUT} lists"
         )
     return ScoredBatch(
         batch=batch,

@@ -29,8 +29,8 @@ def logprob_metrics(
     """Return the `mismatch/...` metrics of one batch; `rl.record.metrics` has their meanings and denominators.
 
     Tokens whose d is not finite are dropped, and counted in `mismatch/nonfinite_count`. `mismatch/tokens` counts the
-    other tokens, and `mismatch/sequences` the rows with such tokens: the denominators of everything else. If no token
-    remains, only the counts are returned.
+    other tokens, and `mismatch/sequences` the rows that have one. All other metrics are divided by these counts. If no
+    token remains, only the counts are returned.
 
     Args:
         train_logprobs: float [B, S].
@@ -199,7 +199,7 @@ def drift_metrics(
         train_logprobs, rollout_logprobs: float [B, S].
         mask: bool [B, S], the sampled tokens.
         versions: int64 [B, S], the weight version that sampled each token.
-        version: the trainer's while scoring.
+        version: the trainer's weight version while scoring.
     """
     difference = train_logprobs.detach().double() - rollout_logprobs.double()
     old = mask & (versions < version) & difference.isfinite()

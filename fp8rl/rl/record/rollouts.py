@@ -1,6 +1,6 @@
 """rollouts/step_N.jsonl: every trajectory of a step, with all that it takes to compute the step again.
 
-rollouts/ahead_N.jsonl: answers to later steps on which trainer and engine were compared in step N.
+rollouts/ahead_N.jsonl: answers for later steps on which trainer and engine were compared in step N.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RolloutRecord:
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRecord:
-    """An answer to a later step that the trainer scored, to compare it with the engine in the present step."""
+    """An answer for a later step that the trainer scored in this step, to compare its scores with the engine's."""
 
     token_ids: list[int]
     """[S], the tokens of prompt and answer."""

@@ -74,7 +74,7 @@ class RunDir:
         return self.path / "rollouts" / f"step_{step}.jsonl"
 
     def ahead(self, step: int) -> Path:
-        """Answers to later steps that the trainer scored in `step`, one JSON object per line; absent without any."""
+        """Answers for later steps that the trainer scored in `step`, one JSON object per line; absent without any."""
         return self.path / "rollouts" / f"ahead_{step}.jsonl"
 
     def rollout_steps(self) -> list[int]:

@@ -28,7 +28,7 @@ class RunTracker:
         run: the run's directory, already created.
         all_rollouts: write all trajectories of a step, not only those that are shown.
         resume_step: the step of the checkpoint that a resumed run starts from; later rows are cut.
-        trackers: get every row, sample rollouts and the end.
+        trackers: they get every row, sample rollouts, and the run's end.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ def _chart(title: str, look: ChartStyle, runs: Sequence[Drawn]) -> Chart:
                 title, look = "Held-out reward", ChartStyle(look.note, "mean reward")
                 wanted = [(measured, label.replace("accuracy", "reward")) for measured, label in wanted]
         if title == "Duration" and rows and "sync/seconds" in rows[0]:
-            # It also compiles and maps memory: next to it the others would be a flat line.
+            # The first sync also compiles and maps memory. Next to it the others would be a flat line.
             if not several:
                 note = f"{note} The first took {rows[0]['sync/seconds']:.2f} s."
             rows = rows[1:]

@@ -146,9 +146,9 @@ MOST_READ = 100_000
 
 
 def references(run: RunDir, questions: set[str]) -> dict[str, str]:
-    """Return the reference answers of questions, by question, for questions that the run's training data have once.
+    """Return the reference answers of questions, by question, for which the run's training data have one answer.
 
-    Rollouts do not record references. The data may have been moved, and the spec may be damaged: questions that are not
+    Rollouts do not record references. The data may have been moved, and the spec may be damaged. Questions that are not
     found are left out.
     """
     found: dict[str, set[str]] = {}

@@ -96,8 +96,8 @@ def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
     if wanted is None or last >= wanted:
         return []
     if sessions and sessions[-1].ended is not None:
-        return [f"It ended after step {last} of {wanted}: {sessions[-1].why or 'its spec has been changed'}."]
-    return [f"It stands at step {last} of {wanted}: it is still running, or was killed."]
+        return [f"The run ended after step {last} of {wanted}: {sessions[-1].why or 'its spec has been changed'}."]
+    return [f"The run is at step {last} of {wanted}: it is still running, or was killed."]
 
 
 def _notes(sessions: Sequence[Session]) -> list[str]:
@@ -124,7 +124,7 @@ def _events(title: str, events: Sequence[Event], run: RunDir) -> Section:
 
 
 Found = Sequence[tuple[int, Sequence[RolloutRecord], Sequence[BadLine]]]
-"""For each step: its number, the answers in its file, and the file's damaged lines."""
+"""For each step: its number, the answers in its rollouts file, and the file's damaged lines."""
 
 
 def _answers(found: Found) -> Section:

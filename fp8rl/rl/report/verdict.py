@@ -67,7 +67,7 @@ def _agreement(summary: RunSummary) -> str:
         sentence = " ".join(_difference(summary)).rstrip(".")
     if summary.older_tokens:
         sentence += (
-            f"; {summary.older_tokens:,} older ones that were trained on had drifted by {summary.mean_drift:.3g} nats "
+            f"; {summary.older_tokens:,} trained tokens of older weights had drifted by {summary.mean_drift:.3g} nats "
             f"on average, {summary.largest_drift:.3g} at most"
         )
     return f"{sentence}."

@@ -429,7 +429,7 @@ def test_the_printed_loss_is_that_of_the_settings(settings: dict[str, Any], said
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"name": "grpo", "loss_length": 8}, "expected seq_mean_token_sum_norm, which alone divides by it"),
+        ({"name": "grpo", "loss_length": 8}, "expected seq_mean_token_sum_norm, the only mode that divides"),
         ({"name": "grpo", "veto": 1e-4, "ratio": "bypass"}, "found veto=0.0001 with ratio=bypass, expected none"),
         ({"name": "maxrl", "overlong": {}}, "found overlong.penalty=1 with maxrl, expected 0"),
         ({"name": "opd", "dynamic_sampling": True}, "found dynamic_sampling=true with reward_weight=0, expected false"),

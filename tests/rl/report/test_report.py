@@ -148,13 +148,13 @@ def test_a_run_that_ended_early_says_so_and_where_it_ran(tmp_path: Path) -> None
     run = make_run(tmp_path, {step: step_metrics(step) for step in (1, 2)})
     run.experiment.write_text(yaml.safe_dump({**SPEC, "run": {"name": "demo", "steps": 9}}))
     page, _ = write_report(run.path)
-    assert "It stands at step 2 of 9: it is still running, or was killed." in page.read_text()
+    assert "The run is at step 2 of 9: it is still running, or was killed." in page.read_text()
     session = Session(1e9, "node: 2 cores of a CPU, 24 GiB", {"python": "3.11", "sglang": "0.5"}, "abc123+")
     append_session(run.sessions, replace(session, notes=["3 of the 8 problems of data.eval are trained on as well"]))
     assert "Note: 3 of the 8 problems of data.eval are trained on as well." in write_report(run.path)[0].read_text()
     append_session(run.sessions, replace(session, ended=1e9 + 75.4, why="train/loss: a gate"))
     text = write_report(run.path)[0].read_text()
-    assert "It ended after step 2 of 9: train/loss: a gate." in text
+    assert "The run ended after step 2 of 9: train/loss: a gate." in text
     for fact in ("node: 2 cores of a CPU, 24 GiB", "python 3.11, sglang 0.5", "abc123+", "wall time 75 s"):
         assert fact in text
     run.experiment.write_text(yaml.safe_dump({**SPEC, "run": {"name": "demo", "steps": 2}}))

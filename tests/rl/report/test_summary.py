@@ -149,8 +149,8 @@ def test_older_tokens_are_not_among_those_that_agree() -> None:
     more = {"drift/tokens": 100, "drift/logprob_abs_diff_mean": 0.06, "drift/logprob_abs_diff_max": 3.1}
     summary = summarize([row(1, tokens=16), row(2, tokens=16) | older, row(3, tokens=16) | more])
     assert verdict(summary)[1] == (
-        "Trainer and engine agree bit for bit: d = 0 on all 48 tokens of the trainer's version in 3 steps; 400 older "
-        "ones that were trained on had drifted by 0.03 nats on average, 3.1 at most."
+        "Trainer and engine agree bit for bit: d = 0 on all 48 tokens of the trainer's version in 3 steps; 400 trained "
+        "tokens of older weights had drifted by 0.03 nats on average, 3.1 at most."
     )
 
 

@@ -1,7 +1,7 @@
 """Corrections for tokens that trainer and engine give different probabilities: importance weights and rejections.
 
-rho = e^d is a token's ratio of trainer to rollout probability at the weights that sampled it, d = old - rollout
-logprob. A sequence's ratio is the product of its tokens' rho, its geometric ratio their geometric mean.
+rho = e^d is a token's ratio of trainer to rollout probability at the weights that sampled it, with d = old - rollout
+logprob. A sequence's ratio is the product of its tokens' rho. Its geometric ratio is their geometric mean.
 
     truncated importance sampling (TIS)   min(ratio, cap), the ratio being the token's (Yao et al. 2025, "Your Efficient
                                           RL Framework Secretly Brings You Off-Policy RL Training") or the sequence's
@@ -55,7 +55,7 @@ class RejectionSection(Section):
     @model_validator(mode="after")
     def _around_one(self) -> RejectionSection:
         if self.name == "mis" and self.low is not None:
-            raise ValueError(f"found low={self.low} with mis, expected none, as it has no lower bound. Remove low")
+            raise ValueError(f"found low={self.low} with mis, expected none, as mis has no lower bound. Remove low")
         if not (self.low or 0.0) < 1.0 < (self.high or 0.0):
             raise ValueError(
                 f"found low={self.low} and high={self.high}, expected low < 1 < high, as 1 is the ratio of equal "

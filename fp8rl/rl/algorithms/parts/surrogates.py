@@ -1,8 +1,8 @@
 """Surrogate losses of the policy gradient, per token, to be minimised; and their aggregation into one number, with the
 denominators of the whole batch.
 
-d = logprob - old is a token's log-ratio of the policy to the old policy, which the clip compares it with. r = e^d, A is
-the token's advantage, and sg(x) is x without gradient.
+d = logprob - old is a token's log-ratio of the present policy to the old one (`algorithm.ratio`). r = e^d, A is the
+token's advantage, and sg(x) is x without gradient.
 """
 
 from __future__ import annotations

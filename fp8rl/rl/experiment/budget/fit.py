@@ -49,7 +49,7 @@ def fullest(job: Job, apart: bool) -> Memory:
 
 def with_cache(job: Job, experiment: Experiment, gpu_memory: float, apart: bool) -> Job:
     """Fill in the size of an engine's KV cache if the spec has none. The cache holds all tokens that can be in use at a
-    time. If the slack would not stay free, it is smaller, but holds at least one row."""
+    time. If the slack would not stay free, the cache is smaller, but holds at least one row."""
     rollout = experiment.rollout
     if rollout.max_total_tokens is not None or not job.engines:
         return job
@@ -152,7 +152,7 @@ def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Remedy | None:
         case "states":
             return Remedy("rollout.max_running_requests", "Lower rollout.max_running_requests.")
         case "graphs":
-            return Remedy("rollout.graph_batches", "Name fewer answers for a graph in rollout.graph_batches.")
+            return Remedy("rollout.graph_batches", "Lower the largest batch in rollout.graph_batches.")
         case "workspace":
             return Remedy("rollout.memory_fraction", "Raise it, or lower rollout.chunked_prefill_size.")
         case "buckets":
@@ -169,7 +169,7 @@ def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Remedy:
         return Remedy(key, f"Set {key}={value}.")
     if job.micro_batch > job.length:
         return Remedy("trainer.micro_batch_tokens", f"Lower trainer.micro_batch_tokens, down to rows of {job.length}.")
-    remedy = "Raise trainer.tp or trainer.pp, or lower rollout.context_length: one row is a micro-batch."
+    remedy = "Raise trainer.tp or trainer.pp, or lower rollout.context_length: a micro-batch has only one row."
     return Remedy("trainer.tp", remedy, costly=True)
 
 
@@ -197,14 +197,14 @@ def own_gpu() -> OwnGpu | None:
 
 def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job, bool]:
     """Return the job of a step on this machine, with the KV cache that an engine gets; and whether the policy's engines
-    have GPUs of their own. They have if the trainer leaves enough GPUs. The teacher's engines get GPUs after them."""
+    have GPUs of their own. They do if the trainer leaves enough. The teacher's engines get GPUs after them."""
     storage = storage_on(experiment.numerics_config(), True, has_transformer_engine())
     job = job_of(experiment, shape, storage, gpu.memory)
     left = gpu.count - job.layout.world_size
     if experiment.teacher is not None and left < sum(experiment.engine_ranks):
         taught = read_shape(experiment.teacher.directory, "teacher.path")
         job = replace(job, teacher=teacher_bytes(experiment, taught, gpu.memory))
-    # A shared base and its engine lie on one GPU, however many are left.
+    # A shared base and its engine are on one GPU, even if others are left.
     room = left >= job.engines * job.engine_tp and not experiment.sync.shared_base
     apart = experiment.sync.engines_own_gpus or room
     return with_cache(job, experiment, gpu.memory, apart), apart

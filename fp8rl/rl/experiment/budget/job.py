@@ -167,7 +167,7 @@ class Job:
 
 def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: float, length: int | None = None) -> Job:
     """Make the job of a step on GPUs with `gpu_memory` bytes. length: tokens of each row; None:
-    `rollout.context_length`. A KV cache whose size the spec leaves open has 0 tokens, until `fit.with_cache`."""
+    `rollout.context_length`. If the spec sets no size of the KV cache, `kv_tokens` is 0 until `fit.with_cache`."""
     rollout, algorithm = experiment.rollout, experiment.algorithm
     length = length or rollout.context_length
     rows = algorithm.problems_per_step(rollout) * (rollout.group_size if algorithm.samples else 1)
@@ -225,7 +225,7 @@ _LEAST_CHUNK, _CHUNK_MIB, _CONSTANT_MIB, _GRAPH_MIB, _FLOOR_MIB = 2048, 1.5, 512
 
 
 def engine_room(config: RolloutSection, gpu_memory: float) -> tuple[float, float]:
-    """Return the bytes of an engine rank's CUDA graphs, and the bytes that it needs to be free in addition."""
+    """Return the bytes of an engine rank's CUDA graphs, and the bytes that must be free besides them."""
     graphs = _GRAPH_MIB * _MIB * max(config.graphs)
     chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # SGLang's
     wanted = (_CONSTANT_MIB + chunk * _CHUNK_MIB + config.tp / 8 * 1024) * _MIB + graphs

@@ -1,4 +1,4 @@
-"""Calculates a GPU's bytes by class of tensor and phase of a step, for a trainer rank, an engine, or both on it."""
+"""Calculates the bytes on a GPU of a trainer rank, an engine, or both, by class of tensor and phase of a step."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> flo
 def peak_on_a_cpu(job: Job) -> tuple[float, float]:
     """Return the peak bytes of a trainer rank in its first step on a CPU: of its tensors, and of the whole process.
 
-    It is for a C library that returns large blocks (`MALLOC_MMAP_THRESHOLD_=262144`); by default one keeps more.
+    This is for a C library that returns large blocks (`MALLOC_MMAP_THRESHOLD_=262144`). By default it keeps more.
     """
     rank = fullest_rank(job)
     state = sum(part.total for part in trainer_state(job, rank).values())
@@ -257,8 +257,8 @@ _STATE: tuple[tuple[str, Kind, bool, bool], ...] = (
 
 
 def _placeholders(job: Job) -> int:
-    """Bytes of placeholders until the first sync is over: on each side, all parameters share the memory of the largest
-    parameter until they are read from the shared base (`numerics.core.memory`)."""
+    """Bytes of placeholders, which exist until the first sync is over. On each side all parameters share the memory of
+    the largest one, until they are read from the shared base (`numerics.core.memory`)."""
     spec, weights = job.numerics.rollout_spec, job.shape.weights
     trainers = max(weight.size * weight.copies // _ranks(job, weight) * BF16_BYTES for weight in weights)
     engines = max(
@@ -270,8 +270,8 @@ def _placeholders(job: Job) -> int:
 
 
 def _operands_of_a_call(job: Job) -> int:
-    """Bytes that the backward pass makes from the codes of the largest frozen weight, and then frees: their transpose
-    or, if it computes in BF16, the dequantized weight and its transpose (`numerics.weight_cache`)."""
+    """Bytes that the backward pass makes from the codes of the largest frozen weight, and then frees. These are the
+    transpose or, in BF16, the dequantized weight and its transpose (`numerics.weight_cache`)."""
     spec = job.numerics.trainer_spec
     factor = 1 if job.numerics.trainer == "fp8" else 2 * spec.weight.dequantized_dtype.itemsize
     quantized = (weight for weight in job.shape.weights if job.shape.quantized_layers(weight, spec))

@@ -50,8 +50,8 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
         say(remark)
     if "working_dir_files" in (folder := Path(experiment.run.dir).resolve()).parts:  # `ray job submit --working-dir`
         say(
-            f"run.dir: {folder} is in Ray's copy of the submitted folder, which Ray removes, with the run, some time "
-            "after the job. Set run.dir to a folder that stays"
+            f"run.dir: {folder} is in Ray's copy of the submitted folder. Ray removes this copy and the run in it some "
+            "time after the job. Set run.dir to a folder that stays"
         )
     check_trackers(experiment.tracking.recorded)
     if "wandb" in experiment.tracking.recorded:

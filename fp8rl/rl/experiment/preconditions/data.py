@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ALL_READ, SAMPLED = 100_000, 10_000
-"""How many problems at the start of a source are checked, all of them, and how many of its other problems."""
+"""The first `ALL_READ` problems of a source are all checked. Of the others, a sample of `SAMPLED` is checked."""
 DECODED, _LONG = 16, 10_000
 """How many answers of a source are tokenized and decoded as a check, and the most characters of such an answer."""
 Say = Callable[[str], object]
@@ -126,7 +126,7 @@ def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | 
             return (
                 f"{problems.source.key}: the tokenizer of model.path does not keep text: the answer of "
                 f"{problems.name(index)}, {answer[:60]!r}, comes back as {back[:60]!r}. Rewards and environments read "
-                "what comes back"
+                "the latter"
             )
     return None
 

@@ -26,7 +26,7 @@ from fp8rl.weight_sync.served import served_bytes
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 8 * 2**20
-"""Where processes share memory, and the most bytes that an engine keeps there besides the buckets of a sync."""
+"""The folder of shared memory, and the most bytes that an engine keeps there besides the buckets of a sync."""
 RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 """Bytes that the process of a trainer rank, or of an engine, takes before it has a model (measured)."""
 
@@ -71,7 +71,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
                 "teacher.max_total_tokens",
                 found=experiment.teacher.max_total_tokens,
                 expected=f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
-                f"{left / 2**30:.1f} GiB are left by the processes",
+                f"and the processes leave {left / 2**30:.1f} GiB",
                 remedy="Lower teacher.max_total_tokens or teacher.engines, or free memory.",
             )
         left -= taken
@@ -79,7 +79,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     caches = kv_cache_bytes(shape, rollout, element_bytes)
     if caches > left:
         expected = f"a cache that fits the free memory: {rollout.engines} engine(s) would need "
-        expected += f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left by the processes"
+        expected += f"{caches / 2**30:.1f} GiB, and the processes leave {left / 2**30:.1f} GiB"
         beside = rollout.engines * rollout.states(cuda=False) * shape.request_bytes()
         if 2 * beside > caches:
             raise user_error(

@@ -1,4 +1,4 @@
-"""Rules between a spec, the sizes of its model, and the machines that it is for.
+"""Rules that a spec, the sizes of its model, and the machines of the run must meet together.
 
 The checks start nothing and read no file. `train` and `doctor` apply them for this machine, `plan` for any GPUs.
 """

@@ -1,4 +1,4 @@
-"""Checks a model's tokenizer: it is readable, with a chat template, an end of sequence and ids that the model has."""
+"""Checks that a model's tokenizer can be read, and has a chat template, an end of sequence and only the model's ids."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Wandb(Tracker):
         except TimeoutError:
             folder = Path(self._run.dir).parent
             raise TimeoutError(
-                f"not all is uploaded after {_UPLOAD_SECONDS:g} s; `wandb sync --no-skip-online {folder}` does it"
+                f"not all is uploaded after {_UPLOAD_SECONDS:g} s; `wandb sync --no-skip-online {folder}` uploads it"
             ) from None
         finally:
             if self._staging is None:

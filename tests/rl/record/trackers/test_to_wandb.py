@@ -173,7 +173,7 @@ def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, mon
             tracker.log(step, {"train/loss": 1.0 / step})
     (sentence,) = said
     (folder,) = run.path.glob("wandb/run-*")
-    assert f"not all is uploaded after 2 s; `wandb sync --no-skip-online {folder}` does it" in sentence
+    assert f"not all is uploaded after 2 s; `wandb sync --no-skip-online {folder}` uploads it" in sentence
     assert [row["step"] for row in read_metrics(run.metrics)] == steps
     online.go_on.set()
     online.stalls.clear()
