@@ -29,10 +29,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub_server() as hub:
         url = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         where = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": url, "HF_HUB_CACHE": f"{tmp_path}/in/cache"}
-        limits = {"HF_HUB_OFFLINE": False, "HF_HUB_ETAG_TIMEOUT": 1, "HF_HUB_DOWNLOAD_TIMEOUT": 1}
+        limits = {"HF_HUB_OFFLINE": False, "HF_HUB_ETAG_TIMEOUT": 0.5, "HF_HUB_DOWNLOAD_TIMEOUT": 0.5}
         for name, value in (where | limits).items():
             monkeypatch.setattr(constants, name, value)
-        for name, value in (("PATIENCE_S", 1.0), ("SILENCE_S", 0.5), ("MOST_SILENCES", 1), ("MOST_TRIES", 3)):
+        for name, value in (("PATIENCE_S", 0.5), ("SILENCE_S", 0.3), ("MOST_SILENCES", 1), ("MOST_TRIES", 3)):
             monkeypatch.setattr(downloads, name, value)
         monkeypatch.setattr(downloads.Limits, "__init__", _small(downloads.Limits.__init__))
         hub.repositories[f"models/{NAME}"] = Repository()

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -44,14 +46,16 @@ class Compiled:
 def compiled_only(loops: bool = False) -> Iterator[list[Compiled]]:
     """Inside, a launch compiles its kernel for the H200 and runs nothing; the list fills with what was compiled.
 
-    loops: each kernel is disassembled, which takes half a second, for what is said of its loops.
+    loops: kernels are disassembled in the end, and what is said of their loops is filled in.
     """
     found: list[Compiled] = []
+    codes: list[bytes] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found.append(_described(self.__name__, math.prod(grid), kernel, loops))
+        found.append(_described(self.__name__, math.prod(grid), kernel))
+        codes.append(_code(kernel.asm["cubin"]))
         return kernel
 
     JITFunction.run = compile_only
@@ -60,13 +64,15 @@ def compiled_only(loops: bool = False) -> Iterator[list[Compiled]]:
             yield found
     finally:
         JITFunction.run = run
+    if loops:
+        found[:] = map(_with_loops, found, _disassembled(codes))
 
 
-def _described(name: str, blocks: int, kernel: Any, loops: bool) -> Compiled:
+def _described(name: str, blocks: int, kernel: Any) -> Compiled:
     ptx = kernel.asm["ptx"]
     wanted = r"cvt\.rn\.satfinite[.\w]+|wgmma\.mma_async[.\w]+|mma\.sync[.\w]+|fma\.rn\.f32"
     return Compiled(
-        name, blocks, kernel.metadata.shared, *_resources(kernel.asm["cubin"], loops),
+        name, blocks, kernel.metadata.shared, *_resources(kernel.asm["cubin"]), -1, (), (), (),
         tuple(sorted(set(re.findall(wanted, ptx)))), ptx.count("div.rn.f32"), _sums(kernel.asm["ttgir"]),
     )  # fmt: skip
 
@@ -77,30 +83,48 @@ def _sums(ttgir: str) -> tuple[str, ...]:
     return tuple(sorted({layouts[name] for name in reduced}))
 
 
-def _resources(
-    cubin: bytes, of_loops: bool
-) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[dict[str, int], ...]]:
-    """Registers of a thread; the bytes of its stack, which is what did not fit into them; how often that is touched in
-    innermost loops with products; what a step of each of these copies into shared memory, which of its copies it does
-    not wait for, and what it computes, or the kernel without such a loop."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-
-        def shown(tool: Any, option: str) -> str:
-            return subprocess.run([tool.path, option, file.name], capture_output=True, text=True, check=True).stdout
-
-        usage = shown(triton.knobs.nvidia.cuobjdump, "-res-usage")
-        assembly = shown(triton.knobs.nvidia.nvdisasm, "-c") if of_loops else ""
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and the bytes of its stack, which is what did not fit into them."""
+    usage = _shown(triton.knobs.nvidia.cuobjdump, cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    loops = list(_loops(assembly))
-    touched = sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in loops) if of_loops else -1
-    brought = tuple(sum(map(_bytes, loop.splitlines())) for loop in loops)
+    return int(found[1]), int(found[2])
+
+
+def _shown(tool: Any, image: bytes, *options: str) -> str:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(image)
+        file.flush()
+        return subprocess.run([tool.path, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _code(cubin: bytes) -> bytes:
+    """The instructions of an ELF file's one kernel."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<3H", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * each) for each in range(count)]
+    (code,) = (each for each in sections if cubin.startswith(b".text.", sections[names][4] + each[0]))
+    return cubin[code[4] : code[4] + code[5]]
+
+
+def _disassembled(codes: list[bytes]) -> Iterator[list[str]]:
+    """The lines of each kernel, from one process, most of whose time goes before the first; 16 bytes are one."""
+    text = _shown(triton.knobs.nvidia.nvdisasm, b"".join(codes), "--binary", "SM90a")
+    lines = iter([line for line in text.splitlines() if re.match(r"\s*/\*[0-9a-f]+\*/", line)])
+    for code in codes:
+        yield list(itertools.islice(lines, len(code) // 16))
+
+
+def _with_loops(kernel: Compiled, lines: list[str]) -> Compiled:
+    loops = list(_loops(lines))
     waits = [re.findall(r"\bDEPBAR\.LE SB0, (0x\w+)", loop) for loop in loops]
-    under_way = tuple(min((int(left, 16) for left in some), default=-1) for some in waits)
-    computed = tuple(dict(arithmetic(each)) for each in loops or [assembly] if each)
-    return int(found[1]), int(found[2]), touched, brought, under_way, computed
+    return dataclasses.replace(
+        kernel,
+        respilled=sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in loops),
+        brought=tuple(sum(map(_bytes, loop.splitlines())) for loop in loops),
+        under_way=tuple(min((int(left, 16) for left in some), default=-1) for some in waits),
+        arithmetic=tuple(dict(arithmetic(each)) for each in loops or ["\n".join(lines)]),
+    )
 
 
 def _bytes(line: str) -> int:
@@ -110,12 +134,14 @@ def _bytes(line: str) -> int:
     return 0 if found is None else int(width[1]) // 8 if width else 4
 
 
-def _loops(assembly: str) -> Iterator[str]:
-    """The innermost loops with products: from a label to a jump back to it, with no other such loop between them."""
-    lines = assembly.splitlines()
-    labels = {line.strip()[:-1]: number for number, line in enumerate(lines) if line.startswith(".L_x_")}
+def _loops(lines: list[str]) -> Iterator[str]:
+    """The innermost loops with products: from an instruction to a jump back to it, with no other such loop between
+    them."""
+    places = {int(line.split("*/")[0].strip(" /*"), 16): number for number, line in enumerate(lines)}
     jumps = [
-        (labels[found[1]], end) for end, line in enumerate(lines) if (found := re.search(r"BRA.*`\((\S+)\)", line))
+        (places[int(found[1], 16)], end)
+        for end, line in enumerate(lines)
+        if (found := re.search(r"BRA\b.* 0x(\w+)", line))
     ]
     loops = [(start, end) for start, end in jumps if start < end and "GMMA" in "".join(lines[start:end])]
     for start, end in loops:

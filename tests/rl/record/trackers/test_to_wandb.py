@@ -148,7 +148,7 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
     wandb.teardown()  # it keeps what it once found in the environment
     with wandb_server() as server:
         account = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
-        for name, value in {**account, "HOME": str(tmp_path), "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.5"}.items():
+        for name, value in {**account, "HOME": str(tmp_path), "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}.items():
             monkeypatch.setenv(name, value)
         yield server
         wandb.teardown()

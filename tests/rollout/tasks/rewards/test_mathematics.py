@@ -184,9 +184,8 @@ def test_a_reference_without_an_expression_is_named() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "result",
-    ["10000000!", "9!!!!", "9^{9^{9^{9}}}", "2^{10000000000}", "(x+y+z)^{1000000}", r"\binom{1000000000}{500000000}",
-     r"\int_0^1 x^{x^{x^x}} \sin(x^x) dx", "(" * 5000 + "5" + ")" * 5000, r"\sqrt{" * 500 + "5" + "}" * 500,
-     "9" * 100_000, "x" * 100_000],
+    ["10000000!", "9^{9^{9^{9}}}", r"\int_0^1 x^{x^{x^x}} \sin(x^x) dx", "(" * 5000 + "5" + ")" * 5000,
+     r"\sqrt{" * 500 + "5" + "}" * 500, "9" * 100_000, "x" * 100_000],
 )  # fmt: skip
 def test_an_answer_that_would_keep_the_judge_for_minutes_is_wrong_in_seconds(result: str) -> None:
     for answer in (rf"\boxed{{{result}}}", f"#### {result}")[: 1 + (len(result) > 100)]:  # one is enough to evaluate
