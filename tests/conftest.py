@@ -33,7 +33,9 @@ from xdist.scheduler import LoadFileScheduling
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]
-if "FP8RL_TESTS_PATH" not in os.environ:  # workers of one session have the same
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+if "FP8RL_TESTS_PATH" not in os.environ:  # workers of one session have the same, and the processes that fork others
     os.environ["FP8RL_TESTS_PATH"] = importable = tempfile.mkdtemp(prefix="fp8rl-tests-")
     atexit.register(shutil.rmtree, importable)
     for name in ("lab", "tests"):
@@ -46,10 +48,19 @@ warm_worker.take_over()
 """
     )
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [importable, os.environ.get("PYTHONPATH")]))
+    from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
+    from fp8rl.rollout.engine.server.arguments import server_environment
+    from tests.support.elsewhere import compiling
+    from tests.support.fork_server import ForkServer, socket_of
+    from tests.support.warm_worker import WORKERS
+
+    ForkServer("elsewhere", compiling())
+    ForkServer("engine_template", server_environment({}, Path(tempfile.gettempdir()), cuda=False, mode="exact"))
+    if not torch.cuda.is_available():  # a GPU's driver bears no forks
+        ForkServer("worker_template", os.environ | BOUNDED_MEMORY)
+        os.environ[WORKERS] = socket_of("worker_template")
 for folder in ("numerics", "models", "rollout", "trainer", "weight_sync", "rl", "diagnose"):
     sys.modules[folder] = None  # type: ignore[assignment]  # importing it fails, wherever pytest looks for tests
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 # No deadline: a busy two-core machine is slow, not wrong. Derandomized: a failure shows again on the next run.
 hypothesis.settings.register_profile("fp8rl", deadline=None, derandomize=True)
@@ -158,37 +169,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def warm_workers() -> Iterator[None]:
-    """Ray's workers are forked from a process that has imported the trainer. A GPU's driver bears no forks."""
-    if torch.cuda.is_available():
-        yield
-        return
-    from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
-    from tests.support.fork_server import ForkServer
-    from tests.support.warm_worker import WORKERS
-
-    server = ForkServer("tests.support.worker_template", os.environ | BOUNDED_MEMORY)
-    os.environ[WORKERS] = server.path
-    yield
-    del os.environ[WORKERS]
-    server.close()
-
-
-@pytest.fixture(scope="session")
-def engine_template() -> Iterator[Any]:
-    """The process that engines are forked from where a test is not about their start."""
-    from tests.support.warm_engine import EngineTemplate
-
-    template = EngineTemplate()
-    yield template
-    template.close()
-
-
 @pytest.fixture
-def warm_engines(engine_template: Any) -> Iterator[None]:
-    """Engines of this process are forked from the template."""
-    with engine_template.in_use():
+def warm_engines() -> Iterator[None]:
+    """Engines of this process are forked from one that has imported SGLang."""
+    from tests.support.warm_engine import forked_engines
+
+    with forked_engines():
         yield
 
 

@@ -94,7 +94,7 @@ def check_yaml(text: str, ours: bool = True) -> None:
 
     Raises:
         ValueError: the text is nested too deep, stands for too many values, contains itself, or has a tag; or it is
-        ours and has such a number.
+            ours and has such a number.
         yaml.YAMLError: the text is no YAML.
     """
     sizes: dict[str, int] = {}

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.rig import Models, Rig
-from tests.support.warm_engine import EngineTemplate
 
 RIG: pytest.StashKey[Rig] = pytest.StashKey()
 
@@ -19,13 +18,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="session")
-def rig(
-    request: pytest.FixtureRequest,
-    models: Models,
-    tmp_path_factory: pytest.TempPathFactory,
-    engine_template: EngineTemplate,
-) -> Iterator[Rig]:
-    rig = request.config.stash[RIG] = Rig(tmp_path_factory.mktemp("rig"), models, engine_template)
+def rig(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    rig = request.config.stash[RIG] = Rig(tmp_path_factory.mktemp("rig"), models)
     yield rig
     rig.close()
 

@@ -1,7 +1,5 @@
 """Scripts whose kernels Triton compiles: whether it interprets or compiles is settled when kernels are defined."""
 
-import atexit
-import functools
 import importlib
 import json
 import os
@@ -10,7 +8,7 @@ import sys
 import tempfile
 from typing import Any
 
-from tests.support.fork_server import ForkServer, send_request, serve
+from tests.support.fork_server import send_request, serve, socket_of
 
 
 def compiled_elsewhere(script: str) -> list[dict[str, Any]]:
@@ -28,7 +26,7 @@ def found_elsewhere(script: str, *arguments: str) -> Any:
         tempfile.TemporaryFile("w+") as errors,
         socket.socket(socket.AF_UNIX) as server,
     ):
-        server.connect(_template().path)
+        server.connect(socket_of("elsewhere"))
         files = [output.fileno(), errors.fileno()]
         send_request(server, files, env=compiling(), cwd=os.getcwd(), script=script, arguments=arguments)
         with server.makefile() as said:
@@ -42,13 +40,6 @@ def found_elsewhere(script: str, *arguments: str) -> Any:
 def compiling() -> dict[str, str]:
     """This environment, for processes whose kernels are not interpreted."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-
-
-@functools.cache
-def _template() -> ForkServer:
-    server = ForkServer("tests.support.elsewhere", compiling())
-    atexit.register(server.close)
-    return server
 
 
 def _become(asked: dict[str, Any], files: list[int]) -> None:

@@ -4,6 +4,7 @@ Whoever wants a process connects to its socket, sends environment, arguments and
 start and end.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -30,23 +31,27 @@ if 0 not in select.select([0, int(sys.argv[1])], [], [])[0]:
 
 
 class ForkServer:
-    """The server as its owner has it: `python -m module`, which gets the listening socket's descriptor as its argument
+    """The server of `tests.support.NAME` as its owner has it: it gets the listening socket's descriptor as its argument
     and hands it to `serve`. It makes its imports when it is first asked for a process, and ends with its owner."""
 
-    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="fp8rl-fork-")
-        self.path = str(Path(self._folder.name) / "socket")
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self.path)
+            listener.bind(socket_of(name))
             listener.listen(64)
-            command, fd = [sys.executable, "-P", "-c", _WAIT, module, str(listener.fileno())], listener.fileno()
+            fd = listener.fileno()
+            command = [sys.executable, "-P", "-c", _WAIT, f"tests.support.{name}", str(fd)]
             self._process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.PIPE, pass_fds=[fd])
+        atexit.register(self._close)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
-        self._folder.cleanup()
+
+
+def socket_of(name: str) -> str:
+    """Where the workers of a test session find its server."""
+    return str(Path(os.environ["FP8RL_TESTS_PATH"], name))
 
 
 def serve(listener: socket.socket, become: Callable[[dict[str, Any], list[int]], object], *, outlive: bool) -> None:

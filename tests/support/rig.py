@@ -42,7 +42,7 @@ from fp8rl.weight_sync.frozen import FrozenBase
 from fp8rl.weight_sync.served import convert_checkpoint, write_description
 from tests.support.tiny_model import TinyModel, write_tiny_model
 from tests.support.towers import with_tower
-from tests.support.warm_engine import EngineTemplate
+from tests.support.warm_engine import forked_engines
 
 FAMILY = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=4, top_k=2, groups=1)
 """Sizes that every family can have."""
@@ -110,8 +110,8 @@ class Rig:
     """At most one engine and one trainer at a time; each is replaced when a test asks for another. It opens when it is
     first used, and may open again after it was closed."""
 
-    def __init__(self, folder: Path, models: Models, template: EngineTemplate) -> None:
-        self.folder, self.models, self._template = folder, models, template
+    def __init__(self, folder: Path, models: Models) -> None:
+        self.folder, self.models = folder, models
         self._opened: ExitStack | None = None
         self._runner = asyncio.Runner()
         self._engine: tuple[Any, Engine] | None = None
@@ -168,7 +168,7 @@ class Rig:
         """Start Ray, which stacks of this process join, and have their engines forked from the template, too."""
         if self._opened is None:
             with ExitStack() as opening:
-                opening.enter_context(self._template.in_use())  # which Ray's processes hear of
+                opening.enter_context(forked_engines())  # which Ray's processes hear of
                 opening.enter_context(ray_cluster(self.folder / "ray_logs"))
                 self._opened = opening.pop_all()
 

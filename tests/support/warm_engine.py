@@ -6,12 +6,10 @@ import select
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -20,47 +18,36 @@ import ray
 from fp8rl.rl.run.engines import serving
 from fp8rl.rollout.engine import server
 from fp8rl.rollout.engine.actor import Engine
-from fp8rl.rollout.engine.server.arguments import server_environment
-from tests.support.fork_server import ForkServer, send_request
-
-TEMPLATE = "FP8RL_TEST_TEMPLATE"
-"""Names the template's socket to the processes of a stack."""
+from tests.support.fork_server import send_request, socket_of
 
 
-class EngineTemplate(ForkServer):
-    """The process that has imported SGLang. Engines that are forked from it end with their owners."""
+@contextmanager
+def forked_engines() -> Iterator[None]:
+    """Within, engines of this process, and those of stacks that it opens, are forked instead of started anew. They end
+    with their owners."""
+    from pytest import MonkeyPatch  # no business of an engine's actor
 
-    def __init__(self) -> None:
-        environment = server_environment({}, Path(tempfile.gettempdir()), cuda=False, mode="exact")
-        super().__init__("tests.support.engine_template", environment)
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Within, engines of this process, and those of stacks that it opens, are forked instead of started anew."""
-        from pytest import MonkeyPatch  # no business of an engine's actor
-
-        template, actor = Template(self.path), ray.remote(**serving.EngineActor._default_options)
-        with MonkeyPatch.context() as patch:
-            patch.setenv(TEMPLATE, self.path)
-            patch.setattr(serving, "EngineActor", actor(WarmEngine))
-            patch.setattr(server, "subprocess", template.subprocess)
-            yield
+    actor = ray.remote(**serving.EngineActor._default_options)
+    with MonkeyPatch.context() as patch:
+        patch.setattr(serving, "EngineActor", actor(WarmEngine))
+        patch.setattr(server, "subprocess", Template().subprocess)
+        yield
 
 
 class WarmEngine(Engine):
-    """In the actor of an engine, `SGLangServer.start` forks from the template that TEMPLATE names."""
+    """In the actor of an engine, `SGLangServer.start` forks from the template, too."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        server.subprocess = Template(os.environ[TEMPLATE]).subprocess  # type: ignore[attr-defined]
+        server.subprocess = Template().subprocess  # type: ignore[attr-defined]
         super().__init__(*arguments, **options)
 
 
 class Template:
-    """A process's connection to the template: it asks for engines, and hears which have ended."""
+    """A process's connection to the one that has imported SGLang: it asks for engines, and hears which have ended."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
+        self._socket.connect(socket_of("engine_template"))
         self._lock = threading.Lock()
         self._ended: dict[int, int] = {}
         self._unread = b""
