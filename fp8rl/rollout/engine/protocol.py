@@ -159,7 +159,7 @@ def missing_report(log: str) -> HandshakeError:
     quoted = sorted({i for mention in mentions for i in range(mention, min(mention + 15, len(lines)))})[:60]
     quotation = "\n".join(lines[i] for i in quoted) or "(its log does not mention a plugin)"
     return HandshakeError(
-        "found no report of the plugin, expected one. The plugin did not load, so SGLang serves with its stock ops. "
+        "found no report of the plugin, expected one. SGLang serves with stock ops, because the plugin did not load. "
         "Install the distribution, which has the entry point sglang.srt.plugins, and correct the error in the log:\n"
         f"{quotation}"
     )
