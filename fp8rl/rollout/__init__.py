@@ -1,1 +1,1 @@
-"""The SGLang engine actor, its plugin, conversations, data and rewards."""
+"""Samples answers: SGLang engines with our plugin, conversations, data and rewards."""

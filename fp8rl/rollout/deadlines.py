@@ -1,7 +1,7 @@
-"""Waits with a timeout, which can always be cancelled.
+"""Waits with a timeout that can always be cancelled. They replace `asyncio.wait_for`, which has two faults.
 
-They replace `asyncio.wait_for`. In Python 3.11 it loses a cancellation if the result arrives in the same turn of the
-loop (bpo-37658): then the canceller waits for ever. And after its deadline it waits without a limit for a task that
+In Python 3.11 `wait_for` loses a cancellation if the result arrives in the same turn of the event loop (bpo-37658). The
+task that cancelled it then waits for ever. And after its timeout `wait_for` waits without a limit for a task that
 ignores its cancellation, such as a user's function that catches every exception.
 """
 
@@ -22,7 +22,7 @@ GRACE_S = 5.0
 
 async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
     """Return the result of an awaitable. Raises TimeoutError: it took longer than `seconds`. The awaitable is cancelled
-    then, and also when this call is cancelled."""
+    at the timeout, and also if this call is cancelled."""
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -36,7 +36,7 @@ async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
 async def end(*tasks: asyncio.Future[Any], seconds: float = GRACE_S) -> list[asyncio.Future[Any]]:
     """Cancel tasks and wait for their end.
 
-    Tasks that have not ended after `seconds` are cancelled once more, and returned without a further wait.
+    Tasks that have not ended after `seconds` are cancelled once more. They are returned without another wait.
     """
     left = [task for task in tasks if not task.done()]
     for task in left:
@@ -69,7 +69,7 @@ async def end_process(process: asyncio.subprocess.Process, seconds: float = GRAC
 
 
 def kill_family(pid: int, *, itself: bool = True) -> list[psutil.Process]:
-    """Kill a process and all descendants that can still be reached from it. Return the ids of the killed processes."""
+    """Kill a process and all descendants that psutil still finds. Return them. itself: kill the process too."""
     try:
         process = psutil.Process(pid)
         family = [*process.children(recursive=True), *([process] if itself else [])]

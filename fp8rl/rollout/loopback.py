@@ -1,4 +1,4 @@
-"""Access to programs of this machine without a proxy, whatever the environment says of proxies."""
+"""Lets clients reach programs on this machine without a proxy, whatever proxies the environment has."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 
 _NAMES = ("127.0.0.1", "localhost", "::1")
 _LISTS = ("no_proxy", "NO_PROXY")
-"""A library reads one of the two variables; some libraries read the other one if theirs is missing."""
+"""The two variables with hosts to reach without a proxy. A library reads one of them, or the other if it is missing."""
 
 
 def reach_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Add this machine's own names to the hosts that clients reach without a proxy, if there is one.
+    """If the environment has a proxy, add this machine's own names to the hosts that clients reach without it.
 
-    Clients of users' programs (openai, httpx, requests, urllib), and Ray's, read the environment themselves.
+    The clients of users' programs (openai, httpx, requests, urllib) and of Ray read the environment themselves.
     """
     lists = {name: environment.get(name) or environment.get(other) or "" for name, other in zip(_LISTS, _LISTS[::-1])}
     if not any(name.lower().endswith("_proxy") and name not in lists and environment[name] for name in environment):
@@ -27,7 +27,7 @@ def reach_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def is_loopback(url: str) -> bool:
-    """Return True if a URL names this machine by its loopback address."""
+    """Return True if the host of a URL is this machine's loopback address."""
     host = urlsplit(url).hostname or ""
     try:
         address = ipaddress.ip_address(host)

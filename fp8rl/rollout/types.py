@@ -1,4 +1,4 @@
-"""Problems, the requests of an engine, their results and their errors."""
+"""Defines problems, requests to an engine, their results and their errors."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """The engine refused or failed a request, or did not come up."""
+    """An engine refused a request, failed to answer it, or did not start."""
 
 
 class EngineDiedError(EngineError):
-    """The engine's process is gone. The message ends with the last lines of its log."""
+    """The engine's process has ended. The message ends with the last lines of its log."""
 
 
 class StaleWeightsError(EngineError):
-    """Tokens were sampled by other weights than the trainer expects."""
+    """Tokens were sampled with other weights than the trainer expects."""
 
 
 class HandshakeError(EngineError):
-    """The engine does not run what the experiment says it runs."""
+    """The engine's configuration differs from the experiment's."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its reference answer, in GSM8K a solution that ends in `#### ` and the result."""
+    """A question and its reference answer. (In GSM8K the answer is a solution that ends in `#### ` and the result.)"""
 
     question: str
-    """The question's text; in a conversation, its last user turn."""
+    """The text of the question. In a conversation it is the user's last turn."""
     answer: str
     """The reference answer."""
     messages: Sequence[Message] = ()
-    """The conversation that the model is to answer, a system prompt included; empty: the question as one user turn."""
+    """The conversation that the model is to answer, with its system prompt. Empty: the question is the only turn."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The data's further columns, as JSON values."""
+    """The other columns of the data, as JSON values."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the tokenizer's chat template."""
+    """More arguments of the tokenizer's chat template."""
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the turns that the model is to answer."""
+        """The turns that the model is to answer."""
         return [dict(message) for message in self.messages] or [{"role": "user", "content": self.question}]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
-    """Tokenize the problem's conversation by the chat template, up to where the assistant begins."""
+    """Tokenize the problem's conversation by the chat template, up to the beginning of the assistant's turn."""
     return chat.prompt_ids(tokenizer, problem.conversation, problem.chat_template)
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The tokens that truncation kept for each of M draws, where top-p, top-k or min-p left some out."""
+    """The tokens that truncation (top-p, top-k or min-p) kept for each of M draws."""
 
     counts: Tensor
     """int32 [M], the number of tokens kept for each draw."""
@@ -88,7 +88,7 @@ class KeptTokens:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem and its tokens, up to where the assistant begins."""
+    """A problem and its tokens, up to the beginning of the assistant's turn."""
 
     problem: Problem
     token_ids: list[int]
@@ -100,11 +100,11 @@ class Group:
 
     prompt: Prompt
     seeds: tuple[int, ...]
-    """The seed of each answer, from `numerics.sampling.answer_seed`. A retry keeps it; greedy answers ignore it."""
+    """The seed of each answer, from `numerics.sampling.answer_seed`. A retry keeps it. Greedy answers ignore it."""
 
 
 def some_or_all(top_k: int) -> int:
-    """Return a spec's top-k. Raises ValueError if it keeps no token, or one: a temperature of 0 is for that."""
+    """Return a spec's top-k. Raises ValueError if it is 0 or 1. To keep only one token, set a temperature of 0."""
     if -1 < top_k < 2:
         raise ValueError(f"found {top_k}, expected 2 or more, or -1 for all. Greedy answers have a temperature of 0")
     return top_k
@@ -112,23 +112,23 @@ def some_or_all(top_k: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling of answers. Temperature 0 is greedy."""
+    """The sampling parameters of answers. Temperature 0 is greedy."""
 
     max_new_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    """Generation ends with the first of these (the EOS), which stays part of the answer. The stop tokens of the model's
-    own configuration count as well."""
+    """An answer ends with the first of these tokens, which stays part of it. The stop tokens of the model's own
+    configuration also end it."""
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
     supports: bool = False
-    """Whether the engine is to return, for each token, the set of tokens that it was drawn from."""
+    """Whether the engine is to return, for each token, the set of tokens from which it was drawn."""
 
     def to_request(self, seed: int | None = None, spent: int = 0) -> dict[str, Any]:
-        """Return SGLang's `sampling_params` of an answer that has `spent` tokens already.
+        """Return SGLang's `sampling_params` for an answer that already has `spent` tokens.
 
-        Without a seed, the engine's plugin gives it one. No token ends an answer that is known beforehand
+        Without a seed, the engine's plugin gives the answer one. No token ends an answer that is known beforehand
         (`numerics.sampling.canary_seed`).
         """
         return {
@@ -153,21 +153,21 @@ class Completion:
     token_ids: list[int]
     """[T], the stop token included."""
     logprobs: list[float]
-    """[T], under the sampling temperature."""
+    """[T], at the temperature of the sampling."""
     weight_versions: list[int]
-    """[T], the versions that produced the tokens."""
+    """[T], the versions of the weights that sampled the tokens."""
     finished: bool
-    """A stop token ended the answer, not the length."""
+    """Whether a stop token ended the answer, not the length."""
     routed_experts: Tensor | None = field(default=None, repr=False)
-    """int16 [P + T - 1, L, K], the experts of every token but the last, prompt included, in the MoE layers in order;
-    None if they were not requested."""
+    """int16 [P + T - 1, L, K], the experts of every token of prompt and answer, except the last, in the MoE layers in
+    order. None if they were not requested."""
     aborted: bool = False
-    """A pause for an update ended the answer."""
+    """Whether a pause for an update ended the answer."""
     supports: KeptTokens | None = field(default=None, repr=False)
-    """The tokens that each of the T tokens was drawn from; None if they were not requested."""
+    """The tokens from which each of the T tokens was drawn. None if they were not requested."""
 
     def then(self, rest: Completion) -> Completion:
-        """Join this answer, which was aborted, with the engine's continuation from its last token on."""
+        """Join this aborted answer with the engine's continuation after its last token."""
         return replace(
             rest,
             token_ids=self.token_ids + rest.token_ids,
@@ -179,41 +179,41 @@ class Completion:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One answer with its prompt, as it was sampled. M of its T tokens are the model's."""
+    """One answer with its prompt, as it was sampled. The model sampled M of its T tokens."""
 
     prompt_ids: list[int]
     """[P]."""
     token_ids: list[int]
-    """[T], the tokens after the prompt, with the stop token if one came."""
+    """[T], the tokens after the prompt, with the stop token if there is one."""
     logprobs: list[float]
     """[M]."""
     finished: bool
-    """A stop token or the environment ended the answer, not the length."""
+    """Whether a stop token or the environment ended the answer, not the length."""
     weight_versions: list[int]
     """[M]."""
     group: int
     """The index of the answer's group in the call that sampled it."""
     seed: int
-    """The seed of its draws."""
+    """The seed of the answer's draws."""
     routed_experts: Tensor | None = field(default=None, repr=False)
-    """As in a Completion, int16 [P + T - 1, L, K]."""
+    """int16 [P + T - 1, L, K], as in `Completion`."""
     environment_spans: tuple[tuple[int, int], ...] = ()
-    """Spans of `token_ids`, (begin, end) in order, that an environment wrote. The model sampled all other tokens."""
+    """(begin, end) of each span of `token_ids` from an environment, in order. The model sampled all other tokens."""
     stopped: bool = True
     """Whether a finished answer ends with a stop token."""
     outcome: dict[str, float] = field(default_factory=dict)
     """The result of the answer's environment."""
     failed: bool = False
-    """Whether the answer's environment failed, so that the answer cannot be trained on."""
+    """Whether the answer's environment failed. The answer is then not trained on."""
     branch: int = 0
-    """The number of this row among the rows of one conversation; row 0 is the row that ended the conversation."""
+    """The number of this row among the rows of its conversation. Row 0 ended the conversation."""
     supports: KeptTokens | None = field(default=None, repr=False)
-    """The tokens that each of the M tokens was drawn from; None if they were not requested."""
+    """The tokens from which each of the M tokens was drawn. None if they were not requested."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load of an engine: requests that run and that wait, and tokens in its KV cache."""
+    """The load of an engine: requests that run, requests that wait, and tokens in its KV cache."""
 
     running: int
     waiting: int
@@ -222,19 +222,19 @@ class Load:
 
 _FINITE = (1 << 30) - 1
 NO_WEIGHTS = -1
-"""The version of an engine that has been sent no weights yet: its directory only describes the model. No trainer ever
-has this version, so the first sync is a full one and brings every parameter."""
+"""The version of an engine that started from a directory without weights. No trainer has this version, so the first
+sync is a full one and sends every parameter."""
 IDLE_S = 5.0
-"""Seconds that a client keeps an idle connection. A server must keep it longer. SGLang's default is to close it
-after 5 s, and a request that is sent at that moment is lost."""
+"""Seconds that a client keeps an idle connection. A server must keep it longer, because a request is lost if the server
+closes the connection at that moment. By default SGLang closes it after 5 s."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of an engine, the key for generation and the key for administration (never shown in a repr)."""
+    """The address of an engine, its key for generation and its key for administration. A repr hides the keys."""
 
     url: str
     api_key: str = field(repr=False)
     admin_key: str = field(repr=False)
     ranks: int = 1
-    """Tensor-parallel processes of the engine."""
+    """Number of tensor-parallel processes of the engine."""

@@ -1,4 +1,4 @@
-"""The trainer as Ray actors, one per rank, and the group of them that the loop talks to."""
+"""Runs the trainer as one Ray actor per rank. The training loop calls `TrainerGroup`, which calls all actors."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ T = TypeVar("T")
 _PULSE_SECONDS = 5.0
 """Seconds between two checks of whether the ranks are alive, while a call waits for them."""
 _DYING_SECONDS = 2.0
-"""Seconds to wait for Ray to report a dead rank: its peers' collective fails a moment before Ray knows of it."""
+"""Seconds to wait for Ray to report a dead rank. The other ranks' collective fails a moment before Ray reports it."""
 _WATCH = "watch"
-"""Ray's concurrency group of the methods that answer while a rank computes."""
+"""Name of Ray's concurrency group for methods that answer while a rank computes."""
 _WRITER = "writer"
-"""Ray's concurrency group of the methods that write checkpoints while a rank computes."""
-_FREE_MEMORY = ". Free memory there, or lower trainer.micro_batch_tokens, rollout.max_total_tokens or rollout.engines"
+"""Name of Ray's concurrency group for methods that write checkpoints while a rank computes."""
+_FREE_MEMORY = ". Free memory, or lower trainer.micro_batch_tokens, rollout.max_total_tokens or rollout.engines"
 
 
 class TrainerDiedError(RuntimeError):
-    """A trainer rank has ended, or does not answer any more; its group cannot go on."""
+    """A trainer rank has ended or no longer answers, so its `TrainerGroup` cannot go on."""
 
 
 class TrainerActor:
-    """One rank. It holds its models, `trainer.roles.Roles`, from `start` on."""
+    """One rank of the trainer. `start` builds its models (`trainer.roles.Roles`)."""
 
     def __init__(self, rank: int, config: TrainerSection) -> None:
         self.rank, self.config = rank, config
@@ -65,11 +65,11 @@ class TrainerActor:
 
     @ray.method(concurrency_group=_WATCH)
     def pulse(self) -> int:
-        """Return the rank's process id. The method has a thread of its own, so it answers while the rank computes."""
+        """Return the rank's process id. It runs in a separate thread, so it answers while the rank computes."""
         return os.getpid()
 
     def open_rendezvous(self, host: str) -> int:
-        """Serve the rendezvous at `host` and return its port. Only rank 0 is called."""
+        """Open the store through which ranks find each other, at `host`. Return its port. Called on rank 0 only."""
         from fp8rl.trainer.distributed import parallel
 
         self._store = parallel.open_store(host, self.config.world_size)
@@ -98,8 +98,8 @@ class TrainerActor:
     ) -> T | None:
         """Call a method of a role's model by its name, or a function that takes the model as its first argument.
 
-        role: None for all models, `Roles`. of_reporting_ranks: only a replica's reporting rank returns the result; its
-        other ranks return None.
+        role: with None the call goes to `Roles`, which has all models. of_reporting_ranks: return the result on each
+        replica's reporting rank, and None on the other ranks.
         """
         target = self._roles if role is None else self._roles.models[role]
         result = getattr(target, method)(*args) if isinstance(method, str) else method(target, *args)
@@ -110,12 +110,12 @@ class TrainerActor:
 
     @ray.method(concurrency_group=_WRITER)
     def write(self) -> bytes:
-        """Write what this rank staged last. Return `Written`, pickled, as the driver has no Megatron to unpickle it."""
+        """Write what this rank staged last. Return a pickled `Written`: the driver cannot unpickle Megatron's types."""
         return pickle.dumps(self._staged.write())
 
     @ray.method(concurrency_group=_WRITER)
     def publish(self, parts: list[bytes]) -> None:
-        """Finish the checkpoint from the results of every rank's `write`. Only rank 0 is called."""
+        """Finish the checkpoint from the results of every rank's `write`. Called on rank 0 only."""
         self._staged.publish([pickle.loads(part) for part in parts])
 
     def stop(self) -> None:
@@ -126,9 +126,9 @@ class TrainerActor:
 
 
 class TrainerGroup:
-    """All ranks of one trainer. A call blocks until every rank is done. Without a role it concerns the policy.
+    """All ranks of one trainer. A method returns when every rank is done. Methods without a role work on the policy.
 
-    One group serves the whole run: when ranks are lost, `restart` replaces them.
+    A run has one group. When ranks are lost, `restart` replaces them.
 
     Attributes:
         weight_version: number of optimizer steps of the policy.
@@ -160,7 +160,7 @@ class TrainerGroup:
         return group
 
     def restart(self, placements: Sequence[ActorPlacement] | None = None) -> None:
-        """Replace all ranks by new ones. They start with the initial weights of the run, in the present numerics."""
+        """Replace all ranks by new ones. They start with the run's initial weights and the current numerics."""
         self.shutdown()
         begin = self._begin
         assert begin is not None, "a group of given actors cannot make others"
@@ -180,8 +180,8 @@ class TrainerGroup:
         self._started, self.weight_version = True, 0
 
     def forward_backward(self, batch: TokenBatch, objective: Objective, role: Role = "policy") -> PassResult:
-        """Compute the gradients of a batch. `update` applies them; another pass of the same role discards them. Raises
-        NonFiniteLossError: a loss or the gradient norm is not finite; then there are no gradients to apply."""
+        """Compute the gradients of a batch. `update` applies them. Another pass of the same role discards them. Raises
+        NonFiniteLossError: a loss or the gradient norm is not finite. `update` then has no gradients to apply."""
         parts = self._of_reporting(role, "forward_backward", ray.put(batch), ray.put(objective))
         whole = _assembled([(part.rows, part.result) for part in parts], batch)
         return replace(parts[0].result, **vars(whole), seconds=max(part.result.seconds for part in parts))
@@ -200,22 +200,22 @@ class TrainerGroup:
         return survival
 
     def train_step(self, batch: TokenBatch, objective: Objective) -> PassResult:
-        """Call `forward_backward` and `update`, as tests and benchmarks do; the loop judges the step between them."""
+        """Call `forward_backward`, then `update`. For tests and benchmarks: the loop runs its gates between the two."""
         result = self.forward_backward(batch, objective)
         self.update()
         return result
 
     def score(self, batch: TokenBatch, role: Role = "policy") -> Tensor:
-        """Return log-probabilities or, for a critic, values: fp32 [B, S], zero at index 0 and in the padding."""
+        """Return log-probabilities, or a critic's values. They are fp32 [B, S], zero at index 0 and in the padding."""
         return self.score_routed(batch, role).logprobs
 
     def score_routed(self, batch: TokenBatch, role: Role = "policy") -> Scored:
-        """Like `score`, with the router's own choice for a batch with routes, and draws for a batch with seeds."""
+        """Like `score`. Also return the router's own choice if the batch has routes, and draws if it has seeds."""
         return _assembled(self._of_reporting(role, "score_routed", ray.put(batch)), batch)
 
     def begin_score(self, batch: TokenBatch) -> Callable[[], Tensor]:
-        """Start `score` with the present weights and return at once. The function returned waits for the result; any
-        thread may call it."""
+        """Start `score` with the current weights, and return at once a function that waits for the result. Any thread
+        may call this function."""
         calls = self._send("apply", "policy", "score_routed", ray.put(batch), of_reporting_ranks=True)
 
         def scored() -> Tensor:
@@ -226,19 +226,19 @@ class TrainerGroup:
         return scored
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Switch every model to other numerics of the same mode, with the same weights. Raises UserError: the model's
-        sizes do not fit the spec. Then nothing has changed."""
+        """Switch every model to other numerics of the same mode, with the same weights. Raises UserError, and changes
+        nothing, if the model's sizes do not fit the spec."""
         self._all("apply", None, "set_numerics", numerics)
         if self._begin is not None:
             self._begin = replace(self._begin, numerics=numerics)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Call `stage` and `write`: write a checkpoint with `extra` (JSON values) and `texts` (more files, by name)."""
+        """Write a checkpoint, by `stage` and `write`. extra: JSON values. texts: the texts of more files, by name."""
         self.stage(path, extra, texts or {})
         self.write(path)
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-        """Copy what a checkpoint holds, for `write`. A checkpoint that was staged before must be written already."""
+        """Copy the contents of a checkpoint, which `write` then writes. The last staged one must be written already."""
         self._all("stage", Path(path).absolute(), extra, texts)
 
     def write(self, path: Path) -> None:
@@ -247,7 +247,7 @@ class TrainerGroup:
         The directory appears complete or not at all.
 
         Raises:
-            OSError: the disk is full, or has other bytes than were written.
+            OSError: the disk is full, or the bytes read back are not the bytes that were written.
         """
         path = Path(path).absolute()
         try:
@@ -263,7 +263,7 @@ class TrainerGroup:
         return extra
 
     def export_hf(self, path: Path) -> None:
-        """Write a Hugging Face directory: current weights, and the config and tokenizer files of the source."""
+        """Write a Hugging Face directory with the current weights and the source's config and tokenizer files."""
         self._all("apply", "policy", "export_hf", Path(path).absolute())
 
     def export_adapter(self, path: Path, base: Path | None = None) -> None:
@@ -271,9 +271,9 @@ class TrainerGroup:
         self._all("apply", "policy", "export_adapter", Path(path).absolute(), base)
 
     def offload(self) -> list[OffloadReport]:
-        """Move each rank's masters, moments and reference to the host, and discard its gradients, until `onload`.
+        """Move each rank's masters, moments and reference to host memory, and discard its gradients.
 
-        Until then a rank can score, send weights and save checkpoints, but not train.
+        Until `onload` a rank can score, send weights and save checkpoints, but not train.
         """
         moved: list[OffloadReport] = self._all("apply", None, "offload")
         return moved
@@ -305,8 +305,8 @@ class TrainerGroup:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self._actors]
 
     def _get(self, ranks: Sequence[int], calls: list[Any]) -> list[Any]:
-        """Return the results in order. The first failure is raised at once: ranks that wait for the failed rank in a
-        collective may need minutes to end."""
+        """Return the results in order. Raise the first failure at once, without waiting for the other ranks: in a
+        collective with the failed rank they may hang for minutes."""
         waiting = list(calls)
         while waiting:
             done, waiting = ray.wait(waiting, timeout=_PULSE_SECONDS)
@@ -326,7 +326,7 @@ class TrainerGroup:
         return ray.get(calls)
 
     def _check_alive(self) -> None:
-        """Raise TrainerDiedError if a rank's process has ended. A process that is only slow to answer is no error."""
+        """Raise TrainerDiedError if a rank's process has ended. A slow answer is no error."""
         pulses = [actor.pulse.remote() for actor in self._actors]
         ready, _ = ray.wait(pulses, num_returns=len(pulses), timeout=_DYING_SECONDS)
         for pulse in ready:
@@ -336,13 +336,13 @@ class TrainerGroup:
                 raise _died(pulses.index(pulse), error) from error
 
     def _check_pulses(self) -> None:
-        """Raise TrainerDiedError if a rank's process does not answer. (A process that has ended fails its own call.)"""
+        """Raise TrainerDiedError if a rank's process does not answer. (If it has ended, its own call fails.)"""
         pulses = [actor.pulse.remote() for actor in self._actors]
         _, silent = ray.wait(pulses, num_returns=len(pulses), timeout=self._hung_after_s)
         if silent:
             raise TrainerDiedError(
                 f"trainer rank {pulses.index(silent[0])}: found no answer within {self._hung_after_s:g} s "
-                "(trainer.hung_after_s) from a process that is alive, expected a heartbeat while it computes"
+                "(trainer.hung_after_s), expected a heartbeat also while it computes; its process is alive"
             )
 
 

@@ -1,4 +1,4 @@
-"""Adapters of a live model: each is attached to a weight, which is then frozen."""
+"""Attaches adapters to the weights of a model, and freezes the weights."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def attach(
 ) -> None:
     """Freeze a model, except for parameters that `stays` selects, and attach adapters to its weights.
 
-    Each A starts as `initial_a` says and each B as zeros, so that at first adapters change no result.
+    A starts with the values of `initial_a`, and B with zeros, so that at first adapters change no result.
 
-    start: other initial tensors of the adapters, by name.
+    start: initial tensors to use instead, by name.
 
     Raises:
         UserError: a weight needs an adapter, but its module cannot compute adapters.
@@ -74,8 +74,8 @@ def attach(
 def keep_graph(model: GPTModel) -> None:
     """Let the outputs of a frozen embedding require a gradient.
 
-    A block that is recomputed in the backward must have an input that requires a gradient. Otherwise no parameter
-    inside the block gets a gradient (torch's reentrant checkpoints).
+    If the backward pass recomputes a block (torch's reentrant checkpoints), an input of the block must require a
+    gradient. Otherwise no parameter inside the block gets a gradient.
     """
 
     def require(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _made(
 ) -> Adapter:
     """Make the adapter of a parameter.
 
-    names: its matrices' names in the whole model. in_parts: whether ranks split the tokens (sequence parallelism).
+    names: the names of its matrices in the whole model. in_parts: whether ranks split the tokens of a sequence.
     """
     stacked, shared = held.dim() == 3, config.experts == "shared"
     axis = getattr(held, "partition_dim", -1) if getattr(held, "tensor_model_parallel", False) else -1
@@ -129,7 +129,7 @@ def _made(
 
 
 def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterSection, axis: int) -> Fused | None:
-    """Return the rows of a weight that B's rows belong to; None if B has a row for each row of the weight, in order."""
+    """Return which rows of a fused weight B's rows belong to. None if one matrix is the whole weight."""
     adapted = [row.name for row in weights.rows_of(name) if config.adapts(row)]
 
     def number(row: TensorRow) -> Tensor:
@@ -144,14 +144,14 @@ def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterSection, 
 
 @torch.no_grad()
 def update_survival(model: GPTModel, spec_of: Callable[[str], TensorSpec | None], layout: Layout) -> float | None:
-    """Measure how much of merged updates D survives quantization: the cosine of Q(W + D) - Q(W) and D, over all
-    quantized weights W.
+    """Measure how much of merged updates D survives quantization. Return the cosine of Q(W + D) - Q(W) and D over all
+    quantized weights W, or None while all D are zero. All ranks take part.
 
-    None while there are no updates. All ranks take part. The plain product of both would say little. A small update
-    moves few elements to the next code, but each of them by a whole step of the grid. In the mean over many elements
-    both effects cancel. The cosine falls with the noise that the steps add.
+    A dot product would say little. A small update moves only a few elements to the next code, but moves each of them
+    by a whole step of the grid. In the mean over many elements both effects cancel. The cosine also falls with the
+    noise that these steps add.
 
-    spec_of: returns the spec of a weight by its name; None if it is not quantized.
+    spec_of: returns the spec of a weight by its name, or None if the weight is not quantized.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for path, module in model.named_modules():
@@ -176,7 +176,7 @@ def _quantized(weight: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def base_digest(model: GPTModel, weights: HFWeights) -> str:
-    """Digest the frozen weights in 32 hex digits.
+    """Return a digest of the frozen weights, 32 hex digits.
 
     Equal tensors in the checkpoint give equal digests, on any layout. All ranks take part.
     """

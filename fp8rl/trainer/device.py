@@ -1,7 +1,7 @@
-"""The device of this process: each trainer rank has a GPU of its own if there are GPUs, else the CPU.
+"""Chooses the device of this process: a GPU of its own for each trainer rank, or the CPU if there is no GPU.
 
-The device is chosen once (`trainer.distributed.parallel.start`). After that code calls `current`, or
-`torch.cuda.current_device()` as Megatron does (without CUDA, `trainer.megatron.patches` replaces that function).
+`trainer.distributed.parallel.start` chooses it once. Later code calls `current`. Megatron calls
+`torch.cuda.current_device()`, which `trainer.megatron.patches` replaces if there is no CUDA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def claim(rank: int) -> torch.device:
-    """Make this rank's GPU the current one: the only GPU that it sees, or its own among the GPUs of a node's ranks."""
+    """Make this rank's GPU the current device, and return it. The rank sees only its own GPU, or all of its node."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     return current()
@@ -31,6 +31,6 @@ def collectives(device: torch.device) -> str:
 
 
 def has_transformer_engine() -> bool:
-    """Return True if native mode uses TransformerEngine's layers: the package is installed (it need not be imported)
-    and there is a GPU."""
+    """Return True if native mode uses TransformerEngine's layers. This needs a GPU and the installed package. The
+    package is not imported here."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None

@@ -1,6 +1,6 @@
-"""A list of the tensors that a trainer rank holds from step to step, and of the tensors that it sends, with bytes.
+"""Lists the tensors that a trainer rank keeps between steps, and the tensors that it sends, with their bytes.
 
-Activations, which exist only during a step, are not listed.
+Activations are not listed, because they exist only during a step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 Kind = Literal["parameters", "operands", "gradients", "masters", "moments", "rest"]
-"""The kinds of tensors that a rank holds. `parameters`: the weights that the forward pass reads. `operands`: weights
-that were quantized for a product since the last update. `gradients`: the buffers in which gradients are summed.
+"""The kinds of tensors that a rank keeps. `parameters`: the weights that the forward pass reads. `operands`: forms of
+weights that were quantized for a product since the last update. `gradients`: the buffers that sum gradients.
 `masters`: this rank's share of the weights that the optimizer updates. `moments`: this rank's share of Adam's moments.
 `rest`: the padding of Megatron's buffers, and counters."""
 
 
 def inventory(trainer: Trainer) -> list[Holding]:
-    """List everything that this rank keeps of its model and its optimizer."""
+    """List all tensors that this rank keeps for its model and its optimizer."""
     found = [*of_model(trainer), *_gradients(trainer)]
     for suffix, kind, tensor, places in _state(trainer):
         for name, place in places:
@@ -45,7 +45,7 @@ def inventory(trainer: Trainer) -> list[Holding]:
 
 
 def of_model(model: Scorer) -> Iterator[Holding]:
-    """List what this rank keeps of a model that is not trained."""
+    """List the tensors that this rank keeps for a model without an optimizer."""
     yield from _parameters(model)
     names = {id(parameter): name for name, parameter in model.model.named_parameters()}
     for weight, operand in model.cache.operands():
@@ -58,7 +58,7 @@ class Transfer:
     collective: str
     """Torch's name of the collective, e.g. `reduce_scatter_tensor_coalesced_`."""
     kind: Kind
-    """`gradients` or `parameters` if the collective works on one of Megatron's buffers, otherwise `rest`."""
+    """`gradients` or `parameters` if the collective works on a buffer of Megatron's, otherwise `rest`."""
     format: str
     """Format of this rank's input."""
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Transfer:
     bytes: int
     """Bytes of this rank's input."""
     ranks: int
-    """Number of ranks that take part. If it is 1, nothing leaves the rank."""
+    """Number of ranks that take part. With 1, nothing is sent."""
 
 
 @contextmanager
@@ -90,7 +90,7 @@ class _Listener(TorchDispatchMode):
 
 
 def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Transfer:
-    """Return the record of one call of torch's c10d operators. buffers: the result of `buffer_kinds`."""
+    """Describe one call of a c10d operator of torch. buffers: the result of `buffer_kinds`."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     kinds = [buffers[place] for tensor in tensors if (place := _storage(tensor)) in buffers]
@@ -140,9 +140,9 @@ def _gradients(trainer: Trainer) -> Iterator[Holding]:
 
 
 def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
-    """Yield the tensors of this rank's optimizer, cut by weight: name, kind and tensor.
+    """Yield (name, kind, tensor) for each weight in each tensor of this rank's optimizer.
 
-    The name is the weight's in `named_weights` and, except for a master, a suffix for the tensor.
+    The name is the weight's name in `named_weights`, then a suffix for the tensor such as `:exp_avg`.
     """
     for suffix, kind, tensor, places in _state(trainer):
         for name, place in places:
@@ -150,12 +150,12 @@ def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
 
 
 def optimizer_tensors(trainer: Trainer) -> Iterator[tuple[Kind, Tensor]]:
-    """Yield the kind and the whole tensor for each tensor of this rank's optimizer, also if it is offloaded."""
+    """Yield (kind, tensor) for each tensor of this rank's optimizer, also if the tensor is offloaded."""
     return ((kind, tensor) for _, kind, tensor, _ in _state(trainer))
 
 
 def _state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str, slice]]]]:
-    """Yield for each tensor the suffix for a weight's name, the kind, the tensor, and each weight's name and slice."""
+    """Yield (suffix, kind, tensor, the name and the slice of each weight in it) for each tensor of the optimizer."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         if optimizer.is_stub_optimizer:  # of a rank without such parameters
@@ -186,7 +186,7 @@ def _padding(trainer: Trainer) -> Iterator[Holding]:
 
 
 def buffers(trainer: Trainer) -> list[Any]:
-    """Return Megatron's buffers of parameters and of gradients."""
+    """Return Megatron's buffers. Each has parameters and their gradients."""
     model = trainer.optimizer.model
     return [*model.buffers, *model.expert_parallel_buffers]
 

@@ -1,4 +1,4 @@
-"""Recordings of the inputs and outputs of each op in the trainer's forward pass (`models.trace`)."""
+"""Records the inputs and outputs of each op in the trainer's forward pass (`models.trace`)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.trainer import Trainer
 
 Written = dict[OpSite, list[Tensor]]
-"""The recorded outputs of each op, [S, ...] each."""
+"""The recorded outputs of each op. Each output is [S, ...]."""
 
 
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
-    """Run a forward pass of each sequence of `batch` by itself, and record every op. Raises UserError: the trainer has
-    several ranks, so that each sees only a part of an op, or native mode's layers, which run no program."""
+    """Run a forward pass for each sequence of `batch`, and record every op. Raises UserError: the trainer has several
+    ranks, each of which sees only a part of an op, or it is in native mode, which runs no program."""
     if trainer.config.world_size > 1:
-        expected = "1: with several, no rank sees a whole op"
+        expected = "1 rank, because with several no rank sees a whole op"
         remedy = "Attribute with a trainer of one rank and numerics.k_splits set to the run's trainer.tp."
         raise user_error("trainer", f"{trainer.config.world_size} ranks", expected, remedy)
     if trainer.numerics.mode == "native":
-        expected = "exact: only there the trainer's layers run the program whose ops can be recorded"
+        expected = "exact, the only mode in which the trainer's layers run a program whose ops can be recorded"
         remedy = "Compare native mode by log-probabilities and tensors, or attribute with numerics.mode=exact."
         raise user_error("numerics.mode", "native", expected, remedy)
     parts: dict[str, list[Tensor]] = defaultdict(list)
@@ -50,13 +50,13 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
 
 
 def _constants(sizes: ModelSizes) -> dict[str, float]:
-    """Return the constants that a layer runs with."""
+    """Return the constants of a layer's ops."""
     scaling = sizes.rope_scaling
     return {EPS: sizes.norm_eps, THETA: sizes.rope_theta, ROPE_FACTOR: 1.0 if scaling is None else scaling.factor}
 
 
 def _trace(model: GPTModel, definition: Model, tokens: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Record one sequence [1, S]."""
+    """Record a forward pass of one sequence [1, S]."""
     targets, forward = F.pad(tokens[0, 1:], (0, 1)), definition.forward
     with torch.no_grad(), _watched(model, definition) as (written, rows):
         model(tokens, position_ids=None, attention_mask=None)
@@ -74,7 +74,7 @@ def _trace(model: GPTModel, definition: Model, tokens: Tensor, temperature: floa
 
 @contextmanager
 def _watched(model: GPTModel, definition: Model) -> Iterator[tuple[Written, dict[OpSite, Tensor]]]:
-    """Record the outputs of all ops, and the output rows of each layer's experts, in one sequence's forward pass."""
+    """Record inside the block the outputs of all ops, and the rows that each layer's experts return."""
     written: Written = {}
     rows: dict[OpSite, Tensor] = {}
     last: list[Tensor] = []
@@ -115,7 +115,7 @@ def _watched(model: GPTModel, definition: Model) -> Iterator[tuple[Written, dict
 
 
 def _each_expert(probs: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
-    """Return each expert's term of each token's sum, [S, k, H]. rows: [S * k, H], sorted by expert, then token."""
+    """Return the weighted outputs [S, k, H] of each token's experts. rows: [S * k, H], sorted by expert, then token."""
     order, _ = ops.group_by_expert(chosen, probs.shape[1])
     weights = probs.gather(1, chosen).flatten()[order, None]
     return (

@@ -1,4 +1,4 @@
-"""The models of one rank by role: the policy, and for some algorithms a reference and a critic."""
+"""Holds the models of one rank by role: the policy, and for some algorithms a reference and a critic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Roles:
     """The models of one rank. All have the same model directory, layout and numerics.
 
     Attributes:
-        models: the models by role. There is always a policy.
+        models: the models by role. `policy` is always there.
     """
 
     def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
@@ -54,7 +54,7 @@ class Roles:
             self.models["critic"] = Critic(spec.model_path, spec.critic, *given, **trained)
 
     def offload(self) -> OffloadReport:
-        """Free memory on the device for engines that sample there; see :func:`offload`."""
+        """Free memory on the device, on which engines then sample. See :func:`offload`."""
         total = sum(
             holding.bytes
             for model in self._held()
@@ -73,23 +73,23 @@ class Roles:
                 model.host_copy.onload()
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
-        """Copy what a checkpoint holds of the trained models; see :func:`trainer.checkpoint.checkpoint.stage`."""
+        """Copy the contents of a checkpoint of the trained models. See :func:`trainer.checkpoint.checkpoint.stage`."""
         return checkpoint.stage(path, self._parts(), self.policy.weight_version, extra, texts)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint and return its `extra`. A reference does not change."""
+        """Restore the trained models from a checkpoint, and return its `extra`. A reference does not change."""
         self.policy.weight_version, extra = checkpoint.load(path, self._parts())
         for model in self._held():
             model.weights_changed()
         return extra
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Switch all models to other numerics; see :meth:`Scorer.set_numerics`."""
+        """Switch all models to other numerics. See :meth:`Scorer.set_numerics`."""
         for model in self._held():
             model.set_numerics(numerics)
 
     def _held(self) -> list[Scorer]:
-        """The models that have weights of their own."""
+        """Return the models that have weights of their own."""
         return [model for model in self.models.values() if isinstance(model, Scorer)]
 
     def _parts(self) -> checkpoint.Parts:
@@ -98,14 +98,14 @@ class Roles:
 
 
 class Reference(Scorer):
-    """A model with the weights of the model directory. `host_copy` offloads them while engines need the device."""
+    """A model with the weights of the model directory. `host_copy` offloads these while engines need the device."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.host_copy = HostCopy()
         super().__init__(*args, **options)
 
     def offload(self) -> int:
-        """Move the weights to the host, and drop their quantized forms. Return the number of bytes freed."""
+        """Move the weights to host memory, and drop their quantized forms. Return the number of bytes freed."""
         freed = sum(holding.bytes for holding in of_model(self))
         kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
         self.weights_changed()
@@ -118,7 +118,7 @@ class Reference(Scorer):
 
 
 class WithoutAdapter:
-    """A reference that needs no memory: scores batches with the frozen weights of the policy, without its adapters."""
+    """A reference that needs no memory. It scores batches with the policy's frozen weights, without adapters."""
 
     def __init__(self, policy: Trainer) -> None:
         self._policy = policy
@@ -135,7 +135,7 @@ class WithoutAdapter:
 
 
 def offload(trainer: Trainer) -> int:
-    """Move masters and moments to the host, and drop the gradients. Return the number of bytes freed on the device.
+    """Move masters and moments to host memory, and drop the gradients. Return how many bytes of the device are freed.
 
     The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
     (`trainer.optimizer.offload`), only the gradients' bytes are freed.
@@ -152,17 +152,17 @@ def offload(trainer: Trainer) -> int:
 
 
 class Critic(Trainer):
-    """Trains a model with a value head on this rank. It returns values where a `Trainer` returns log-probabilities. The
+    """Trains a model with a value head on this rank. It returns values in place of a `Trainer`'s log-probabilities. The
     value at t is the expected return from t on, before the token at t is chosen.
     """
 
     def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
-        """Read the value before each token except the first. There is no entropy, and no token is drawn."""
+        """Return the value before each token except the first. The entropy is 0, and no token is drawn."""
         values = micro.from_model(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
         return HeadOutput(values, torch.zeros_like(values))
 
     def _is_trained_whole(self, name: str) -> bool:
-        """Return True for the value head's parameter, which is trained itself if other weights have adapters."""
+        """Return True for the parameter of the value head, which gets no adapter."""
         return name.startswith("output_layer.")
 
     def _finish(self, model: GPTModel) -> None:
@@ -174,10 +174,10 @@ class Critic(Trainer):
 
 class ValueHead(nn.Module):
     """Replaces the output projection by an FP32 product with one vector, which starts at zero. Every tensor-parallel
-    rank holds the whole vector and takes the whole sequence.
+    rank has the whole vector, and multiplies the whole sequence.
 
-    The vector has the dtype of the other weights and, like them, an FP32 master: megatron-core 0.16.1 cannot write
-    checkpoints of an optimizer over weights of two dtypes.
+    The vector has the dtype of the other weights, and an FP32 master. megatron-core 0.16.1 could not write a checkpoint
+    if the optimizer had weights of two dtypes.
     """
 
     def __init__(self, config: TransformerConfig, layout: Layout) -> None:
@@ -187,7 +187,7 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
 
     def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """[S, B, H], or this rank's part of S -> [S, B, 1]."""
+        """[S, B, H] (S may be this rank's part) -> [S, B, 1] of all tokens."""
         if self.config.sequence_parallel:
             # Every rank goes on with the whole, so that each has the whole gradient and takes its own part of it.
             hidden = gather_from_sequence_parallel_region(

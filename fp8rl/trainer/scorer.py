@@ -1,4 +1,4 @@
-"""One rank of a model that scores batches: the base class of a trainer, a critic and a frozen reference."""
+"""Scores batches with one rank of a model. It is the base class of a trainer, a critic and a frozen reference."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Scorer:
     """Scores batches with one model on this rank. Every public method needs all ranks, with equal arguments.
 
     Attributes:
-        definition: the model's description from before it is built. model: this rank's part of Megatron's model.
-        cache: the quantized weights that the forward pass uses, with a version number for weight changes.
-        placed: the base whose weights it shares with engines (`weight_sync.frozen.MappedBase`); None: own weights.
+        definition: the description of the model, from its config. model: this rank's part of Megatron's model.
+        cache: the quantized weights that the forward pass uses. Its version changes with the weights.
+        placed: the base that it shares with engines (`weight_sync.frozen.MappedBase`). None: its weights are its own.
     """
 
     placed: Any = None
@@ -61,7 +61,7 @@ class Scorer:
     ) -> None:
         """Build the model and load the weights of the Hugging Face directory `model_path`.
 
-        shared_base: the weights come from a base, by `adopt`. Until then they are NaN and take no memory.
+        shared_base: load no weights. `adopt` must then read them from a base. Until then they are NaN, without memory.
 
         Raises:
             UserError: the directory, the layout or the sizes do not fit together.
@@ -89,12 +89,12 @@ class Scorer:
         self._finish(self.model)
 
     def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
-        """Return this rank's rows and their log-probabilities, fp32 [len(rows), S]."""
+        """Return the numbers of this rank's rows, and their log-probabilities, fp32 [len(rows), S]."""
         rows, scored = self.score_routed(batch)
         return rows, scored.logprobs
 
     def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored]:
-        """Like `score`, with the router's own choice for a batch with routes, and draws for a batch with seeds."""
+        """Like `score`. Also return the router's own choice if the batch has routes, and draws if it has seeds."""
         self._check_width(batch)
         with torch.no_grad():
             done = self._pass(batch, None)
@@ -107,7 +107,7 @@ class Scorer:
     def adopt(self, base: SharedBase) -> int:
         """Read the frozen weights from a base that engines read too. Return the bytes of weights that cannot be shared.
 
-        A later change of numerics changes how the base's codes are used, not the codes.
+        If numerics change later, the codes in the base do not change, only their use.
         """
         kept = self.weights.adopt(self.model, base, self._waits)
         self._waits = False
@@ -116,11 +116,11 @@ class Scorer:
         return kept
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Switch to another precision or spec, with the same weights. Raises UserError: the mode is another one, or the
-        model's sizes do not fit the spec. Then nothing has changed."""
+        """Switch to another precision or spec, with the same weights. Raises UserError, and changes nothing, if the
+        mode is another one or the model's sizes do not fit the spec."""
         if numerics.mode != self.numerics.mode:
-            expected = f"{self.numerics.mode}, which the model was built for"
-            remedy = "Keep the mode; only the spec and the precision of a live trainer can change."
+            expected = f"{self.numerics.mode}, for which the model was built"
+            remedy = "Keep the mode. Only the spec and the precision of a started trainer can change."
             raise user_error("numerics.mode", numerics.mode, expected, remedy)
         check_layout(self.definition.shape, self.config, numerics.trainer_spec)
         _check_k_splits(self.config, numerics)
@@ -129,7 +129,7 @@ class Scorer:
         self.weights_changed()
 
     def quantized_parameters(self) -> list[str]:
-        """Return the names, as in `named_weights`, of the weights that the last forward pass multiplied in FP8."""
+        """Return the `named_weights` names of the weights that the last forward pass multiplied in FP8."""
         if self.lowering.transformer_engine:
             in_fp8 = self.model.config.fp8 is not None
             return [name for name, p in self.model.named_parameters() if in_fp8 and te_runtime.is_quantized(p)]
@@ -138,11 +138,11 @@ class Scorer:
         return [matrix for name, parameter in asked for matrix, _ in matrices(name, parameter)]
 
     def _finish(self, model: GPTModel) -> None:
-        """Finish the model once its weights are loaded."""
+        """Change the model after its weights are loaded. A subclass may override this."""
 
     @property
     def _runs(self) -> nn.Module:
-        """Return the module that Megatron's schedule runs: the model or its data-parallel wrapper."""
+        """The module that Megatron's schedule runs: the model or its data-parallel wrapper."""
         return self.model
 
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
@@ -161,7 +161,7 @@ class Scorer:
         if batch.width > self.max_sequence_length:
             raise ValueError(
                 f"batch: found rows of {batch.width} tokens, expected at most max_sequence_length="
-                f"{self.max_sequence_length}; start the trainer with a larger one"
+                f"{self.max_sequence_length}. Start the trainer with a larger max_sequence_length"
             )
 
 
@@ -174,5 +174,5 @@ def _check_sequence_length(wanted: int, sizes: ModelSizes) -> None:
 
 def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:
     if numerics.mode == "exact" and config.tp > 1 and numerics.k_splits != config.tp:
-        remedy = "Set both to the same number, so that the engine adds partial sums in the trainer's order."
+        remedy = "Set both to the same number. The engine then adds partial sums in the trainer's order."
         raise user_error("numerics.k_splits", numerics.k_splits, f"trainer.tp={config.tp}", remedy)

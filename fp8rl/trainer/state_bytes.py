@@ -1,8 +1,8 @@
-"""The bytes that a trainer rank will hold from step to step, calculated before there is a trainer.
+"""Calculates the bytes that a trainer rank will keep between steps, before there is a trainer.
 
-`trainer.inventory` lists the bytes of a live trainer. Weights, FP32 gradients, FP32 masters and Adam's moments are
-counted as in Megatron's buffers (0.16.1, `distributed/param_and_grad_buffer.py`): one flat buffer for dense weights and
-one for experts, each sharded over the ranks that hold the same weights.
+`trainer.inventory` lists the bytes of a trainer that runs. Weights, FP32 gradients, FP32 masters and Adam's moments are
+counted as in Megatron's buffers (0.16.1, `distributed/param_and_grad_buffer.py`). There is a flat buffer for dense
+weights and one for experts. Each is sharded over the ranks that have the same weights.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import by_mx
 
 Storage = Literal["torch", "kernels", "transformer_engine"]
-"""The library of FP8 products, which decides how quantized weights are stored. `torch`: the BF16 weight and its
+"""How quantized weights are stored, which depends on the library of the FP8 products. `torch`: the BF16 weight and its
 dequantized values. `kernels`: the BF16 weight, its codes and their transpose. `transformer_engine`: only the codes and
 their transpose."""
 
 _BUCKET, _PARAMETER = 128, 64
-"""Alignment in elements: a buffer's size (which its ranks must divide too), and a parameter's start in the buffer."""
+"""Numbers of elements. A buffer's size is a multiple of the first, a parameter's start in it of the second."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes by kind, as `trainer.inventory.Kind` has them."""
+    """The bytes of a rank by kind (see `trainer.inventory.Kind`)."""
 
     parameters: int = 0
     """Bytes of weights that the forward pass reads."""
@@ -40,9 +40,9 @@ class StateBytes:
     gradients: int = 0
     """Bytes of gradients, summed in FP32."""
     masters: int = 0
-    """Bytes of this rank's share of the FP32 masters; 0 if `trainer.optimizer.offload` keeps them on the host."""
+    """Bytes of this rank's share of the FP32 masters. 0 if `trainer.optimizer.offload` keeps them on the host."""
     moments: int = 0
-    """Bytes of this rank's share of Adam's two moments; 0 if they are kept on the host."""
+    """Bytes of this rank's share of Adam's two moments. 0 if `trainer.optimizer.offload` keeps them on the host."""
     padding: int = 0
     """Bytes of padding in Megatron's buffers of parameters and gradients."""
 
@@ -55,7 +55,7 @@ class StateBytes:
 
 
 def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -> Storage:
-    """Return the storage of quantized weights on a machine with or without GPUs and TransformerEngine."""
+    """Return how quantized weights are stored. cuda, transformer_engine: whether the machine has them."""
     if not cuda:
         return "torch"
     if numerics.mode == "exact" or (transformer_engine and by_mx(numerics.trainer_spec)):
@@ -66,11 +66,11 @@ def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -
 def state_bytes(
     shape: Shape, config: TrainerSection, numerics: NumericsConfig, storage: Storage, rank: int = 0, base: bool = False
 ) -> dict[str, StateBytes]:
-    """Count the bytes that one rank holds for `experts`, and for all other weights, `dense`.
+    """Count the bytes that one rank keeps for `experts`, and for all other weights, `dense`.
 
-    If the shape has adapters, they are trained in place of the weights, and only the weights' parameters and operands
-    are held. base: weights are read in the engines' memory (`sync.shared_base`), except for weights that the engines
-    store in another form. The count is exact if every parameter's size is a multiple of 64 elements.
+    If the shape has adapters, they are trained in place of the weights. The weights then have only parameters and
+    operands. base: the rank reads the weights in the engines' memory (`sync.shared_base`), and has only those itself
+    that engines store in another form. The count is exact if each parameter's size is a multiple of 64 elements.
     """
     at, memory = Layout.of(rank, config), config.optimizer
     gpu = storage != "torch"  # where there is none, the host's memory is all there is
@@ -108,7 +108,7 @@ class Buffer:
     fp8: bool = False
     """Whether the parameters are FP8, with codes row-wise and column-wise."""
     fp32: bool = False
-    """Whether the parameters are FP32, and so their own masters."""
+    """Whether the parameters are FP32. Such a parameter is also its own master."""
     operands: int = 0
     """Bytes of operands that are kept in addition to the parameters."""
     scales: int = 0
@@ -118,8 +118,8 @@ class Buffer:
 def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Storage, stage: int) -> Iterator[Buffer]:
     """Yield the buffers of one rank of a pipeline stage.
 
-    FP8 parameters have a separate buffer. With several stages an embedding that is also the output projection has a
-    separate buffer too.
+    FP8 parameters have a separate buffer. With several stages, a tied embedding (which is also the output projection)
+    has a separate buffer too.
     """
     groups = list(_of_stage(shape, config, spec, stage))
     for experts in (False, True):
@@ -142,7 +142,7 @@ def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Stor
 
 
 def _of_adapters(shape: Shape, config: TrainerSection, stage: int) -> Iterator[Buffer]:
-    """Yield the buffers of adapters on a rank of a stage. Adapters of single experts have a separate buffer."""
+    """Yield the buffers of adapters on one rank of a stage. Adapters of single experts have a separate buffer."""
     layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
     sizes: dict[tuple[bool, str], int] = {}
     for row in shape.adapters:
@@ -158,13 +158,13 @@ def _of_adapters(shape: Shape, config: TrainerSection, stage: int) -> Iterator[B
 
 
 def layers_of_stage(layers: int, stages: int, stage: int) -> range:
-    """Return the layers of a stage. Stages have as equal numbers of layers as possible."""
+    """Return the layers of a stage. The stages' numbers of layers differ by at most 1."""
     return range(round(stage * layers / stages), round((stage + 1) * layers / stages))
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A group of equal-sized weights of one rank."""
+    """Weights of one rank that have the same size."""
 
     weight: WeightGroup
     elements: int
@@ -175,9 +175,9 @@ class _Held:
     """Whether the weights are in a separate buffer."""
 
     def stands_otherwise(self, ranks: int) -> bool:
-        """Return True if a base stores the weights in another order, or unsplit (`trainer.weights.export.adopt`).
+        """Return True if the rank cannot read the weights from a base (`trainer.weights.export.adopt`).
 
-        Another order: a fused q|k|v in BF16. Unsplit: with several tensor-parallel ranks, BF16 weights of a layer.
+        A base has a fused q|k|v in BF16 in another order, and does not split BF16 weights of a layer over ranks.
         """
         is_part = ranks > 1 and self.weight.share == "split" and self.weight.in_layers
         return not self.quantized and (self.weight.by_heads or is_part)
@@ -214,7 +214,7 @@ def _of_stage(shape: Shape, config: TrainerSection, spec: QuantSpec, stage: int)
 
 
 def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) -> StateBytes:
-    """Return the bytes of a buffer. moment_bytes: bytes per element of a moment; None: the optimizer is offloaded."""
+    """Return the bytes of a buffer. moment_bytes: bytes per element of a moment. None: the optimizer is offloaded."""
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))

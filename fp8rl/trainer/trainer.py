@@ -1,4 +1,4 @@
-"""One rank of the trainer: a model, its optimizer and the state that a checkpoint holds."""
+"""Trains a model on one rank: the model, its optimizer and the state that a checkpoint has."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Trainer(Scorer):
     """Trains one model on this rank. Every public method needs all ranks, with equal arguments.
 
     Attributes:
-        weight_version: number of optimizer steps taken.
-        last_sent: what this rank sent to engines, kept if the next sync sends only what has changed.
+        weight_version: number of optimizer steps so far.
+        last_sent: the tensors that this rank last sent to engines, kept if a sync sends only changes.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Trainer(Scorer):
         self._loads: Tensor | None = None
 
     def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPass:
-        """Compute the gradients of the whole batch. `update` applies them; another pass discards them. Raises
-        NonFiniteLossError: on all ranks; then there are no gradients to apply."""
+        """Compute the gradients of the whole batch. `update` applies them. Another pass discards them. Raises
+        NonFiniteLossError on all ranks: a loss or the gradient norm is not finite, so `update` has no gradients."""
         start = time.perf_counter()
         self._check_width(batch)
         self._ready_norm = None
@@ -104,8 +104,8 @@ class Trainer(Scorer):
         norm = self.optimizer.grad_norm()
         if not math.isfinite(norm):
             raise NonFiniteLossError(
-                f"gradient norm: found a value that is not finite over rows 0 to {batch.rows - 1} although every loss "
-                "is finite, expected a finite norm. The weights were not changed.",
+                f"gradient norm: found a value that is not finite for rows 0 to {batch.rows - 1}, with finite losses, "
+                "expected a finite norm. The weights were not changed.",
                 range(batch.rows),
             )
         self._ready_norm = norm
@@ -115,7 +115,7 @@ class Trainer(Scorer):
         """Do one optimizer step with the gradients of the last `forward_backward`. Return the learning rate. Raises
         RuntimeError: there are no gradients, or they were applied already."""
         if self._ready_norm is None:
-            raise RuntimeError("update: found no gradients, expected those of a forward_backward that succeeded")
+            raise RuntimeError("update: found no gradients, expected a successful forward_backward before the update")
         norm, self._ready_norm = self._ready_norm, None
         lr = self.optimizer.step(norm)
         if self._loads is not None:
@@ -126,18 +126,18 @@ class Trainer(Scorer):
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Compute with the frozen weights alone inside the block."""
+        """Compute without adapters inside the block."""
         with self._precision.without_adapters(self.definition.adapter):
             yield
 
     def train_step(self, batch: TokenBatch, objective: Objective) -> RankPass:
-        """Call `forward_backward` and `update`, as tests and benchmarks do; the loop judges the step between them."""
+        """Call `forward_backward`, then `update`. For tests and benchmarks: the loop runs its gates between the two."""
         done = self.forward_backward(batch, objective)
         self.update()
         return done
 
     def forget_gradients(self) -> None:
-        """Discard the gradients: `update` raises until the next `forward_backward`."""
+        """Discard the gradients. `update` then raises RuntimeError until the next `forward_backward`."""
         self._ready_norm = None
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
@@ -149,16 +149,16 @@ class Trainer(Scorer):
         self.weights.write(self.model, path)
 
     def export_adapter(self, path: Path, base: Path | None = None) -> None:
-        """Write a directory in PEFT's format with the current adapters. base: the directory that it names as the base
-        model; None: the directory that training began with."""
+        """Write a directory in PEFT's format with the current adapters. base: the model directory that it names as its
+        base. None: the directory from which the run has its model."""
         self.weights.write_adapters(self.model, path, base)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Write a checkpoint, and wait for it, for tests. A run uses `stage` and trains while files are written."""
+        """Write a checkpoint, and wait until it is written, for tests. A run calls `stage` and trains meanwhile."""
         checkpoint.save(path, {"": self.trained}, self.weight_version, extra, texts or {})
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
-        """Copy what a checkpoint holds, to be written while training goes on; see `trainer.checkpoint.checkpoint`."""
+        """Copy the contents of a checkpoint, to write them while training goes on (`trainer.checkpoint.checkpoint`)."""
         return checkpoint.stage(path, {"": self.trained}, self.weight_version, extra, texts)
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Trainer(Scorer):
         return extra
 
     def update_survival(self) -> float | None:
-        """Measure how much of merged adapters survives quantization; None without merged adapters or quantization."""
+        """Measure how much of merged adapters survives quantization. None without merged adapters or quantization."""
         adapter, spec = self.definition.adapter, self.numerics.trainer_spec
         if adapter is None or adapter.mode != "merged" or not spec.quantized:
             return None
@@ -181,11 +181,11 @@ class Trainer(Scorer):
         return update_survival(self.model, spec_of, self.layout)
 
     def _is_trained_whole(self, name: str) -> bool:
-        """Return whether a parameter is trained itself although other weights have adapters."""
+        """Return whether a parameter is trained itself in a run that trains adapters."""
         return False
 
     def _tensors_of_parameters(self) -> dict[nn.Parameter, Sequence[TensorRow]]:
-        """Return the rows of the tensor table that each parameter holds, whole or in part."""
+        """Return for each trained parameter the rows of the tensor table that it has, whole or in part."""
         rows = self.weights.rows(self.model)
         return {
             parameter: [row for matrix, _ in matrices(name, parameter) for row in rows[matrix]]
@@ -194,7 +194,7 @@ class Trainer(Scorer):
         }
 
     def _gathered_in_fp8(self) -> dict[nn.Parameter, TensorSpec]:
-        """Return the parameters that ranks send as FP8 codes after an update: the weights of FP8 products."""
+        """Return the parameters that ranks send as FP8 codes after an update, each with its spec."""
         spec = self.numerics.trainer_spec
         if self.config.weight_gather == "bf16" or self.lowering.recipe or not travels_in_fp8(spec.weight):
             return {}
@@ -204,12 +204,12 @@ class Trainer(Scorer):
 
     @property
     def trained(self) -> checkpoint.Trained:
-        """Return the parts of the model that training changes."""
+        """The parts of the model that training changes."""
         return checkpoint.Trained(self.model, self.optimizer, self.layout, self._adapter)
 
     @functools.cached_property
     def _adapter(self) -> dict[str, Any] | None:
-        """Return a checkpoint's description of the adapters. All ranks must call it."""
+        """The description of the adapters for a checkpoint. All ranks must read it."""
         if (adapter := self.definition.adapter) is None:
             return None
         digest = base_digest(self.model, self.weights) if self.placed is None else self.placed.unquantized
@@ -223,15 +223,15 @@ class Trainer(Scorer):
 def check_row_invariance(deepgemm: bool | None = False, kv: KVFormat = BF16_CACHE) -> None:
     """Raise `UserError` if a token's result depends on its batch on this machine, because then d would not be 0.
 
-    deepgemm: True: raise it too if DeepGEMM cannot run; None: use DeepGEMM if it runs. kv: format of keys and values.
+    deepgemm: True: also raise it if DeepGEMM cannot run. None: use DeepGEMM if it can. kv: format of keys and values.
     """
     choose_tiles(device.current())
     if (reason := choose_deepgemm(device.current(), deepgemm)) is not None:
         expected = "a Hopper GPU on which DeepGEMM gives the bits of our kernels"
-        remedy = "Set numerics.deepgemm=false: products run on our kernels, with the same results."
+        remedy = "Set numerics.deepgemm=false. Products then run on our kernels, with the same results."
         raise user_error("numerics.deepgemm", f"true, and {reason}", expected, remedy)
     variant = row_variant_ops(device.current(), kv)
     if variant:
-        found = f"exact on a machine where these depend on the batch, or on how they are fused: {', '.join(variant)}"
+        found = f"exact on a machine where these ops depend on the batch, or on their fusion: {', '.join(variant)}"
         remedy = "Run one thread per process (OMP_NUM_THREADS=1), or on a CPU with AVX512-BF16."
         raise user_error("numerics.mode", found, "row-invariant ops", remedy)

@@ -1,1 +1,1 @@
-"""The SGLang side: one server behind a Ray actor, its client, and the plugin in its processes."""
+"""Runs SGLang: one server behind a Ray actor, its client, and the plugin in its processes."""

@@ -1,4 +1,4 @@
-"""The rollout engine: one SGLang server with its client, and the Ray actor that owns it."""
+"""Runs a rollout engine: one SGLang server and its client, in a Ray actor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fp8rl.rollout.types import (
 
 Result = TypeVar("Result")
 _MOST_ABORTS = 1000
-"""The most aborts of one answer. Without a limit, a faulty engine that keeps aborting would keep its caller forever."""
+"""Largest number of aborts of one answer. Without a limit, the caller of a faulty engine could wait for ever."""
 _NOTHING = Completion([], [], [], finished=False, aborted=True)
 """An answer that has not been requested yet."""
 
@@ -53,16 +53,16 @@ class Health:
 
 @dataclass(frozen=True)
 class Slept:
-    """Bytes that a sleeping engine has released, and bytes that it still has. Both are the largest of all its ranks."""
+    """Bytes that a sleeping engine has released, and bytes that it still has. Each is the largest of all its ranks."""
 
     released: int
-    """Bytes of weights and KV cache that were released. CUDA graphs are released too, but not counted."""
+    """Bytes of weights and KV cache that were released. CUDA graphs are also released, but not counted."""
     behind: int
     """Bytes that are still in use (`rollout.engine.protocol.Memory.in_use`)."""
 
 
 class Engine:
-    """Owns one server from start to stop. All methods but the constructor belong to one event loop."""
+    """Owns one server from start to stop. Call all methods except the constructor in the same event loop."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Engine:
         expected: EngineReport | None = None,
         host: str = LOOPBACK,
     ) -> None:
-        """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: the report that the plugin
-        must give after each start, without the weight version, which `start` gets. host: address to listen at."""
+        """plugin: configuration of our SGLang plugin. None: stock SGLang. expected: the report that the plugin must
+        give after each start. `start` sets the weight version in it. host: address to listen at."""
         self._config = config
         self._log_path = Path(log_path)
         self._plugin = plugin
@@ -90,7 +90,7 @@ class Engine:
 
         Raises:
             UserError, EngineError: see SGLangServer.start.
-            HandshakeError: the server runs something else than expected. It has been stopped.
+            HandshakeError: the server's report differs from the expected one. The server was stopped.
         """
         if self._server is not None:
             raise EngineError("the engine is running already. Stop it first.")
@@ -126,37 +126,37 @@ class Engine:
         return self._server.endpoint
 
     async def generate(self, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
-        """Sample groups; see `sample_groups`."""
+        """Sample groups. See `sample_groups`."""
         return await self._call(lambda c: sample_groups(c, groups, sampling))
 
     async def pulse(self) -> Load:
-        """Return the engine's load, after its scheduler (if there is a plugin) and its HTTP server have answered."""
+        """Return the engine's load. Its HTTP server and, if it has a plugin, its scheduler must answer for this."""
         if self._plugin is not None:
             await self._call(lambda c: c.ping())
         return await self._call(lambda c: c.load())
 
     async def cpu_seconds(self) -> float:
-        """Return the processor seconds of the engine's schedulers so far, once its HTTP server has answered.
+        """Return the processor seconds of the engine's schedulers so far. Schedulers need not answer.
 
-        The HTTP server must answer, since on a GPU even an idle scheduler uses a processor. Schedulers need not answer.
+        The HTTP server must answer, because on a GPU even an idle scheduler uses a processor.
         """
         await self._call(lambda c: c.weight_version())
         return await asyncio.to_thread(self._running()[0].cpu_seconds)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Score sequences; see `EngineClient.score`."""
+        """Score sequences. See `EngineClient.score`."""
         return await self._call(lambda c: c.score(sequences))
 
     async def held(self) -> dict[str, str]:
-        """Return digests of the engine's weights, see `EngineClient.manifest`."""
+        """Return digests of the engine's weights. See `EngineClient.manifest`."""
         return (await self._call(lambda c: c.manifest())).entries
 
     async def flush(self) -> None:
-        """Forget every cached prefix; see `EngineClient.flush`."""
+        """Forget every cached prefix. See `EngineClient.flush`."""
         await self._call(lambda c: c.flush())
 
     async def sleep(self) -> Slept:
-        """Give up weights, KV cache and CUDA graphs; answers that are under way wait. A sync wakes the engine."""
+        """Release weights, KV cache and CUDA graphs. Unfinished answers wait. A sync wakes the engine."""
         await self._call(lambda c: c.pause("retract"))
         before = await self.memory()
         await self._call(lambda c: c.release())
@@ -165,11 +165,11 @@ class Engine:
         return Slept(max(given), max(rank.in_use for rank in after))
 
     async def memory(self) -> list[Memory]:
-        """Return the bytes that each rank has in use; see `EngineClient.memory`."""
+        """Return the bytes that each rank has in use. See `EngineClient.memory`."""
         return await self._call(lambda c: c.memory())
 
     async def report(self) -> EngineReport:
-        """Return the plugin's report; see `EngineClient.report`."""
+        """Return the plugin's report. See `EngineClient.report`."""
         return await self._call(lambda c: c.report())
 
     async def endpoint(self) -> Endpoint:
@@ -181,7 +181,7 @@ class Engine:
         return Health(alive, self._server.pid if self._server else None)
 
     async def stop(self, grace_s: float = SERVER_GRACE_S) -> None:
-        """Stop the server, if there is one; after `grace_s` by force."""
+        """Stop the server, if there is one. After `grace_s` seconds kill it."""
         server, client = self._server, self._client
         self._server = self._client = None
         if client is not None:
@@ -220,10 +220,10 @@ class Engine:
 
 
 async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
-    """Sample all groups, in their order; `group` is the index of an answer's group.
+    """Sample all groups. Answers are in the order of the groups, and `Trajectory.group` is the index of a group.
 
-    An answer that a pause has aborted is retried from its last token on, with the same seed and the rest of its budget.
-    Each token names the weights that sampled it.
+    An answer that a pause has aborted continues after its last token, with the same seed and the rest of its tokens.
+    Each token has the version of the weights that sampled it.
     """
     asked = [(group.prompt.token_ids, seed, index) for index, group in enumerate(groups) for seed in group.seeds]
     answers = [_NOTHING for _ in asked]
@@ -252,24 +252,24 @@ async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling:
         )
         for row, completion in zip(aborted, completions, strict=True):
             answers[row] = answers[row].then(completion)
-    raise EngineError(f"found answers that were cut {_MOST_ABORTS} times, expected the engine to end them")
+    raise EngineError(f"found answers that the engine aborted {_MOST_ABORTS} times, expected it to finish them")
 
 
 def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int) -> None:
-    """Raise StaleWeightsError, with counts, if a token's weight version is not one from `oldest` to `newest`."""
+    """Raise StaleWeightsError, with counts, if a token has a weight version below `oldest` or above `newest`."""
     found = Counter(version for trajectory in trajectories for version in trajectory.weight_versions)
     wrong = sum(count for version, count in found.items() if not oldest <= version <= newest)
     if wrong:
         counts = ", ".join(f"{count} at version {version}" for version, count in sorted(found.items()))
         expected = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
         raise StaleWeightsError(
-            f"{wrong} of {found.total()} tokens were sampled at other weights than expected: found {counts}, "
+            f"{wrong} of {found.total()} tokens were sampled with other weights than expected: found {counts}, "
             f"expected all at {expected}. Sync the weights before sampling."
         )
 
 
 def _see_own_gpus_first() -> None:
-    """Reorder the GPUs that this process and its server see: GPUs that Ray has given to this actor come first."""
+    """Put the GPUs that Ray has given to this actor first among the GPUs that this process and its server see."""
     given = [str(gpu) for gpu in ray.get_gpu_ids()] if ray.is_initialized() else []
     if given:
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -278,7 +278,7 @@ def _see_own_gpus_first() -> None:
 
 
 _CALLS = 100_000
-"""The number of calls that an engine's actor runs at a time, far more than there can be. Each turn of a conversation is
-a call. If the limit were reached, pulses would wait behind answers, and a healthy engine would count as hung."""
+"""Number of calls that an engine's actor can run at the same time, far more than it gets. Each turn of a conversation
+is a call. At the limit, pulses would wait behind answers, and a healthy engine would count as hung."""
 EngineActor = ray.remote(num_cpus=0, max_concurrency=_CALLS, max_restarts=0)(Engine)
-"""Engine as a Ray actor. If the actor dies in whatever way, its server dies with it."""
+"""Engine as a Ray actor. If the actor dies, for whatever reason, its server dies too."""

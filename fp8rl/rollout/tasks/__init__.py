@@ -1,1 +1,1 @@
-"""Problems and the rewards of their answers: data, chat, environments, rewards."""
+"""Reads problems, lets the model answer them, and rewards the answers: data, chat, environments, rewards."""

@@ -1,7 +1,7 @@
-"""Renders conversations as tokens, by the tokenizer's chat template. Nothing else in the product applies a template.
+"""Renders conversations as tokens, by the tokenizer's chat template. Only this file applies a template.
 
-A row of tokens only grows: what was sampled is never tokenized again. So for a message after the model's turn, only the
-text that the template writes between that turn's content and the model's next turn is tokenized, as part of the whole.
+A row of tokens only grows, and sampled tokens are never tokenized again. So for a message after the model's turn, the
+template writes the whole conversation, but only the text from this turn to the model's next turn is tokenized.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-"""One turn of a chat: `role`, `content`, and whatever else the chat template reads."""
+"""One turn of a chat: `role`, `content`, and other keys that the chat template reads."""
 
 TODAY = date(2025, 1, 1)
-"""The date that templates get in place of today's. A prompt is a function of the data, not of the day of the run."""
+"""The date that templates get in place of today's, so that a prompt does not depend on the day of the run."""
 MOST_CHARACTERS = 8 << 20
-"""The most characters of a rendered text: no model reads more, and the tokenizer would take minutes."""
+"""Largest number of characters of a rendered text. No model reads more, and the tokenizer would take minutes."""
 SAID = "\ue000said\ue001"
-"""A placeholder for a turn's content, with private characters that no message has."""
+"""A placeholder for the content of a turn. It has private characters, which no message has."""
 THOUGHT = "\ue000thought\ue001"
-"""A placeholder for a turn's thoughts, like `SAID`."""
+"""A placeholder for the thoughts of a turn, like `SAID`."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The roles of OpenAI's API. `developer` is its later name for `system`, which few templates know."""
+"""The roles of OpenAI's API. `developer` is its newer name for `system`. Few templates know the newer name."""
 KEYS_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")
 """The keys under which clients send a turn's thoughts. Templates that write thoughts read one of the first three."""
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 class RewritingTemplateError(UserError):
-    """A chat template changes the text before a message, so that no tokens can continue the conversation."""
+    """A chat template changes the text before a new message, so the conversation's tokens cannot be continued."""
 
 
 def render(
@@ -47,10 +47,10 @@ def render(
 ) -> str:
     """Return the text that the template writes for messages.
 
-    options: further arguments of the template, `tools` among them. answer: end with the opening of the model's turn.
+    options: more arguments of the template, such as `tools`. answer: end with the opening of the model's turn.
 
     Raises:
-        UserError: the template leaves a message or its thoughts out.
+        UserError: the template leaves out a message or its thoughts.
         jinja2.TemplateError, TypeError, ValueError: the template cannot write the messages.
     """
 
@@ -72,14 +72,14 @@ def render(
 
 
 def template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a template gets besides the messages: `options` and a fixed date."""
+    """Return the arguments of a template except the messages: `options` and a fixed date."""
     return {"strftime_now": TODAY.strftime, **options}
 
 
 def read_arguments(found: Any) -> Any:
-    """Parse the arguments of a call into an object, as templates read its parts.
+    """Parse the arguments of a tool call into an object, because templates read its parts.
 
-    Missing arguments, however they are written, are an empty object. A text that is no JSON stays a text.
+    Missing arguments, in any form, give an empty object. A text that is no JSON stays a text.
     """
     if isinstance(found, str):
         try:
@@ -92,7 +92,7 @@ def read_arguments(found: Any) -> Any:
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Tokenize a conversation up to where the model's turn begins; see `render`."""
+    """Tokenize a conversation up to the beginning of the model's turn. See `render`."""
     return written_ids(tokenizer, render(tokenizer, messages, options or {}, answer=True))
 
 
@@ -105,13 +105,13 @@ def continuation_ids(
     calls: Sequence[Mapping[str, Any]] = (),
     truncated: bool = False,
 ) -> list[int]:
-    """Tokenize what follows the model's turn: end of turn (unless it is there), messages, and the next turn's opening.
+    """Tokenize what follows the model's turn: the end of turn unless it is there, `messages`, and the next opening.
 
-    history: messages before the turn. turn: the turn's tokens. calls: the turn's tool calls; a template may read their
-    names and ids. truncated: the turn was ended by its length, not by its last token. options: see `render`.
+    history: messages before the turn. turn: the turn's tokens. calls: the turn's tool calls, because a template may
+    read their names and ids. truncated: the length ended the turn, not its last token. options: see `render`.
 
     Raises:
-        RewritingTemplateError: the template changes the text before the messages, so that no tokens continue it.
+        RewritingTemplateError: the template changes the text before `messages`.
         jinja2.TemplateError, TypeError, ValueError: the template cannot write the messages.
     """
     following = behind_ids(tokenizer, _following(tokenizer, history, messages, options, calls))
@@ -121,9 +121,9 @@ def continuation_ids(
 def answer_ids(
     tokenizer: PreTrainedTokenizerBase, history: Sequence[Message], answer: str, options: Mapping[str, Any]
 ) -> list[int]:
-    """Tokenize an answer as the template writes it after its prompt, up to the token that ends the turn.
+    """Tokenize an answer in the form that the template gives it after its prompt, up to the token that ends the turn.
 
-    If a template opens the thoughts in the prompt, but leaves answers' thoughts out, the answer continues the prompt.
+    If a template opens thoughts in the prompt, but omits those of answers, the answer's own text continues the prompt.
     """
     opened = render(tokenizer, history, options, answer=True)
     whole = render(tokenizer, [*history, {"role": "assistant", "content": answer}], options, answer=False)
@@ -137,16 +137,16 @@ def answer_ids(
 
 
 def _begun(turn: str, answer: str) -> str:
-    """Return the beginning of an answer that is already in the turn's opening, such as <think>; else an empty text."""
+    """Return the beginning of an answer that the turn's opening already has, such as <think>, else an empty text."""
     longest = next((n for n in range(min(len(turn), len(answer)), 0, -1) if turn.endswith(answer[:n])), 0)
     return answer[:longest] if answer[:longest].strip() else ""
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens at which the model's turn ends, the usual one first.
+    """Return the tokens that end the model's turn, the usual one first.
 
-    The first ones are what the template writes after the turn, if that is a special token: the end of turn or, in
-    templates without one, the role that speaks next. The last one is the tokenizer's `eos_token`.
+    First come special tokens that the template writes after a turn: the end of turn or, in templates without one, the
+    role of the next turn. The last is the tokenizer's `eos_token`.
     """
     found = []
     for role in ("user", "tool"):
@@ -168,7 +168,7 @@ def _following(
     options: Mapping[str, Any],
     calls: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the text after the content and the calls of a turn, up to where the model's next turn begins."""
+    """Return the text after the content and the calls of a turn, up to the beginning of the model's next turn."""
     # An earlier turn of the model without its words and thoughts, of which a template may show less later.
     before = [
         {**{key: message[key] for key in message.keys() - KEYS_OF_THOUGHTS}, "content": "said"}
@@ -195,7 +195,7 @@ def _following(
 
 
 def thoughts(message: Message) -> str:
-    """Return the thoughts of a turn, whichever key they have; empty: it has no thoughts.
+    """Return the thoughts of a turn, under whichever key they are. Empty: it has no thoughts.
 
     Raises UserError: the turn is not the model's, the thoughts are no text, or two keys have different thoughts.
     """
@@ -208,17 +208,17 @@ def thoughts(message: Message) -> str:
 
 
 _Attempt = Callable[[Sequence[Message]], str | None]
-"""Returns what the template writes for messages; None: it fails."""
+"""Returns what the template writes for messages. None: it fails."""
 
 
 def _in_known_roles(
     attempt: _Attempt, messages: Sequence[Message], given: Sequence[Message] | None = None
 ) -> Sequence[Message]:
-    """Return the messages with roles that the template knows: it may know `system`, but not `developer`.
+    """Return the messages with roles that the template knows. `developer` becomes `system` if only this one is known.
 
     given: the original messages, for an error.
 
-    Raises UserError: the template leaves a message's content out, or writes it as it would under any other role.
+    Raises UserError: the template leaves out the content of a message, or does not know the message's role.
     """
     marked = [{**message, "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
     asked = [number for number, message in enumerate(marked) if message["role"] not in ("user", "assistant")]
@@ -233,16 +233,16 @@ def _in_known_roles(
             renamed = [{**message, "role": "system"} if message["role"] == role else message for message in messages]
             return _in_known_roles(attempt, renamed, messages)
         if not known and messages[number].get("content"):
-            expected = "a role that the chat template writes there: it would leave this message out"
+            expected = "a role that the chat template writes at this place, because it leaves out this message"
             remedy = "Correct the role, or put the text into another message."
             raise user_error(f"messages.{number}", found=(given or messages)[number], expected=expected, remedy=remedy)
     return messages
 
 
 def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
-    """Copy a message with its thoughts under the key that the template reads, and the arguments of calls as objects.
+    """Copy a message. Put its thoughts under the key that the template reads, and parse the arguments of its calls.
 
-    Raises UserError: the message has thoughts, and the template writes none.
+    Raises UserError: the message has thoughts, but the template writes none.
     """
     copied = dict(message)
     if text := thoughts(message):
@@ -253,7 +253,7 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
         ]
         if not keys:
             remedy = "Leave them out, or put them into the content as the model writes them."
-            raise user_error(names[0], found=text, expected="none: the chat template writes no thoughts", remedy=remedy)
+            raise user_error(names[0], found=text, expected="no thoughts, which the chat template omits", remedy=remedy)
         copied[keys[0]] = text
     if isinstance(calls := copied.get("tool_calls"), list | tuple):
         copied["tool_calls"] = []
@@ -266,8 +266,8 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
 
 
 def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:
-    """Count the first tokens of `following` that the turn already ends with. One more token may end the turn, if the
-    template does not write it. A blank that the template writes before the end of turn may be missing."""
+    """Count the first tokens of `following` with which the turn ends already. After them the turn may have one token
+    that the template does not write. A blank that the template writes before the end of turn may be missing."""
     for written in (list(turn), list(turn[:-1])):
         for count in range(min(len(written), len(following)), 0, -1):
             if written[-count:] == list(following[:count]):
@@ -281,5 +281,5 @@ def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
     role = messages[0]["role"] if messages else "further"
     return RewritingTemplateError(
         f"environment: found a chat template that changes earlier text when a {role} message follows, "
-        "expected one that only adds to the model's turn. Have the environment use tell() with the text itself."
+        "expected one that only adds text after the model's turn. Let the environment call tell() with the text."
     )

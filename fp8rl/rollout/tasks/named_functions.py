@@ -1,4 +1,4 @@
-"""Imports users' functions and classes by the names that a spec gives."""
+"""Imports users' functions and classes by the names in a spec."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fp8rl.numerics.core.files import module_of_file
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function or class that `name` stands for: one of ours, `package.module:name`, or
+    """Return the function or class with this name: a short name of ours, `package.module:name`, or
     `path/to/file.py:name`.
 
-    built_in: our functions by short name, each as `package.module:name`.
+    built_in: for each short name of ours `package.module:name`.
 
     Raises:
         UserError: there is no such function, or its module cannot be imported. The message names `key`.
@@ -52,7 +52,7 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
             key,
             found=name,
             expected=f"a module that can be imported; this one ends in {type(error).__name__}: {error}",
-            remedy=f"Correct it, or its place: it was searched in {os.getcwd()} and where Python looks.",
+            remedy=f"Correct it, or move it: it was searched in {os.getcwd()} and on Python's path.",
         ) from error
     if not callable(call):
         names = [
@@ -79,11 +79,11 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
 # The numbers that a user's function returns: one, or some with names.
 
 Numbers = dict[str, float]
-"""Numbers by name; the name is empty where a function returned a plain number."""
+"""Numbers by name. The name of a plain number is empty."""
 
 
 class ReturnError(Exception):
-    """A user's function returned something else than it may."""
+    """A user's function returned a value that is not allowed."""
 
 
 def named_numbers(value: Any) -> Numbers:
@@ -94,7 +94,7 @@ def named_numbers(value: Any) -> Numbers:
 
 
 def is_finite(number: float) -> bool:
-    """Return True if a number is finite in FP32, in which algorithms compute."""
+    """Return True if a number is finite in FP32, the type in which algorithms compute."""
     try:
         struct.pack("<f", number)
     except OverflowError:
@@ -103,7 +103,7 @@ def is_finite(number: float) -> bool:
 
 
 def brief(value: object) -> str:
-    """Return a value with its type, short enough for a message."""
+    """Return a value with its type as a short text, for a message."""
     return f"{type(value).__name__} {shown(value, 80)}"
 
 

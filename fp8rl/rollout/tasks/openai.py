@@ -1,6 +1,6 @@
-"""OpenAI's protocol of chat and text completions: its requests and its answers.
+"""Parses requests and writes answers in OpenAI's protocol of chat and text completions.
 
-A program's request during training is parsed here. It is refused if the answer would differ from OpenAI's.
+The requests are those of programs in training. One is refused if its answer would differ from OpenAI's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8rl.rollout.tasks.chat import ROLES, read_arguments, thoughts
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"
-"""The model's name for programs, whatever model is trained."""
+"""The name of the model for programs. It is the same for every model."""
 SETTINGS = {
     "model", "n", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p", "top_k",
     "min_p", "seed", "frequency_penalty", "presence_penalty", "user", "metadata", "store", "service_tier",
@@ -27,7 +27,7 @@ CHAT_SETTINGS = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "max_completion_tokens",
     "top_logprobs", "chat_template_kwargs",
 }  # fmt: skip
-"""Further settings of a chat."""
+"""Additional settings of a chat."""
 _IGNORED = {"prompt_cache_key", "safety_identifier"}
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -37,11 +37,11 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "stream": (True, False),
 }
-"""Settings with few allowed values, and those values."""
+"""The allowed values of settings that have only a few."""
 
 
 class Refusal(Exception):
-    """A request that is not answered. The message names the reason."""
+    """A request is not answered. The message has the reason."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -53,27 +53,27 @@ class CompletionRequest:
     """A request for one turn of the model."""
 
     max_tokens: int | None
-    """The most tokens of the turn; None: as many as there is room for."""
+    """Largest number of tokens of the turn. None: as many as there is room for."""
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether a stream ends with the numbers of its tokens."""
     messages: tuple[dict[str, Any], ...] = ()
-    """A chat's messages, as a chat template reads them."""
+    """The messages of a chat, in the form that chat templates read."""
     tools: tuple[dict[str, Any], ...] = ()
-    """A chat's tools, as a chat template reads them."""
+    """The tools of a chat, in the form that chat templates read."""
     chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
     may_call: bool = False
     """Whether the model may call tools."""
     prompt: str | tuple[int, ...] = ""
-    """Text or tokens of a text completion."""
+    """The prompt of a text completion, as text or tokens."""
     size: int = 0
     """Bytes of the request's body."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The model's turn."""
+    """The model's turn in answer to a request."""
 
     text: str
     """The turn's text, without its tool calls and without the token that ended it."""
@@ -81,9 +81,9 @@ class Answer:
     finish_reason: str
     """stop, length or tool_calls."""
     prompt_tokens: int
-    """Tokens before the turn."""
+    """Number of tokens before the turn."""
     completion_tokens: int
-    """Tokens of the turn."""
+    """Number of tokens of the turn."""
     number: int
 
     def completion(self, chat: bool) -> dict[str, Any]:
@@ -148,7 +148,7 @@ _Count = Annotated[int | None, Field(ge=1)]
 
 
 class _Settings(_Strict):
-    """The settings whose form is checked."""
+    """Checks the form of some settings."""
 
     max_completion_tokens: _Count = None
     max_tokens: _Count = None
@@ -160,11 +160,9 @@ class _Settings(_Strict):
 def read_request(
     body: bytes, chat: bool, sampling: SamplingParams, override: Collection[str], vocabulary: int
 ) -> CompletionRequest:
-    """Parse a request body.
+    """Parse the body of a request. Raises Refusal.
 
-    sampling: the run's. override: settings that a request may name, but for which the run's values are used.
-
-    Raises Refusal.
+    sampling: the run's parameters. override: settings of which a request's values are ignored, and the run's are used.
     """
     try:
         found = parse_json(body)
@@ -209,7 +207,7 @@ def read_request(
 
 
 def _check_constants(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
-    """Refuse settings other than the run's: all that is sampled is trained on, by the run's distribution."""
+    """Refuse settings that differ from the run's, because training assumes the run's distribution for every token."""
     allowed: dict[str, tuple[Any, ...]] = {"seed": (), "tool_choice": ("auto", "none")}  # others need a grammar
     if sampling.temperature:  # else it is greedy whatever they say
         allowed |= {name: (getattr(sampling, name),) for name in ("temperature", "top_p", "top_k", "min_p")}
@@ -218,7 +216,7 @@ def _check_constants(found: Mapping[str, Any], sampling: SamplingParams, overrid
         if name in found and found[name] not in values and name not in override:
             remedy = "Leave it out"
             if name in allowed:
-                remedy += f"; or write {name} into environment.harness.override, and the program's value is ignored"
+                remedy += f", or add {name} to environment.harness.override, which ignores the program's value"
             expected = f"{' or '.join(map(repr, values)) or 'none'}, as in the run"
             raise Refusal(f"{name}: found {shown(found[name], 80)}, expected {expected}. {remedy}", name)
 
@@ -234,9 +232,9 @@ def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
 
 
 def read_message(found: Any, place: str) -> dict[str, Any]:
-    """Return a message as `rollout.tasks.chat` reads it: content and thoughts are text, a call's arguments an object.
+    """Return a message in the form that `rollout.tasks.chat` reads. Raises Refusal.
 
-    Raises Refusal.
+    Content and thoughts become text. The arguments of a call become an object.
     """
     role = found.get("role") if isinstance(found, dict) else found
     if not isinstance(found, dict) or role not in ROLES:
@@ -259,7 +257,7 @@ def _content(found: Any, place: str) -> str:
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise Refusal(f"{place}.content: found {shown(kind, 80)}, expected text alone", place)
+            raise Refusal(f"{place}.content: found {shown(kind, 80)}, expected only text", place)
     return "".join(part["text"] for part in parts)
 
 

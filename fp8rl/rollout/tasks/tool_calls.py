@@ -1,7 +1,7 @@
-"""Tool calls in the model's turns, found by SGLang's parsers, with the texts of their arguments to the letter.
+"""Finds tool calls in the model's turns by SGLang's parsers, and keeps texts in their arguments unchanged.
 
-Formats such as GLM and Qwen3-Coder put a value between tags without its type: 3.10 may be a text or a number.
-SGLang reads JSON there first, or null always. Where the tool's schema takes a text, the letters are the value.
+Formats such as GLM and Qwen3-Coder put a value between tags without its type. So 3.10 may be a text or a number. SGLang
+first tries to read such a value as JSON, or always reads null. Here it stays a text if the tool's schema takes a text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import reduce
 from typing import Any
 
 _EDGE = "\ue000"
-"""A character put around a value, so that the value is neither JSON nor null, and keeps the blanks at its ends."""
+"""A character to put around a value. The value is then neither JSON nor null, and keeps the blanks at its ends."""
 _TAGS = ("arg_value", "parameter", "param", "steptml:parameter")
-"""The tags around values whose type is not written."""
+"""The tags around values without their type."""
 
 
 def parsers() -> list[str]:
-    """Return the names of the formats that models write calls in."""
+    """Return the names of the formats in which models write calls."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser  # its imports take seconds
 
     return list(FunctionCallParser.ToolCallParserEnum)
@@ -30,10 +30,9 @@ def parsers() -> list[str]:
 def parse_calls(
     text: str, tools: Sequence[dict[str, Any]], parser: str, before: int
 ) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """Return the text of a turn without its calls, and the calls as OpenAI writes them; all of the text if none can be
-    read.
+    """Return the text of a turn without its calls, and the calls in OpenAI's form. If none can be read: the whole text.
 
-    before: number of calls in this conversation so far. The ids count on from it, and so are the same in each run.
+    before: number of earlier calls in this conversation. Ids continue from it, so they are the same in each run.
     """
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -59,7 +58,7 @@ def parse_calls(
 
 
 def read_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[str, list[Any]]:
-    """Find the calls in a turn, with texts to the letter (around `FunctionCallParser.parse_non_stream`)."""
+    """Find the calls in a turn, with unchanged texts (around `FunctionCallParser.parse_non_stream`)."""
     from sglang.srt.function_call.utils import get_schema_properties
 
     marked = text
@@ -92,7 +91,7 @@ def read_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[st
 
 
 def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
-    """Return the types of values that a JSON schema allows (of an enum, string and null). root: the whole schema."""
+    """Return the types that a JSON schema allows. For an enum, only string and null count. root: the whole schema."""
     if not isinstance(schema, dict) or not depth:
         return set()
     parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
@@ -108,7 +107,7 @@ def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
 
 
 def hold_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[str, list[Any]]:
-    """Stream a turn's text, and keep its calls back (around `FunctionCallParser.parse_stream_chunk`)."""
+    """Stream the text of a turn, but not its calls (around `FunctionCallParser.parse_stream_chunk`)."""
     if not hasattr(parser, "turn"):
         parser.turn, parser.whole, parser.tools = "", copy.deepcopy(parser), copy.deepcopy(parser.tools)
         for tool in parser.tools:  # arguments are read at the end
@@ -118,7 +117,7 @@ def hold_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[st
 
 
 def give_calls(original: Callable[..., Any], parser: Any) -> tuple[str, list[Any]]:
-    """Stream the calls at the end, where they can be read whole (around `FunctionCallParser.parse_stream_end`)."""
+    """Stream the calls at the end, when they are complete (around `FunctionCallParser.parse_stream_end`)."""
     rest, _ = original(parser)
     parser.detector.prev_tool_call_arr = []  # else SGLang would send what it takes for missing
     calls = parser.whole.parse_non_stream(parser.turn)[1] if parser.whole.has_tool_call(parser.turn) else []

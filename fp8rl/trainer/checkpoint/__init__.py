@@ -1,1 +1,1 @@
-"""Checkpoints of a trainer: whole or absent, on any layout."""
+"""Writes and reads a trainer's checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent, and that load on any parallel layout."""
+"""Saves and loads checkpoints. A checkpoint is complete or absent, and loads on any parallel layout."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.optimizer import Optimizer
 
 ADAPTER, BASE = "adapter", "base"
-"""The key of `About.extra` that describes a checkpoint's adapters, and the key in it for the digest of their base."""
+"""ADAPTER: the key of `About.extra` for a description of the adapters. BASE: its key for the digest of their base."""
 JOINED = "joined_heads"
-"""The key of `About.extra` for `ModelSizes.joined`, which orders the rows of queries, keys and values; absent: 1."""
+"""The key of `About.extra` for `ModelSizes.joined`, the order of rows of queries, keys and values. Without it: 1."""
 _EXTRA = "_extra_state"
-"""Part of the names under which TransformerEngine's modules store a recipe's history. Block scaling has no history."""
+"""In names of entries with the history of a TransformerEngine recipe. Block scaling has no history."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Trained:
     optimizer: Optimizer
     layout: Layout
     adapter: dict[str, Any] | None = None
-    """A description of the adapters, with the digest of their frozen base; None if the weights are trained."""
+    """A description of the adapters, with the digest of the frozen weights. None if the weights are trained."""
 
 
 Parts = Mapping[str, Trained]
@@ -46,12 +46,12 @@ Parts = Mapping[str, Trained]
 
 
 def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> Staged:
-    """Copy what a checkpoint holds into separate memory, from which each rank then writes its part.
+    """Copy the contents of a checkpoint to separate memory. Each rank then writes its part from there.
 
-    A checkpoint holds weights or adapters, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts`
-    (more files, by name). It has no masters and moments if `extra` says so by `CONTENT`. All ranks take part. Training
-    may go on before the files are written. The directory `path` appears complete or not at all. An existing directory
-    is replaced.
+    A checkpoint has weights or adapters, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (more
+    files, by name). If `extra[CONTENT]` is "weights", it has no masters and moments. All ranks take part. Training may
+    go on before the files are written. The directory `path` appears complete or not at all. An existing directory is
+    replaced.
     """
     if dist.get_rank() == 0:
         discard(path)
@@ -66,7 +66,7 @@ def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Map
 
 
 def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-    """Stage a checkpoint and write it at once, for `Trainer.save`. (A run's actors write while training goes on.)"""
+    """Stage a checkpoint and write it at once, for `Trainer.save`. (A run's actors train while they write.)"""
     path = Path(path).absolute()
     try:
         staged = stage(path, parts, step, extra, texts)
@@ -80,7 +80,7 @@ def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapp
 
 
 def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
-    """Restore a checkpoint that :func:`stage` made, on any layout, into this one. All ranks take part.
+    """Restore a checkpoint. It may have been written on another layout. All ranks take part.
 
     Returns:
         The step, and the `extra` given to `stage`.
@@ -98,7 +98,7 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
         raise user_error(
             f"checkpoint {path}: {JOINED}",
             found=found,
-            expected=f"{expected}, the number of heads whose rows are together in this version's model",
+            expected=f"{expected}, as this version of fp8rl orders the rows of queries, keys and values",
             remedy="Resume with the version of fp8rl that wrote it, or start a new run from its model.",
         )
     names = sorted(about.files)
@@ -112,12 +112,12 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
 
 
 def _joined(parts: Parts) -> int:
-    """Return the number of key-value heads whose rows are together in fused parameters, equal in all models."""
+    """Return `ModelSizes.joined`: how many key-value heads have their rows together in a fused parameter."""
     return max(part.model.joined for part in parts.values())
 
 
 def _adapter_of(parts: Parts) -> dict[str, Any] | None:
-    """Return the description of the adapters. It is the same for all parts: they have one model directory."""
+    """Return the description of the adapters, which is the same in all parts. None without adapters."""
     return next((part.adapter for part in parts.values()), None)
 
 
@@ -160,7 +160,7 @@ def _restore(part: Trained, state: dict[str, Any]) -> None:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a state's weights to separate memory on the CPU. Its masters and moments are separate copies already."""
+    """Copy the weights in a state to separate CPU memory. The masters and moments in it are copies already."""
     for part in state.values():
         if isinstance(part, dict) and "model" in part:
             _copied(part)
@@ -170,7 +170,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> dict[str, Any]:
-    """Return the state of all models: the policy's at the top level, each other model's under its name."""
+    """Return the state of all models. The policy's is at the top level, every other one under its model's name."""
     state: dict[str, Any] = {"step": step}
     for name, part in parts.items():
         state_of_part = _state_of(part, loading, extra.get(CONTENT) != "weights")
@@ -181,7 +181,7 @@ def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> 
 
 
 def _changed(part: Trained, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the trained part of a model's state, by name."""
+    """Return the part of a model's state that is trained: the adapters, or without adapters everything."""
     if part.adapter is None:
         return state
     trained = {name for name, parameter in part.model.named_parameters() if parameter.requires_grad}

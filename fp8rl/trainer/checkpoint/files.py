@@ -1,7 +1,7 @@
-"""The files of a checkpoint directory, and the check that they are as they were written. Needs no Megatron.
+"""Describes a checkpoint's files in `about.json`, and checks that they are as they were written. Needs no Megatron.
 
-`about.json` holds format, step and the caller's data. It lists size and SHA-256 of every other file, and a SHA-256 of
-the rest of `about.json` itself.
+`about.json` has the format, the step and the caller's data. It has the size and SHA-256 of every other file, and a
+SHA-256 of its own other contents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT = 2
 STATE = "state"
 ABOUT = "about.json"
 CONTENT = "content"
-"""The key of `About.extra` whose value `weights` says that a checkpoint has no optimizer state."""
+"""A key of `About.extra`. The value "weights" means that the checkpoint has no optimizer state."""
 
 
 class DamagedCheckpointError(UserError):
@@ -45,7 +45,7 @@ class About:
     step: Annotated[int, Field(ge=0, lt=2**63)]
     extra: dict[str, Any]
     files: dict[Annotated[str, AfterValidator(_below)], tuple[int, str]]
-    """Name below the directory -> (bytes, SHA-256)."""
+    """(bytes, SHA-256) of each file by its path relative to the checkpoint's directory."""
 
 
 _FORM = TypeAdapter(About)
@@ -57,12 +57,12 @@ def partial(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Remove the files of a checkpoint that will not be finished, which may fill the disk."""
+    """Remove the files of a checkpoint that will not be finished, so that they do not fill the disk."""
     shutil.rmtree(partial(path), ignore_errors=True)
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return (bytes, SHA-256) of these files below `directory`."""
+    """Return (bytes, SHA-256) of each named file in `directory`."""
     found = {}
     for name in names:
         file = directory / name
@@ -97,7 +97,7 @@ def read_about(path: Path) -> About:
 
 
 def check_sizes(path: Path) -> None:
-    """Check that every file exists and has the size that was written. Raises errors as `read_about` does."""
+    """Check that every file exists and has the size that was written. Raises as `read_about` does."""
     for name, (size, _) in read_about(path).files.items():
         file = path / name
         found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
@@ -106,7 +106,7 @@ def check_sizes(path: Path) -> None:
 
 
 def check_digests(path: Path, names: Iterable[str] | None = None) -> None:
-    """Check that the files (None: all) hold what was written. Raises errors as `read_about` does."""
+    """Check that the files have the bytes that were written. names: None for all files. Raises as `read_about` does."""
     about = read_about(path)
     for name in about.files if names is None else names:
         if not (path / name).is_file():

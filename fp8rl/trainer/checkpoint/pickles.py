@@ -1,4 +1,4 @@
-"""Safe reading of the pickles that megatron-core and torch put into a checkpoint: no code that they name is run."""
+"""Reads the pickles that megatron-core and torch put into a checkpoint, without running the code that they name."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _NAMES = {
     filesystem.__name__: {"_StorageInfo"},
     planner.__name__: {*"SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData".split()},
 }
-"""The classes that a `.metadata` pickle may name, by module. It may name dtypes too."""
+"""The classes that a `.metadata` pickle may name, by module. The pickle may also name dtypes."""
 
 
 @contextmanager
 def safe_pickles(path: Path) -> Iterator[None]:
-    """Raise `UserError` for the checkpoint at `path` if the block reads a pickle of classes that are not allowed."""
+    """Raise `UserError` for the checkpoint at `path` if a pickle that the block reads names a forbidden class."""
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
         causes = [error] if isinstance(error, pickle.UnpicklingError) else [pair[0] for pair in error.failures.values()]
         for cause in causes:
             if isinstance(cause, pickle.UnpicklingError):
-                expected = "tensors, numbers and the plan of where they lie, since a pickle may run any code"
-                remedy = "Load another checkpoint; whoever made this one may not be trusted."
+                expected = "only tensors, numbers and their places in the files, because other pickles can run code"
+                remedy = "Load another checkpoint, and do not trust the source of this one."
                 raise user_error(f"checkpoint {path}", str(cause).partition("\n")[0], expected, remedy) from error
         raise
 
 
 def read_metadata(file: Path) -> metadata.Metadata:
-    """Return the `.metadata` of a checkpoint's state. Raises UnpicklingError: the pickle has classes not allowed."""
+    """Read the `.metadata` of a checkpoint's state. Raises UnpicklingError: it names a class that is not allowed."""
     with file.open("rb") as opened:
         try:
             found = _Unpickler(opened).load()
@@ -84,7 +84,7 @@ def load_bytes(loading: default_planner.DefaultLoadPlanner, read_item: planner.R
 
 
 def load_common(strategy: Any, checkpoint_dir: str | Path) -> Any:
-    """Replace Megatron's `TorchCommonLoadStrategy.load_common`. It ignores TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD."""
+    """Replace Megatron's `TorchCommonLoadStrategy.load_common` by a function that always unpickles weights only."""
     return torch.load(Path(checkpoint_dir) / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
 
 
@@ -100,7 +100,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> enum.Enum:
-    """Return a member of an enumeration, which some releases of Python 3.11 pickle as an attribute of its class."""
+    """Return a member of an enumeration. Some releases of Python 3.11 pickle a member as an attribute of its class."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"a pickle that names the attribute {name} of {kind}")

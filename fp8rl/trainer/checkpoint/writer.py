@@ -1,4 +1,4 @@
-"""A checkpoint's files, written and read back while training goes on.
+"""Writes a checkpoint's files and reads them back, while training goes on.
 
 megatron-core 0.16.1 forks writer processes off the trainer (filesystem_async.py:237) and spawns a manager process
 (:51). The manager outlives a killed trainer, and forking a process that runs gloo and Ray threads can deadlock. So only
@@ -35,7 +35,7 @@ from fp8rl.trainer.checkpoint.files import STATE, About, digests, partial, write
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor that a rank writes under one name, or an object that Megatron has packed already."""
+    """A tensor that a rank writes under one name, or an object that Megatron has already serialized."""
 
     index: MetadataIndex
     data: Tensor | io.BytesIO
@@ -48,19 +48,19 @@ class Written:
     """The files that a rank has written."""
 
     files: dict[str, tuple[int, str]]
-    """Name below the directory -> (bytes, SHA-256)."""
+    """(bytes, SHA-256) of each file by its path relative to the checkpoint's directory."""
     results: list[WriteResult]
-    """The place of each item, for Megatron."""
+    """Where each item is in its file, in Megatron's form."""
 
 
 class Staged:
-    """One rank's part of a checkpoint, in separate memory until it is written."""
+    """One rank's part of a checkpoint. It is in separate memory until it is written."""
 
     def __init__(self, path: Path, about: About, texts: dict[str, bytes], state: dict[str, Any]) -> None:
         """Plan the writes and digest the items. All ranks take part.
 
-        state: Megatron's state dict of tensors on the CPU that nothing else writes to. texts: more files by name, which
-        rank 0 writes.
+        state: Megatron's state dict. Its tensors are on the CPU, and nothing else writes to them. texts: more files by
+        name, which rank 0 writes.
         """
         self.path, self._about = path, about
         sharded, common = save_preprocess(state)
@@ -69,8 +69,8 @@ class Staged:
         self._plan.async_save(sharded, partial(path) / STATE)
 
     def write(self) -> Written:
-        """Write this rank's items, read them back from the disk, and compare them with what was staged. Raises OSError:
-        the disk is full, or the bytes read back differ from the staged bytes."""
+        """Write this rank's items, read them back from the disk, and compare them with the staged items. Raises
+        OSError: the disk is full, or the items read back differ from the staged ones."""
         files, results = {}, []
         for name, items in self._plan.files.items():
             file = partial(self.path) / STATE / name
@@ -82,8 +82,8 @@ class Staged:
         return Written(files, results)
 
     def publish(self, parts: Sequence[Written]) -> None:
-        """Write the other files and rename the directory to its final name. Only rank 0 does it, after every rank has
-        written its part. Raises OSError: the disk is full."""
+        """Write the other files and rename the directory to its final name. Call this on rank 0 only, after every rank
+        has written its part. Raises OSError: the disk is full."""
         folder = partial(self.path)
         with _explained(self.path):
             for name, content in self._texts.items():
@@ -98,7 +98,7 @@ class Staged:
 
 
 class WritePlan(TorchDistSaveShardedStrategy):
-    """Megatron's plan of the items that this rank writes into each file. metadata: the plan of all ranks, on rank 0."""
+    """Takes from Megatron the plan of what this rank writes to each file. metadata: all ranks' plan, on rank 0."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
@@ -142,9 +142,9 @@ def _check(path: Path, file: Path, placed: Sequence[WriteResult], items: Sequenc
                 found = ""
             if found != item.digest:
                 raise OSError(
-                    f"checkpoint {path}: found other bytes of {item.index.fqn} in {file.name} than the trainer held, "
-                    "expected the same when they were read back. Test the memory and the disk of this machine, or set "
-                    "run.dir to another disk"
+                    f"checkpoint {path}: found other bytes of {item.index.fqn} in {file.name} than were written, "
+                    "expected the same bytes. Test the memory and the disk of this machine, or set run.dir to another "
+                    "disk"
                 )
         return stream.tell(), whole.hexdigest()
 
@@ -170,5 +170,5 @@ def _explained(path: Path) -> Iterator[None]:
         free = shutil.disk_usage(path.parent).free
         raise OSError(
             f"checkpoint {path}: found {str(error)!r} while it was written, with {free >> 20} MiB free on the disk, "
-            "expected room for it. Free some, or set run.dir to another disk"
+            "expected room for it. Free some space, or set run.dir to another disk"
         ) from error

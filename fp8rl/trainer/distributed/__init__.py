@@ -1,1 +1,1 @@
-"""Distributed training: process groups, the optimizer, and the traffic between ranks."""
+"""Distributed training: process groups, the optimizer, and what ranks send each other."""

@@ -1,4 +1,4 @@
-"""Megatron's optimizer, changed in how it gathers masters and moments for a checkpoint, and in its gradient norm."""
+"""Changes how Megatron's optimizer gathers masters and moments for a checkpoint, and computes the gradient norm."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from fp8rl.trainer import device
 from fp8rl.trainer.distributed.offload import HostCopy
 
 AT_ONCE = 16 << 20
-"""Number of gathered elements that a GPU holds at a time. Megatron's own code holds a whole buffer there, twice."""
+"""Number of gathered elements that a GPU holds at a time. Megatron's own code holds a whole buffer twice."""
 _KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     """Megatron's distributed optimizer, with two changes.
 
-    Its state for a checkpoint is gathered through the GPU piece by piece. Its gradient norm is computed from a separate
-    norm for each expert.
+    It gathers its state for a checkpoint through the GPU piece by piece. It computes the gradient norm from one norm
+    for each expert, also if one parameter has all experts.
     """
 
     host_copy: HostCopy
-    """The copy on the host of masters and moments, while engines need the device."""
+    """Keeps masters and moments in host memory while engines need the device."""
     beside: Sequence[DistributedOptimizer]
     """All optimizers of the rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that belongs to no parameter.
+        """Return the part of the state that belongs to no parameter.
 
-        With torch's Adam, Megatron takes the number of steps from a parameter's state. The experts' optimizer of a
-        pipeline stage without experts has no parameter, so the number comes from the rank's other optimizers.
+        With torch's Adam, Megatron reads the number of steps from the state of a parameter. If a pipeline stage has no
+        experts, its experts' optimizer has no parameter. The number then comes from the rank's other optimizers.
         """
         if self.optimizer.state or HAVE_APEX_OR_TE:
             found: dict[str, Any] = super().state_dict()
@@ -48,9 +48,9 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
         return {"optimizer": {"param_groups": groups}}
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Return the gradients whose norms are squared and added.
+        """Return the gradients from whose norms the gradient norm is computed.
 
-        A stack of experts gives one gradient for each expert, the last expert first. Megatron uses this order when each
+        A stack of experts gives one gradient for each expert, the last expert first. Megatron has this order if each
         expert is a separate parameter.
         """
         whole: list[Tensor] = super().get_main_grads_for_grad_norm()
@@ -67,7 +67,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     def get_parameter_state_dp_zero(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
     ) -> dict[Any, Any]:
-        """Gather masters and moments of each buffer [elements], in FP32 on the host, always on all ranks.
+        """Gather the masters and moments of each buffer, FP32 [elements] in host memory, on all ranks.
 
         empty_data: return zeros, into which a checkpoint is loaded.
         """
@@ -90,7 +90,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
         return state
 
     def _read(self, parameters: Any, key: str, start: int, stop: int) -> Tensor:
-        """Copy a piece of this rank's shard of the masters, or of a moment, to the host."""
+        """Copy a piece of this rank's shard to the host. key: the masters, or one of the moments."""
         piece = torch.zeros(stop - start)
         for parameter, ranges in parameters.items():
             place = ranges["gbuf_local"]
@@ -102,9 +102,9 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
 
 
 def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> Iterator[tuple[str, slice]]:
-    """Yield each matrix of a parameter that is, in part, in a rank's shard: its name, and its slice of the shard.
+    """Yield (name, slice of the shard) for each matrix of a parameter with elements in a rank's shard.
 
-    start, size: the shard's first element in the parameter, and its number of elements.
+    start: where the shard starts in the parameter. size: the shard's number of elements.
     """
     if parameter.dim() < 3:
         yield name, slice(0, size)
@@ -115,10 +115,10 @@ def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> It
 
 
 def gathered_pieces(read: Callable[[int, int], Tensor], size: int, group: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yield the pieces of all ranks' shards on the host, each with its offset in the concatenation of the shards.
+    """Yield (offset, piece) for the pieces of all ranks' shards. Offsets count from the start of rank 0's shard.
 
-    read: returns the part of this rank's shard between two indices, on the host. size: the size of a shard, the same
-    on all ranks. No rank ever holds a second copy of its whole shard.
+    read: returns the part of this rank's shard between two indices. What it returns, and the pieces, are in host
+    memory. size: the size of every rank's shard. No rank ever holds a second copy of its whole shard.
     """
     ranks, here = group.size(), device.current()
     step = max(1, AT_ONCE // (ranks + 1))

@@ -1,4 +1,4 @@
-"""The place of a rank in each of the trainer's parallel groups.
+"""Calculates the place of a rank in each of the trainer's parallel groups.
 
 The order is Megatron's. Tensor-parallel ranks have consecutive numbers. Context-parallel ranks come next, then
 data-parallel replicas, and pipeline stages last. Expert-parallel ranks have consecutive numbers within a stage.
@@ -14,7 +14,7 @@ from fp8rl.trainer.config import TrainerSection
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of one rank. It holds part `tp_rank` of its stage's dense weights and part `ep_rank` of its experts."""
+    """The place of a rank. It has part `tp_rank` of its stage's dense weights and part `ep_rank` of its experts."""
 
     rank: int
     world_size: int
@@ -36,7 +36,7 @@ class Layout:
 
     @classmethod
     def of(cls, rank: int, config: TrainerSection) -> Layout:
-        """Calculate the place of a rank, 0 to `config.world_size` - 1."""
+        """Calculate the place of rank number `rank`."""
         stage_size = config.stage_size
         stage, inside = divmod(rank, stage_size)
         return cls(

@@ -1,4 +1,4 @@
-"""Offload of tensors to the host's memory while others need the device."""
+"""Moves the trainer's tensors to host memory while engines need the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, UntypedStorage
 # memory behind them goes and comes back, as it does in Megatron's own way with gradient buffers.
 
 _ALIGNED = 512
-"""Alignment of each storage in the host memory, in bytes."""
+"""Alignment of each storage in host memory, in bytes."""
 
 
 class HostCopy:
-    """Moves tensors from the device to the host and back, with the same bytes. `offloaded`: they are on the host.
+    """Moves tensors to host memory and back, with the same bytes. `offloaded`: whether they are in host memory.
 
-    The host memory is one block, kept between turns. With a GPU the block is pinned, so that copies run at the full
-    speed of the link, on a separate stream.
+    The host memory is one block, which later offloads use again. With a GPU the block is pinned. Copies then run at the
+    full speed of the link, on a separate stream.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class HostCopy:
         return host.as_strided(tensor.size(), tensor.stride(), host.storage_offset() + tensor.storage_offset())
 
     def check_onloaded(self, what: str = "masters and moments") -> None:
-        """Raise RuntimeError if the tensors are offloaded. what: the message's name for them."""
+        """Raise RuntimeError if the tensors are offloaded. what: their name in the message."""
         if self.offloaded:
             raise RuntimeError(
                 f"found {what} in the host's memory, expected them on the device: the trainer's turn has "
@@ -88,9 +88,9 @@ class HostCopy:
 
 
 def _host_memory(size: int, former: Tensor) -> Tensor:
-    """Allocate bytes on the host to replace `former`. With a GPU they are pinned.
+    """Allocate host memory to replace `former`. With a GPU it is pinned.
 
-    Ordinary memory is allocated and then registered, because torch rounds pinned allocations up to a power of two.
+    It is allocated as ordinary memory and then registered, because torch rounds pinned memory up to a power of two.
     """
     new = torch.empty(size, dtype=torch.uint8)
     if torch.cuda.is_available():
@@ -103,8 +103,8 @@ def _host_memory(size: int, former: Tensor) -> Tensor:
 
 @contextmanager
 def _copying() -> Iterator[None]:
-    """On a GPU, run the block's copies on a separate stream. They start after all earlier work is done, and have ended
-    when the block ends."""
+    """On a GPU, run the copies inside the block on a separate stream. They start when all earlier work is done, and
+    they are complete at the end of the block."""
     if not torch.cuda.is_available():
         yield
         return

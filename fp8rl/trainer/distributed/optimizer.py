@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper, distributed optimizer and learning-rate schedule."""
+"""Sets up Megatron's data-parallel wrapper, distributed optimizer and learning-rate schedule for a model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from fp8rl.trainer.modules.weights import tag_split
 
 
 class Optimizer:
-    """AdamW on FP32 masters, sharded over the data-parallel ranks, for one wrapped model. Norms have no weight decay.
+    """AdamW for one model, on FP32 masters that are sharded over the data-parallel ranks. Norms have no weight decay.
 
-    Gradients are summed over micro-batches and data-parallel ranks in FP32 and are never averaged: the objective
-    carries its own denominators. `traffic` counts the bytes that this rank has sent to its data-parallel peers.
-    `host_copy` offloads masters and moments while engines need the device.
+    Gradients are summed over micro-batches and data-parallel ranks in FP32. They are not averaged, because the
+    objective has divided by its own denominators. `traffic` counts the bytes that this rank has sent to other
+    data-parallel ranks. `host_copy` offloads masters and moments while engines need the device.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Optimizer:
         experts: Iterable[torch.nn.Parameter],
         in_fp8: wires.InFp8 = dict,
     ) -> None:
-        """experts: the experts' parameters. in_fp8: called at each gather; returns the parameters to gather in FP8."""
+        """experts: the parameters of experts. in_fp8: returns the parameters to gather in FP8, at each gather anew."""
         self.model = wrap(model, lowering, experts)
         self.traffic = wires.install(self.model, config.gradient_wire, in_fp8)
         self._config = config
@@ -91,7 +91,7 @@ class Optimizer:
         self._threads = step_threads(config.optimizer.offload)
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero; call it before each forward and backward pass."""
+        """Set all gradients to zero. Call this before each forward and backward pass."""
         self.host_copy.check_onloaded()
         self.model.zero_grad_buffer()
         self.inner.zero_grad()
@@ -105,7 +105,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, norm: float) -> float:
-        """Clip by `norm`, the finite result of `grad_norm`, and apply the gradients; return the learning rate used."""
+        """Clip the gradients, apply them, and return the learning rate. norm: the result of `grad_norm`, finite."""
         self.host_copy.check_onloaded()
         with applied(CUDA_TYPES):
             for optimizer in self.inner.chained_optimizers:
@@ -123,8 +123,8 @@ class Optimizer:
     def write_weights(self) -> None:
         """Compute the model's weights from the FP32 masters, as a step does.
 
-        A checkpoint stores FP8 weights in BF16. Codes and scales that are quantized from BF16 may differ from codes and
-        scales that are quantized from the masters.
+        A checkpoint stores FP8 weights in BF16. Quantization of these BF16 weights may give other codes and scales than
+        quantization of the masters.
         """
         for optimizer in self.inner.chained_optimizers:
             optimizer._copy_main_params_to_model_params()
@@ -152,8 +152,8 @@ class Optimizer:
 
 
 class DataParallel(DistributedDataParallel):  # type: ignore[misc]
-    """Megatron's wrapper, with backward hooks that hold only weak references to it. Autograd's nodes hold the hooks,
-    where Python's garbage collector does not see them: Megatron's own hooks would keep the wrapper alive."""
+    """Megatron's wrapper, whose backward hooks have only weak references to it. Python's garbage collector does not
+    see the hooks, which are in autograd's nodes. So Megatron's own hooks would keep the wrapper alive."""
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         this, own, make = weakref.ref(self), weakref.ref(param), DistributedDataParallel._make_backward_post_hook
@@ -165,7 +165,7 @@ class DataParallel(DistributedDataParallel):  # type: ignore[misc]
 
 
 def wrap(model: GPTModel, lowering: Lowering, experts: Iterable[torch.nn.Parameter]) -> DistributedDataParallel:
-    """Wrap a model in Megatron's data parallelism with FP32 gradient buffers, sharded for the distributed optimizer."""
+    """Wrap a model in Megatron's data-parallel module. Gradient buffers are FP32, and sharded for the optimizer."""
     for parameter in experts:
         # Experts always have an optimizer of their own, so that checkpoints move between expert-parallel sizes.
         parameter.allreduce = False  # type: ignore[attr-defined]
@@ -184,10 +184,10 @@ def wrap(model: GPTModel, lowering: Lowering, experts: Iterable[torch.nn.Paramet
 
 
 def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: int) -> OptimizerParamScheduler:
-    """Make a schedule of linear warm-up, then constant, linear or cosine over the last `decay_steps` of `total_steps`.
+    """Make the learning-rate schedule: a linear warm-up, then `config.decay` over the last `config.decay_steps` steps.
 
-    The decay would reach `min_lr` one step after the last, so that no step of the run has a rate of zero. A run that
-    is shorter than the warm-up ends during the warm-up.
+    The decay would reach `min_lr` one step after the run's last step, so that no step has a rate of zero. A run that is
+    shorter than the warm-up ends during the warm-up.
     """
     warmup = config.warmup_steps
     end = max(total_steps, warmup) + 1
@@ -214,8 +214,8 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: i
 
 
 def step_threads(offload: bool) -> int:
-    """Return the number of threads for this rank's optimizer step. An optimizer offloaded from a GPU to the host gets
-    the rank's share of the node's cores. Otherwise it is 1: on a CPU, ops keep a row's bits only with one thread."""
+    """Return the number of threads for this rank's optimizer step. If a GPU's optimizer is offloaded to the host, this
+    is the rank's share of the node's cores. Otherwise it is 1, with which CPU ops give a row the same bits always."""
     if not (offload and torch.cuda.is_available()):
         return 1
     ranks = all_gathered(platform.node()).count(platform.node())
@@ -234,7 +234,7 @@ def _threads(number: int) -> Iterator[None]:
 
 def _count_as_held(optimizer: DistributedOptimizer) -> None:
     """Correct Megatron's index of each parameter's master. Megatron puts the FP32 parameters of a group first
-    (distrib_optimizer.py:441), but its index has the order of the model."""
+    (distrib_optimizer.py:441), but numbers them in the order of the model."""
     places = optimizer.model_param_group_index_map
     for number in {group for group, _ in places.values()}:
         members = sorted((place, parameter) for parameter, (group, place) in places.items() if group == number)

@@ -1,4 +1,4 @@
-"""The start of a trainer rank: its device and its ops, and one gloo (CPU) or NCCL (GPU) world, split by Megatron."""
+"""Starts a trainer rank. It gets a device and ops, and joins a gloo (CPU) or NCCL (GPU) world that Megatron splits."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TURN = timedelta(minutes=5)
 
 
 def start(rank: int, numerics: NumericsConfig) -> None:
-    """Choose the device, the ops' implementation and TransformerEngine's environment. Call this before the process
-    imports Megatron. Raises UserError: TransformerEngine is installed and cannot run this spec."""
+    """Choose the device and the ops' implementation, and set TransformerEngine's environment variables. Call this
+    before the process imports Megatron. Raises UserError: TransformerEngine is installed and cannot run this spec."""
     te_runtime.prepare(lower(numerics, device.has_transformer_engine()))
     here = device.claim(rank)
     if here == device.CPU:
@@ -42,7 +42,7 @@ def initialize(config: TrainerSection, rank: int = 0, store: dist.Store | None =
     """Join the world and build Megatron's process groups.
 
     Args:
-        store: the rendezvous of all ranks; None for a single rank.
+        store: the store through which ranks find each other. None for a single rank.
         host: this node's address. If it is a loopback address, gloo listens on loopback.
     """
     patches.install()
@@ -89,10 +89,10 @@ def initialize(config: TrainerSection, rank: int = 0, store: dist.Store | None =
 def in_turn(what: str, patience: timedelta = TURN) -> Iterator[None]:
     """Let one rank at a time run the block, in the order of arrival.
 
-    what: name of the queue.
+    what: the name of the queue, also in messages.
 
     Raises:
-        TimeoutError: the rank before this one has not left within `patience`. The message names it.
+        TimeoutError: the rank before this one has not left the block within `patience`. The message names that rank.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -130,7 +130,7 @@ def shutdown() -> None:
 
 
 def open_store(host: str, world_size: int) -> dist.TCPStore:
-    """Serve the rendezvous on rank 0. It listens only on `host`, on a free port (`.port`)."""
+    """Open the store through which ranks find each other. It listens only on `host`, on a free port (`.port`)."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen()
@@ -147,5 +147,5 @@ def open_store(host: str, world_size: int) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, world_size: int) -> dist.TCPStore:
-    """Join the rendezvous that rank 0 serves at `host:port`."""
+    """Connect to the store that rank 0 has opened at `host:port`."""
     return dist.TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)

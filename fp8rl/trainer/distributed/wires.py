@@ -1,8 +1,8 @@
-"""The formats in which data-parallel ranks send each other gradients to sum and updated weights.
+"""Sends gradients and updated weights between data-parallel ranks in the formats of the spec.
 
-Megatron keeps all gradients of a rank in a few flat buffers and gives each rank a part of every buffer to sum and to
-update. Its reduce-scatter sums in transit, in FP32. A narrower format cannot be summed in transit. There every rank
-sends every other rank its part (an all-to-all), and the receiver sums in FP32, in rank order.
+Megatron keeps all gradients of a rank in a few flat buffers. Each rank sums and updates one part of every buffer.
+Megatron's reduce-scatter sums FP32 in transit. A narrower format cannot be summed in transit. Every rank then sends
+each part to the rank that sums it (an all-to-all), and this rank sums in FP32, in rank order.
 
 Updated weights may be sent as FP8 codes, in the format that the products take. A part of a buffer may end within a
 block of 128 x 128. So the ranks first agree on each block's largest value (an all-reduce of four bytes per block), then
@@ -33,25 +33,25 @@ from fp8rl.trainer.megatron.patches import become
 Narrow = Literal["bf16", "e4m3", "e5m2"]
 """Wire formats that cannot be summed in transit."""
 SPECS: dict[str, TensorSpec] = {wire: TensorSpec(format=wire, scale="fp32") for wire in ("e4m3", "e5m2")}
-"""The quantization of gradients for a wire: groups of 1 x 128 along the buffer, across parameters."""
+"""The quantization of gradients to send. A scale covers 128 consecutive numbers of a buffer, also across parameters."""
 Part = tuple[int, int]
-"""A part of a buffer: its first element, and one past its last."""
+"""A part of a buffer: the index of its first element, and of the element after its last."""
 InFp8 = Callable[[], Mapping[nn.Parameter, TensorSpec]]
-"""Returns the parameters that are now to be sent as FP8 codes, with the spec of each."""
+"""Returns the parameters to send as FP8 codes now, each with its spec."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent to its data-parallel peers since the start, as a ring algorithm would send them."""
+    """Bytes that this rank has sent to other data-parallel ranks since the start, counted as in a ring algorithm."""
 
     gradients: int = 0
-    """Bytes of gradients: (ranks - 1) parts of a buffer for each sum."""
+    """Bytes of gradients. Each sum of a buffer counts (ranks - 1) parts of the buffer."""
     weights: int = 0
-    """Bytes of weights: (ranks - 1) parts of a buffer for each gather."""
+    """Bytes of weights. Each gather of a buffer counts (ranks - 1) parts of the buffer."""
 
 
 def install(model: DistributedDataParallel, wire: GradientWire, in_fp8: InFp8) -> Traffic:
-    """Send the gradients of a wrapped model as `wire`, and some weights in FP8. Return the counter of their bytes."""
+    """Make a wrapped model send gradients as `wire`, and the weights of `in_fp8` in FP8. Return the byte counter."""
     traffic = Traffic()
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
         become(group, BucketGroup)
@@ -60,7 +60,7 @@ def install(model: DistributedDataParallel, wire: GradientWire, in_fp8: InFp8) -
 
 
 class BucketGroup(_ParamAndGradBucketGroup):
-    """Some of the buffers of a model, and the ranks that share them."""
+    """Sends the gradients and weights of some of a model's buffers between the ranks that share the buffers."""
 
     wire: GradientWire
     in_fp8: InFp8
@@ -91,11 +91,10 @@ class BucketGroup(_ParamAndGradBucketGroup):
 
 
 def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """Return this rank's part of the sum over all ranks, FP32 [n], and the bytes that it has sent.
+    """Return this rank's part of the sum over all ranks, FP32 [n], and the number of bytes that the rank has sent.
 
-    gradients: FP32 [ranks * n]. Each rank's contribution is rounded, also a rank's contribution to its own part. So the
-    sum does not depend on which rank computes it. A number that is not finite becomes NaN in FP8, since saturation
-    would hide it.
+    gradients: FP32 [ranks * n]. All are rounded, also those that this rank sums itself. So the sum does not depend on
+    which rank computes it. In FP8, a number that is not finite becomes NaN, because saturation would hide it.
     """
     parts = gradients.view(ranks.size(), -1)
     if wire == "bf16":
@@ -113,14 +112,14 @@ def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) ->
 
 
 def _exchanged(payload: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-    """Send row r of payload to rank r. Row r of the result [ranks, ...] is what rank r sent."""
+    """Send row r of payload to rank r. Row r of the result [ranks, ...] is from rank r."""
     received = torch.empty_like(payload)
     dist.all_to_all_single(received.view(torch.uint8), payload.view(torch.uint8), group=ranks)
     return received
 
 
 def _sent(nbytes: int, ranks: dist.ProcessGroup) -> int:
-    """Count the bytes that a rank sends of a buffer of `nbytes`: all but its own part."""
+    """Return how many bytes of a buffer a rank sends: all except one part."""
     return nbytes * (ranks.size() - 1) // ranks.size()
 
 
@@ -134,16 +133,16 @@ class _Weight:
     """The offset of the matrix's first element in the buffer."""
 
     def within(self, part: Part) -> slice:
-        """Return the elements of the matrix that are in this part of the buffer."""
+        """Return which elements of the matrix are in this part of the buffer."""
         size = self.data.numel()
         return slice(*(min(max(end - self.start, 0), size) for end in part))
 
 
 @torch.no_grad()
 def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]], ranks: dist.ProcessGroup) -> int:
-    """Fill `buffer` [ranks * n] with every rank's part of it, and return the bytes that this rank has sent.
+    """Fill `buffer` [ranks * n] with the parts that the ranks have updated. Return how many bytes this rank has sent.
 
-    in_fp8: parameters [N, K] or [experts, N, K], views of the buffer, and their specs. The rest is sent unchanged.
+    in_fp8: the parameters [N, K] or [experts, N, K], views of the buffer, to send as FP8 codes, and their specs.
     """
     weights = _weights_in(buffer, in_fp8)
     size = buffer.numel() // ranks.size()
@@ -165,7 +164,7 @@ def _weights_in(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]
 
 
 def _agree_on_amaxes(weights: Sequence[_Weight], own: Part, ranks: dist.ProcessGroup) -> tuple[list[Tensor], int]:
-    """Return the largest value of each block of each weight over all ranks, and the bytes that this rank has sent.
+    """Return the largest value of each block of each weight over all ranks, and how many bytes this rank has sent.
 
     own: the part of the buffer that this rank has updated.
     """
@@ -198,13 +197,13 @@ def _quantize_own(weights: Sequence[_Weight], amaxes: Sequence[Tensor], own: Par
 def _exchange(
     buffer: Tensor, weights: Sequence[_Weight], codes: Sequence[Tensor], parts: Sequence[Part], ranks: dist.ProcessGroup
 ) -> int:
-    """Fill the codes, and the elements of the buffer that are sent unchanged, with every rank's part. Return the number
-    of bytes that this rank has sent."""
+    """Exchange the codes, and the elements of the buffer that are sent unchanged, so that all ranks have all of them.
+    Return how many bytes this rank has sent."""
     starts, stops = [weight.start for weight in weights], [weight.start + weight.data.numel() for weight in weights]
     gaps = [gap for gap in zip([0, *stops], [*starts, buffer.numel()], strict=True) if gap[0] < gap[1]]
 
     def pieces(part: Part) -> list[Tensor]:
-        """Return the bytes that the owner of a part sends, as views of the codes and of the buffer."""
+        """Return what the rank with this part sends, as views of the codes and of the buffer."""
         of_codes = [whole.view(torch.uint8).view(-1)[weight.within(part)] for weight, whole in zip(weights, codes)]
         cut = [(max(first, part[0]), min(last, part[1])) for first, last in gaps]
         return of_codes + [buffer[first:last].view(torch.uint8) for first, last in cut if first < last]
@@ -220,7 +219,7 @@ def _exchange(
 
 
 def _dequantize_in_place(weights: Sequence[_Weight], amaxes: Sequence[Tensor], codes: Sequence[Tensor]) -> None:
-    """Write the codes' values in place of the weights."""
+    """Replace the weights by the values of their codes."""
     for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
         spec = weight.spec
         scale = scale_from_amax(amax, spec.dtype, spec.scale, weight.data.dtype)

@@ -1,1 +1,1 @@
-"""Megatron's model and settings, and the changes with which Megatron and TransformerEngine run here."""
+"""Builds Megatron's model, and changes what it needs in Megatron and TransformerEngine."""

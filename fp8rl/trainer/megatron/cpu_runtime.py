@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA, so that stock megatron-core runs without it. `patches` says where and why each is used.
+"""Replaces parts of CUDA, so that stock megatron-core runs without it. `patches` says where and why each part is used.
 
 Megatron asks `torch.cuda` for devices, streams and random states, creates tensors with ``device="cuda"``, and compares
 tensor type names with ``torch.cuda.*``.
@@ -16,12 +16,12 @@ CPU = torch.device("cpu")
 
 
 def no_op(replaced: object = None) -> Callable[..., None]:
-    """Return a function that does nothing. Each call returns a new one: torch.compile has one rule per function."""
+    """Return a function that does nothing. It is new in each call, because torch.compile has one rule per function."""
     return lambda *args, **kwargs: None
 
 
 class HostEvent:
-    """A CUDA event on a device that has no queue: everything has already happened."""
+    """Replaces a CUDA event. The CPU has no queue, so every event has already happened."""
 
     record, wait, synchronize = no_op(), no_op(), no_op()
 
@@ -32,7 +32,7 @@ class HostEvent:
 
 
 class HostStream:
-    """A CUDA stream on a device that runs everything in program order."""
+    """Replaces a CUDA stream. The CPU runs everything in program order."""
 
     wait_stream, wait_event, synchronize = no_op(), no_op(), no_op()
 
@@ -43,16 +43,16 @@ class HostStream:
 
 
 class Generators:
-    """`torch.cuda.default_generators[device]`: the CPU has one generator."""
+    """Replaces `torch.cuda.default_generators`. It returns the only generator of the CPU for every device."""
 
     def __getitem__(self, device: Any) -> torch.Generator:
         return torch.default_generator
 
 
 class TorchOnCpu:
-    """`torch` as a few Megatron modules see it: tensors asked for on ``"cuda"`` are created on the CPU.
+    """Replaces `torch` in a few modules of Megatron. It creates tensors for ``"cuda"`` on the CPU.
 
-    torch's own functions stay as they are; other libraries (transformers) depend on their identity.
+    torch's own functions do not change, because other libraries (transformers) depend on their identity.
     """
 
     def __init__(self, replaced: object = None) -> None: ...
@@ -76,7 +76,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `Tensor.type` that names the types of CPU tensors ``torch.cuda.*``."""
+    """Return a replacement for `Tensor.type` that returns a type name ``torch.cuda.*`` for a CPU tensor."""
 
     def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
@@ -87,7 +87,7 @@ def cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_sizes_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `maybe_move_tensor_to_cpu`, which by itself makes no NumPy array of a CPU tensor."""
+    """Return a replacement for `maybe_move_tensor_to_cpu` that converts CPU tensors to NumPy too if asked to."""
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         moved = original(tensor, as_numpy, record_stream)

@@ -1,9 +1,9 @@
-"""The settings of TransformerEngine and Megatron that express a run's numerics, for native mode on a GPU.
+"""Translates a run's numerics into settings of TransformerEngine and Megatron, for native mode on a GPU.
 
-Pure data. TransformerEngine 2.20's recipe `Float8BlockScaling` is the spec of `fp8_block_*`: activations and gradients
-in 1x128 groups, weights in 128x128 blocks, split accumulators. An environment variable, read at import, chooses FP32 or
-power-of-two scales. Megatron 0.16.1 passes only the format to the recipe. `MXFP8BlockScaling`, for Blackwell, has 1x32
-groups for all three. Its scale is the power of two at which nothing clips.
+This is pure data. TransformerEngine 2.20's recipe `Float8BlockScaling` is the spec of `fp8_block_*`: activations and
+gradients in 1x128 groups, weights in 128x128 blocks, split accumulators. It reads an environment variable at import to
+choose FP32 or power-of-two scales. Megatron 0.16.1 passes only the format to the recipe. `MXFP8BlockScaling`, for
+Blackwell, has 1x32 groups for all three. Its scale is the power of two at which nothing clips.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BACKWARD = "NVTE_BACKWARD_OVERRIDE"
 _BLOCK, _MX_GROUP = 128, 32
 _SCALES: tuple[Scale, ...] = ("pow2", "fp32")
 _ROWS = 16
-"""FP8 products need a multiple of this number in every dimension, also in the number of tokens."""
+"""Every dimension of an FP8 product, also the number of tokens, must be a multiple of this number."""
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """The settings of Megatron and TransformerEngine in native mode. They are empty if these compute nothing in FP8."""
+    """The settings of Megatron and TransformerEngine. They are empty in exact mode and without TransformerEngine."""
 
     transformer_engine: bool = False
     """Whether the layers are TransformerEngine's."""
@@ -44,16 +44,16 @@ class Lowering:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Environment variables that TransformerEngine reads at import. None: the variable must not be set."""
     recipe: Mapping[str, Any] | None = None
-    """Fields of the recipe that Megatron makes from these settings, by dotted name; None without FP8."""
+    """Fields of the recipe that Megatron must make from these settings, by dotted name. None without FP8."""
     recipe_kind: str = BLOCKS
-    """The class of the recipe."""
+    """The name of the recipe's class."""
     row_multiple: int = 1
     """The number of tokens in a micro-batch must be a multiple of this number, on each tensor-parallel rank."""
 
 
 def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
-    """Return the lowering of a run, for a machine with or without TransformerEngine and its GPU. Raises UserError:
-    TransformerEngine cannot run this spec."""
+    """Return the lowering of a run. transformer_engine: whether the machine has TransformerEngine and a GPU. Raises
+    UserError: TransformerEngine cannot run this spec."""
     if numerics.mode == "exact" or not transformer_engine:
         return Lowering()
     # Fused kernels of Megatron and TransformerEngine for SwiGLU and the rotary embedding.
@@ -109,7 +109,7 @@ def by_mx(spec: QuantSpec) -> bool:
 
 
 def _check(spec: QuantSpec, mx: bool) -> None:
-    """Raise `UserError` if a setting is not available in Float8BlockScaling or MXFP8BlockScaling."""
+    """Raise `UserError` if the recipe does not have a setting of the spec. mx: the recipe is MXFP8BlockScaling."""
     group, recipe = (_MX_GROUP, MX) if mx else (_BLOCK, BLOCKS)
     offered: dict[str, dict[str, tuple[object, ...]]] = {
         "weight": {"format": ("e4m3",), "granularity": ("token_group" if mx else "block",)},
@@ -135,8 +135,8 @@ def _refusal(key: str, found: object, expected: str, recipe: str) -> UserError:
     return user_error(
         key,
         found=found,
-        expected=f"{expected}, as TransformerEngine computes native mode's FP8 here ({recipe}, one type of "
-        "scales for all roles)",
+        expected=f"{expected}, because in native mode TransformerEngine computes FP8 products by {recipe}, with one "
+        "type of scale for all roles",
         remedy="Change it, or set numerics.mode=exact.",
     )
 
@@ -147,10 +147,10 @@ def _refusal(key: str, found: object, expected: str, recipe: str) -> UserError:
 def lower_optimizer(
     memory: OptimizerSection, fp8_parameters: bool, cuda: bool, transformer_engine: bool
 ) -> dict[str, Any]:
-    """Return keywords of OptimizerConfig; none if masters and moments are in FP32 on the device.
+    """Return keywords of OptimizerConfig for masters and moments that are not all in FP32 on the device.
 
-    fp8_parameters: TransformerEngine holds weights in FP8. cuda: there is a GPU; without a GPU the optimizer is on the
-    host already.
+    fp8_parameters: whether TransformerEngine stores weights in FP8. cuda: whether there is a GPU. Without one the
+    optimizer is on the host already.
 
     Raises:
         UserError: Megatron does not support this combination.
@@ -158,17 +158,17 @@ def lower_optimizer(
     if memory.offload and fp8_parameters:
         raise user_error(
             "trainer.optimizer.offload",
-            found="true with weights that TransformerEngine holds and gathers in FP8, as in native mode",
-            expected="one of the two: with both, Megatron leaves FP8 weights stale (Megatron-LM#2407, #2582, #2788)",
+            found="true with weights that TransformerEngine stores and gathers in FP8, as in native mode",
+            expected="false, because Megatron would leave FP8 weights stale (Megatron-LM#2407, #2582, #2788)",
             remedy="Set trainer.optimizer.offload=false (moments=bf16 saves 4 bytes a parameter), "
             "numerics.trainer=bf16, or numerics.mode=exact.",
         )
     if memory.moments == "bf16" and not transformer_engine:
-        expected = "fp32 where there is no TransformerEngine, whose Adam alone holds BF16 moments, or no GPU"
+        expected = "fp32 where there is no GPU or no TransformerEngine. Only TransformerEngine's Adam has BF16 moments"
         remedy = "Set trainer.optimizer.moments=fp32 here, or install requirements/gpu.txt beside a GPU."
         raise user_error("trainer.optimizer.moments", "bf16", expected, remedy)
     if memory.offload and cuda and not transformer_engine:
-        expected = "TransformerEngine beside a GPU: Megatron's optimizer needs it to offload masters to the host"
+        expected = "TransformerEngine, which Megatron's optimizer needs to offload masters from a GPU to the host"
         remedy = "Install requirements/gpu.txt, or set trainer.optimizer.offload=false."
         raise user_error("trainer.optimizer.offload", "true without TransformerEngine", expected, remedy)
     # Precision-aware, the optimizer makes the masters itself: else Megatron keeps FP32 ones on the GPU besides.

@@ -1,4 +1,4 @@
-"""Megatron's GPTModel of a model in a layout, and its TransformerConfig."""
+"""Builds Megatron's GPTModel and TransformerConfig for a model and a layout."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def build_model(
     max_sequence_length: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> GPTModel:
-    """Build this rank's part of the model, with uninitialised weights. Raises UserError: TransformerEngine would not
-    quantize as `lowering` says, or a family of ops in the model has no modules for this mode."""
+    """Build this rank's part of the model, with uninitialised weights. Raises UserError: TransformerEngine would
+    quantize otherwise than `lowering` says, or a family of ops in the model has no modules for this mode."""
     mode, sizes = precision.numerics.mode, definition.sizes
     megatron_config = transformer_config(definition, config, dtype, mode, lowering)
     te_runtime.check(lowering, megatron_config)
@@ -95,8 +95,8 @@ def transformer_config(
     mode: Mode = "exact",
     lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
 ) -> TransformerConfig:
-    """Return Megatron's config of a model. Gradients are summed over ranks, not averaged. Only the lowering turns on
-    fused CUDA kernels. In exact mode the layers run the model's program, and the config does not describe modules."""
+    """Return Megatron's config for a model. Gradients are summed over ranks, not averaged. Only `lowering` turns on
+    fused CUDA kernels. In exact mode it does not describe the modules in a layer, which runs the model's program."""
     config_type: type[TransformerConfig] = TransformerConfig
     sizes = definition.sizes
     if mode == "exact":
@@ -143,8 +143,8 @@ def transformer_config(
 
 
 def _of_program(definition: Model) -> dict[str, Any]:
-    """Return Megatron's config of layers that run a program: experts for its ranks to share and, if the layers differ,
-    that checkpoints have a key for each layer."""
+    """Return the keywords of Megatron's config for layers that run a program. They describe the experts. If layers
+    differ, checkpoints get a separate key for each layer."""
     sizes, families = definition.sizes, definition.architecture.families
     kinds = {tuple(family.name for family in families_of_layer(families, sizes, at)) for at in range(sizes.layers)}
     of_experts = {
@@ -182,9 +182,9 @@ def _block(
 
 
 class Embedding(VocabParallelEmbedding):
-    """The token embedding, with its gradient summed in FP32.
+    """The token embedding. It sums a token's gradients in FP32.
 
-    torch's CPU kernel sums a token's BF16 gradients in BF16, which loses most of a frequent token's gradient.
+    torch's CPU kernel sums BF16 gradients in BF16, which loses most of the gradient of a frequent token.
 
     Attributes:
         tied: whether the head has the same weight.
@@ -200,9 +200,9 @@ class Embedding(VocabParallelEmbedding):
 
 
 class _EmbeddingGradient(torch.autograd.Function):
-    """Passes the embeddings through and adds their gradient to Megatron's FP32 sum, if there is one.
+    """Returns the embeddings unchanged. In the backward pass it adds their gradient to Megatron's FP32 sum, if any.
 
-    A tied weight gets the gradient by autograd, which first adds the head's gradient to it.
+    For a tied weight, autograd first adds the gradients of embedding and head, and then passes on the sum.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Checks that a model fits the parallel layout and the quantization of the trainer and of the engines.
+"""Checks that a model fits the layout and the quantization of the trainer and of the engines.
 
-The driver runs them before it starts a process. They do not need Megatron.
+The driver makes these checks before it starts a process. They do not need Megatron.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ BF16_SIDES = "both sides in BF16 (numerics.preset=bf16 numerics.trainer=bf16 num
 
 @refusing
 def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Iterator[UserError]:
-    """Check that the trainer's ranks divide the model, that the blocks of `spec` divide its weights, and that some
-    layer is quantized.
+    """Check that the trainer's ranks can split the model, that the blocks of `spec` divide its weights, and that FP8
+    is used in at least one layer.
 
-    A fused weight (q|k|v per head group, gate|up) is quantized as a whole here, and as separate tensors in a Hugging
-    Face checkpoint and in the engine. Both ways give the same blocks only if each piece is a whole number of blocks on
+    The trainer quantizes a fused weight (q|k|v per head group, gate|up) as a whole. A Hugging Face checkpoint and the
+    engine quantize each matrix in it. Both give the same blocks only if each matrix is a whole number of blocks on
     every rank. Experts are never split by tp.
 
     Raises:
-        UserError: a size does not divide.
+        UserError: a size of the model does not fit.
     """
     yield from _split_refusals(shape, config.tp, spec, "trainer.tp")
     sizes, ep = shape.sizes, config.ep
@@ -50,7 +50,7 @@ def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Itera
 
 @refusing
 def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> Iterator[UserError]:
-    """Check that an engine's ranks divide the model. Raises UserError. key: the spec's key of tp, for messages."""
+    """Check that an engine's ranks can split the model. Raises UserError. key: the spec's key of tp, for messages."""
     yield from _split_refusals(shape, tp, spec, key)
     if tp > 1 and (why := _unshared(shape, "engine")):
         yield user_error(key, tp, f"1 for a model {why}", f"Set {key}=1, and rollout.engines to use more GPUs.")
@@ -60,10 +60,10 @@ def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "roll
 
 @refusing
 def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Iterator[UserError]:
-    """Check `trainer.gradient_wire`, `weight_gather` and `router_bias_rate`. A format other than the default needs
-    ranks that send something, and must fit `spec`. A bias rate needs a model with biases.
+    """Check `trainer.gradient_wire`, `weight_gather` and `router_bias_rate`. A format other than the default needs at
+    least two ranks that train the same parameters, and must fit `spec`. A bias rate needs a router with biases.
 
-    spec: what the trainer quantizes at the start. Raises UserError.
+    spec: the spec of the trainer's products at the start of the run. Raises UserError.
     """
     # Experts are not split by tp.
     alone = config.copies == 1 and not (shape.sizes.moe and config.tp > config.ep)
@@ -72,13 +72,13 @@ def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Ite
         ("trainer.weight_gather", config.weight_gather, "bf16"),
     ):
         if alone and wire != default:
-            expected = f"{default} where no two ranks train the same parameters, so that nothing is sent"
+            expected = f"{default} where no two ranks train the same parameters, because nothing is sent"
             remedy = f"Set {key}={default}, or trainer.dp=2 or more."
             yield user_error(key, f"{wire} with trainer.dp={config.dp}", expected, remedy)
     if config.weight_gather != "bf16" and not (spec.quantized and travels_in_fp8(spec.weight)):
         expected = (
-            "weights that the trainer quantizes to e4m3, block, pow2, nearest; others would differ from those of the "
-            "forward"
+            "weights that the trainer quantizes to e4m3, block, pow2, nearest, because only these can be sent in FP8 "
+            "without a change of log-probabilities"
         )
         remedy = "Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8."
         found = f"{config.weight_gather} with {_weights_in(spec)}"
@@ -93,36 +93,36 @@ def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Ite
 def check_rows(
     config: TrainerSection, mode: Mode, transformer_engine: bool, length: int | None = None
 ) -> Iterator[UserError]:
-    """Check that the mode's attention supports packing, prefix sharing and context parallelism as the config asks.
+    """Check that the mode supports the packing, prefix sharing and context parallelism of the config.
 
-    length: tokens of the longest row, if known. Raises UserError.
+    length: number of tokens of the longest row, if known. Raises UserError.
     """
     cp = config.cp
     if config.packing and mode == "native" and not transformer_engine:
-        expected = "false: native mode then uses Megatron's own attention, which takes only padded rows"
+        expected = "false, because without TransformerEngine Megatron's attention takes only padded rows"
         remedy = "Set trainer.packing=false, or numerics.mode=exact."
         found = "true with numerics.mode=native and without TransformerEngine"
         yield user_error("trainer.packing", found, expected, remedy)
     if config.prefix_sharing and mode != "exact":
-        expected = "false: only in exact mode does a shared token have the same bits in each of its rows"
+        expected = "false, because only in exact mode a shared token has the same bits in each of its rows"
         remedy = "Set trainer.prefix_sharing=false, or numerics.mode=exact."
         yield user_error("trainer.prefix_sharing", f"true with numerics.mode={mode}", expected, remedy)
     if config.prefix_sharing and cp > 1:
-        expected = "false: context-parallel ranks split the tokens of rows that are padded one by one"
+        expected = "false, because context-parallel ranks split padded rows, and do not support shared prefixes"
         remedy = "Set trainer.prefix_sharing=false, or trainer.cp=1."
         yield user_error("trainer.prefix_sharing", f"true with trainer.cp={cp}", expected, remedy)
     if cp > 1 and mode != "exact":
-        expected = "1: the attention of native mode takes whole rows"
+        expected = "1, because the attention of native mode takes whole rows"
         remedy = "Set trainer.cp=1, or numerics.mode=exact."
         yield user_error("trainer.cp", f"{cp} with numerics.mode={mode}", expected, remedy)
     if cp > 1 and config.packing:
         remedy = "Set trainer.packing=false, or trainer.cp=1."
         yield user_error(
-            "trainer.cp", f"{cp} with trainer.packing=true", "1: ranks split the tokens of padded rows", remedy
+            "trainer.cp", f"{cp} with trainer.packing=true", "1, because ranks can split only padded rows", remedy
         )
     chunks = CHUNKS * cp  # of a row, two for a rank
     if cp > 1 and length is not None and length % chunks:
-        expected = f"a multiple of {chunks}: trainer.cp={cp} cuts each row into {chunks} chunks, two for a rank"
+        expected = f"a multiple of {chunks}, because trainer.cp={cp} cuts each row into {chunks} chunks, two for a rank"
         remedy = f"Set rollout.context_length={length // chunks * chunks or chunks}, or trainer.cp=1."
         yield user_error("rollout.context_length", length, expected, remedy)
 
@@ -150,8 +150,8 @@ def _split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str) -> Iterato
         yield user_error(key, in_bf16, expected, f"Lower them, or run {BF16_SIDES}.")
     if spec.weight.granularity == "tensor" and spec.weight.fixed is None:
         remedy = (
-            "A fused weight has one scale here and several in a checkpoint; choose a finer granularity, or a static "
-            "range (numerics.weight.fixed)."
+            "A fused weight would have one scale in the trainer and several in a checkpoint. Choose a finer "
+            "granularity, or a static range (numerics.weight.fixed)."
         )
         yield user_error("numerics.weight.granularity", "tensor", "block, token_group or channel", remedy)
     block = _block(spec)
@@ -167,13 +167,13 @@ def _undivided(key: str, ranks: int, name: str, size: int) -> UserError:
 
 
 def _block(spec: QuantSpec) -> int:
-    """Return the smallest number of elements that is a multiple of every role's block."""
+    """Return the smallest multiple of the block sizes of weights, activations and gradients."""
     roles = [role for role in (spec.weight, spec.activation, spec.gradient) if role.quantized]
     return math.lcm(*(role.group for role in roles if role.granularity in ("block", "token_group")))
 
 
 def _pieces(shape: Shape, tp: int, spec: QuantSpec, key: str) -> dict[str, int]:
-    """Return the sizes that a rank's pieces of fused weights have in quantized layers, by name."""
+    """Return the sizes of the pieces of fused weights that a rank has in quantized layers, by name."""
     pieces = {"hidden_size": shape.sizes.hidden_size}
     split: dict[str, int] = {}
     quantized = range(spec.first_layers_bf16, shape.sizes.layers - spec.last_layers_bf16)
@@ -200,7 +200,7 @@ def _remedy_of_piece(shape: Shape, tp: int, key: str, piece: str) -> str:
 
 
 def _unshared(shape: Shape, ranks: Ranks) -> str | None:
-    """Return the reason why these ranks cannot split the model; None if they can."""
+    """Return why these ranks cannot split the model. None if they can."""
     found = (family.unshared(shape.sizes).get(ranks) for family, _ in shape.layers_of())
     return next((why for why in found if why), None)
 

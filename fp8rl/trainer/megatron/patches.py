@@ -1,9 +1,9 @@
-"""Every place where this project changes megatron-core 0.16.1, or torch and TransformerEngine as Megatron uses them,
-with the signature that it expects there.
+"""Lists and makes all changes to megatron-core 0.16.1, and to torch and TransformerEngine as Megatron uses them.
 
-If a target is missing or has other parameters, an error names it before anything is changed. PATCHES are attributes
-that get another value. OVERRIDES are library methods that our subclasses override although the library does not
-document them for this. Where Megatron itself creates the object, the finished object's class is changed to ours.
+Each entry has the parameters that its target must have. If a target is missing or has other parameters, an error names
+it before anything is changed. PATCHES give another value to an attribute. OVERRIDES name methods that our subclasses
+override although the library does not document this use. Where Megatron itself creates the object, the finished
+object's class is changed to ours.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True)
 class Patch:
-    """An attribute of a library.
+    """A change of a library's attribute.
 
-    target: the attribute's dotted name. parameters: the parameter names expected of the function or class, in order,
+    target: the attribute's dotted name. parameters: the expected parameter names of the function or class, in order,
     without `self`. None: the attribute is no function or class, or has no signature. "absent": the attribute may be
-    missing. make: returns the new value from the old value.
+    missing. make: returns the attribute's new value for its old value.
     """
 
     target: str
@@ -50,7 +50,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Override:
-    """A method of a library's class, and our class that overrides it. parameters: as in `Patch`."""
+    """A method of a library's class, and the class of this project that overrides it. parameters: as in `Patch`."""
 
     target: str
     parameters: str
@@ -63,12 +63,12 @@ def _value(value: Any) -> Callable[[Any], Any]:
 
 
 def _ours(module: str, name: str) -> Callable[[Any], Any]:
-    """Return a `Patch.make` that imports a function of the trainer, and so Megatron, only when it is called."""
+    """Return a `Patch.make` that imports a function of the trainer late, because this import also imports Megatron."""
     return lambda replaced: getattr(importlib.import_module(f"fp8rl.trainer.{module}"), name)
 
 
 def _compiled_when_called(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `torch.compile` that loads the compiler and decorates the function at the function's first call."""
+    """Return a replacement for `torch.compile` that loads the compiler only when the function is first called."""
 
     def late(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
         if function is None:
@@ -320,8 +320,8 @@ _installed = False
 
 
 def install() -> None:
-    """Prepare torch and Megatron for this machine. Idempotent; call it before the process groups exist. Raises
-    RuntimeError: some targets are not as expected. The message names them all, and nothing is changed."""
+    """Apply all patches for this machine. A second call does nothing. Call it before the process groups exist. Raises
+    RuntimeError, and changes nothing, if some targets are not as expected. The message names them all."""
     global _installed
     if _installed:
         return
@@ -335,8 +335,8 @@ def install() -> None:
     rows: list[Patch | Override] = [LATE_COMPILE, *patches, *OVERRIDES]
     if problems := [problem for row in rows if (problem := problem_of(row))]:
         raise RuntimeError(
-            f"megatron-core {importlib.metadata.version('megatron-core')} is not as expected (written for "
-            f"{MEGATRON_VERSION}); nothing was changed. Install the locked versions:\n" + "\n".join(problems)
+            f"found megatron-core {importlib.metadata.version('megatron-core')} with other code, expected that of "
+            f"{MEGATRON_VERSION}; nothing was changed. Install the locked versions:\n" + "\n".join(problems)
         )
     for patch in patches:
         _apply(patch)
@@ -344,7 +344,7 @@ def install() -> None:
 
 
 def become(finished: Any, ours: type) -> Any:
-    """Change the class of a finished object to `ours`, a subclass of it that a row of OVERRIDES names."""
+    """Change the class of a finished object to `ours`, a subclass of its class. A row of OVERRIDES must name `ours`."""
     name = f"{ours.__module__}.{ours.__qualname__}"
     assert any(row.ours == name for row in OVERRIDES) and issubclass(ours, type(finished)), name
     finished.__class__ = ours
@@ -353,7 +353,7 @@ def become(finished: Any, ours: type) -> Any:
 
 @contextlib.contextmanager
 def applied(patch: Patch) -> Iterator[None]:
-    """Apply a patch for the length of the block, if it applies on this machine."""
+    """Apply a patch inside the block, if the patch is for this machine."""
     if not _applies(patch.where):
         yield
         return
@@ -365,7 +365,7 @@ def applied(patch: Patch) -> Iterator[None]:
 
 
 def problem_of(row: Patch | Override) -> str | None:
-    """Return a line that says what differs from the row; None if nothing does."""
+    """Return a line that says how the target differs from the row. None if it does not."""
     try:
         target = pkgutil.resolve_name(row.target)
     except (ImportError, AttributeError) as error:

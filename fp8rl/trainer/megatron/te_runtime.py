@@ -1,7 +1,7 @@
-"""TransformerEngine's process environment, a check of the recipe that results from it, and access to the codes and
-scales of parameters that TransformerEngine holds in FP8 (Float8BlockwiseQTensor).
+"""Sets TransformerEngine's environment variables, checks the recipe that results, and reads and writes the codes and
+scales of parameters that TransformerEngine stores in FP8 (Float8BlockwiseQTensor).
 
-Such a parameter looks like a BF16 tensor [N, K]. It holds `_rowwise_data`, the codes as uint8 [N, K], and
+Such a parameter looks like a BF16 tensor [N, K]. It has the codes in `_rowwise_data`, uint8 [N, K], the scales in
 `_rowwise_scale_inv`, FP32 [N / 128, K / 128 padded to a multiple of 4], and transposed copies of both.
 """
 
@@ -43,7 +43,7 @@ def prepare(lowering: Lowering) -> None:
 
 
 def check(lowering: Lowering, config: TransformerConfig) -> None:
-    """Check that Megatron makes the lowering's recipe from `config`. Raises UserError: it makes another recipe."""
+    """Check that Megatron makes the recipe of `lowering` from `config`. Raises UserError: it makes another recipe."""
     if lowering.recipe is None:
         return
     from megatron.core.fp8_utils import get_fp8_recipe
@@ -52,24 +52,24 @@ def check(lowering: Lowering, config: TransformerConfig) -> None:
 
 
 def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None:
-    """Switch a model that was built with `built` to `wanted`, from the next forward pass on.
+    """Switch a model that was built with the lowering `built` to `wanted`, from the next forward pass on.
 
-    With TransformerEngine, a model that was built in FP8 can switch to BF16 and back. Its weights stay in FP8.
+    With TransformerEngine, a model that was built in FP8 can switch to BF16 products and back. Its weights stay in FP8.
 
     Raises:
-        UserError: any other change. The model is then as before.
+        UserError: the change is another one. The model has not changed.
     """
     if not built.transformer_engine:
         return
     if wanted.recipe is not None and wanted != built:
-        expected = f"{dict(built.config)}, which the model was built with, or BF16"
-        remedy = "Start a new trainer: TransformerEngine's layers keep the FP8 that they were built with."
+        expected = f"{dict(built.config)}, with which the model was built, or BF16"
+        remedy = "Start a new trainer, because TransformerEngine's layers cannot change their FP8 format."
         raise user_error("numerics", dict(wanted.config), expected, remedy)
     config.fp8 = wanted.config.get("fp8")
 
 
 def compare(lowering: Lowering, recipe: object) -> None:
-    """Raise `UserError` unless `recipe` is the lowering's."""
+    """Raise `UserError` unless `recipe` is the recipe of `lowering`."""
     kind, expected = type(recipe).__name__, lowering.recipe or {}
     found: dict[str, Any] = {}
     for name in expected if kind == lowering.recipe_kind else ():  # dotted; None if an older version lacks it
@@ -82,18 +82,18 @@ def compare(lowering: Lowering, recipe: object) -> None:
         "TransformerEngine's FP8 recipe",
         found=differing or kind,
         expected=str({name: expected[name] for name in differing} or lowering.recipe_kind),
-        remedy=f"It reads its settings when it is imported: start the process with {settings}, and with "
-        "TransformerEngine 2.20.",
+        remedy=f"Start the process with {settings}, because TransformerEngine reads these settings when it is "
+        "imported. Use TransformerEngine 2.20.",
     )
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Return True if TransformerEngine holds this parameter in FP8."""
+    """Return True if TransformerEngine stores this parameter in FP8."""
     return hasattr(parameter, "_rowwise_scale_inv")
 
 
 def quantized(parameter: Any) -> QuantizedTensor:
-    """Return codes [N, K] and scales [N / 128, K / 128] of a parameter, views of its memory. N, K: whole blocks."""
+    """Return a parameter's codes [N, K] and scales [N / 128, K / 128], views of its memory. 128 must divide N and K."""
     assert parameter._is_2D_scaled, "weights have one scale per block"
     spec = TensorSpec(
         format=_FORMATS[parameter._fp8_dtype.name],  # type: ignore[arg-type]
@@ -106,8 +106,8 @@ def quantized(parameter: Any) -> QuantizedTensor:
 
 
 def stored(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield a parameter's codes and scales, row-wise and, if products have asked for them, column-wise. Its other
-    tensors, such as the gradient and the master that Megatron attaches, are left out."""
+    """Yield a parameter's codes and scales: the row-wise ones, and the column-wise ones if products have made them.
+    Other tensors of the parameter, such as the gradient and the master that Megatron attaches, are left out."""
     for name, value in vars(parameter).items():
         if name.startswith(("_rowwise_", "_columnwise_")) and value is not None:
             yield value
@@ -115,7 +115,7 @@ def stored(parameter: Tensor) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def fill(parameter: Any, values: Tensor) -> None:
-    """Quantize BF16 `values` [N, K] into the parameter, and keep them there until the optimizer makes its master."""
+    """Quantize BF16 `values` [N, K] into the parameter. It also keeps the values, from which its master is made."""
     parameter.quantize_(values)
     if hasattr(parameter, "get_high_precision_init_val"):
         # What it returns. TransformerEngine put there what it initialised the parameter with.

@@ -1,6 +1,6 @@
-"""The modules of a layer in exact mode: its tensors, and the products with them.
+"""Modules of a layer in exact mode, which hold its tensors and compute its products.
 
-A product's rows, or its columns, are shared by the tensor-parallel ranks as the table of the model's tensors says
+Tensor-parallel ranks split the rows or the columns of a weight as the table of the model's tensors says
 (`Location.split`). `trainer.modules.program` makes the modules from this table.
 """
 
@@ -32,10 +32,10 @@ from fp8rl.trainer.modules.weights import norm_parameter
 
 
 class Held(MegatronModule):
-    """Tensors of a layer. This rank holds each tensor whole, or a part of it."""
+    """Holds tensors of a layer. This rank has each tensor whole, or a part of it."""
 
     halves: frozenset[str] = frozenset()
-    """Names of tensors with the gate's rows, then the up projection's. The ranks split each half by itself."""
+    """Names of tensors that have the gate's rows, then the up projection's rows. Ranks split each half separately."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, precision: LayerPrecision) -> None:
         super().__init__(config)
@@ -44,7 +44,7 @@ class Held(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return every tensor with the axis that tensor-parallel ranks split, for Megatron's checkpoints."""
+        """Describe every tensor for Megatron's checkpoints, with the axis that tensor-parallel ranks split."""
         tensors: dict[str, Any] = {}
         self._save_to_state_dict(tensors, "", keep_vars=True)
         split = {name for name, tensor in tensors.items() if getattr(tensor, "tensor_model_parallel", False)}
@@ -65,16 +65,16 @@ class Held(MegatronModule):
 
 @dataclass(frozen=True)
 class Cut:
-    """Cuts what a parameter's product puts out into the products of the checkpoint's matrices."""
+    """Cuts the product with a fused parameter into the products with the checkpoint's matrices."""
 
     groups: int
-    """Groups of heads of this rank, by which the matrices' rows are interleaved; 1: they follow each other."""
+    """Number of this rank's groups of heads. Each group has rows of every matrix. 1: each matrix is in one piece."""
     sizes: tuple[int, ...]
-    """Rows of each matrix in a group."""
+    """Number of rows that each matrix has in a group."""
 
     @classmethod
     def of(cls, rows: Sequence[TensorRow], table: TensorTable, ranks: int) -> Cut:
-        """Return the cut of a parameter. ranks: the number of ranks that share its rows."""
+        """Return the cut of a parameter. rows: the matrices in it. ranks: the number of ranks that split its rows."""
         groups = table.groups_of(rows) // ranks if rows[0].megatron.layout == "heads" else 1
         return cls(groups, tuple(row.shape[0] // ranks // groups for row in rows))
 
@@ -88,7 +88,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm that is not computed yet: the one product that reads it may compute it itself."""
+    """A norm that is not computed yet. The only product that reads its result computes it."""
 
     x: Tensor
     weight: Tensor
@@ -96,11 +96,11 @@ class Normed:
 
 
 class Product(Held):
-    """The weight [N, K] of a product.
+    """Computes the product of x and a weight [N, K].
 
-    kind: the module kind by which a spec decides about it. axis: the weight's axis that tensor-parallel ranks share;
-    None: each has it whole, and computes the product of its own tokens. cut: cuts the result into those of the
-    checkpoint's matrices.
+    kind: the module kind that a spec names to quantize the product. axis: the weight's axis that tensor-parallel ranks
+    split. None: each rank has the whole weight, and computes the product with its own tokens. cut: cuts the result into
+    the results of the checkpoint's matrices.
 
     If ranks split K, their FP32 partial sums are added in rank order and rounded once. A single rank does the same
     with `precision.k_splits` slices of K, so both layouts give the same bits.
@@ -115,8 +115,8 @@ class Product(Held):
     bias: nn.Parameter | None
 
     def forward(self, x: Tensor | Normed) -> Tensor:
-        """[S, B, K] -> [S, B, N]. If ranks share a sequence, x is this rank's part of it where N is shared, and the
-        result is where K is shared."""
+        """[S, B, K] -> [S, B, N]. With sequence parallelism, x has this rank's part of S if ranks split N, and the
+        result has this rank's part of S if they split K."""
         p = self.precision
         if isinstance(x, Normed):
             alone = self.tp_group.size() == 1 and self.axis != 1
@@ -134,7 +134,7 @@ class Product(Held):
         return ops.add_bias(p.product(self.kind, x, self.weight, self.adapter), self.bias)
 
     def of_heads(self, x: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
-        """`ops.head_linear`: x [S, B, heads, R] -> [S, B, heads, count], or as that says if transposed."""
+        """Compute `ops.head_linear` with the adapter: x [S, B, heads, R] -> [S, B, heads, count] if not transposed."""
         p, adapter, place = self.precision, self.precision.used(self.adapter), (first, count, transposed)
         operand = p.operand(self.weight) if p.quantizes(self.kind) else None
         rows, weight = x.flatten(0, 1), p.plain(self.weight) if operand is None else self.weight
@@ -166,9 +166,9 @@ class Product(Held):
 
 
 class StackedWeights(Held):
-    """One matrix of each of this rank's experts, as one parameter `weight` [experts, N, K].
+    """Holds one matrix of each of this rank's experts, in one parameter `weight` [experts, N, K].
 
-    The experts are not split over tensor-parallel ranks (expert_tensor_parallel_size is 1). kind: as in `TensorRow`.
+    Tensor-parallel ranks do not split an expert (expert_tensor_parallel_size is 1). kind: as in `TensorRow`.
     """
 
     computes_adapters = True
@@ -179,7 +179,7 @@ class StackedWeights(Held):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return all experts of a layer under one key, the one of TransformerEngine's grouped products."""
+        """Describe all experts of a layer under one checkpoint key, the key of TransformerEngine's grouped products."""
         sharded, groups = super().sharded_state_dict(prefix, sharded_offsets, metadata), self.groups
         for key, held in ((f"{prefix}{name}", weight) for name, weight in self.named_parameters() if weight.dim() == 3):
             sharded[key] = ShardedTensor.from_rank_offsets(
@@ -221,7 +221,7 @@ class Experts(Held):
         return adapter is not None and adapter.merges
 
     def _product(self, x: Tensor, counts: Tensor, linear: StackedWeights, w: ExpertWeights) -> Tensor:
-        """Compute one of the two products of `ops.experts`, and let its gradient reach a merged adapter."""
+        """Compute one of the two products of `ops.experts`, with a gradient for a merged adapter."""
         out = adapted_grouped_linear(x, counts, w, self.precision.spec, self.precision.backward)
         adapter = self.precision.used(linear.adapter)
         return out if adapter is None else adapter.with_adapter_gradient(out, x, counts)
@@ -229,14 +229,14 @@ class Experts(Held):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the tensors under the keys of Megatron's grouped MLP, in which `experts.` is doubled."""
+        """Describe the tensors under the keys of Megatron's grouped MLP, in which `experts.` is doubled."""
         sharded = super().sharded_state_dict("", sharded_offsets, metadata)
         replace_prefix_for_sharding(sharded, "", f"{prefix}experts.")
         return {f"{prefix}{name}": tensor for name, tensor in sharded.items()}
 
 
 def whole_sequence(x: Tensor, in_parts: bool, group: dist.ProcessGroup) -> Tensor:
-    """Gather the sequence from the tensor-parallel ranks if each has a part; its gradient is split in the same way."""
+    """Gather the sequence if each tensor-parallel rank has a part. Each rank gets the gradient of its part."""
     if not in_parts:
         return x
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
@@ -259,15 +259,15 @@ class RMSNorm(nn.Module):
 
 
 class PlainColumnLinear(ColumnParallelLinear):
-    """The output projection (lm_head), which is never quantized. Its output features are split over the tensor-parallel
-    ranks, and its logits are gathered from them."""
+    """Computes the output projection (lm_head), which is never quantized. Tensor-parallel ranks split its output
+    features, and gather its logits."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
         return ops.linear(whole_sequence(input, context["sequence_parallel"], context["tp_group"]), weight)
 
 
 class _MergeOverRanks(torch.autograd.Function):
-    """Exchanges FP32 partial sums. Each rank adds the sums for its part of the sequence in rank order, then `plus`."""
+    """Adds the ranks' FP32 partial sums in rank order, then `plus`. Each rank gets its part of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, plus: Tensor | None, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""The trainer's host: gives the ops of a layer's program weights, products and attention in one forward pass."""
+"""The trainer's side of a layer's program: gives the ops their weights, products and attention in one forward pass."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fp8rl.trainer.modules.rows import PackedRows, own_positions, shared_attenti
 
 
 class LayerHost:
-    """The host of a layer (`models.program.Host`).
+    """The trainer's `models.program.Host` for one layer.
 
-    layer: a `ProgramLayer`. packed: the layout of rows that are end to end; None: rows are padded on the right, so that
-    a token's position is its index, and padding is never a key of a real query.
+    layer: a `ProgramLayer`. packed: the layout of packed rows. None: rows are padded on the right, so that a token's
+    position is its index, and padding is never a key of a real query.
     """
 
     def __init__(self, layer: Any, packed: PackedRows | None) -> None:
@@ -55,14 +55,14 @@ class LayerHost:
         return whole_sequence(x, self.layer.config.sequence_parallel, self.layer.tp_group)
 
     def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Apply the function to the heads of all ranks, so that the bits do not depend on the layout. A weight's
-        gradient on a rank comes from this rank's heads only."""
+        """Apply the function to the heads of all ranks, so that the bits do not depend on the layout. On each rank, the
+        gradient of a weight comes only from the rank's own heads."""
         group = self.layer.tp_group
         whole = function(all_gather_last_dim_from_tensor_parallel_region(x, group))
         return whole.chunk(group.size(), -1)[group.rank()]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put the parts of each head next to each other, so that a rank has whole heads."""
+        """Put the parts of each head next to each other, so that a rank has complete heads."""
         return torch.cat(list(parts), -1).flatten(-2)
 
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
@@ -121,7 +121,7 @@ class LayerHost:
         return self.layer.config.context_parallel_size > 1
 
     def _positions(self, x: Tensor) -> Tensor:
-        """The positions [B, S] of x [S, B, ...]."""
+        """Return the positions [B, S] of the tokens in x [S, B, ...]."""
         if self.packed is not None:
             return self.packed.positions[None]
         if self._known is None:
@@ -166,12 +166,12 @@ class LayerHost:
         return route(choose=self._choice)
 
     def _choice(self, probs: Tensor, top_k: int) -> Tensor:
-        """Return the experts that the replay says; without a replay, the best ones by `probs`."""
+        """Return the experts to replay or, without replay, the experts with the highest `probs`."""
         return self.layer.router_replay.get_replay_topk(probs, top_k, default_compute_topk=_best)[1]
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
-        """Expert outputs come back unweighted, in the model's dtype. The rank that owns a token multiplies them by its
-        probabilities, sums in FP32 in ascending expert order, and rounds once."""
+        """Compute the experts of each token. Experts return unweighted outputs in the model's dtype. The rank with the
+        token multiplies them by its probabilities, sums in FP32 in ascending expert order, and rounds once."""
         experts, group = self.layer.weights[site.op.name].experts, self.layer.groups.ep
         order, counts = ops.group_by_expert(chosen, self.sizes.experts)
         pairs = rows_of_pairs(x.flatten(0, -2), order, self.sizes.top_k)
@@ -194,8 +194,8 @@ def _best(probs: Tensor, top_k: int, *groups: None) -> tuple[Tensor, Tensor]:
 def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     """Copy each token once for each of its experts: x [T, H] -> rows [T * k, H].
 
-    order: int64 [T * k], the number of each row's (token, choice) pair. A token's choices are in ascending expert id.
-    A token's gradient is the FP32 sum of its rows' gradients in the order of its choices, rounded once.
+    order: int64 [T * k], for each row its (token, choice) pair as token * k + choice. The choices of a token are in
+    ascending order of experts. A token's gradient is the FP32 sum of its rows' gradients in this order, rounded once.
     """
     return _Rows.apply(x, order, top_k)  # type: ignore[no-any-return]
 
@@ -206,7 +206,7 @@ def on_their_ranks(
     """Send rows [T * k, H] to their experts on all ranks, and return the experts' outputs in the order of the rows.
 
     rows: sorted by expert. counts: int64 [experts], the number of rows of each expert. experts: computes this rank's
-    experts on the rows [R, H] that arrived, sorted by expert and then by sender, and the number of rows of each expert.
+    experts on the rows [R, H] that arrived (sorted by expert, then by sender), given each expert's number of rows.
     """
     ranks = group.size()
     arriving = torch.empty_like(counts)
@@ -223,9 +223,9 @@ def on_their_ranks(
 
 
 def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
-    """Wait for int64 [2, ranks]: the numbers of rows that this rank sends to each rank, and receives from it.
+    """Wait for `sizes`, int64 [2, ranks]: how many rows this rank sends to each rank, and receives from each rank.
 
-    rows: the number of rows sent, which the host knows already.
+    rows: the number of all rows that it sends. The CPU knows this number without waiting.
     """
     return sizes.tolist()  # type: ignore[no-any-return]
 
@@ -245,7 +245,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Reordered(torch.autograd.Function):
-    """Puts rows in another order, given by a permutation and its inverse."""
+    """Permutes rows. inverse: the inverse of the permutation `order`, for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The precision of one model's GEMMs, and of the keys and values in its attention."""
+"""Holds the precision of a model's GEMMs, and of the keys and values in its attention."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Adapter:
     """The adapter of a weight [N, K] or of stacked weights [experts, N, K].
 
     Attributes:
-        a: [parts * rank, K], the A of each adapted matrix in the fused weight, stacked. If each of the stacked experts
-            has its own adapter, a and b have the experts as first dimension.
+        a: [parts * rank, K], the A of each adapted matrix in the weight, one below the other. If each expert has its
+            own adapter, a and b have the experts as first dimension.
         b: [M, rank], the B of the adapted rows, in the order of the weight's rows.
-        parts: number of adapted matrices in the fused weight.
-        fused: the rows of the weight that b's rows belong to; None for a single matrix.
-        halves: whether b has first the gate's rows, then the up projection's rows.
+        parts: number of adapted matrices in the weight. It is above 1 only if the weight is fused.
+        fused: which rows of the weight b's rows belong to. None for a single matrix.
+        halves: whether b has the gate's rows, then the up projection's rows.
     """
 
     a: nn.Parameter
@@ -48,7 +48,7 @@ class Adapter:
 
     @property
     def merges(self) -> bool:
-        """Return whether the adapter is merged into the weight that products take."""
+        """Whether the adapter is merged into the weight that products take."""
         return self.config.mode == "merged"
 
     @property
@@ -58,13 +58,13 @@ class Adapter:
         return LowRank(self.a, wide, self.config.scale, self.parts)
 
     def term(self, x: Tensor, k_splits: int = 1) -> Tensor | None:
-        """Return the adapter's term, which the product of x adds before it rounds; None for a merged adapter."""
+        """Return the adapter's term, which the product of x adds before it rounds. None for a merged adapter."""
         return None if self.merges else ops.low_rank_of(x, self.low_rank, k_splits)
 
     def with_adapter_gradient(self, product: Tensor, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Return `product` unchanged. In the backward pass its gradient also goes to a merged adapter's A and B.
+        """Return `product` unchanged. In the backward pass a merged adapter's A and B get gradients from it.
 
-        An adapter that is not merged gets its gradient by `term`.
+        An adapter that is not merged gets its gradients through `term`.
         """
         return ops.with_adapter_gradient(product, x, self.low_rank, counts) if self.merges else product
 
@@ -87,12 +87,12 @@ def _number(text: str) -> int:
 
 @dataclass
 class Precision:
-    """The trainer's side of a NumericsConfig. A live model changes its precision with `numerics`.
+    """The precision of a model in the trainer. To change it while the model is in use, set `numerics`.
 
     Attributes:
         cache: the operands of products at the current weight version.
         layers: number of layers in the whole model.
-        bare: the operands of the weights without adapters, while the model computes without them; otherwise None.
+        bare: the operands of the weights without adapters, while the model computes without adapters. Otherwise None.
     """
 
     numerics: NumericsConfig
@@ -102,12 +102,12 @@ class Precision:
 
     @property
     def weights(self) -> WeightCache:
-        """The operands that products take now."""
+        """The operands that products take at present."""
         return self.cache if self.bare is None else self.bare
 
     @contextmanager
     def without_adapters(self, adapter: AdapterSection | None) -> Iterator[None]:
-        """Compute with the frozen weights alone inside the block. adapter: the settings of the model's adapters."""
+        """Let the model compute without adapters inside the block. adapter: the settings of the model's adapters."""
         # Products of a merged adapter have operands of their own; those of the base are there for the block alone.
         self.bare = WeightCache() if adapter is not None and adapter.mode == "merged" else self.cache
         try:
@@ -116,25 +116,25 @@ class Precision:
             self.bare = None
 
     def of_layer(self, layer: int) -> LayerPrecision:
-        """Return the precision of a layer, 0 to `layers` - 1, for its modules."""
+        """Return the precision of layer number `layer`, counted from 0, for the layer's modules."""
         return LayerPrecision(self, layer)
 
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    """The precision of one layer. Modules ask for it in each forward pass, and so follow a change."""
+    """The precision of one layer. Modules read it in each forward pass, so that a change takes effect."""
 
     model: Precision
     layer: int
 
     @property
     def spec(self) -> QuantSpec:
-        """Return the spec of what the layer's forward pass quantizes."""
+        """The quantization spec of the layer's forward pass."""
         return self.model.numerics.trainer_spec.of_layer(self.layer, self.model.layers)
 
     @property
     def backward(self) -> Backward:
-        """The precision of the gradient GEMMs of a quantized module."""
+        """The precision of a quantized module's GEMMs in the backward pass."""
         numerics = self.model.numerics
         return "fp8" if numerics.trainer == "fp8" and numerics.spec.gradient.quantized else "bf16"
 
@@ -145,15 +145,15 @@ class LayerPrecision:
 
     @property
     def k_splits(self) -> int:
-        """Number of slices of K in a row-parallel product on one rank."""
+        """Number of slices of K into which one rank cuts a row-parallel product."""
         return self.model.numerics.k_splits
 
     def quantizes(self, kind: str | None) -> bool:
-        """Return whether the GEMMs of this module kind run in FP8 now. kind: None for a product never in FP8."""
+        """Return whether the GEMMs of this module kind run in FP8. kind: None for a product that never does."""
         return kind is not None and self.spec.quantizes(kind)
 
     def operand(self, weight: Tensor) -> Any:
-        """Return the operand of a quantized weight [N, K], or of experts' [experts, N, K]."""
+        """Return the operand of a quantized weight [N, K] or [experts, N, K]."""
         return self.model.weights.operand(weight, self.spec.weight)
 
     def fp8_linear(self, x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
@@ -177,7 +177,7 @@ class LayerPrecision:
         return self.model.weights.plain(weight)
 
     def used(self, adapter: Adapter | None) -> Adapter | None:
-        """Return the adapter; None while the model computes without adapters."""
+        """Return the adapter, or None while the model computes without adapters."""
         return None if self.model.bare is not None else adapter
 
 
@@ -185,18 +185,18 @@ class LayerPrecision:
 
 
 class KVRounding:
-    """The run's `KVFormat` in one attention. In FP8 it also counts the numbers that saturate, while `count` is on."""
+    """Rounds an attention's keys and values to the run's `KVFormat`. `count` makes it count saturated FP8 numbers."""
 
     def __init__(self, precision: LayerPrecision) -> None:
         self._precision = precision
         self.counts: Tensor | None = None
-        """int64 [2]: saturated numbers, and all numbers. On the device, so that no forward pass waits for it."""
+        """int64 [2] on the device: how many numbers have saturated, and how many were counted in all."""
         self.real: Tensor | None = None
-        """bool [b, s], True for the tokens of this forward pass that are no padding; None: do not count."""
+        """bool [b, s], False for the padding tokens of this forward pass. None: do not count."""
 
     @property
     def format(self) -> KVFormat:
-        """The present format. It changes when a live model's numerics change."""
+        """The present format. It changes with the numerics of the model."""
         return self._precision.kv
 
     def keys(self, x: Tensor) -> Tensor:
@@ -217,18 +217,18 @@ class KVRounding:
 
 
 def count(model: nn.Module, real: Tensor | None) -> None:
-    """Count saturated keys and values in forward passes from now on; None: stop counting.
+    """Start or stop the count of saturated keys and values in forward passes.
 
-    real: bool [b, s], False in the padding. Stop before the backward pass, which may recompute the forward pass.
+    real: bool [b, s], False in the padding. None stops. Stop before a backward pass, which may recompute the forward.
     """
     for rounding in _rounding_of(model):
         rounding.real = real
 
 
 def kv_saturated(model: nn.Module) -> float:
-    """Return the fraction of all ranks' keys and values that saturated since the last call.
+    """Return the fraction of keys and values that saturated since the last call, over all ranks.
 
-    All ranks must call it, also ranks whose layers have no keys.
+    All ranks must call this, also ranks whose layers have no keys.
     """
     total = torch.zeros(2, dtype=torch.int64, device=next(model.parameters()).device)
     for rounding in _rounding_of(model):

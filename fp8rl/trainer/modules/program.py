@@ -1,8 +1,8 @@
-"""The layer that exact mode gives Megatron: it holds weights, and runs the model's program with them.
+"""A layer in exact mode: holds the layer's weights, and runs the model's program with them.
 
-Megatron still splits weights and sequence over ranks, runs pipelines, recomputes whole layers, writes checkpoints and
-has the distributed optimizer. Values are [S, B, ...]. With sequence parallelism a tensor-parallel rank has a part of S
-between products.
+Megatron still splits weights and sequences over ranks, runs pipelines, recomputes whole layers, writes checkpoints and
+has the distributed optimizer. Values are [S, B, ...]. With sequence parallelism a tensor-parallel rank has only a part
+of S between products.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OpsModule(Held):
     blocks: tuple[Block, ...]
 
     def run_blocks(self, host: LayerHost, values: dict[str, Any]) -> dict[str, Any]:
-        """Run the ops on the values that are there."""
+        """Run the ops on `values`, by name. Return the values with the ops' outputs."""
         for block in self.blocks:
             again = block.recomputed and self.training and torch.is_grad_enabled()
             values |= block.computed_again(host, values) if again else run(block.sites, host, values)
@@ -48,7 +48,8 @@ class OpsModule(Held):
 
     @contextmanager
     def around_ops(self, around: Callable[[OpSite, Callable[[], Sequence[Any]]], Sequence[Any]]) -> Iterator[None]:
-        """Let a function call each op of a forward, also of one that a backward repeats, and return what it made."""
+        """Inside the block, call `around(site, run)` for each op, also when a backward pass recomputes it. `run()` runs
+        the op. `around` must return the op's outputs."""
 
         def called(site: OpSite) -> OpSite:
             compute = site.op.form.compute
@@ -67,10 +68,10 @@ class OpsModule(Held):
 
 
 class ProgramLayer(OpsModule):
-    """One layer of the model: its tensors, and its ops in their order."""
+    """One layer of the model: holds its tensors, and runs its ops in their order."""
 
     watch: Watch | None = None
-    """Called after each op with its inputs and outputs. With it, ops are not fused, and none is recomputed."""
+    """Called after each op with the op's inputs and outputs. While it is set, ops are not fused or recomputed."""
 
     def __init__(
         self,
@@ -112,11 +113,11 @@ class ProgramLayer(OpsModule):
 
     @property
     def experts(self) -> Experts | None:
-        """Return this rank's experts, if the layer has some."""
+        """This rank's experts. None if the layer has no experts."""
         return next((each.experts for each in self.weights.values() if each.experts is not None), None)
 
     def _takes_norm(self, op: Op) -> bool:
-        """Return whether an op is one product, which may compute the norm before it."""
+        """Return whether an op is a single product that can compute the norm before it."""
         own = self.weights.get(op.name, OpWeights())
         return len(own.products) == 1 and own.products[0].kind is not None and own.experts is None
 
@@ -124,24 +125,24 @@ class ProgramLayer(OpsModule):
 # The weights of a layer.
 
 BUILT_FIRST = ("linear_proj", "linear_q_down_proj", "linear_q_up_proj")
-"""Modules that Megatron's attention makes before its others. The order of parameters is the order of a sum over all
-gradients, and of the optimizer's buffers."""
+"""Modules that Megatron's attention makes before its other modules. The order of parameters is also the order in the
+sum over all gradients and in the optimizer's buffers."""
 
 
 @dataclass
 class OpWeights:
-    """The weights of one op, found once."""
+    """The weights of one op."""
 
     products: list[Any] = field(default_factory=list)
-    """Modules, `Product` in exact mode."""
+    """The modules of its products. In exact mode they are `Product`s."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By the last part of the name in the checkpoint; by "" the op's only one beside its products."""
+    """The tensors, by the last part of their names in the checkpoint. "": the op's only tensor beside its products."""
     experts: Experts | None = None
 
 
 def hold(layer: Held, rows: Sequence[TensorRow], table: TensorTable, inside: str = "") -> dict[str, OpWeights]:
-    """Give a layer its parameters and buffers, uninitialised, in modules by the tensors' names in Megatron. Return the
-    weights of each op. inside: the beginning of these names that stands for `layer` itself."""
+    """Give a layer its uninitialised parameters and buffers, in modules with the tensors' names in Megatron. Return the
+    weights of each op. inside: the beginning of these names that means `layer` itself."""
     held: dict[str, dict[str, list[TensorRow]]] = {}
     for row in rows:
         path, _, name = place(row, inside).rpartition(".")
@@ -170,7 +171,7 @@ def hold(layer: Held, rows: Sequence[TensorRow], table: TensorTable, inside: str
 
 
 def place(row: TensorRow, inside: str = "") -> str:
-    """Return the name of the parameter in the layer. The experts' matrices are one parameter."""
+    """Return the name, in the layer, of the parameter with this tensor. All experts are in the same parameter."""
     name = row.megatron.parameter.removeprefix(f"decoder.layers.{row.layer}.{inside}")
     return name if row.expert is None else name.rstrip("0123456789")
 
@@ -192,7 +193,7 @@ def _by_op(layer: Held, rows: Sequence[TensorRow], inside: str) -> dict[str, OpW
 
 
 def _give(module: Held, name: str, rows: Sequence[TensorRow], table: TensorTable) -> None:
-    """Register this rank's part of the tensors end to end. Megatron holds matrices where checkpoints have more axes."""
+    """Register one parameter with this rank's part of `rows`, end to end. Further axes of a tensor are flattened."""
     first, axis, config = rows[0], rows[0].engine.split, module.config
     own = [row for row in rows if row.expert == first.expert]
     shape = (sum(row.shape[0] for row in own), *([math.prod(first.shape[1:])] if first.shape[1:] else []))
@@ -227,7 +228,7 @@ def _give(module: Held, name: str, rows: Sequence[TensorRow], table: TensorTable
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive ops. reads: names of their inputs. writes: names of their outputs that later ops read."""
+    """Consecutive ops of a layer. reads: names of their inputs. writes: names of the outputs that later ops read."""
 
     sites: tuple[OpSite, ...]
     recomputed: bool
@@ -235,7 +236,7 @@ class Block:
     writes: tuple[str, ...]
 
     def computed_again(self, host: LayerHost, values: dict[str, Any]) -> dict[str, Any]:
-        """Run the ops and keep only their inputs; the backward pass runs the ops once more."""
+        """Run the ops and keep only their inputs. The backward pass runs the ops again."""
 
         def compute(*given: Any) -> tuple[Tensor, ...]:
             made = run(self.sites, host, dict(zip(self.reads, given)))
@@ -246,7 +247,7 @@ class Block:
 
 
 def cut_blocks(ops: Sequence[Op], again: set[str], layer: int) -> tuple[Block, ...]:
-    """Cut the ops of a layer into those that are computed again, by their names, and those between."""
+    """Cut the ops of a layer into blocks. again: the names of ops to recompute, which get separate blocks."""
     cuts = [at for at, op in enumerate(ops) if not at or (op.name in again) != (ops[at - 1].name in again)]
     found = []
     for first, end in zip(cuts, [*cuts[1:], len(ops)], strict=True):
@@ -272,7 +273,7 @@ def _left_to_product(host: Any, site: OpSite, x: Tensor, residual: Tensor | None
 
 
 def norms_in_products(ops: Sequence[Op], takes: Callable[[Op], bool]) -> list[Op]:
-    """Let the op after a norm compute the norm too, if no other op reads it and `takes` returns True for the op."""
+    """Let the op after a norm compute the norm, if no other op reads the norm and `takes` returns True for this op."""
     found = list(ops)
     for at, norm in enumerate(ops[:-1]):
         value, behind = norm.writes[0], ops[at + 1]
@@ -283,6 +284,6 @@ def norms_in_products(ops: Sequence[Op], takes: Callable[[Op], bool]) -> list[Op
 
 
 def _is_read(value: str, ops: Sequence[Op]) -> bool:
-    """Return whether an op reads the value before another op replaces it."""
+    """Return whether one of the ops reads the value before an op writes another value of this name."""
     touching = next((op for op in ops if value in (*op.reads, *op.writes)), None)
     return touching is not None and value in touching.reads

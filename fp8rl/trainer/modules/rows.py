@@ -1,10 +1,10 @@
-"""The layout of a micro-batch's rows for attention: packed end to end, or split over context-parallel ranks.
+"""Lays out a micro-batch's rows for attention: packed end to end, or split over context-parallel ranks.
 
-With context parallelism, a row is cut into 2 * ranks chunks. Rank r has chunk r from the front and chunk r from the
-back, so that all ranks attend to equally many keys (Llama 3, arXiv 2407.21783). Keys and values of all ranks are
-gathered in the order of positions, and each rank runs the attention op on its own queries. So no result depends on the
-number of ranks. In the backward pass, queries are gathered instead, for a rank's own keys. So one rank computes each
-sum over queries or keys whole, in the same order as a single rank.
+With context parallelism, a row is cut into 2 * ranks chunks. Rank r has the chunk at index r from the front and the one
+at index r from the back, so that all ranks attend to equally many keys (Llama 3, arXiv 2407.21783). Each rank gathers
+the keys and values of all ranks in the order of positions, and runs the attention op on its own queries. So no result
+depends on the number of ranks. In the backward pass, a rank gathers all queries for the gradients of its own keys and
+values. So one rank computes each sum over queries or keys, in the order in which a single rank would compute it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fp8rl.trainer.config import CHUNKS
 
 @dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):
-    """The layout of packed rows for attention: the fields that Megatron reads, and fields for our attention."""
+    """The layout of packed rows for attention. The base class has the fields that Megatron reads."""
 
     lengths: Tensor
     """int64 [B], the length of each row."""
     positions: Tensor
     """int64 [T], the position of each token in its row."""
     tree: TokenTree | None = None
-    """The prefix tree of the rows, if shared prefixes occur only once; otherwise None."""
+    """The prefix tree of the rows. None if the rows do not share prefixes."""
 
     @classmethod
     def of(cls, lengths: Tensor) -> PackedRows:
-        """Build the layout. lengths: int64 [B] on the CPU, 1 or more each."""
+        """Build the layout. lengths: int64 [B] on the CPU, each 1 or more."""
         stops = lengths.cumsum(0)
         positions = torch.arange(int(stops[-1])) - (stops - lengths).repeat_interleave(lengths)
         cumulated = torch.cat([stops.new_zeros(1), stops]).int().to(device.current())
@@ -61,7 +61,7 @@ def own_positions(width: int, rank: int, ranks: int) -> Tensor:
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the tokens of all ranks in the order of their positions, [B, S / ranks, ...] -> [B, S, ...].
 
-    In the backward pass each rank takes its part of the gradient, which must be the same on all ranks.
+    In the backward pass each rank takes its part of the gradient. The gradient must be the same on all ranks.
     """
     found: Tensor = _Gathered.apply(part, group)
     return found
@@ -70,10 +70,10 @@ def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 def shared_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute `ops.attention` of a rank's queries over the keys of all ranks.
+    """Compute `ops.attention` of this rank's queries over the keys of all ranks.
 
-    q [B, S / ranks, heads, D]; k, v [B, S / ranks, kv heads, D]; positions int64 [B, S / ranks], `own_positions`.
-    The result has q's shape. The backward pass gives this rank's q, k and v their gradients.
+    q [B, S / ranks, heads, D]; k, v [B, S / ranks, kv heads, D]; positions int64 [B, S / ranks], from `own_positions`.
+    The result has q's shape. The backward pass computes the gradients of this rank's q, k and v.
     """
     out: Tensor = _SharedAttention.apply(q, k, v, positions, scale, group)
     return out

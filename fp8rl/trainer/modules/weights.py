@@ -1,4 +1,4 @@
-"""Parameters with the tags that tell Megatron how a tensor is split over the ranks."""
+"""Makes parameters, and tags them for Megatron, which must know how ranks split a tensor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 def tag_split(weight: Tensor, axis: int) -> None:
     """Tag a weight as split over the tensor-parallel ranks along `axis`.
 
-    Megatron sets the tag when it initialises a weight, which the trainer skips. The gradient norm and the exchange of
-    weights read it.
+    Megatron would set the tag when it initialises a weight, but the trainer skips the initialisation. The gradient norm
+    and the export of weights read the tag.
     """
     set_tensor_model_parallel_attributes(weight, True, axis, 1)
 
@@ -22,7 +22,7 @@ def tag_split(weight: Tensor, axis: int) -> None:
 def norm_parameter(config: TransformerConfig, size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Return a norm's weight, all ones, with Megatron's `sequence_parallel` tag.
 
-    Each tensor-parallel rank sees a part of the sequence, so by this tag Megatron adds the ranks' gradients of a norm.
+    With this tag Megatron adds the gradients of the tensor-parallel ranks, each of which sees a part of the sequence.
     """
     weight = nn.Parameter(torch.ones(size, dtype=dtype or config.params_dtype, device=torch.cuda.current_device()))
     setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
@@ -30,13 +30,13 @@ def norm_parameter(config: TransformerConfig, size: int, dtype: torch.dtype | No
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's parameters by TransformerEngine's names. Stacked experts give views `weight0`, `weight1`, …"""
+    """Yield a model's parameters with TransformerEngine's names. Stacked experts give views `weight0`, `weight1`, …"""
     for name, parameter in model.named_parameters():
         yield from matrices(name, parameter)
 
 
 def matrices(name: str, of_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter, or a tensor of its shape, with its name. Stacked experts [experts, N, K]: each matrix."""
+    """Yield (name, tensor) for a parameter or another tensor of its shape. If it is 3-D, yield each expert's matrix."""
     if of_parameter.dim() < 3:
         yield name, of_parameter
     else:
@@ -49,7 +49,7 @@ def is_adapter(name: str) -> bool:
 
 
 def beside(weight: str, letter: str) -> str:
-    """Return the name of parameter `a` or `b` of a weight's adapter. Both names may end in an expert's number."""
+    """Return the name of the adapter's parameter `a` or `b` for a weight. An expert's number stays at the end."""
     before, _, number = weight.rpartition("weight")
     return f"{before}lora_{letter}{number}"
 

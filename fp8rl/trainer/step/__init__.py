@@ -1,1 +1,1 @@
-"""One pass over a batch, from rows to gradients."""
+"""Runs one pass over a batch, from rows to gradients."""

@@ -1,4 +1,4 @@
-"""The tokens that one optimizer step trains on, as a padded batch."""
+"""Holds the tokens that one optimizer step trains on, as a padded batch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 # The tokens that those of a batch were drawn from, where top-p, top-k or min-p left some out.
 
 NOT_CARRIED = 0
-"""The place in the pool of a token without an entry. Its kept tokens are computed from the trainer's own logits."""
+"""The `at` of a token without an entry in the pool. Its kept tokens are computed from the trainer's own logits."""
 
 
 @dataclass(frozen=True)
 class KeptTokenPool:
-    """The tokens that truncation kept for each draw. The trainer may no longer have the weights of the draw."""
+    """The tokens that truncation kept for each draw, for draws with weights that the trainer may no longer have."""
 
     at: Tensor
-    """int64 [B, S] or another shape, the place of each token's entry in `pool`; `NOT_CARRIED` if it has no entry."""
+    """int64, usually [B, S]: where each token's entry in `pool` begins, or `NOT_CARRIED` if the token has no entry."""
     pool: Tensor
-    """int32 [N]. An entry is the number of kept ids, then the ids. First comes an empty entry, 0, for `NOT_CARRIED`."""
+    """int32 [N]. An entry is the number of kept ids, then the ids. The first entry is empty, for `NOT_CARRIED`."""
 
     @classmethod
     def of(cls, carried: Tensor, counts: Tensor, ids: Tensor) -> KeptTokenPool:
-        """Build the pool. carried: bool [B, S], True for tokens with an entry. counts: [M], the number of kept ids of
-        each of these tokens, in row-major order. ids: [counts.sum()], the kept ids, in the same order."""
+        """Build the pool. carried: bool [B, S], True for tokens with an entry. counts: [M], the number of kept ids for
+        each token with an entry, in row-major order. ids: [counts.sum()], their kept ids, in the same order."""
         counts, ids = counts.int(), ids.int()
         starts = 1 + torch.arange(len(counts)) + counts.cumsum(0) - counts
         pool = torch.zeros(1 + len(counts) + len(ids), dtype=torch.int32)
@@ -60,10 +60,10 @@ class KeptTokenPool:
 def left_out(
     logits: Tensor, temperature: float, truncation: Truncation, drawn: Tensor, supports: KeptTokenPool | None
 ) -> Tensor:
-    """Return bool [n, V], True for the ids that truncation left out at each position of logits [n, V].
+    """Return bool [n, V], True for the ids that truncation left out, at each position of logits [n, V].
 
-    drawn: bool [n], True where the next token was drawn. supports: [n], the kept ids of each next token. Without an
-    entry, or if supports is None, truncation is applied to the logits.
+    drawn: bool [n], True if the token after the position was drawn. supports: [n], the ids that were kept for that
+    token. If it has no entry, or if supports is None, truncation is applied to the logits.
     """
     rows, device = len(logits), logits.device
     settings = (
@@ -81,42 +81,42 @@ def left_out(
 
 
 UNKNOWN = -1
-"""The value in place of an expert or a draw that is not known."""
+"""Stands for an expert or a drawn token that is not known."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Right-padded sequences with per-token data. Index t of every [B, S] tensor belongs to the token at t.
+    """Right-padded sequences with data for each token. Index t of every [B, S] tensor belongs to the token at t.
 
-    A log-probability at t belongs to `tokens[b, t]` given `tokens[b, :t]`; index 0 has none and is never a target.
+    The log-probability at t is that of `tokens[b, t]` given `tokens[b, :t]`. At index 0 there is none, and no target.
 
     Raises:
-        ValueError: a shape, a dtype, a length, the temperature or the mask breaks the rules of the fields.
+        ValueError: a field is not as its description says.
     """
 
     tokens: Tensor
-    """int64 [B, S], padding included (its value is arbitrary)."""
+    """int64 [B, S]. Padding tokens may have any value."""
     lengths: Tensor
-    """int64 [B], tokens of each row without padding, 1 to S."""
+    """int64 [B], the number of tokens of each row without padding, 1 to S."""
     loss_mask: Tensor
     """bool [B, S], True where the token is a target of the loss."""
     temperature: float = 1.0
-    """Logits are divided by it before the softmax, as in sampling."""
+    """The temperature of sampling, by which logits are divided before the softmax."""
     fields: dict[str, Tensor] = field(default_factory=dict)
-    """Further float32 [B, S] tensors for the objective, such as `rollout_logprobs` and `advantages`."""
+    """More tensors for the objective, float32 [B, S], such as `rollout_logprobs` and `advantages`."""
     routes: Tensor | None = None
-    """int16 [B, S, L, K], the K experts to which the engine sent the token at t in each of the L MoE layers; -1 where
-    it reported none, as for a row's last token and the padding. None if there are no such reports."""
+    """int16 [B, S, L, K], the K experts to which the engine sent each token in each of the L MoE layers. -1 for tokens
+    without a report, such as padding and the last token of a row. None if the engine reported no experts."""
     replay: bool = False
-    """Whether the trainer uses the experts of `routes` instead of its own choice (R3, arXiv 2510.11370)."""
+    """Whether the trainer uses the experts in `routes` in place of its own choice (R3, arXiv 2510.11370)."""
     seeds: Tensor | None = None
-    """int64 [B], the seeds with which the trainer repeats the draws of tokens with a loss; `GREEDY`: no draws are
-    repeated in this row. None: in no row."""
+    """int64 [B], the seed of each row with which the trainer repeats the draws of tokens with a loss. `GREEDY`: it
+    repeats no draws of this row. None: it repeats no draws."""
     truncation: Truncation = EVERY_TOKEN
-    """The limits under which tokens with a loss were drawn. They are scored among the tokens that the limits keep."""
+    """The limits with which tokens with a loss were drawn. These are scored among the tokens that the limits keep."""
     supports: KeptTokenPool | None = None
-    """The tokens that truncation kept, `at` [B, S], for draws with weights that the trainer may no longer have. None:
-    the kept tokens are computed from the trainer's logits."""
+    """The tokens that truncation kept for each draw, with `at` [B, S]. None: the kept tokens are computed from the
+    trainer's logits."""
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or 0 in self.tokens.shape:
@@ -134,7 +134,7 @@ class TokenBatch:
         if self.routes is not None:
             _expect("routes", self.routes, (*shape, *self.routes.shape[-2:]), torch.int16)
         elif self.replay:
-            raise ValueError("replay: found True without routes, expected routes to replay")
+            raise ValueError("replay: found True and no routes, expected routes to replay")
         shortest, longest = int(self.lengths.min()), int(self.lengths.max())
         if shortest < 1 or longest > shape[1]:
             raise ValueError(f"lengths: found {shortest} to {longest}, expected 1 to {shape[1]}, the width of tokens")
@@ -177,7 +177,7 @@ class TokenBatch:
         return self._changed(trim, lengths, None if self.seeds is None else self.seeds[index])
 
     def padded(self, width: int) -> TokenBatch:
-        """Return the same rows padded to `width` tokens, at least the present width."""
+        """Return the same rows padded to `width` tokens. width: not less than the present width."""
         extra = width - self.width
 
         def pad(value: Tensor) -> Tensor:
@@ -188,9 +188,9 @@ class TokenBatch:
     def followed_by(self, other: TokenBatch) -> TokenBatch:
         """Append the rows of another batch of the same width, temperature and fields. Neither may have routes."""
         if self.routes is not None or other.routes is not None or self.temperature != other.temperature:
-            raise ValueError("found batches with routes or of two temperatures, expected none and one")
+            raise ValueError("found batches with routes or two temperatures, expected no routes and one temperature")
         if self.truncation != other.truncation or (self.supports is None) != (other.supports is None):
-            raise ValueError("found batches drawn in two ways, expected one")
+            raise ValueError("found batches with two truncations, or supports in only one, expected the same in both")
         seeds = None if self.seeds is None or other.seeds is None else torch.cat([self.seeds, other.seeds])
         return TokenBatch(
             tokens=torch.cat([self.tokens, other.tokens]),
@@ -212,7 +212,7 @@ class TokenBatch:
         return replace(moved, supports=replace(moved.supports, pool=moved.supports.pool.to(device)))
 
     def _changed(self, change: Callable[[Tensor], Tensor], lengths: Tensor, seeds: Tensor | None) -> TokenBatch:
-        """Return the batch with `change` made to every [B, S, ...] tensor."""
+        """Return the batch with `change` applied to every [B, S, ...] tensor."""
         return TokenBatch(
             tokens=change(self.tokens),
             lengths=lengths,

@@ -1,4 +1,4 @@
-"""The head: the one place where final hidden states become logits, log-probabilities, entropy and draws."""
+"""Computes logits, log-probabilities, entropy and draws from final hidden states. No other code computes logits."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Head:
     layer: nn.Module
     """Megatron's layer, or another layer with the same signature."""
     weight: Tensor
-    """[N, H], where N is this tensor-parallel rank's part. It is the embedding's weight if the model ties both."""
+    """[N, H], this tensor-parallel rank's part of the weight. If the model ties both, it is the embedding's weight."""
 
     def __call__(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return [S, B, N], logits or another head's output, for hidden states [S, B, H] (or this tensor-parallel
-        rank's part of S).
+        """Return the head's output [S, B, N] of all ranks, for example logits, for hidden states [S, B, H]. Hidden
+        states may be only this tensor-parallel rank's part of S.
 
-        weight: used in place of `self.weight`, for example without a gradient.
+        weight: the weight to use in place of `self.weight`, for example one without a gradient.
         """
         out: Tensor = self.layer(hidden, weight=self.weight if weight is None else weight, runtime_gather_output=None)[
             0
@@ -40,10 +40,10 @@ class Head:
         return out
 
     def local_product(self, hidden: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input and the output of the product with this rank's weight.
+        """Return the input [S * B, H] and the output [S * B, N / ranks] of the product with this rank's weight.
 
-        hidden, out: the input of a call of the head, and the call's output or its gradient. The product's input has the
-        rows of all ranks [S * B, H]; its output has this rank's columns [S * B, N / ranks].
+        hidden, out: the input of a call of the head, and the call's output or the gradient of the output. The product
+        has the rows of all ranks, and this rank's columns.
         """
         ranks = out.shape[-1] // self.weight.shape[0]
         if ranks > 1:
@@ -60,19 +60,19 @@ def head_of(model: GPTModel) -> Head:
 
 
 DRAWN_TOGETHER = 1024
-"""Number of rows of logits that are copied at a time to draw from."""
+"""Number of rows of logits that are copied at a time for draws."""
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """The head's output for the rows of a micro-batch; arbitrary in the padding."""
+    """The head's output for the rows of a micro-batch. Values in the padding are arbitrary."""
 
     values: Tensor
-    """FP32 [B, S - 1] with gradient, log-probabilities of tokens 1 to S - 1, or a critic's values before each token."""
+    """FP32 [B, S - 1] with gradient: the log-probabilities of tokens 1 to S - 1, or a critic's values before them."""
     entropy: Tensor
-    """FP32 [B, S - 1] with gradient, the entropy of the distribution that each token is scored under; a critic: 0."""
+    """FP32 [B, S - 1] with gradient: the entropy of the distribution that scores each token. A critic has 0."""
     draws: Tensor | None = None
-    """int64 [B, S], as `PassResult.draws`; None for a batch without seeds."""
+    """int64 [B, S], as `Scored.draws`. None for a batch without seeds."""
 
 
 ReadHead = Callable[[Tensor, Head, MicroBatch], HeadOutput]
@@ -80,11 +80,11 @@ ReadHead = Callable[[Tensor, Head, MicroBatch], HeadOutput]
 
 
 def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | None = None) -> HeadOutput:
-    """Read log-probabilities: the `ReadHead` of a policy. Logits at t belong to the token at t + 1.
+    """Compute log-probabilities, entropy and draws: the `ReadHead` of a policy. Logits at t are for the token at t + 1.
 
-    chunk: number of tokens whose logits exist at a time; None: all. A chunk's logits are computed in the forward pass
-    and again in the backward pass, by the same ops. So log-probabilities and gradients of hidden states do not change.
-    The gradient of the head's weight is summed over chunks in FP32, and rounded once.
+    chunk: number of tokens whose logits exist at the same time. None: all. The logits of a chunk are computed in the
+    forward pass and again in the backward pass, by the same ops. So log-probabilities and gradients of hidden states do
+    not change. The gradient of the head's weight is summed over chunks in FP32, and rounded once.
     """
     rows = micro.predictors(hidden)
     targets = _Targets.of(micro, len(rows))
@@ -101,10 +101,10 @@ def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | No
 
 
 def hidden_states(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """Run Megatron's model, or its wrapper, up to the head.
+    """Run Megatron's model, or its wrapper, up to the head. Return hidden states [s, b, H].
 
-    Tokens in the model's order [b, s] -> [s, b, H], or this tensor-parallel rank's part of s. On the last pipeline
-    stage these are the final hidden states, on other stages the input of the next stage.
+    With sequence parallelism they are this tensor-parallel rank's part of s. The last pipeline stage returns the final
+    hidden states, other stages return the input of the next stage.
     """
     gpt = gpt_of(model)
     last, gpt.post_process = gpt.post_process, False  # asked where GPTModel would go on with its output layer
@@ -123,25 +123,25 @@ def gpt_of(model: nn.Module) -> GPTModel:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The targets in the order of the head's rows. Tensors are [ranks, n]: n targets on each tensor-parallel rank."""
+    """The targets of a micro-batch in the order of the head's rows. Tensors are [tensor-parallel ranks, targets]."""
 
     tokens: Tensor
     """int64, the targets' ids."""
     temperature: float
     seeds: Tensor | None
-    """int64, the seed of each draw; `GREEDY`: no draw for this target. None: no draws."""
+    """int64, the seed of each target's draw. `GREEDY`: this target is not drawn. None: no target is drawn."""
     positions: Tensor
-    """int64, the position in its row of the token before the target."""
+    """int64, the position of the token before the target, in its row."""
     drawn: Tensor
     """bool, True where the target was drawn."""
     truncation: Truncation
-    """The limits under which drawn targets were drawn."""
+    """The limits with which drawn targets were drawn."""
     supports: KeptTokenPool | None
     """The tokens that truncation kept for each target, or None."""
 
     @classmethod
     def of(cls, micro: MicroBatch, count: int) -> _Targets:
-        """Collect the targets of a micro-batch. count: number of targets of one rank."""
+        """Collect the targets of a micro-batch. count: number of targets on one rank."""
 
         def by_rank(values: Tensor) -> Tensor:
             return micro.targets_of(values).view(-1, count)
@@ -170,7 +170,7 @@ class _Targets:
         return self._changed(lambda values: values[..., places])
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> _Targets:
-        """Return the targets with `change` made to every tensor [ranks, n]."""
+        """Return the targets with `change` applied to every tensor [ranks, n]."""
         return replace(
             self,
             tokens=change(self.tokens),
@@ -181,12 +181,12 @@ class _Targets:
         )
 
     def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probabilities and entropy, FP32 [ranks, n], and the tokens drawn again, int64 [ranks, n]."""
+        """Return log-probabilities, FP32 [ranks, n], entropy, FP32 [ranks, n], and repeated draws, int64 [ranks, n]."""
         logits = logits.view(*self.tokens.shape, -1)
         return *self.logprobs(logits), self._draws(logits)
 
     def logprobs(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropy over the tokens that truncation keeps and the target itself."""
+        """Return log-probabilities and entropy. They are over the tokens that truncation keeps, and the target."""
         logits = logits.view(*self.tokens.shape, -1)
         if self.truncation.cuts:
             out = self._left_out(logits.detach()).scatter_(-1, self.tokens.unsqueeze(-1), False)
@@ -215,7 +215,7 @@ class _Targets:
 
 
 class _InChunks(torch.autograd.Function):
-    """Computes `_Targets.read` of rows [n, 1, H]. The head gets one chunk at a time."""
+    """Computes `_Targets.read` for the head's output on rows [n, 1, H]. The head gets one chunk at a time."""
 
     @staticmethod
     def forward(

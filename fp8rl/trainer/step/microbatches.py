@@ -1,4 +1,4 @@
-"""Micro-batches: the rows of a batch, padded or packed, assigned to data-parallel ranks."""
+"""Assigns the rows of a batch to data-parallel ranks and micro-batches, padded or packed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a batch that go through the model together. In this class each row is padded to a row of the input."""
+    """Rows of a batch that go through the model together. In this class each row of the batch is a padded input row."""
 
     rows: list[int]
-    """The rows' numbers in the whole batch. The list is empty on a rank that has no rows left: it takes part in the
-    collectives with one row that does not count."""
+    """The rows' numbers in the whole batch. The list is empty on a rank without rows. `batch` then has one row that
+    does not count, so that the rank takes part in the collectives."""
     batch: TokenBatch
     """The rows, on the device."""
     packed_rows: PackedRows | None = None
@@ -28,16 +28,16 @@ class MicroBatch:
 
     @classmethod
     def of(cls, batch: TokenBatch, rows: list[int], multiple: int) -> MicroBatch:
-        """Build the micro-batch of these rows of `batch`, padded to a multiple of tokens."""
+        """Build the micro-batch of these rows of `batch`. multiple: the padded length is a multiple of this number."""
         return cls(rows, pad_to_multiple(rows_of(batch, rows), multiple).to(device.current()))
 
     @classmethod
     def plan(cls, batch: TokenBatch, dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
-        """Assign the rows of `batch` to ranks and micro-batches (`plan`)."""
+        """Assign the rows of `batch` to ranks and micro-batches, as the function `plan` does."""
         return plan(batch.lengths.tolist(), dp_size, budget, multiple)
 
     def to_model(self, values: Tensor) -> Tensor:
-        """Arrange values [B, S, ...] of the batch in the model's order [b, s, ...]."""
+        """Put values [B, S, ...] of the batch into the order of the model's input [b, s, ...]."""
         return values
 
     def from_model(self, values: Tensor, padding: int = 0) -> Tensor:
@@ -45,23 +45,23 @@ class MicroBatch:
         return values
 
     def real_in_model(self) -> Tensor:
-        """Return bool [b, s], False in the padding of the model's input. Without rows it is False everywhere."""
+        """Return bool [b, s], False in the padding of the model's input. All are False on a rank without rows."""
         return self.to_model(self.batch.real_tokens()) & bool(self.rows)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return the metrics of the layout, which are summed over the micro-batches of a pass."""
+        """Return metrics of the layout. A pass sums them over its micro-batches."""
         return {}
 
     # A target is a token that the head predicts, from the hidden state of the token before it. Here every token has a
     # target, the one behind it in its row; behind a row's last one nobody asks for it.
 
     def predictors(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [n, 1, H] that predict the targets, from all hidden states [s, b, H]. Both are this
-        tensor-parallel rank's part."""
+        """Return the hidden states [n, 1, H] that predict the targets. hidden: all hidden states [s, b, H]. Both are
+        only this tensor-parallel rank's part."""
         return hidden.flatten(0, 1).unsqueeze(1)
 
     def targets_of(self, values: Tensor) -> Tensor:
-        """Return the values of the targets, [N]: of all tensor-parallel ranks, one rank after another.
+        """Return the values of the targets of all tensor-parallel ranks, [N], one rank after another.
 
         values: [B, S], a value for each token of the batch.
         """
@@ -79,16 +79,16 @@ class MicroBatch:
 def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
     """Assign rows to ranks and micro-batches. Every rank computes the same plan and gets equally many micro-batches.
 
-    Rows of similar length share a micro-batch. A micro-batch holds at most `budget` padded tokens, or one longer row.
-    A rank that has too few rows for its share gets empty micro-batches.
+    Rows of similar length share a micro-batch. A micro-batch has at most `budget` padded tokens, or one longer row. A
+    rank with too few rows gets empty micro-batches.
 
     Args:
-        lengths: tokens of each row.
-        budget: padded tokens of a micro-batch.
-        multiple: rows are padded to a multiple of this.
+        lengths: number of tokens of each row.
+        budget: largest number of tokens of a micro-batch, padding included.
+        multiple: rows are padded to a multiple of this number of tokens.
 
     Returns:
-        Row indices by rank, then micro-batch.
+        For each rank, for each of its micro-batches, the numbers of the rows.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     filled = [_fill(longest_first[rank::dp_size], lengths, budget, multiple) for rank in range(dp_size)]
@@ -97,7 +97,7 @@ def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> li
 
 
 def rows_of(batch: TokenBatch, rows: list[int]) -> TokenBatch:
-    """Return these rows of the batch. For no rows return the shortest row, so that the model has an input."""
+    """Return these rows of the batch. If there are none, return the shortest row, so that the model has an input."""
     return batch.select(rows or [int(batch.lengths.argmin())])
 
 
@@ -107,7 +107,7 @@ def pad_to_multiple(batch: TokenBatch, multiple: int) -> TokenBatch:
 
 
 def _fill(rows: list[int], lengths: list[int], budget: int, multiple: int) -> list[list[int]]:
-    """Cut rows, longest first, into consecutive micro-batches within the budget."""
+    """Cut rows into consecutive micro-batches within the budget. rows: longest first."""
     micro: list[list[int]] = []
     width = 0
     for row in rows:
@@ -120,7 +120,7 @@ def _fill(rows: list[int], lengths: list[int], budget: int, multiple: int) -> li
 
 
 def _split_to(micro: list[list[int]], count: int) -> list[list[int]]:
-    """Split the rows into `count` micro-batches: halve the micro-batch with most rows, then add empty micro-batches."""
+    """Make `count` micro-batches. Halve the one with most rows again and again, then add empty micro-batches."""
     micro = list(micro)
     while len(micro) < count:
         largest = max(range(len(micro)), key=lambda i: len(micro[i]), default=None)
@@ -137,13 +137,13 @@ def _split_to(micro: list[list[int]], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMicroBatch(MicroBatch):
-    """Rows end to end in one row of the model's input [1, T].
+    """Rows of a batch that lie end to end in one row of the model's input [1, T].
 
     The padding is an additional last row, which repeats the last token.
     """
 
     index: Tensor
-    """int64 [T], the number of each token among the B * S tokens of `batch`."""
+    """int64 [T], for each input token its index in `batch.tokens.flatten()`."""
     real: int
     """Number of tokens that are no padding."""
 
@@ -177,9 +177,9 @@ class PackedMicroBatch(MicroBatch):
 def plan_packed(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
     """Assign packed rows to ranks and micro-batches, as `plan` does for padded rows.
 
-    A micro-batch holds at most `budget` tokens, padded at its end to a multiple, or one longer row. There are as few
-    micro-batches as possible, with about equal numbers of tokens: rows are assigned longest first, each to the emptiest
-    micro-batch.
+    A micro-batch has at most `budget` tokens, or one longer row. It is padded at its end to a multiple. The number of
+    micro-batches is the smallest that works if each row, longest first, goes to the micro-batch with fewest tokens.
+    So micro-batches have about equal numbers of tokens.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     room = max(budget // multiple, 1) * multiple
@@ -191,8 +191,8 @@ def plan_packed(lengths: list[int], dp_size: int, budget: int, multiple: int = 1
 
 
 def _spread(rows: list[int], lengths: list[int], count: int, room: int) -> list[list[int]] | None:
-    """Spread rows, longest first, over `count` micro-batches. Return them sorted by tokens, most first; None if they do
-    not fit."""
+    """Spread rows over `count` micro-batches. Return the micro-batches, most tokens first, or None if a row does not
+    fit. rows: longest first."""
     emptiest = [(0, place) for place in range(count)]
     micro: list[list[int]] = [[] for _ in range(count)]
     for row in rows:
@@ -209,9 +209,9 @@ def _spread(rows: list[int], lengths: list[int], count: int, room: int) -> list[
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMicroBatch(MicroBatch):
-    """Padded rows that context-parallel ranks split: this rank's model takes the tokens at `positions`.
+    """Padded rows that context-parallel ranks split. This rank's model gets the tokens at `positions` of each row.
 
-    The model's outputs are gathered. All ranks of a group compute the same loss of whole rows, and each rank takes the
+    The ranks of a group gather the model's outputs. All of them compute the same loss of whole rows, and each takes the
     gradient of its own tokens.
     """
 

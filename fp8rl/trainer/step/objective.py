@@ -1,4 +1,4 @@
-"""The interface between a loss and the trainer, which knows no reinforcement learning, and the results of a pass."""
+"""The interface between the trainer and a loss, and the results of a pass. It has nothing of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -19,56 +19,56 @@ class ObjectiveOutput:
     loss: Tensor
     """The micro-batch's share of the loss, a scalar with gradient."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """The micro-batch's share of each metric, a scalar by name, e.g. `train/entropy`. Gradients are dropped."""
+    """The micro-batch's share of each metric, a scalar, by the metric's name (e.g. `train/entropy`)."""
 
 
 class Objective(Protocol):
-    """A loss that is a sum: the sum over micro-batches and data-parallel ranks is the loss of the whole batch.
+    """A loss that is a sum: its sum over micro-batches and data-parallel ranks is the loss of the whole batch.
 
-    An objective is built once per step from the whole batch and holds its denominators. So the result depends neither
-    on the division into micro-batches nor on the number of ranks. The same is true of its metrics.
+    An objective is built once per step from the whole batch, and has the denominators of the whole batch. So the loss
+    and the metrics depend neither on the division into micro-batches nor on the number of ranks.
     """
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch, /) -> ObjectiveOutput:
-        """Return the share of the loss of the rows in `batch`.
+        """Return the share that the rows of `batch` have in the loss.
 
         Args:
-            logprobs: fp32 [B, S] with gradient, aligned as in :class:`TokenBatch`; index 0 and padding are ignored. For
-                a critic's objective: the critic's values.
-            entropy: fp32 [B, S] with gradient, the entropy of the distribution that each token was scored under. This
-                is at the batch's temperature, over the tokens that the batch's truncation keeps.
-            batch: the rows; its tensors are on the device of `logprobs`.
+            logprobs: fp32 [B, S] with gradient, aligned as in :class:`TokenBatch`. Index 0 and padding are ignored. A
+                critic's objective gets the critic's values.
+            entropy: fp32 [B, S] with gradient, the entropy of the distribution that gives each token its score. This
+                distribution has the batch's temperature, and only the tokens that the batch's truncation keeps.
+            batch: the rows, on the device of `logprobs`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a forward pass says about each token."""
+    """The results of a forward pass for each token."""
 
     logprobs: Tensor
-    """fp32 [B, S] on the CPU, log-probabilities or a critic's values, with the weights before the step; zero at index 0
+    """fp32 [B, S] on the CPU, log-probabilities or a critic's values with the weights before the step. Zero at index 0
     and in the padding."""
     routes: Tensor | None = None
-    """int16 [B, S, L, K] on the CPU, the experts that the trainer's own router would choose for each token, ascending,
-    and -1 in the padding. None for a batch without routes. It does not matter whether the routes are replayed."""
+    """int16 [B, S, L, K] on the CPU, the experts that the trainer's own router chooses for each token, in ascending
+    order, with or without replay. -1 in the padding. None for a batch without routes."""
     draws: Tensor | None = None
-    """int64 [B, S] on the CPU, the token that `numerics.ops.draw` draws from the trainer's logits at each token's
-    position; -1 where the token has no loss or its row no seed. None for a batch without seeds, and of a critic."""
+    """int64 [B, S] on the CPU, the token that `numerics.ops.draw` draws from the trainer's logits at each position. -1
+    if the token there has no loss, or its row no seed. None for a batch without seeds, and for a critic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassResult(Scored):
-    """One forward and backward pass, before its gradients are applied or dropped."""
+    """The results of one forward and backward pass."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """The objective's metrics, summed over the whole batch."""
     loss: float = math.nan
-    """The loss of the whole batch; NaN if no pass succeeded."""
+    """The loss of the whole batch. NaN if no pass succeeded."""
     grad_norm: float = math.nan
-    """The global gradient norm before clipping; NaN if it was not taken."""
+    """The global gradient norm before clipping. NaN if it was not computed."""
     seconds: float = 0.0
-    """Seconds from the batch's arrival on the ranks to the gradient norm."""
+    """Seconds from the arrival of the batch on the ranks to the gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ class RankPass:
     """The result of a pass on one rank."""
 
     rows: list[int]
-    """Numbers of the batch's rows that this rank's data-parallel replica holds."""
+    """Numbers of the batch's rows that this rank's data-parallel replica has."""
     result: PassResult
-    """Its tensors hold only these rows, in this order. Loss and metrics are those of the whole batch, on every rank."""
+    """Its tensors have only these rows, in this order. Its loss and metrics are for the whole batch, on every rank."""
     loads: Tensor | None = None
-    """int64 [layers of this stage, E], the number of the batch's tokens that chose each expert; None: not counted."""
+    """int64 [layers of this stage, E], how many of the batch's tokens chose each expert. None: it was not counted."""
 
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """Bytes that a rank has offloaded from its device, and bytes that remain on the device."""
+    """moved: bytes that a rank has offloaded from its device. stays: bytes that are still there."""
 
     moved: int
     stays: int
@@ -97,7 +97,7 @@ class OffloadReport:
 class NonFiniteLossError(FloatingPointError):
     """A loss or a gradient norm was NaN or infinite. The weights were not changed.
 
-    rows: for a loss, all rows of the micro-batches that it came from; for a norm, all rows of the batch.
+    rows: for a loss, all rows of the micro-batches with such a loss. For a norm, all rows of the batch.
     """
 
     def __init__(self, message: str, rows: Sequence[int]) -> None:

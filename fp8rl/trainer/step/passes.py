@@ -1,4 +1,4 @@
-"""One pass over a batch: forward and backward through Megatron's schedule, on this rank's rows."""
+"""Runs one forward and backward pass over this rank's rows of a batch, by Megatron's schedule."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def run_pass(
     counting: bool = False,
     codes: bool = False,
 ) -> RankPass:
-    """Score the batch and, with an objective, accumulate its summed gradients in `model`.
+    """Score the batch. With an objective, also sum its gradients in the buffers of `model`.
 
-    All ranks call it with the same batch.
+    All ranks must call this with the same batch.
 
     Args:
         budget: largest number of tokens of a micro-batch, padding included.
-        multiple: the length of each row of the model's input is padded to a multiple of this.
+        multiple: each row of the model's input is padded to a multiple of this number of tokens.
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
         read_head: computes the head's output from the final hidden states.
         form: the layout of the rows of a micro-batch.
         counting: whether to count the tokens of each expert.
-        codes: whether keys and values are in FP8, so that saturated numbers are to be counted.
+        codes: whether keys and values are in FP8. Numbers that saturate are then counted.
 
     Raises:
-        NonFiniteLossError: the loss of some micro-batches is not finite. All ranks raise it, with these rows.
-        UserError, ValueError: the batch has routes that this model cannot take; see
-            :func:`trainer.step.routing.routing_of`.
+        NonFiniteLossError: the loss of some micro-batches is not finite. All ranks raise it, with the rows of these
+            micro-batches.
+        UserError, ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
     """
     if layout.cp_size > 1:
         multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
@@ -139,7 +139,7 @@ def _loss(
     read_head: ReadHead,
     routes: Tensor | None,
 ) -> tuple[Tensor, Tensor, _MicroOutput]:
-    """Return what Megatron's loss function must: the loss to differentiate, an unused token count, results to keep."""
+    """Return what Megatron expects of a loss function: the loss, an unused number of tokens, and results to keep."""
     batch = micro.batch
     found = read_head(hidden, head_of(model), micro)
     real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
@@ -167,7 +167,7 @@ def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[st
     if bad_rows:
         raise NonFiniteLossError(
             f"loss: found a value that is not finite in the micro-batches of rows {bad_rows}, expected finite losses. "
-            "The weights were not changed; look at these rows' log-probabilities and advantages.",
+            "The weights were not changed. Look at the log-probabilities and advantages of these rows.",
             bad_rows,
         )
     names = dict.fromkeys(name for part, _ in gathered for name in part)
@@ -176,7 +176,7 @@ def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[st
 
 
 def _collect(values: list[Any], outputs: list[_MicroOutput], whole: Tensor) -> Tensor:
-    """Fill `whole` [B, S, ...] on the CPU with the tensor [b, s, ...] of each micro-batch, one after the other."""
+    """Copy the micro-batches' tensors [b, s, ...], one after the other, into `whole` [B, S, ...] on the CPU."""
     at = 0
     for value, output in zip(values, outputs):
         count, width = len(output.rows), min(value.shape[1], whole.shape[1])

@@ -1,12 +1,12 @@
-"""Routing replay (R3, arXiv 2510.11370): the trainer uses the engine's experts, and records its own choice too.
+"""Replays routes (R3, arXiv 2510.11370): the trainer uses the engine's experts, and also records its own choice.
 
-Each layer with experts has a `RouterReplay` of Megatron's, which chooses the experts of its tokens. In a
-pass over a batch with routes, this model's replays record the router's own choice. If routes are to be replayed, they
-return the batch's routes, otherwise the own choice. Probabilities of the experts are always the trainer's, so gradients
-reach the router. The autograd graph holds the forward pass's choice, so the backward pass needs no replay. A forward
-pass that is recomputed in the backward pass still finds its micro-batch's routes: the next micro-batch comes later.
+Each layer with experts has Megatron's `RouterReplay`, which chooses the experts of the tokens. In a pass over a batch
+with routes, it records the router's own choice. It returns the batch's routes if `replay` is set, otherwise the own
+choice. The probabilities of the experts are always the trainer's, so gradients reach the router. Autograd's graph has
+the choice of the forward pass, so the backward pass needs no replay. If the backward pass recomputes a forward pass, it
+still finds the routes of its micro-batch, because the next micro-batch begins later.
 
-The same record counts the tokens of each expert, by which a router's bias is moved (`move_biases`).
+The same record counts the tokens of each expert. From these counts `move_biases` changes the router's biases.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp8rl.trainer.step.microbatches import MicroBatch
 
 @contextmanager
 def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bool = False) -> Iterator[Routing]:
-    """Prepare the model's routers for a pass over `batch`. Without routes and counting the routers are not touched.
+    """Prepare the model's routers for a pass over `batch`. With neither routes nor counting, do nothing to them.
 
     counting: whether to count the tokens of each expert.
 
@@ -65,8 +65,8 @@ def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bo
 class Routing:
     """The routers of one model during a pass.
 
-    loads: int64 [layers of this stage, E], the number of tokens in this rank's rows that chose each expert, without
-    padding. If several ranks have the same rows, only one of them counts. None: not counted.
+    loads: int64 [layers of this stage, E], how many tokens of this rank's rows chose each expert, without padding. If
+    several ranks have the same rows, only one of them counts them. None: nothing is counted.
     """
 
     def __init__(self, layers: list[LayerRouting], layout: Layout, loads: Tensor | None = None) -> None:
@@ -88,9 +88,9 @@ class Routing:
             layer.target_topk_idx = experts
 
     def own_choice(self, micro: MicroBatch) -> Tensor | None:
-        """Return the routers' own choice for a micro-batch, after its forward pass, and count the experts.
+        """After the forward pass of a micro-batch, count its experts and return the routers' own choice.
 
-        int16 [B, S, L, K], experts ascending and -1 in the padding. None for a batch without routes.
+        The choice is int16 [B, S, L, K], in ascending order, with -1 in the padding. None for a batch without routes.
         """
         if not self._layers:
             return None
@@ -103,7 +103,7 @@ class Routing:
         return torch.where(micro.batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
 
     def _chosen(self, micro: MicroBatch) -> Tensor:
-        """Return the routers' own choice, int32 [B, S, L, K], arbitrary in the padding."""
+        """Return the routers' own choice, int32 [B, S, L, K]. Values in the padding are arbitrary."""
         # Not int16, which gloo does not carry.
         chosen = torch.stack([layer.recorded_topk_idx for layer in self._layers], dim=1).int()
         if self._layout.tp_size > 1:
@@ -115,8 +115,8 @@ class Routing:
 
 
 class LayerRouting(RouterReplay):
-    """Megatron's replay for one router, changed to record the router's choice also while it replays. Where no route is
-    known, the router chooses."""
+    """Megatron's replay for one router. It records the router's choice also while it replays. For a token without a
+    route, the router chooses."""
 
     def get_replay_topk(
         self,
@@ -126,7 +126,7 @@ class LayerRouting(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the experts that are used, int64 [T, k], best first, and their scores [T, k]. scores: [T, E]."""
+        """Return the scores [T, k] of the experts to use, and the experts, int64 [T, k], best first. scores: [T, E]."""
         assert default_compute_topk is not None
         values, choice = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.router_replay_action is None:
@@ -145,15 +145,15 @@ def _check_routes(batch: TokenBatch, routers: list[Any]) -> None:
     found, expected = list(batch.routes.shape[2:]), [len(routers), routers[0].config.moe_router_topk if routers else 0]
     if found != expected:
         raise ValueError(
-            f"routes: found {found} (layers, experts of a token), expected {expected}, as the model has; they come "
-            "from another model"
+            f"routes: found {found} (layers, experts of a token), expected {expected}, as in the trainer's model. "
+            "Replay routes of the same model"
         )
     if batch.replay:
         _check_experts(batch.routes, routers[0].config.num_moe_experts)
 
 
 def _check_experts(routes: Tensor, experts: int) -> None:
-    """Check that in each layer every token has k different experts of the model, or no expert."""
+    """Check that every token has k different experts of the model in each layer, or only -1."""
     ascending = routes.sort(-1).values
     unknown = (ascending == UNKNOWN).all(-1)
     known = (ascending[..., 0] >= 0) & (ascending[..., -1] < experts) & (ascending.diff(dim=-1) > 0).all(-1)
@@ -162,20 +162,20 @@ def _check_experts(routes: Tensor, experts: int) -> None:
         row, token, layer = bad[0].tolist()
         raise ValueError(
             f"routes: found the experts {routes[row, token, layer].tolist()} in row {row}, token {token}, layer {layer}"
-            f" (and {len(bad) - 1} like it), expected different ones of 0 to {experts - 1}, or -1 for all"
+            f" (and {len(bad) - 1} like it), expected different ones from 0 to {experts - 1}, or only -1"
         )
 
 
 @torch.no_grad()
 def move_biases(model: nn.Module, loads: Tensor, rate: float) -> None:
-    """Move the bias of each expert by `rate` towards the mean load of its layer, the same on every rank.
+    """Change the bias of each expert by `rate`, so that the experts of a layer get more equal loads.
 
-    This balances experts without a loss. After an optimizer step the bias falls for each expert that was chosen more
-    often than the mean of its layer, and rises for each expert that was chosen less often, always by the same amount
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). A bias only affects the choice of experts:
-    probabilities are computed without it.
+    This balances experts without a loss. After an optimizer step the bias of an expert falls by `rate` if more tokens
+    chose it than the mean of its layer, and rises by `rate` if fewer did (DeepSeek-V3, arXiv 2412.19437, section 2.1.2;
+    arXiv 2408.15664). A bias affects only the choice of experts. Probabilities are computed without it. The result is
+    the same on every rank.
 
-    loads: int64 [layers with experts, E], the number of tokens of the whole batch that chose each expert.
+    loads: int64 [layers with experts, E], how many tokens of the whole batch chose each expert.
     """
     biases = [bias for name, bias in model.named_buffers() if name.endswith(".expert_bias")]
     for bias, load in zip(biases, loads, strict=True):

@@ -1,9 +1,9 @@
-"""Micro-batches whose rows share prefixes: a shared prefix is in the model's input, and is computed, only once.
+"""Makes micro-batches whose rows share prefixes. The model computes a shared prefix only once.
 
 Answers to one prompt, and branches of a conversation, have a common prefix. In exact mode the bits of a token depend
-only on the tokens before it. So rows in lexicographic order can form a prefix tree (`numerics.ops.trees`): each row
-adds only the tokens after its common prefix with the row before. A log-probability is computed from the hidden state of
-the token before, which several tokens may follow. Gradients of a shared token are summed over its rows before rounding.
+only on the tokens before it. So rows in lexicographic order can form a prefix tree (`numerics.ops.trees`). Each row
+adds only the tokens after its common prefix with the row before. The log-probability of a token comes from the hidden
+state of the token before it, which several tokens may follow. A shared token's gradients are summed, then rounded.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ SAVED_SAMPLED, SAVED_OTHER = "train/saved_sampled_tokens", "train/saved_other_to
 
 @dataclass(frozen=True, kw_only=True)
 class TreeMicroBatch(PackedMicroBatch):
-    """Rows as a prefix tree in one row of the model's input [1, T], padded at its end as packed rows are.
+    """Rows of a batch as a prefix tree in one row of the model's input [1, T], padded like packed rows.
 
-    `index` has the number of each of the T tokens among the tokens of `batch`, in one of the rows that share it.
+    In this class, a number of a token is its index in `batch.tokens.flatten()`. `index` has a number for each of the T
+    tokens, from one of the rows that share the token.
     """
 
     numbers: Tensor
-    """int64 [R], the numbers of all tokens that are no padding, among the B * S tokens of `batch`."""
+    """int64 [R], the numbers of all tokens that are no padding."""
     places: Tensor
-    """int64 [R], the tree's token for each number in `numbers`."""
+    """int64 [R], for each of `numbers` the index of its token in the tree."""
     targets: Tensor
-    """int64 [N], the number of each target among the B * S tokens of `batch`. A token of the tree is a target once for
-    each way in which it is scored or drawn. The last target is repeated to fill N up to a multiple."""
+    """int64 [N], the number of each target. A token of the tree is a separate target for each way in which rows score
+    or draw it. The last target is repeated until N is a multiple of the padding."""
     parents: Tensor
-    """int64 [N], the tree's token before each target."""
+    """int64 [N], for each target the index in the tree of the token before it."""
     asked: Tensor
-    """int64 [M], the numbers of the tokens that have a log-probability: all tokens of a row except the first."""
+    """int64 [M], the numbers of the tokens with a log-probability: all tokens of a row except the first."""
     target_of: Tensor
-    """int64 [M], the place in `targets` of each token in `asked`."""
+    """int64 [M], for each of `asked` its index in `targets`."""
 
     @classmethod
     def plan(cls, batch: TokenBatch, dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
@@ -101,14 +102,14 @@ class TreeMicroBatch(PackedMicroBatch):
         return {SAVED_SAMPLED: sampled, SAVED_OTHER: batch.lengths.sum() - self.real - sampled}
 
     def _placed(self, numbers: Tensor, values: Tensor, padding: int) -> Tensor:
-        """Return [B, S, ...] with values[i] at the token numbers[i], and padding elsewhere."""
+        """Return [B, S, ...] with values[i] at the token numbers[i], and `padding` at all other tokens."""
         shape = self.batch.tokens.shape
         whole = values.new_full((shape.numel(), *values.shape[1:]), padding)
         return whole.index_put((numbers,), values).unflatten(0, shape)
 
 
 def form_of(config: TrainerSection) -> type[MicroBatch]:
-    """Return the class of micro-batches that a trainer's `cp`, `prefix_sharing` and `packing` ask for."""
+    """Return the class of micro-batches for a trainer's `cp`, `prefix_sharing` and `packing`."""
     if config.cp > 1:
         return SharedMicroBatch
     if config.prefix_sharing:
@@ -117,7 +118,7 @@ def form_of(config: TrainerSection) -> type[MicroBatch]:
 
 
 def with_tree_ratio(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
-    """Add to a pass's metrics, if it used trees, the fraction of the batch's tokens that was in the model's input."""
+    """If a pass used trees, add to its metrics the fraction of the batch's tokens that the model computed."""
     if SAVED_OTHER not in metrics:
         return metrics
     saved = metrics[SAVED_SAMPLED] + metrics[SAVED_OTHER]
@@ -125,8 +126,8 @@ def with_tree_ratio(metrics: dict[str, float], batch: TokenBatch) -> dict[str, f
 
 
 def token_keys(batch: TokenBatch) -> np.ndarray:
-    """Return int16 [B, S, C], a key for each token. Tokens with equal keys and prefixes are one token of a tree. It
-    is the id and, if routes are replayed, the experts, which engines with different weights may choose differently."""
+    """Return int16 [B, S, C], a key for each token. Tokens with equal keys and prefixes are one token of a tree. A key
+    is the token's id. If routes are replayed, it also has the experts, because engines may have chosen others."""
     keys = batch.tokens.cpu().contiguous().numpy().view(np.int16).reshape(*batch.tokens.shape, -1)
     if not batch.replay:
         return keys
@@ -135,10 +136,10 @@ def token_keys(batch: TokenBatch) -> np.ndarray:
 
 
 def build_tree(keys: np.ndarray, lengths: list[int]) -> tuple[TokenTree, Tensor, Tensor]:
-    """Build the prefix tree of rows, on the CPU.
+    """Build the prefix tree of rows, on the CPU. keys: [B, S, C] from `token_keys`.
 
-    keys: [B, S, C] from `token_keys`. Returns the tree; int64 [T], for each token of the tree the first of the B * S
-    tokens of the rows that share it; and int64 [B, S], the tree's token for each token of a row, 0 in the padding.
+    Return the tree; int64 [T], for each token of the tree its number (0 to B * S - 1) in the first row that has it; and
+    int64 [B, S], for each token of a row its index in the tree, with 0 in the padding.
     """
     rows, width = keys.shape[:2]
     place = np.zeros((rows, width), np.int64)
@@ -169,15 +170,15 @@ def build_tree(keys: np.ndarray, lengths: list[int]) -> tuple[TokenTree, Tensor,
 
 
 def plan_trees(keys: np.ndarray, lengths: list[int], dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
-    """Assign rows to ranks and micro-batches by their tokens in a tree, as `plan_packed` does for packed rows.
+    """Assign rows to ranks and micro-batches, as `plan_packed` does for packed rows. Count a shared prefix once.
 
     Rows in lexicographic order are cut into as few runs as the budget allows, with about equal numbers of tokens. A
-    prefix that is shared across a cut is in both runs.
+    run is a micro-batch. A prefix that rows on both sides of a cut share is in both runs.
     """
     order, shared = _in_order(keys, lengths)
 
     def cut(room: int) -> list[tuple[int, list[int]]]:
-        """Return runs of at most `room` tokens, or of one longer row, each with its number of tokens."""
+        """Return (number of tokens, rows) of each run. A run has at most `room` tokens, or one longer row."""
         runs: list[tuple[int, list[int]]] = []
         for row, common in zip(order, shared, strict=True):
             tokens = runs[-1][0] + lengths[row] - common if runs else room + 1
@@ -199,7 +200,7 @@ def plan_trees(keys: np.ndarray, lengths: list[int], dp_size: int, budget: int, 
 
 
 def _in_order(keys: np.ndarray, lengths: list[int]) -> tuple[list[int], list[int]]:
-    """Return the rows in lexicographic order, and the length of each row's common prefix with the row before."""
+    """Return the rows in lexicographic order, and for each the length of its common prefix with the row before."""
     order = sorted(range(len(lengths)), key=lambda row: keys[row, : lengths[row]].tobytes())
     shared = [0]
     for before, row in pairwise(order):
@@ -210,8 +211,8 @@ def _in_order(keys: np.ndarray, lengths: list[int]) -> tuple[list[int], list[int
 
 
 def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `targets`, `parents`, `asked` and `target_of` of a micro-batch. A shared token is several targets if rows
-    draw it with different seeds or supports, or if some rows do not draw it."""
+    """Return `targets`, `parents`, `asked` and `target_of` of a micro-batch. A shared token is several targets if its
+    rows draw it with different seeds or supports, or if only some of its rows draw it."""
     asks = batch.real_tokens()
     asks[:, 0] = False
     if not asks.any():
@@ -229,7 +230,7 @@ def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, T
 
 
 def _padded(tree: TokenTree, tokens: int, padding: int) -> TokenTree:
-    """Append a separate row of `padding` tokens to a tree of `tokens` tokens."""
+    """Append a separate row of `padding` tokens to a tree. tokens: the tree's number of tokens."""
     added = torch.arange(tokens, tokens + padding)
     table = tree.table.new_zeros(len(tree.table) + 1, max(tree.table.shape[1], padding))
     table[:-1, : tree.table.shape[1]] = tree.table
@@ -246,7 +247,7 @@ def _padded(tree: TokenTree, tokens: int, padding: int) -> TokenTree:
 
 
 def _layout(tree: TokenTree, positions: Tensor) -> PackedRows:
-    """Return the layout for attention. Code that does not know trees sees one row."""
+    """Return the layout for attention. To code that does not know trees it is one row."""
     layout = PackedRows.of(torch.tensor([len(positions)]))
     layout.positions, layout.tree = positions.to(device.current()), tree.to(device.current())
     return layout

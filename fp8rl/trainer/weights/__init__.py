@@ -1,1 +1,1 @@
-"""The conversion between a model's weights and the tensors of a Hugging Face checkpoint."""
+"""Converts between a model's weights and the tensors of a Hugging Face checkpoint."""

@@ -1,8 +1,7 @@
-"""The export of a model's weights as tensors of its Hugging Face checkpoint, each from exactly one rank.
+"""Exports a model's weights as tensors of its Hugging Face checkpoint. Exactly one rank exports each tensor.
 
-No rank needs all tensors. An expert is exported by a rank that holds it. A weight that tensor parallelism splits is
-gathered at one of the ranks that hold its parts. If several ranks hold the same weight, the rank with the fewest bytes
-to export so far exports it.
+No rank needs all tensors. An expert is exported by a rank that has it. If tensor-parallel ranks split a weight, one of
+them gathers the parts. If several ranks have a weight, the one with the fewest bytes to export so far exports it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fp8rl.trainer.megatron import te_runtime
 
 
 class Dealer:
-    """Assigns parameters to the ranks that hold them, so that each rank exports about equally many bytes."""
+    """Chooses the rank that exports a parameter, so that all ranks export about equally many bytes."""
 
     def __init__(self, ranks: int) -> None:
         self._dealt = [0] * ranks
@@ -38,7 +37,7 @@ class Dealer:
 class Exporter:
     """Exports this rank's shard of a model.
 
-    scales: `MegatronWeights` for the scales of weights that are held in FP8, quantized as `quantized_as`.
+    quantized_as: the spec of weights that the model stores in FP8. scales: `MegatronWeights` for their scales.
     """
 
     def __init__(
@@ -52,9 +51,9 @@ class Exporter:
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end, to gather parts.
 
-        weights: (Megatron's name in the whole model, this rank's part with Megatron's tags, and the tensor that engines
-        get in place of the part), in the same order on all ranks of a pipeline stage. base: a tensor that the base has
-        is exported from the base, where it is whole.
+        weights: (name in the whole model, this rank's part with Megatron's tags, tensor that engines get in place of
+        the part). The order is the same on all ranks of a pipeline stage. base: tensors that are in the base, where
+        they are whole, are exported from the base.
         """
         at = self._layout
         dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
@@ -87,7 +86,7 @@ class Exporter:
         return ((row.name, base.tensor(row.name)) for row in self._weights.rows(name))
 
     def _pieces(self, held: Tensor, served: Tensor) -> list[Tensor]:
-        """Return the weight or, if TransformerEngine holds it in FP8, its codes and scales."""
+        """Return the weight or, if TransformerEngine stores it in FP8, its codes and scales."""
         if not te_runtime.is_quantized(held):
             return [served]
         weight = te_runtime.quantized(held)
@@ -97,7 +96,7 @@ class Exporter:
     def _tensors(
         self, name: str, held: Tensor, parts: list[list[Tensor]]
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield the tensors in a parameter. parts: the pieces from each rank that holds a part of it."""
+        """Yield the tensors in a parameter. parts: for each rank with a part of the parameter, its `_pieces`."""
         names, axis = [row.name for row in self._weights.rows(name)], self._weights.axis(name, held)
         cut = [
             side.cut(name, side.merge(name, piece, axis))
@@ -109,7 +108,7 @@ class Exporter:
 
 
 def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """Gather the pieces of all ranks of `group` on rank `owner`; other ranks get nothing. All ranks take part."""
+    """Gather the pieces of all ranks of `group` on rank `owner`. Other ranks get nothing. All ranks take part."""
     here = group.rank() == owner
     parts: list[list[Tensor]] = []
     for piece in pieces:
@@ -129,7 +128,7 @@ def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> lis
 def adopt(
     parameter: nn.Parameter, names: Sequence[str], base: SharedBase, scales: MegatronWeights, layout: Layout
 ) -> bool:
-    """Let a frozen parameter read its values from the base, which engines read too; return True if it can.
+    """Let a frozen parameter read its values from a base, which engines read too. Return False if it cannot.
 
     names: the parameter's name in the whole model or, for stacked experts, each expert's name.
     """
@@ -176,10 +175,10 @@ def _frozen(
 
 
 class MegatronWeights:
-    """The mapping between Megatron's parameters, whole or split over tensor-parallel ranks, and checkpoint tensors.
+    """Maps Megatron's parameters, whole or split over tensor-parallel ranks, to checkpoint tensors and back.
 
-    Parameters have their names in the whole model. block: 1 to map weights; to map scales, the size of the weight's
-    block that has one scale.
+    Parameters have their names in the whole model. block: 1 to map weights. To map scales, the size of the weight's
+    blocks, each of which has one scale.
     """
 
     def __init__(self, table: TensorTable, block: int = 1) -> None:
@@ -190,7 +189,7 @@ class MegatronWeights:
         return self._table.in_megatron[parameter]
 
     def axis(self, parameter: str, held: Tensor) -> int | None:
-        """Return the axis on which ranks split a parameter; None: each rank has it whole.
+        """Return the axis on which ranks split a parameter. None: each rank has the whole parameter.
 
         Experts are never split. They have Megatron's tag only for the gradient norm.
         """
@@ -216,7 +215,7 @@ class MegatronWeights:
         return [self._table.fuse(share, rows, self._block, ranks) for share in shares]
 
     def merge(self, parameter: str, parts: Sequence[Tensor], axis: int | None) -> Tensor:
-        """Undo `share`: join the ranks' parts to the whole parameter, tensor by tensor."""
+        """Undo `share`. Join the parts of the ranks to the whole parameter."""
         rows, ranks = self.rows(parameter), len(parts)
         if axis is None or ranks == 1:
             return parts[0]

@@ -1,4 +1,4 @@
-"""The conversion between a model's weights and its Hugging Face checkpoint, on any parallel layout."""
+"""Loads a model's weights from a Hugging Face checkpoint, and exports them to one, on any parallel layout."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from fp8rl.trainer.weights.export import Exporter, MegatronWeights, adopt
 class HFWeights:
     """Converts between a model's parameters and the tensors of its Hugging Face checkpoint at `path`.
 
-    Every method needs all ranks. A weight that TransformerEngine holds in FP8 is converted as two matrices: its codes
+    Every method needs all ranks. A weight that TransformerEngine stores in FP8 is converted as two matrices: its codes
     [N, K] and its scales [N / block, K / block].
 
-    quantized_as: the spec of weights in FP8. cache: gives the tensor that is served for a weight.
+    quantized_as: the spec of weights in FP8. cache: gives the tensor that engines get for a weight.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HFWeights:
 
     @torch.no_grad()
     def load(self, model: GPTModel, names: Collection[str] | None = None) -> None:
-        """Fill the model, or only the named parameters, from the directory's safetensors files."""
+        """Fill the model from the directory's safetensors files. names: fill only these parameters."""
         if not any(self.path.glob("*.safetensors")):
             remedy = "Download the weights, or convert them to safetensors."
             raise user_error("model.path", str(self.path), "a model directory with *.safetensors weights", remedy)
@@ -78,15 +78,15 @@ class HFWeights:
     def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield the (HF name, tensor) pairs of this rank's shard. The shards of all ranks together are the checkpoint.
 
-        A weight that TransformerEngine holds in FP8 is yielded in FP8. The tensors may share memory with the
-        parameters: use or copy them before the next training step. All ranks must iterate to the end.
+        A weight that TransformerEngine stores in FP8 is yielded in FP8. Use or copy the tensors before the next
+        training step, because they may share memory with the parameters. All ranks must iterate to the end.
         """
         return self._exporter.share(self._served(model), self._base)
 
     def adopt(self, model: GPTModel, base: SharedBase, waits: bool = False) -> int:
         """Let the model's frozen parameters read their values from a base. Return the bytes of parameters that cannot.
 
-        See :func:`trainer.weights.export.adopt`. waits: the model was not loaded yet, so that this loads the rest.
+        See :func:`trainer.weights.export.adopt`. waits: the model is not loaded yet, so also load the other parameters.
         """
         self._base = base
         whole = self.whole_names(model)
@@ -104,7 +104,7 @@ class HFWeights:
         return sum(parameter.nbytes for _, parameter in kept)
 
     def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield this rank's shard of the weights without adapters, merged or separate."""
+        """Yield this rank's shard of the weights, without separate or merged adapters."""
         whole, weights = self.whole_names(model), self._weights(model)
         parts = (part for name, weight in weights for part in matrices(name, weight))
         return self._exporter.share(((whole[name], part, part.detach()) for name, part in parts), self._base)
@@ -116,29 +116,29 @@ class HFWeights:
         return self._exporter.share((whole[name], part, part.detach()) for name, part in parts)
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
-        """Return for each of this rank's `named_weights` the checkpoint's tensors in it, whole or in part."""
+        """Return for each of this rank's weights and buffers the checkpoint's tensors in it, whole or in part."""
         whole = self.whole_names(model)
         return {name: self.rows_of(whole[name]) for name, _ in self._held(model)}
 
     def rows_of(self, name: str) -> Sequence[TensorRow]:
-        """Return the tensors in a matrix, by its name in the whole model."""
+        """Return the checkpoint's tensors in a matrix. name: the matrix's name in the whole model."""
         return self._megatron.rows(name)
 
     def part(self, name: str, values: Callable[[TensorRow], Tensor], axis: int | None) -> Tensor:
         """Fill a matrix with `values(row)` for each checkpoint tensor in it, and return this rank's part of the matrix.
 
-        name: the matrix's name in the whole model. axis: the axis on which ranks split it; None: each has it whole.
+        name: the matrix's name in the whole model. axis: the axis on which ranks split it. None: they do not split it.
         """
         whole = self._megatron.fuse(name, [values(row) for row in self.rows_of(name)])
         return self._megatron.share(name, whole, axis, self._layout.tp_size)[self._layout.tp_rank]
 
     def _held(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's tensors of the checkpoint."""
+        """Yield the names and tensors of this rank's weights and buffers."""
         yield from named_weights(model)
         yield from self._buffers(model)
 
     def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield this rank's tensors by their names in the whole model, each with the tensor that engines get for it."""
+        """Yield (name in the whole model, this rank's tensor, tensor that engines get for it)."""
         whole = self.whole_names(model)
         for name, held in self._weights(model):
             read_from_base = te_runtime.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
@@ -147,7 +147,7 @@ class HFWeights:
                 yield whole[one], part, in_its_place
 
     def _weights(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and buffers that are tensors of the checkpoint; no adapters."""
+        """Yield the parameters and buffers that are tensors of the checkpoint. Adapters are not among them."""
         yield from ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
         yield from self._buffers(model)
 
@@ -157,7 +157,7 @@ class HFWeights:
         return ((name, buffer) for name, buffer in buffers if whole.get(name) in self._table.in_megatron)
 
     def whole_names(self, model: GPTModel) -> dict[str, str]:
-        """Return the names of this rank's weights, adapters and buffers in the whole model."""
+        """Return the name in the whole model for each name of this rank's weights, adapters and buffers."""
         tensors = {**dict(named_weights(model)), **dict(model.named_buffers())}
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         first_expert = self._layout.ep_rank * (self._definition.sizes.experts // self._layout.ep_size)
@@ -175,7 +175,7 @@ class HFWeights:
         return names
 
     def write(self, model: GPTModel, path: Path) -> None:
-        """Write a Hugging Face directory: dequantized weights, and the source's other files and kept tensors."""
+        """Write a Hugging Face directory with dequantized weights. Copy the source's other files and unused tensors."""
         kept = kept_tensors(self.path, self._definition) if rank() == 0 else ()
         source = stored_files(self.path)
         tensors = chain(self._as_stored(self._plain(self.share(model)), source), kept)
@@ -183,16 +183,16 @@ class HFWeights:
         write_directory(Path(path).absolute(), tensors, self._copy_description, pieces, self._dtype)
 
     def write_adapters(self, model: GPTModel, path: Path, base: Path | None = None) -> None:
-        """Write the adapters as a directory in PEFT's format, which names its base.
+        """Write the adapters as a directory in PEFT's format.
 
-        The base is the directory that the model was read from, or another one with the same weights.
+        base: the model directory that it names as its base. None: the directory from which the model was read.
         """
         shares = all_gathered({name: tensor.cpu() for name, tensor in self._plain(self.adapters(model))})
         tensors = {name: tensor for share in shares for name, tensor in share.items()}
         together(lambda: write_adapter(path, tensors, self._definition, base or self.path) if rank() == 0 else None)
 
     def _copy_description(self, partial: Path) -> None:
-        """Copy the source's files other than weights. config.json no longer says that the weights are in FP8."""
+        """Copy the source's files that have no weights. Remove from config.json that the weights are in FP8."""
         copy_beside_weights(self.path, partial)
         config = json.loads((partial / "config.json").read_text())
         places = [config, *(value for value in config.values() if isinstance(value, dict))]
@@ -201,7 +201,7 @@ class HFWeights:
             (partial / "config.json").write_text(json.dumps(config, indent=1))
 
     def _as_stored(self, weights: Iterator[tuple[str, Tensor]], source: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors. An FP32 tensor that the source has in BF16 becomes BF16 if this changes no value."""
+        """Yield the tensors. If the source has an FP32 tensor in BF16, convert it to BF16 if no value changes."""
         try:
             for name, weight in weights:
                 if self._table[name].trained == torch.float32 and source.described(name)[1] == "BF16":

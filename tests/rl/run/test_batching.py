@@ -56,7 +56,7 @@ def test_input_that_does_not_fit_is_refused() -> None:
         ([], False, "empty batch"),
         ([known, routed], False, "trajectory 1: found none for its routes, expected those of 3 tokens"),
         ([cut], False, "trajectory 0: found those of 2 tokens for its routes"),
-        ([good], True, "replay: found True without routes"),
+        ([good], True, "replay: found True and no routes"),
     ):
         with pytest.raises(ValueError, match=said):
             batch_from_trajectories(rows, 1.0, replay=replay)

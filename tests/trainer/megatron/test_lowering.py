@@ -60,7 +60,7 @@ def test_mxfp8_is_a_recipe_of_its_own() -> None:
     without = {key: value for key, value in FP8.items() if key != "fp8_param"}
     assert found.config == without | {"fp8_recipe": "mxfp8"}
     assert found.recipe == {"fp8_format.name": "E4M3", "fp8_dpa": False, "fp8_mha": False, "backward_override": None}
-    with pytest.raises(UserError, match="numerics.weight.scale: found 'e8m0', expected pow2, as .*MXFP8BlockScaling"):
+    with pytest.raises(UserError, match="numerics.weight.scale: found 'e8m0', expected pow2, .*MXFP8BlockScaling"):
         lower(native(rollout="bf16", preset="mxfp8"), True)
     with pytest.raises(UserError, match="numerics.activation.group: found 128, expected 32"):
         lower(mxfp8(activation={"scale": "pow2", "group": 128}), True)
@@ -76,11 +76,11 @@ def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine_nor_fp8_
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"weight": {"granularity": "channel"}}, "numerics.weight.granularity: found 'channel', expected block, as"),
+    [({"weight": {"granularity": "channel"}}, "numerics.weight.granularity: found 'channel', expected block, because"),
      ({"weight": {"format": "e5m2"}}, "numerics.weight.format: found 'e5m2', expected e4m3"),
      ({"activation": {"group": 32}}, "numerics.activation.group: found 32, expected 128"),
      ({"gradient": {"scale": "fp32"}}, "numerics.gradient.scale: found 'fp32', expected pow2"),
-     ({"activation": {"fixed": 224.0}}, "numerics.activation.fixed: found 224.0, expected null, as"),
+     ({"activation": {"fixed": 224.0}}, "numerics.activation.fixed: found 224.0, expected null, because"),
      ({"gradient": {"rounding": "stochastic"}}, "numerics.gradient.rounding: found 'stochastic', expected nearest"),
      ({"scope": ["o_proj"]}, r"numerics.scope: found \['o_proj'\], expected all module kinds")],
 )  # fmt: skip

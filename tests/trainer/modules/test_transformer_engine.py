@@ -189,7 +189,7 @@ def test_the_recipe_that_was_lowered_passes() -> None:
 def test_another_recipe_is_refused_with_its_settings(recipe: Any, found: str) -> None:
     with pytest.raises(UserError) as error:
         te_runtime.compare(replace(DEFAULT, environment={FP32_SCALES: "1", BACKWARD: None}), recipe)
-    assert found in str(error.value) and f"start the process with {FP32_SCALES}=1 {BACKWARD} unset" in str(error.value)
+    assert found in str(error.value) and f"Start the process with {FP32_SCALES}=1 {BACKWARD} unset" in str(error.value)
 
 
 def test_a_live_model_falls_back_to_bf16_and_returns_and_takes_no_other_fp8() -> None:

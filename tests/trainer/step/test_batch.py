@@ -46,7 +46,7 @@ def test_rows_are_chosen_in_order_trimmed_to_the_longest_and_padded() -> None:
      ({"loss_mask": BATCH.loss_mask | (PLACES == 8)}, "padding"),
      ({"fields": {"advantages": torch.zeros(3, 4)}}, r"fields\['advantages'\]: found"),
      ({"routes": torch.zeros(3, 4, 2, 2).short()}, r"routes: found .*, expected torch.int16 \[3, 5, 2, 2\]"),
-     ({"routes": None}, "replay: found True without routes"), ({"temperature": 0.0}, "temperature"),
+     ({"routes": None}, "replay: found True and no routes"), ({"temperature": 0.0}, "temperature"),
      ({"temperature": float("nan")}, "temperature"), ({"seeds": torch.zeros(2, dtype=torch.int64)}, "seeds")],
 )  # fmt: skip
 def test_malformed_batches_are_refused(changes: dict[str, object], message: str) -> None:
@@ -60,7 +60,7 @@ def test_rows_of_another_batch_follow() -> None:
     assert both.rows == 3 and both.seeds.tolist() == [11, 12, 11] and both.temperature == 0.7
     assert both.fields["advantages"][1].tolist() == [10, 11, 12]
     for other in (BATCH, dataclasses.replace(plain, temperature=1.0)):
-        with pytest.raises(ValueError, match="routes or of two temperatures"):
+        with pytest.raises(ValueError, match="routes or two temperatures"):
             plain.followed_by(other)
 
 

@@ -1,7 +1,7 @@
-"""The SGLang plugin: puts the run's ops into the engine, holds its quantized weights, and reports what it did.
+"""The SGLang plugin: puts the run's ops into the engine, keeps its quantized weights, and reports what it did.
 
-SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Without the environment
-variable FP8RL_PLUGIN, which `engine.server` sets, it does nothing: any other SGLang in the same environment stays
+SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). `engine.server` sets the
+environment variable FP8RL_PLUGIN. Without it `register` does nothing, so another SGLang in the same environment stays
 stock. If a plugin raises, SGLang only logs the error, and serves with its stock ops. So the engine's owner asks for the
 plugin's report (`engine.protocol`) before it uses the engine.
 """
@@ -15,7 +15,7 @@ CONFIG_VARIABLE = "FP8RL_PLUGIN"
 
 
 def register() -> None:
-    """Entry point: read the configuration and install every hook, or raise and install none."""
+    """Read the configuration and install all hooks. SGLang calls this. If it raises, no hook is installed."""
     text = os.environ.get(CONFIG_VARIABLE)
     if text is None:
         return

@@ -1,4 +1,4 @@
-"""The copies of kv_b_proj with which SGLang's own attention computes in native mode."""
+"""Keeps SGLang's copies of kv_b_proj up to date. Its attention computes with them in native mode."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fp8rl.numerics.spec import TensorSpec
 class CopiesOfKvB:
     """Copies w_kc [heads, N, R] and w_vc [heads, R, V] of kv_b_proj [heads * (N + V), R], a head's keys first.
 
-    SGLang multiplies by the copies, and makes them at the end of a load that names a kv_b_proj. That is not enough: a
-    delta writes the parameter without a load, and a parameter and its scales may come in two loads. So each commit lets
-    SGLang make the copies again, and a manifest marks copies that differ from the engine's kv_b_proj.
+    SGLang multiplies by the copies, and makes them at the end of a load that names a kv_b_proj. This is not enough,
+    because a delta writes the parameter without a load, and a parameter and its scales may come in two loads. So each
+    commit lets SGLang make the copies again. A manifest marks copies that differ from the engine's kv_b_proj.
     """
 
     model: Any
@@ -44,7 +44,7 @@ class CopiesOfKvB:
 
 
 def copies_in(model: nn.Module) -> Mapping[Tensor, CopiesOfKvB]:
-    """Return the copies of each kv_b_proj that has copies."""
+    """Return for each kv_b_proj with copies its copies."""
     return {
         module.kv_b_proj.weight: CopiesOfKvB(model, module, f"{name}.kv_b_proj.weight")
         for name, module in model.named_modules()

@@ -1,6 +1,6 @@
-"""Every place where the plugin reaches into SGLang, with the signature that it expects to find there.
+"""Lists every function of SGLang that the plugin changes, with the parameters that it must have.
 
-SGLang changes fast. If a target has other parameters than the ones listed here, an error names it before any hook is
+SGLang changes fast. If a target has other parameters than listed here, an error names the target, and no hook is
 installed.
 """
 
@@ -39,13 +39,13 @@ class Hook:
 
 
 def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
-    """Return all hooks of an engine with these numerics, on a GPU or a CPU."""
+    """Return all hooks of an engine with these numerics. cuda: whether it runs on a GPU."""
     of_mode = _exact(cuda) if numerics.mode == "exact" else _native(numerics, cuda)
     return (*of_mode, *_EVERY_MODE)
 
 
 def _exact(cuda: bool) -> Iterator[Hook]:
-    """Return exact mode's hooks: one model replaces all of SGLang's models, and seeded draws replace the sampler's."""
+    """Yield the hooks of exact mode. One model replaces all models of SGLang, and seeded draws replace its draws."""
     yield Hook(
         "model_loader.utils.get_model_architecture", "replace", model.program_of_any_architecture, "model_config"
     )
@@ -81,9 +81,9 @@ _ROPE_CPU = "head_size rotary_dim max_position base is_neox_style rope_scaling d
 
 
 def _native(numerics: NumericsConfig, cuda: bool) -> Iterator[Hook]:
-    """Return native mode's hooks, which replace the draw. In an FP8 engine they replace the products on a CPU, and on a
-    GPU the quantizer of activations, unless the spec has FP32 scales for activations, as SGLang does. Further hooks
-    correct errors of SGLang in single models."""
+    """Yield the hooks of native mode. They replace SGLang's draws. In an FP8 engine on a CPU they replace the FP8
+    products. On a GPU they replace the quantizer of activations, unless the spec quantizes them as SGLang does. Other
+    hooks correct errors of SGLang in single models."""
     yield Hook(
         "layers.sampler.Sampler._sample_from_probs",
         "around",
@@ -181,15 +181,15 @@ _EVERY_MODE: tuple[Hook, ...] = (
 def _patch_importers(
     patch: Callable[[object, object, object], int], original: object, wrapped: object, source_module: object
 ) -> int:
-    """Let SGLang search all modules for importers of a hooked function, but not for importers of a hooked method: no
-    module imports a method by its name, and the search would make each start a second longer."""
+    """Let SGLang search all modules for importers of a hooked function, but not of a hooked method. No module imports a
+    method by its name, and the search would make each start a second longer."""
     return 0 if isinstance(source_module, type) else patch(original, wrapped, source_module)
 
 
 _IMPORTERS = Hook(
     "plugins.hook_registry._propagate_patch", "around", _patch_importers, "original wrapped source_module"
 )
-"""This changes how hooks are applied, so `register` puts it in place by itself."""
+"""The hook on SGLang's own code for hooks. `register` applies it first."""
 
 
 def install(hooks: Sequence[Hook]) -> None:
@@ -199,15 +199,15 @@ def install(hooks: Sequence[Hook]) -> None:
 
 
 def register(hooks: Sequence[Hook]) -> None:
-    """Register all hooks with SGLang, or none. Raises `RuntimeError` naming every target that is not as expected."""
+    """Register all hooks with SGLang. Raises `RuntimeError`, and registers none, if a target is not as expected."""
     from sglang.srt.plugins import hook_registry
 
     problems = [problem for hook in (_IMPORTERS, *hooks) if (problem := _problem(hook))]
     if problems:
         found = importlib.metadata.version("sglang")
         raise RuntimeError(
-            f"fp8rl plugin: sglang {found} is not as expected (written for {SGLANG_VERSION}); nothing was hooked:\n"
-            + "\n".join(problems)
+            f"fp8rl plugin: found sglang {found} with other code, expected that of {SGLANG_VERSION}; nothing was "
+            "hooked. Install the locked version:\n" + "\n".join(problems)
         )
     hook_registry._propagate_patch = partial(_patch_importers, hook_registry._propagate_patch)
     for hook in hooks:

@@ -1,6 +1,6 @@
-"""The engine's host (`models.program.Host`): gives the ops of a program the rank's weights and SGLang's cache.
+"""The engine's side of the model's program (`models.program.Host`): gives the ops weights and SGLang's cache.
 
-Ranks exchange FP32 partial sums. Then each rank adds them to the whole result, in the order in which one rank would.
+Ranks exchange FP32 partial sums. Then each rank adds all of them, in the order in which a single rank would.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8rl.rollout.engine.plugin.tokens import Tokens
 
 
 class EngineHost(nn.Module):
-    """A rank's parameters, and the methods that the program's ops call."""
+    """Has a rank's parameters, and the methods that the ops of the program call."""
 
     tokens: Tokens
     """The tokens of the running forward pass."""
@@ -146,7 +146,7 @@ class EngineHost(nn.Module):
         return probs, chosen
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
-        """Compute the experts. probs, chosen: [T, k], the probability and the id of each of a token's experts."""
+        """Compute the experts of each token. probs, chosen: [T, k], the probabilities and the ids of these experts."""
         spec = self.spec if self.spec.quantized else None
         stacks, low_rank = self.weights.stacks[site.layer, site.op.name], state().weights.low_rank
         w13, w2 = (ExpertWeights(stack, self._operand(stack), low_rank(stack)) for stack in stacks)
@@ -166,7 +166,7 @@ class EngineHost(nn.Module):
         return ops.combine(choices, probs, torch.arange(chosen.numel(), device=chosen.device), x.dtype)
 
     def _operand(self, weight: nn.Parameter) -> Any:
-        """Return the operand of a weight in FP8; None: the weight is in BF16."""
+        """Return the operand of an FP8 weight. None for a BF16 weight."""
         quantized = self.spec.quantized and weight.dtype == self.spec.weight.dtype
         return state().weights.operand(weight) if quantized else None
 

@@ -1,4 +1,4 @@
-"""Hooks on events in an engine: its model is loaded, weights are updated, it sleeps, its owner calls."""
+"""Hooks on events in an engine: it loads its model, updates weights, sleeps and wakes, and answers its owner."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Held, Memory
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `ModelRunner.load_model`: then call `after_load_model`. Engines that wait for a base get placeholders."""
+    """Around `ModelRunner.load_model`: load placeholders if the engine waits for a base, then `after_load_model`."""
     waits = state().waits
     if waits and (found := self.server_args.load_format) != "dummy":
         raise RuntimeError(
             f"fp8rl plugin: found load_format {found} for an engine that reads its weights from a base, expected "
-            "dummy; start it from a directory without weights"
+            "dummy. Start it from a directory without weights"
         )
     with placeholders(ZEROS) if waits else nullcontext():
         result = original(self, *args, **kwargs)
@@ -41,7 +41,7 @@ def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def after_load_model(self: Any) -> None:
-    """Choose the implementation of the ops, and attach `ServedWeights` to the model that a `ModelRunner` has loaded."""
+    """Choose the implementation of the ops, and attach `ServedWeights` to the loaded model. self: the ModelRunner."""
     current = state()
     device = next(self.model.parameters()).device
     current.implementation = choose(device, current.numerics.spec)
@@ -49,9 +49,9 @@ def after_load_model(self: Any) -> None:
         if device.type != "cpu" and current.numerics.mode == "exact":
             raise RuntimeError(
                 f"fp8rl plugin: found {torch.cuda.get_device_name(device)} and the spec {current.numerics.spec}, "
-                "expected a data-centre GPU that converts to FP8, weights in blocks of 128 and the others in token "
-                "groups of 128: the exact ops have no kernels for it, and their torch form cannot run in a CUDA graph. "
-                "Set numerics.mode to native"
+                "expected a data-centre GPU that converts to FP8, weights in blocks of 128, and activations and "
+                "gradients in token groups of 128, because exact ops have CUDA kernels only for these. Set "
+                "numerics.mode to native"
             )
         enable_compiler()
     if current.numerics.mode == "exact":
@@ -71,9 +71,9 @@ def after_load_model(self: Any) -> None:
 
 
 def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """Replaces `adjust_config_with_unaligned_cpu_tp`, without its padding of experts: a rank has whole experts.
+    """Replaces `adjust_config_with_unaligned_cpu_tp`. It does not pad experts, because a rank has whole experts.
 
-    The numbers of heads are still set, since some models read them on a CPU.
+    It still sets the numbers of heads, because some models read them on a CPU.
     """
     from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
 
@@ -82,20 +82,20 @@ def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def before_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Before `ModelRunner.forward`, check that weights are committed, as CUDA graphs do not, and mark adapted rows."""
+    """Before `ModelRunner.forward`: check that weights are committed (CUDA graphs do not), and mark adapted rows."""
     state().weights.check()
     if (rows := state().weights.adapted_rows) is not None:
         rows.take(forward_batch)
 
 
 def before_update(*args: Any, **kwargs: Any) -> None:
-    """Before each of SGLang's ways to write weights while it serves, note that they change."""
+    """Before each function of SGLang that writes weights while it serves: note that the weights change."""
     state().weights.invalidate()
 
 
 def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `WeightUpdater.update_weights_from_tensor`: wait until all copies from the sender's bucket are done.
-    SGLang itself answers once it has launched them, and after the answer the sender fills the bucket again."""
+    SGLang itself answers as soon as it has launched them. After the answer the sender fills the bucket again."""
     before_update()
     try:
         return original(self, *args, **kwargs)
@@ -104,7 +104,7 @@ def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
-    """Around `ModelRunner.check_weights`: answer one of our calls (`CALLS`), in SGLang's form of an answer."""
+    """Around `ModelRunner.check_weights`: answer a call of the engine's owner (`CALLS`), in SGLang's form."""
     if (call := from_action(action)) is None:
         return original(self, action=action, allow_quant_error=allow_quant_error)
     name, arguments = call
@@ -116,15 +116,15 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
 
 
 def commit(runner: Any, version: str) -> Held:
-    """Rebuild the GEMM operands of the weights, and name the weights `version`; return the digests."""
+    """Rebuild the GEMM operands of the weights, and give the weights this version. Return the digests."""
     entries = state().weights.commit(version)
     capture_again(runner)
     return Held(entries=entries)
 
 
 def map_base(runner: Any, address: str) -> int:
-    """From the next commit on, compute with the weights of a shared base (`models.shared_base`) at this address
-    (`numerics.core.memory`), not with weights in the engine's own memory. Return the base's size in bytes."""
+    """From the next commit on, compute with the weights of the shared base (`models.shared_base`) at this address
+    (`numerics.core.memory`), and no longer with the engine's own. Return the size of the base in bytes."""
     current = state()
     flat = mapped(address)
     current.weights.map_base(SharedBase(flat, current.weights.definition, current.numerics.rollout_spec))
@@ -133,9 +133,9 @@ def map_base(runner: Any, address: str) -> int:
 
 
 def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
-    """Replaces `BaseHostCache.__init__`: make the buffer of routed experts, by KV slot.
+    """Replaces `BaseHostCache.__init__`: make the buffer of routed experts, with a row for each KV slot.
 
-    The buffer is pinned only if there is a GPU to copy from. It has -1, which is no expert, where nothing is recorded.
+    The buffer is pinned only if there is a GPU. It begins with -1, which is no expert.
     """
     shape, pinned = (num_tokens, num_layers, topk_size), torch.cuda.is_available()
     self.buffer = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
@@ -152,8 +152,8 @@ def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int,
 def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """Around `SchedulerWeightUpdaterManager.release_memory_occupation`: release memory that is not released yet.
 
-    SGLang's method fails if any request waits. Here requests without a KV cache may wait: their prefixes are prefilled
-    once the engine wakes.
+    SGLang's method fails if any request waits. Here requests without a KV cache may wait. Their prefixes are prefilled
+    when the engine wakes.
     """
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
@@ -178,10 +178,10 @@ def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
 
 
 def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """Around `SchedulerWeightUpdaterManager.resume_memory_occupation`: take back memory that was released.
+    """Around `SchedulerWeightUpdaterManager.resume_memory_occupation`: allocate the released memory again.
 
-    The cache is filled with zeros, as at the engine's start: a masked key counts as nothing only if it is finite, and
-    the rows that pad a CUDA graph's batch must name slots that exist.
+    The cache is filled with zeros, as at the engine's start. Masked keys have no effect only if they are finite, and
+    the rows that pad the batch of a CUDA graph must have slots that exist.
     """
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
@@ -204,9 +204,9 @@ def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
 
 
 def capture_again(runner: Any) -> None:
-    """Capture an engine's CUDA graphs anew if its weights have other addresses than when the graphs were captured.
+    """Capture an engine's CUDA graphs again if its weights have other addresses than when the graphs were captured.
 
-    A capture runs the model. So nothing is done before the weights are committed and all released memory is back.
+    A capture runs the model, so it waits until the weights are committed and no memory is released.
     """
     weights = state().weights
     if weights.moved and weights.version is not None and not state().released and weights.device.type == "cuda":
@@ -215,7 +215,7 @@ def capture_again(runner: Any) -> None:
 
 
 def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Free the memory of these tensors. Return each storage that was freed, with the bytes it had."""
+    """Free the memory of these tensors. Return (storage, number of bytes) for each storage that was freed."""
     found = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -226,9 +226,9 @@ def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
 
 
 def memory(runner: Any) -> Memory:
-    """Return the memory that a rank of the engine holds. runner: SGLang's ModelRunner.
+    """Return the memory that a rank of the engine has in use. runner: SGLang's ModelRunner.
 
-    Only `in_use` counts CUDA graphs, since torch does not know their size.
+    Only `in_use` counts CUDA graphs, because torch does not know their size.
     """
     device, sizes = state().weights.device, dict.fromkeys((WEIGHTS, CACHE), 0)
     for tag in sizes.keys() - state().released.keys():
@@ -256,11 +256,11 @@ def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
 
 
 def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = True) -> bool:
-    """Around `Scheduler.flush_cache`: a paused scheduler also flushes while requests without any KV cache wait.
+    """Around `Scheduler.flush_cache`: let a paused scheduler flush also if requests without a KV cache wait.
 
-    The flush is needed: the radix tree still holds prefixes of the old weights. But SGLang 0.5.19 refuses to flush
-    while any request waits, and within an update this ends the server. SGLang's other conditions still hold: nothing
-    runs, and no chunk is under way.
+    The flush is needed, because the radix tree still has prefixes of the old weights. But SGLang 0.5.19 refuses to
+    flush while any request waits, and during an update this ends the server. SGLang's other conditions still apply:
+    nothing runs, and no chunk is being prefilled.
     """
     if not self._engine_paused or any(request.kv.holds_kv for request in self.waiting_queue):
         return original(self, empty_cache)
@@ -272,10 +272,10 @@ def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = Tr
 
 
 def process_input_requests(result: None, self: Any, recv_reqs: list[Any]) -> None:
-    """After `Scheduler.process_input_requests`: a paused scheduler prepares the weights that have arrived, and then
-    sleeps until the next message instead of using a whole core.
+    """After `Scheduler.process_input_requests`: let a paused scheduler prepare the weights that have arrived, and then
+    sleep until the next message. Without this it would use a whole core.
 
-    It sleeps only if the server was started with `--sleep-on-idle`, as on a CPU; otherwise that call does nothing.
+    It sleeps only if the server was started with `--sleep-on-idle`, as on a CPU.
     """
     if self._engine_paused and not recv_reqs:
         state().weights.prepare()
@@ -292,4 +292,4 @@ CALLS: dict[str, Callable[..., Any]] = {
     "memory": memory,
     "ping": lambda runner: state().weights.version,
 }
-"""The calls that an engine's owner can make: functions of SGLang's ModelRunner and of the call's arguments."""
+"""The calls that an engine's owner can make. Each function gets SGLang's ModelRunner and the call's arguments."""

@@ -1,7 +1,7 @@
-"""SGLang's model of every architecture in exact mode: the program of `models`, over SGLang's cache.
+"""The model class that SGLang runs in exact mode, for every architecture. It runs the program of `models`.
 
-SGLang's scheduler, pools, CUDA graphs and sampler stay. Of its model classes and layers only the processor of logits is
-used, which chooses the rows whose logits are wanted.
+SGLang's scheduler, pools, CUDA graphs and sampler stay. Of its model classes and layers only the logits processor is
+used. It chooses the rows whose logits are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp8rl.rollout.engine.plugin.tokens import Paged
 
 
 class ProgramModel(EngineHost):
-    """A rank's model, as SGLang makes, loads and runs it."""
+    """The model of a rank. SGLang makes it, loads its weights and runs it."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         from sglang.srt.runtime_context import get_parallel, get_server_args
@@ -48,7 +48,7 @@ class ProgramModel(EngineHost):
         return run((self._head,), self, {"x": x})[LOGITS]  # type: ignore[no-any-return]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the tensors of a directory into the parameters, before `ServedWeights` is attached."""
+        """Copy the tensors of a model directory into the parameters. Later loads go to `ServedWeights.load`."""
         table = self.definition.tensors
         views = {label: view for label, _, view in hf_tensors(self, table, self.spec.weight.block_rows, self.rank)}
         for name, tensor in weights:
@@ -67,7 +67,7 @@ def _logits_processor(config: Any) -> Any:
 
 
 def program_of_any_architecture(model_config: Any) -> tuple[type, str]:
-    """Replaces `get_model_architecture`: return the class that SGLang makes for the model of a config."""
+    """Replaces `get_model_architecture`: return `ProgramModel` as the class of every model, and the model's name."""
     from sglang.srt.configs.model_config import ModelImpl
 
     name = model_config.hf_config.architectures[0]

@@ -1,7 +1,7 @@
-"""What native mode changes in SGLang's models: FP8 products with the run's scales, and what SGLang lacks on a CPU.
+"""Changes SGLang's models in native mode: FP8 products with the run's scales, and what SGLang lacks on a CPU.
 
-On a GPU SGLang's FP8 products stay. SGLang's kernels for CPUs want AMX, so there the products, the gates of shared
-experts and linear attention are ours. Native mode is compared with the trainer by log-probabilities and by tensors.
+On a GPU SGLang's FP8 products stay. SGLang's CPU kernels need AMX. So on a CPU we replace the products, the gates of
+shared experts and linear attention. Native mode is compared with the trainer by log-probabilities and by tensors.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fp8rl.rollout.engine.plugin.state import state
 from fp8rl.rollout.engine.plugin.tokens import Paged
 
 SGLANGS = TensorSpec(scale="fp32")
-"""How SGLang quantizes activations: with FP32 scales before Blackwell, whatever the checkpoint's scale_fmt says."""
+"""How SGLang quantizes activations on GPUs before Blackwell. It ignores the checkpoint's scale_fmt."""
 
 
 def never(*args: Any, **kwargs: Any) -> bool:
-    """Return False in place of a check of SGLang's, such as whether a model has sparse attention."""
+    """Replaces a check of SGLang's by one that always returns False, such as whether a model has sparse attention."""
     return False
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing in place of a function of SGLang's."""
+    """Replaces a function of SGLang's by one that does nothing."""
 
 
 def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-    """Around `LlamaForCausalLM.load_weights`: also load the scales of FP8 blocks. SGLang looks for them under a name
-    that no parameter has, and silently drops them."""
+    """Around `LlamaForCausalLM.load_weights`: also load the scales of FP8 blocks. SGLang itself looks for parameters
+    with a name that none has, and drops the scales without a message."""
     from sglang.srt.model_loader.auto_loader import STANDARD_STACKED_MAPPING
 
     parameters = dict(self.named_parameters())
@@ -60,10 +60,10 @@ def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> 
 
 
 def fp8_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Replaces `Fp8MoEMethod.apply`, on a CPU: routed experts with FP8 products.
+    """Replaces `Fp8MoEMethod.apply` on a CPU: compute routed experts with FP8 products.
 
-    As in SGLang, SiLU is rounded before it is multiplied with the up half, and the router's weights multiply the second
-    product's output.
+    As in SGLang, SiLU is rounded before it is multiplied by the up half. The router's weights multiply the output of
+    the second product.
     """
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
@@ -87,7 +87,7 @@ def _of_experts(parameter: nn.Parameter, x: Tensor, counts: Tensor) -> Tensor:
 
 
 def add_gated(hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor) -> None:
-    """Replaces `fused_gate_sigmoid_mul_add`: add the shared expert's output, times its gate, to the routed output."""
+    """Replaces `fused_gate_sigmoid_mul_add`: add gate · output of the shared expert to the output of routed experts."""
     final_hidden_states += ops.token_gate(shared_output, hidden_states, gate_weight[None])
 
 
@@ -106,23 +106,23 @@ def quantize_groups(
 ) -> None:
     """Replaces `_run_per_token_group_quant_8bit_kernel`: quantize the activations x [T, K] of every FP8 product.
 
-    The run's codes and scales are written to x_q FP8 [T, K] and x_s FP32 [T, K / 128], of any strides. SGLang's kernel
-    writes FP32 scales, and for a group of zeros the scale 1e-10 / 448 instead of 1.
+    Codes go to x_q, FP8 [T, K], and scales to x_s, FP32 [T, K / 128], of any strides. SGLang's kernel would always use
+    FP32 scales. For a group of zeros it would write the scale 1e-10 / 448, not 1.
     """
     spec = state().numerics.rollout_spec.activation
     if scale_ue8m0 or fuse_silu_and_mul or masked_m is not None or group_size != spec.group:
         raise NotImplementedError(
-            f"fp8rl plugin: found an FP8 product that wants its activations packed, fused, masked or in groups of "
-            f"{group_size}, expected rows in groups of {spec.group}; use --moe-runner-backend triton on a Hopper GPU"
+            f"fp8rl plugin: found an FP8 product with activations packed, fused, masked or in groups of {group_size}, "
+            f"expected plain rows in groups of {spec.group}. Use --moe-runner-backend triton on a Hopper GPU"
         )
     quantize(x, spec, QuantizedTensor(x_q, x_s, spec))
 
 
 def quantize_only_group(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """Replaces `sglang_per_token_quant_fp8`, which SGLang uses if K is one group: x [T, 128] -> codes and scales."""
+    """Replaces `sglang_per_token_quant_fp8`: x [T, 128] -> codes, scales. SGLang uses it if K is a single group."""
     spec = state().numerics.rollout_spec.activation
     if x.shape[-1] != spec.group:
-        raise NotImplementedError(f"fp8rl plugin: found one scale for {x.shape[-1]} channels, expected {spec.group}")
+        raise NotImplementedError(f"fp8rl plugin: found one scale for {x.shape[-1]} numbers, expected {spec.group}")
     quantized = quantize(x, spec)
     return quantized.data, quantized.scale_inv
 
@@ -131,7 +131,7 @@ def quantize_only_group(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
 
 
 def gated_attention(self: Any, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """Replaces a layer's `self_attention`. A token's position is one number, also in a model with three for images."""
+    """Replaces a layer's `self_attention`. A token has one position, also in a model that has three for images."""
     heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
     both, keys = 2 * heads * head_dim, kv_heads * head_dim
     queries, k, v = self.qkv_proj(hidden_states)[0].split((both, keys, keys), -1)
@@ -143,14 +143,14 @@ def gated_attention(self: Any, positions: Tensor, hidden_states: Tensor, forward
 
 
 def in_fp32(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around a net's `__init__`: make `dt_bias` and the norm's weight FP32 like `A_log`, before weights are loaded."""
+    """Around `__init__` of linear attention: make `dt_bias` and the norm's weight FP32, like `A_log`, before a load."""
     original(self, *args, **kwargs)
     for vector in (self.dt_bias, self.norm.weight):
         vector.data = vector.data.float()
 
 
 def linear_attention(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """Replaces `forward` of `Qwen3GatedDeltaNet` and of Qwen3.5's net: prefill, whole or in chunks, and decode."""
+    """Replaces `forward` of `Qwen3GatedDeltaNet` and `Qwen3_5GatedDeltaNet`, in prefill, chunked prefill and decode."""
     tokens, attn = Paged.of(forward_batch), self.attn
     projected = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
     query, key, value, z, b, a = self.fix_query_key_value_ordering(*projected)
@@ -167,13 +167,14 @@ def linear_attention(self: Any, hidden_states: Tensor, forward_batch: Any) -> Te
 
 
 def dequantized(x_q_block: Tensor, x_s: Tensor, block_size: list[int]) -> tuple[Tensor, None]:
-    """Replaces `block_quant_to_tensor_quant`: return kv_b_proj in BF16, without a scale, for SGLang's copies of it."""
+    """Replaces `block_quant_to_tensor_quant`: return kv_b_proj in BF16, and no scale, for SGLang's copies of it."""
     spec = state().numerics.rollout_spec.weight
     return QuantizedTensor(x_q_block, x_s.to(spec.scale_dtype), spec).dequantize(torch.bfloat16), None
 
 
 def absorbed(self: Any, forward_batch: Any) -> Any:
-    """Replaces `dispatch_attn_forward_method` on a CPU, whose attention over expanded keys would read latents."""
+    """Replaces `dispatch_attn_forward_method` on a CPU: choose the absorbed form. SGLang would choose attention over
+    expanded keys, which would read the latents in the cache as keys."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     return AttnForwardMethod.MLA
@@ -191,7 +192,7 @@ def rope_on_cpu(
     partial_rotary_factor: float = 1.0,
     device: Any = None,
 ) -> Any:
-    """Around `get_rope_cpu`, which can only do YaRN: for a model without YaRN, return SGLang's usual rotation."""
+    """Around `get_rope_cpu`, which supports only YaRN: return SGLang's usual rotation for a model without YaRN."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     usual = head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor

@@ -1,8 +1,8 @@
 """Runs the engine's ops on given inputs, one by one, and its whole program on given tokens.
 
-A probe (`engine.protocol`) names a safetensors file with the trainer's recording (`models.trace`). Each op of the
-program gets the inputs that the trainer's op had. The answer is a second file in the same directory. The engine's state
-is not touched: keys and values are kept in a separate cache.
+A `probe` call names a safetensors file with the trainer's recording (`models.trace`). Each op of the engine's program
+gets the inputs that the trainer's op had. The answer is a second file in the same directory. Keys and values go to a
+separate cache, so the engine's state does not change.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fp8rl.rollout.engine.plugin.host import EngineHost
 from fp8rl.rollout.engine.plugin.tokens import Recorded
 
 ANSWER = "engine.safetensors"
-"""Name of the answer, in the recording's directory.
+"""Name of the answer's file, in the recording's directory.
 
-Keys `site:out.name` and `site:each`, as in the recording: what the engine's op makes of the trainer's inputs.
-Keys `free.*`: what the engine's whole program makes of the tokens. They are `free.logits` [T, V], `free.logprobs`
+Keys `site:out.name` and `site:each`, as in the recording: the outputs of the engine's op for the trainer's inputs.
+Keys `free.*`: the outputs of the engine's whole program for the tokens. They are `free.logits` [T, V], `free.logprobs`
 FP32 [T], `free.stream` [layers, T, H] (the residual stream that goes into each layer), and with experts `free.chosen`
 int64 [T, layers with experts, k].
 Metadata: `settings`, constants of the ops as JSON.
@@ -38,15 +38,15 @@ Read = Sequence[Tensor | None]
 
 @torch.no_grad()
 def answer(runner: Any, recording: Path) -> str:
-    """Write the answer to a recording; return the SHA-256 of its bytes. `runner` is SGLang's ModelRunner.
+    """Write the answer to a recording. Return the SHA-256 of the answer's file. runner: SGLang's ModelRunner.
 
     Raises:
         RuntimeError: the engine runs SGLang's own model, as in native mode.
     """
     if not isinstance(host := runner.model, EngineHost):
         raise RuntimeError(
-            "fp8rl plugin: found SGLang's own model, expected exact mode, in which both sides run one program. Compare "
-            "log-probabilities and tensors"
+            "fp8rl plugin: found SGLang's own model, expected the program that both sides run in exact mode. In native "
+            "mode compare log-probabilities and tensors"
         )
     device = next(host.parameters()).device
     with safe_open(recording, framework="pt") as file:
@@ -68,7 +68,7 @@ def answer(runner: Any, recording: Path) -> str:
 
 
 def run_op(host: EngineHost, site: OpSite, read: Read) -> tuple[Tensor, ...]:
-    """Return what one op writes, given what it reads. In a recording, probabilities are of all experts, [T, E]."""
+    """Return an op's outputs for the inputs `read`. As in a recording, probabilities are for all experts, [T, E]."""
     if CHOSEN in site.op.reads:
         x, probs, chosen, *shared = read
         assert probs is not None and chosen is not None
@@ -82,7 +82,7 @@ def run_op(host: EngineHost, site: OpSite, read: Read) -> tuple[Tensor, ...]:
 
 
 def each_expert(host: EngineHost, site: OpSite, read: Read) -> Tensor:
-    """Return each expert's output for its tokens, [T, k, H]: the op runs with all other probabilities at zero."""
+    """Return the weighted output of each of a token's experts, [T, k, H]. Runs the op k times, for one expert each."""
     x, probs, chosen = read[:3]
     assert x is not None and probs is not None and chosen is not None
     weights, alone = probs.gather(1, chosen), torch.eye(chosen.shape[1], device=x.device)
@@ -90,7 +90,7 @@ def each_expert(host: EngineHost, site: OpSite, read: Read) -> Tensor:
 
 
 def free_forward(host: EngineHost, tokens: Tensor) -> dict[str, Tensor]:
-    """Run the program, not lowered, on the tokens of `host.tokens`."""
+    """Run the program without fusions on the tokens of a recording, which are also in `host.tokens`."""
     streams: dict[int, Tensor] = {}
     chosen = []
 

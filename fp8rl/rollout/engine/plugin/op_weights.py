@@ -1,4 +1,4 @@
-"""The parameters of a model as a rank of an engine holds them, and the parameters of each op."""
+"""Registers the parameters that a rank of an engine has, and finds the parameters of each op."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Key = tuple[int | None, str]
 
 @dataclass(frozen=True)
 class Product:
-    """The matrices of an op, end to end."""
+    """The matrices of an op, end to end in one parameter."""
 
     weight: nn.Parameter
     counts: list[int]
     """The number of rows of each matrix on this rank."""
     row_parallel: bool
-    """True if ranks split the columns, so that each computes a part of every sum."""
+    """True if ranks split the columns. Each rank then computes a part of every sum."""
     bias: nn.Parameter | None = None
 
 
 @dataclass(frozen=True)
 class OpWeights:
-    """The parameters of each op, found once."""
+    """The parameters of each op."""
 
     products: dict[Key, Product]
     stacks: dict[Key, list[nn.Parameter]]
-    """Matrices of routed experts, [experts, N, K]: gate and up, and down."""
+    """The two stacks of an op's routed experts, [experts, N, K]: gate and up in one stack, then down."""
     tensors: dict[Key, dict[str, Tensor]]
-    """All other tensors, by the last part of their names. `""` stands for an op's only tensor."""
+    """All other tensors, by the last part of their names, or by `""` for an op's only tensor."""
 
     @classmethod
     def of(cls, model: nn.Module, definition: Model, rank: EngineRank) -> OpWeights:
@@ -66,7 +66,7 @@ class OpWeights:
 
 
 def hold(model: nn.Module, definition: Model, spec: QuantSpec, rank: EngineRank) -> None:
-    """Register a rank's parameters, without values, by their names in the table."""
+    """Register a rank's parameters, as zeros, under their names in the tensor table."""
     for name, (shape, dtype) in engine_parameters(definition, spec, rank).items():
         *path, last = name.split(".")
         module = model

@@ -1,4 +1,4 @@
-"""Where the checkpoint's tensors are in an engine's model, and the adapters of its parameters."""
+"""Finds the checkpoint's tensors in an engine's model, and adds adapters to its parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, Ten
 from fp8rl.numerics.ops import Fused, LowRank
 
 CACHE_SCALES = {"k_scale", "v_scale"}
-"""Parameters that SGLang adds to attention in some quantized models, for a cache in FP8. Nothing here uses them."""
+"""Parameters that SGLang adds to attention in some quantized models, for an FP8 cache. The plugin does not use them."""
 Served = tuple[str, Tensor, Tensor]
-"""A tensor of the checkpoint in an engine, as `TensorTable.views` yields it."""
+"""A tensor of the checkpoint in an engine: (label, parameter, view of the parameter), from `TensorTable.views`."""
 
 
 def hf_tensors(
@@ -36,8 +36,8 @@ def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Pa
 
 
 def check_table(model: nn.Module, definition: Model) -> None:
-    """Check that the engine's model has exactly the parameters that its table lists. Raises RuntimeError, which names
-    missing and further parameters."""
+    """Check that the engine's model has exactly the parameters in its tensor table. Raises RuntimeError, which names
+    missing and additional parameters."""
     expected = definition.tensors.in_engine.keys()
     names = {name.removesuffix(SCALE_SUFFIX) for name, _ in model.named_parameters()}
     # An engine that starts without weights has made up whatever is saved with a model, its buffers too.
@@ -47,8 +47,8 @@ def check_table(model: nn.Module, definition: Model) -> None:
     missing = sorted(expected - names)
     if spare or missing:
         raise RuntimeError(
-            f"fp8rl plugin: found the parameters {spare[:5]} in the engine and {missing[:5]} not, expected those that "
-            f"models/ says of {definition.architecture.name}. Install the locked version of sglang"
+            f"fp8rl plugin: found additional parameters {spare[:5]} and no parameters {missing[:5]} in the engine, "
+            f"expected those of {definition.architecture.name} in models/. Install the locked version of sglang"
         )
 
 
@@ -58,15 +58,15 @@ def check_table(model: nn.Module, definition: Model) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ServedAdapter:
-    """The adapter of one of the engine's weights, or of the part that a rank holds."""
+    """The adapter of one of the engine's weights, or of a rank's part of the weight."""
 
     a: nn.Parameter
     b: nn.Parameter
-    """`a` and `b` are the parameters into which the adapter's tensors are loaded."""
+    """`a` and `b` are parameters. The adapter's tensors are loaded into them."""
     fused: Fused | None
-    """The rows of the weight to which the rows of `b` belong; None: each belongs to the row of the same index."""
+    """Which rows of the weight the rows of `b` belong to. None: row i of `b` belongs to row i of the weight."""
     low_rank: LowRank
-    """The adapter as products take it. Its `b` keeps its address, which CUDA graphs read."""
+    """The adapter in the form that products take. Its `b` keeps its address, from which CUDA graphs read."""
 
     def refresh(self) -> None:
         """Update `low_rank` from the loaded parameters."""
@@ -75,18 +75,18 @@ class ServedAdapter:
 
 
 class AdaptedRows:
-    """Marks the rows of a forward pass that have the adapters, in an engine that also serves the model without them.
+    """Marks the rows of a forward pass that use the adapters, in an engine that also serves the model without them.
 
-    A request for the model without adapters has a `lora_id`. By this id SGLang also caches its prefixes separately.
+    A request for the model without adapters has a `lora_id`. SGLang also caches prefixes separately for each id.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
         """most: the largest number of rows of a forward pass."""
         self.mask = torch.ones(most, dtype=torch.bool, device=device)
-        """bool [most], the rows of the pass first. It keeps its address, which CUDA graphs read."""
+        """bool [most], in which the rows of the pass come first. It keeps its address, from which CUDA graphs read."""
 
     def take(self, batch: Any) -> None:
-        """Mark the rows of a ForwardBatch: each request has one row in a decode step, else a row for each new token."""
+        """Mark the rows of a ForwardBatch. A request has one row in a decode step, otherwise one for each new token."""
         rows = torch.tensor([name is None for name in batch.lora_ids], dtype=torch.bool).to(self.mask.device)
         if not batch.forward_mode.is_decode_or_idle():
             rows = rows.repeat_interleave(batch.extend_seq_lens, output_size=len(batch.input_ids))
@@ -95,7 +95,7 @@ class AdaptedRows:
 
 @torch.no_grad()
 def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> dict[Tensor, ServedAdapter]:
-    """Register the parameters of all adapters in SGLang's model, as zeros. Return each weight's adapter."""
+    """Register the parameters of all adapters in SGLang's model, as zeros. Return the adapter of each weight."""
     config = definition.adapter
     assert config is not None
     found: dict[Tensor, ServedAdapter] = {}
@@ -113,8 +113,8 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
 
 
 def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[TensorRow]]:
-    """Yield for each of the engine's parameters with an adapter the checkpoint's tensors in it, in order. A stack of
-    experts stands for the tensors of its first expert."""
+    """Yield the checkpoint's tensors in each parameter of the engine that has an adapter, in order. For a stack of
+    experts, yield only the tensors of the first expert."""
     for by_index in definition.tensors.in_engine.values():
         rows = next(iter(by_index.values()))
         if any(config.adapts(row) for row in rows):
@@ -122,7 +122,7 @@ def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[Ten
 
 
 def _fused(counts: Sequence[int], own: Sequence[bool], rank: int) -> Fused:
-    """Map the rows of B to a parameter. counts: the rows of each tensor in it. own: whether each has an adapter."""
+    """Map B's rows to a parameter's rows. counts: rows of each tensor in it. own: whether each has an adapter."""
     number = torch.tensor([sum(own[:i]) if adapted else -1 for i, adapted in enumerate(own)])
     part = number.repeat_interleave(torch.tensor(counts))
     rows = (part >= 0).nonzero().flatten()

@@ -1,6 +1,6 @@
-"""Seeded draws in place of SGLang's draws, and log-probabilities by the op that the trainer uses.
+"""Replaces SGLang's draws by seeded draws, and its log-probabilities by the op that the trainer uses.
 
-A token is a function of its answer's seed, its position and its logits.
+A token depends only on the seed of its answer, its position and its logits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
     """After `SamplingBatchInfo.from_schedule_batch`: set the seeds of the batch's requests. SGLang keeps them when it
     filters and merges batches.
 
-    SGLang itself sets seeds only under `--enable-deterministic-inference`, which no backend of a CPU allows, and gives
-    all requests without a seed the same seed. Here a request without a seed gets a random seed, which it keeps when it
-    is retracted.
+    SGLang itself sets seeds only with `--enable-deterministic-inference`, which no CPU backend allows. It also gives
+    all requests without a seed the same seed. Here a request without a seed gets a random seed, and keeps this seed if
+    it is retracted.
     """
     seeds = []
     for parameters in (request.sampling_params for request in batch.reqs):
@@ -36,13 +36,13 @@ def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
 
 
 def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> Tensor:
-    """Draw tokens, int64 [B], from narrowed logits [B, V] in exact mode. positions: [B], of the last tokens seen."""
+    """Draw tokens, int64 [B], in exact mode. logits: `narrowed`, [B, V]. positions: [B], those of the last tokens."""
     return _drawn(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
 
 
 def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
-    """Return logits [B, V] in exact mode, with -inf for tokens that top-k, top-p or min-p of their request leave out.
-    If no request leaves tokens out, these are the given logits themselves."""
+    """Return the logits [B, V] with -inf for tokens that the request's top-k, top-p or min-p leave out, in exact mode.
+    If no request leaves tokens out, return `logits` itself."""
     if not _narrows(sampling_info, logits.shape[-1]):
         return logits
     greedy = sampling_info.top_ks == 1  # whose log-probabilities are of the whole distribution
@@ -54,14 +54,14 @@ def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
 
 
 def supports(logits: Tensor, wanted: list[bool]) -> list[list[int] | None]:
-    """Return the tokens that each row of narrowed logits [B, V] is drawn from; None for a row that is not `wanted`."""
+    """Return for each row of narrowed logits [B, V] the ids from which it draws. None if the row is not `wanted`."""
     row, token = (~logits.isneginf()).nonzero(as_tuple=True)
     found = token.cpu().split(row.bincount(minlength=len(logits)).tolist())
     return [tokens.tolist() if asked else None for tokens, asked in zip(found, wanted, strict=True)]
 
 
 def _narrows(sampling_info: Any, vocabulary: int) -> bool:
-    """Return whether a request of the batch leaves tokens out; greedy ones, of top-k 1, do not count."""
+    """Return whether a request of the batch leaves tokens out. Greedy requests (top-k 1) do not count."""
     top_k = sampling_info.top_ks
     some = sampling_info.need_top_k_sampling and bool(((top_k > 1) & (top_k < vocabulary)).any())
     return some or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling
@@ -77,9 +77,9 @@ def draw_from_probabilities(
 ) -> Tensor:
     """Around `Sampler._sample_from_probs` in native mode: draw tokens int32 [B] from probs [B, V].
 
-    Where a request wants top-p, top-k or min-p, the draw is SGLang's own and not seeded: with seeds, SGLang stops the
-    scheduler, or draws from the remaining tokens without normalising their probabilities. Answers that are known
-    beforehand (`canary_seed`) are drawn by their seeds all the same.
+    If a request of the batch has top-p, top-k or min-p, SGLang draws, without seeds. With seeds SGLang would stop the
+    scheduler, or draw from the remaining tokens without normalising their probabilities. Answers that are known
+    beforehand (`canary_seed`) are always drawn with their seeds.
     """
     seeds, ones = sampling_info.sampling_seed, torch.ones(len(probs), device=probs.device)
     logits = probs.log().clamp(min=torch.finfo(probs.dtype).min)  # so that the noise may choose any token
@@ -101,7 +101,7 @@ def _drawn(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
 # Log-probabilities by the trainer's op, in SGLang's sampler and its scorer of prompts.
 
 NEVER = -9999.0
-"""The log-probability of a token that cannot be drawn, as OpenAI writes it: JSON has no infinity."""
+"""The log-probability of a token that cannot be drawn. JSON has no infinity, and OpenAI writes this number."""
 
 
 def of_samples(
@@ -114,9 +114,9 @@ def of_samples(
     token_ids_logprobs: list[list[int] | None],
     positions: Tensor,
 ) -> Tensor:
-    """Around `Sampler.forward`: draw a token for each row of logits [B, V], and return log-probabilities with them.
+    """Around `Sampler.forward`: draw a token for each row of logits [B, V], and compute log-probabilities.
 
-    They belong to the distribution that is drawn from, without the tokens that top-p, top-k and min-p leave out.
+    These are of the distribution of the draw, without the tokens that top-p, top-k and min-p leave out.
     """
     logits = narrowed(logits_output.next_token_logits, sampling_info)
     tokens = draw_from_logits(logits, sampling_info, positions)
@@ -156,7 +156,7 @@ def of_prompts(
 ) -> Any:
     """Around `InputLogprobProcessor.forward`: return log-probabilities of given tokens, at temperature 1.
 
-    input_logprob_indices, ascending, are the rows that predict a token of `extend_input_logprob_token_ids_gpu`.
+    input_logprob_indices: the rows that predict the tokens in `extend_input_logprob_token_ids_gpu`, ascending.
     """
     found: list[Tensor] = []
     likely: list[tuple[list[Any], list[Any]]] = []  # of each row, log-probabilities and ids
@@ -200,9 +200,9 @@ def of_prompts(
 
 
 def _most_probable(logits: Tensor, temperatures: float | Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The log-probabilities and the ids of the `count` most probable tokens of each row of logits [B, V]: [B, count].
+    """Return log-probabilities and ids [B, count] of the `count` most probable tokens of each row of logits [B, V].
 
-    The op runs once for each of the `count`, so that a token has the same bits here as where it is drawn or given.
+    The op runs once for each of the `count`. So a token has the same bits as if it were drawn or given.
     """
     ids = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
     return torch.stack([ops.token_logprobs(logits, column, temperatures)[0] for column in ids.unbind(-1)], -1), ids

@@ -1,4 +1,4 @@
-"""The plugin's state in the engine's scheduler process, the report, and the inventory of tensors that it holds."""
+"""Holds the plugin's state in the engine's scheduler process, and makes its report and its inventory of tensors."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineRepo
 
 @dataclasses.dataclass
 class EngineState:
-    """The plugin's state in one process, made when SGLang loads the plugin."""
+    """The plugin's state in one process. It is made when SGLang loads the plugin."""
 
     numerics: NumericsConfig
     role: Role
     weights: ServedWeights
     adapter: AdapterSection | None = None
     waits: bool = False
-    """The engine has placeholders in place of weights until it maps the shared base."""
+    """Whether the engine starts with placeholders for weights, until it maps the shared base."""
     base_name: str | None = None
-    """The name by which clients ask for the model without adapters; None: it is not served."""
+    """The name by which clients ask for the model without adapters. None: it is not served."""
     architecture: str | None = None
-    """The user's file that defines the model's architecture; None: the architecture is one of ours."""
+    """The user's file that defines the model's architecture. None: fp8rl has the architecture."""
     hooks: tuple[str, ...] = ()
     implementation: Implementation = "torch"
     row_variant: tuple[str, ...] | None = None
     without_deepgemm: str | None = None
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
-    """For each tag of released memory, the storages that the plugin freed, with their bytes; SGLang may free others."""
+    """For each tag of released memory, (storage, bytes) of what the plugin itself freed. SGLang may have freed more."""
 
 
 _state: EngineState | None = None
 
 
 def configure(numerics: NumericsConfig, role: Role = "policy", **settings: Any) -> None:
-    """Make this process's state, before any hook is installed. settings: further fields of `EngineState`."""
+    """Make this process's state. Call this before hooks are installed. settings: more fields of `EngineState`."""
     global _state
     _state = EngineState(numerics, role, ServedWeights(numerics.rollout_spec.weight), **settings)
 
@@ -56,12 +56,12 @@ def configure(numerics: NumericsConfig, role: Role = "policy", **settings: Any) 
 def state() -> EngineState:
     """Return this process's state. Raises `RuntimeError` if the plugin was not configured."""
     if _state is None:
-        raise RuntimeError("fp8rl plugin: not configured in this process; FP8RL_PLUGIN was not set when it started")
+        raise RuntimeError("fp8rl plugin: not configured in this process, because it started without FP8RL_PLUGIN")
     return _state
 
 
 def report(runner: Any) -> EngineReport:
-    """Return what this engine runs: the answer to the handshake. runner: SGLang's ModelRunner."""
+    """Return the engine's report for the handshake. runner: SGLang's ModelRunner."""
     current = state()
     exact = current.numerics.mode == "exact"
     if exact and current.row_variant is None:
@@ -89,8 +89,8 @@ def report(runner: Any) -> EngineReport:
 # What a forward holds for a moment is not in it, nor what SGLang keeps beside: requests, tables of slots, CUDA graphs.
 
 WEIGHTS, SCALES, DERIVED, KV_CACHE, STATES = "weights", "scales", "derived", "kv_cache", "states"
-"""Kinds of tensors that an engine holds. `derived`: operands of products in place of the weights, in further memory.
-`states`: the states of sequences, to which a layer adds with each token."""
+"""Kinds of tensors that an engine holds. `derived`: operands of products that take memory in addition to the weights.
+`states`: the states of sequences, which linear attention updates with each token."""
 
 
 def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
@@ -112,7 +112,7 @@ def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
 
 
 def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in which layers keep past tokens, such as the KV cache, with their names."""
+    """Yield (name, tensor) for the tensors in which layers keep past tokens, such as the KV cache."""
     pool = runner.token_to_kv_pool
     for kind in ("k", "v", "kv"):  # `kv` of latent attention
         for layer, buffer in enumerate(getattr(pool, f"{kind}_buffer", None) or ()):
@@ -125,13 +125,12 @@ def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def state_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that hold the states of sequences (FP32), with their names."""
+    """Yield (name, tensor) for the tensors with the states of sequences, which are FP32."""
     if (states := _linear_attention(runner)) is not None:
         yield "states of linear attention", states.temporal
 
 
 def _linear_attention(runner: Any) -> Any:
-    """Return SGLang's pool of states for all layers of linear attention and all slots; None: the model has no such
-    layers."""
+    """Return SGLang's pool of states for all layers with linear attention and all slots. None without such layers."""
     pool = runner.token_to_kv_pool
     return None if getattr(pool, "full_kv_pool", None) is None else pool.mamba_pool.mamba_cache

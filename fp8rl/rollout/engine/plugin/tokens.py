@@ -1,4 +1,4 @@
-"""The tokens of a forward and what they attend to: requests over SGLang's cache, or whole sequences by themselves."""
+"""The tokens of a forward pass, and what they attend to: SGLang's cache, or for a recording whole sequences."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.ops import NewSlots
 
 Slots = tuple[Tensor, Tensor, Tensor | None, Tensor]
-"""The table of slots and, for each sequence, its row in the table, its new tokens (None: one each) and all tokens."""
+"""The table of slots, each sequence's row in it, its number of new tokens (None: 1 each), and of all tokens."""
 
 
 Rotation = Callable[[NewSlots | None], tuple[Tensor, Tensor]]
-"""Returns rotated queries and keys, and writes keys and values to a cache if there is one."""
+"""Returns rotated queries and keys. Also writes keys and values to a cache if it gets one."""
 
 
 @dataclass(frozen=True)
 class Paged:
     """The tokens of SGLang's ForwardBatch. Each request has its keys, values and states in slots of SGLang's pools.
 
-    SGLang clears and copies the slots of states and never reads them, so they may have our layout. The delta rule goes
-    token by token: prefill, chunks and decode leave the same bits in a slot.
+    SGLang only clears and copies the slots of states, so they may have our layout. The delta rule goes from token to
+    token, so whole prefill, chunked prefill and decode leave the same bits in a slot.
     """
 
     batch: Any
@@ -44,7 +44,7 @@ class Paged:
 
     @cached_property
     def _attention(self) -> Any:
-        """SGLang's backend of attention layers. It is inside another backend if the model also has linear attention."""
+        """SGLang's backend of attention layers. If the model also has linear attention, it is in another backend."""
         return getattr(self.backend, "full_attn_backend", self.backend)
 
     @cached_property
@@ -60,7 +60,7 @@ class Paged:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, kv: KVFormat, rotated: Rotation | None
     ) -> Tensor:
-        """Attend to the keys of each sequence: [T, heads, D]. rotated: rotates q and k, if they are not rotated yet."""
+        """Return the attention's output [T, heads, D]. rotated: rotates q and k. None: they are rotated already."""
         pool = self._attention.token_to_kv_pool
         keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
         one_launch = rotated is not None and not kv.quantized  # rotates, and writes numbers as they are
@@ -83,9 +83,9 @@ class Paged:
 
     @cached_property
     def states(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each sequence its slot of states int64 [B], its new tokens int64 [B], and whether it had tokens before.
+        """For each sequence: slot of states int64 [B], number of new tokens int64 [B], has earlier tokens bool [B].
 
-        Rows that pad a CUDA graph's batch have no slot, -1, and take slot 0, which SGLang reserves.
+        Rows that pad the batch of a CUDA graph have no slot (-1). They get slot 0, which SGLang reserves.
         """
         slots = self.backend.linear_attn_backend.forward_metadata.mamba_cache_indices.long().clamp(min=0)
         if self._decodes:
@@ -117,7 +117,7 @@ class Paged:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Whole sequences of a recording. Their keys are in a separate cache, in which token t has slot t."""
+    """The whole sequences of a recording. Their keys are in a separate cache. In it token t has slot t."""
 
     lengths: Tensor
     """int64 [sequences]"""
@@ -153,7 +153,7 @@ class Recorded:
         return ops.gated_delta_rule(q, k, v, g, beta, self.lengths)[0]
 
     def note_experts(self, layer: int, chosen: Tensor) -> None:
-        """Do nothing: a probe's experts do not belong in the engine's record."""
+        """Do nothing, because the engine must not record the experts of a probe."""
 
     def logprobs(self, logits: Tensor) -> Tensor:
         return ops.token_logprobs(logits.float(), self.targets, self.temperature)[0]

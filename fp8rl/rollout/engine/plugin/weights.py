@@ -1,8 +1,8 @@
-"""The engine's weights: each parameter's names in the HF checkpoint, its operand in products, and its digests.
+"""Keeps the weights of an engine: for each parameter its names in the HF checkpoint, its operand and its digests.
 
-`commit` is the one place where the version is set. By then every parameter has been digested since it was last written,
-and its operand has been made anew. `prepare` does this early for parameters that have arrived before the others.
-Between an update and its commit the weights have no version and no forward runs on them.
+Only `commit` sets the version of the weights. It takes the digests of every parameter that was written, and makes its
+operand anew. `prepare` does this early for parameters that arrive before the others. Between an update and its commit
+the weights have no version, and no forward pass can run.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ class State(Enum):
 
 @dataclasses.dataclass(eq=False)
 class HeldParameter:
-    """One parameter of the engine's model, with the operand and the digests that are made from it."""
+    """One parameter of the engine's model, with its operand and its digests."""
 
     names: set[str] = dataclasses.field(default_factory=set)
-    """Names of the checkpoint's tensors in the parameter, and in its scales."""
+    """Names of the checkpoint's tensors in the parameter and in its scales."""
     mapped: bool = False
-    """The parameter is in the shared base, which other processes read too, so the engine does not write it."""
+    """Whether the parameter is in the shared base. Other processes read it too, so the engine does not write to it."""
     state: State = State.SERVED
     arrived: set[str] = dataclasses.field(default_factory=set)
-    """The part of `names` that was sent since the operand and the digests were last made."""
+    """Those of `names` that were sent since the operand and the digests were last made."""
     operand: Any = None
-    """The operand of an FP8 parameter (`ops.weight_operand`). While the parameter is STALE, the operand is not used,
-    and its memory is kept for the next operand."""
+    """The operand of an FP8 parameter (`ops.weight_operand`). While the parameter is STALE the operand is not used, but
+    its memory is kept for the next operand."""
     version: str | None = None
-    """The version of the weights that the operand has; None: the operand is not of the served version."""
+    """The version of the weights from which the operand was made. None: it is not the current version."""
     digests: dict[str, str] | None = None
-    """Digests by label, taken since the parameter was last written; None: they are still to be taken."""
+    """Digests by label. None: they were not taken since the parameter was last written."""
 
 
 class ServedWeights:
-    """The weights of the engine's model under an explicit version."""
+    """The weights of the engine's model, with one version for all of them."""
 
     def __init__(self, spec: TensorSpec) -> None:
         self.version: str | None = None
@@ -101,7 +101,7 @@ class ServedWeights:
 
     @property
     def definition(self) -> Model:
-        """Return the description of the model, without weights."""
+        """The description of the model."""
         return self._loaded()[1]
 
     def attach(
@@ -113,10 +113,10 @@ class ServedWeights:
         of_base: Collection[str] = (),
         adapted_rows: AdaptedRows | None = None,
     ) -> None:
-        """Take over the weights of a model that has just been loaded, whole or a rank's part, and add its adapters.
+        """Take over the weights of a model that SGLang has just loaded, or a rank's part of them, and add adapters.
 
-        of_base: names of the parameters that are in the shared base. They have no memory until `map_base`. If there are
-        any, no parameter has memory yet, and all others get it here. adapted_rows: rows with the adapters; None: all.
+        of_base: names of the parameters in the shared base. If there are any, no parameter has memory yet: those of the
+        base get it in `map_base`, all others here. adapted_rows: marks the rows that use adapters. None: all do.
 
         Raises `RuntimeError` if the model has other parameters than its table lists.
         """
@@ -141,12 +141,12 @@ class ServedWeights:
         self.commit(version)
 
     def map_base(self, base: SharedBase) -> None:
-        """Let this engine's parameters read the shared base, which it does not write. Nothing may be computed with them
-        until `commit`. Raises RuntimeError: the engine has several ranks, which hold parts; or the base has other
-        parameters."""
+        """Let this engine's parameters read the shared base. The engine does not write to it. Nothing may be computed
+        until `commit`. Raises RuntimeError: the engine has several ranks, each with only a part of the weights, or the
+        base has other parameters than the engine."""
         if self.rank.ranks > 1:
             raise RuntimeError(
-                "fp8rl plugin: found a base for a rank of several, expected it for a whole engine; send the weights"
+                "fp8rl plugin: found a shared base for an engine of several ranks, expected one rank. Send the weights"
             )
         parameters = dict(self._loaded()[0].named_parameters())
         found = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
@@ -157,7 +157,7 @@ class ServedWeights:
             if found.get(name) != (tuple(view.shape), view.dtype)
         ]
         if wrong:
-            raise RuntimeError("fp8rl plugin: a base is not of this engine's parameters\n" + "\n".join(wrong[:5]))
+            raise RuntimeError("fp8rl plugin: the base differs from this engine's parameters\n" + "\n".join(wrong[:5]))
         self.invalidate()
         for name, view in base.parameters.items():
             parameters[name].data = view
@@ -170,19 +170,19 @@ class ServedWeights:
         self._views = {label: view for label, _, view in self.tensors()}
 
     def invalidate(self) -> None:
-        """Note that the parameters are being written: nothing may be computed with them until `commit`."""
+        """Note that the parameters are being written. Nothing may be computed with them until `commit`."""
         self._check_there()
         self._forget_version()
 
     def release(self) -> None:
-        """Note that the weights' memory is released. Nothing may use them until `occupy`; then all must be written."""
+        """Note that the weights' memory is released. Nothing may use them until `occupy`. Then all must be written."""
         self._forget_version()
         for held in self._held.values():
             held.state = State.STALE if held.state is State.KEPT else held.state
         self._released = True
 
     def occupy(self) -> None:
-        """Note that the weights have memory again, with nothing in it."""
+        """Note that the weights have memory again. Its contents are arbitrary."""
         self._released = False
 
     def _forget_version(self) -> None:
@@ -203,33 +203,33 @@ class ServedWeights:
         """Raise `RuntimeError` between an update and its commit."""
         if self.version is None:
             raise RuntimeError(
-                "fp8rl plugin: found weights without a version before a forward, expected an update to be committed "
-                "first; replace this engine"
+                "fp8rl plugin: found weights without a version before a forward pass, expected the last update to be "
+                "committed. Replace this engine"
             )
 
     def operand(self, parameter: nn.Parameter) -> Any:
-        """Return the operand of an FP8 parameter [N, K], or [experts, N, K], at the current version.
+        """Return the operand of an FP8 parameter [N, K] or [experts, N, K] at the current version.
 
-        Raises `RuntimeError` if the parameter has no operand of that version.
+        Raises `RuntimeError` if the parameter has no operand of this version.
         """
         held = self._held.get(parameter)
         if held is None or held.version is None or held.version != self.version:
             found = held.version if held is not None else None
             raise RuntimeError(
-                f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's "
-                f"operand is of version {found}. An update was not committed; replace this engine"
+                f"fp8rl plugin: found an operand of version {found} in a forward pass, expected version "
+                f"{self.version}: an update was not committed. Replace this engine"
             )
         return held.operand
 
     def low_rank(self, parameter: Tensor) -> LowRank | None:
-        """Return the adapter that a product with this weight adds; None if the weight has no adapter."""
+        """Return the adapter of a weight in the form that products take. None if the weight has no adapter."""
         if (adapter := self._adapters.get(parameter)) is None or self.adapted_rows is None:
             return adapter and adapter.low_rank
         return dataclasses.replace(adapter.low_rank, rows=self.adapted_rows.mask)
 
     def prepare(self) -> None:
-        """Digest the parameters that have arrived whole, with their scales, and make their operands, while the engine
-        waits for further parameters."""
+        """Digest the parameters that have arrived completely, with their scales, and make their operands. The engine
+        does this while it waits for more parameters."""
         whole = {parameter for parameter, held in self._held.items() if held.arrived and held.names <= held.arrived}
         if whole:
             self._make_operands(whole)
@@ -241,9 +241,9 @@ class ServedWeights:
     def commit(self, version: str) -> dict[str, str]:
         """Refresh everything derived from the parameters, set the version, and return the manifest.
 
-        The manifest maps the HF name of each tensor to `digest`, or, if the tensor is quantized, to `digest@version`,
+        The manifest maps the HF name of each tensor to `digest` or, if the tensor is quantized, to `digest@version`,
         where `version` is the version of the operand in use. In an engine with adapters, a parameter that was not sent
-        keeps its operand; its digest is taken anew, to show that the parameter has not changed.
+        keeps its operand. Its digest is taken anew, to show that the parameter has not changed.
         """
         self._check_there()
         made = self._make_operands({p for p, held in self._held.items() if held.state in (State.STALE, State.SERVED)})
@@ -260,12 +260,12 @@ class ServedWeights:
         return self._entries(digests)
 
     def manifest(self) -> dict[str, str]:
-        """Return `commit`'s manifest, taken anew from the parameters as they are now."""
+        """Return the manifest of the parameters as they are now, in the form of `commit`."""
         self._check_there()
         return self._entries(self._digests(self._held.keys()))
 
     def _digests(self, parameters: Set[Tensor]) -> dict[Tensor, dict[str, str]]:
-        """Return the digest of each tensor in these parameters, by its label."""
+        """Return for each of these parameters the digests of its tensors, by label."""
         chosen = list(self.tensors(parameters))
         found: dict[Tensor, dict[str, str]] = {}
         for (label, parameter, _), digest in zip(chosen, tensor_digests([view for _, _, view in chosen]), strict=True):
@@ -285,23 +285,23 @@ class ServedWeights:
         return entries
 
     def tensors(self, within: Set[Tensor] | None = None) -> Iterator[Served]:
-        """Yield the tensors of the checkpoint that this rank holds; within: look in these parameters only."""
+        """Yield the tensors of the checkpoint that this rank has. within: look only in these parameters."""
         model, definition = self._loaded()
         return hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank, within)
 
     def operands(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield the engine's name of each FP8 parameter, and the tensors that its operand consists of."""
+        """Yield (the engine's name, the tensors of the operand) for each FP8 parameter."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._loaded()[0].named_parameters()}
         for parameter, held in self._held.items():
             if held.operand is not None:
                 yield names[parameter], list(tensors_in(held.operand))
 
     def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
-        """Load tensors of the checkpoint, and deltas, in place of the model's `load_weights`, which is `original`.
+        """Load tensors of the checkpoint, and deltas. Replaces the model's `load_weights`, which is `original`.
 
-        Each tensor is copied into its parameter, many in one launch. Tensors that other ranks hold are left out.
-        SGLang's loader compares each name with the names of all experts, and silently drops a tensor that arrives
-        without its partner. So the loader only gets names that the table does not have.
+        Tensors are copied into their parameters, many in one launch. Tensors of other ranks are left out. SGLang's own
+        loader compares each name with the names of all experts, and drops a tensor that arrives without its partner,
+        without a message. So it gets only names that the table does not have.
         """
         table, unknown = self.definition.tensors, []
         targets: list[Tensor] = []
@@ -318,8 +318,8 @@ class ServedWeights:
                 part = self.rank.part(row, tensor)
                 if part.shape != view.shape:
                     raise RuntimeError(
-                        f"fp8rl plugin: found {name} of shape {tuple(part.shape)}, expected {tuple(view.shape)}, as it "
-                        "is held here; replace this engine"
+                        f"fp8rl plugin: found {name} of shape {tuple(part.shape)}, expected {tuple(view.shape)}, its "
+                        "shape in this engine. Replace this engine"
                     )
                 targets.append(view)
                 sources.append(part)
@@ -332,8 +332,8 @@ class ServedWeights:
         for held in self._holders.get(name, ()):
             if held.mapped:
                 raise RuntimeError(
-                    f"fp8rl plugin: found {name} sent to an engine that reads it from a base, and must not write it, "
-                    "expected what is not in the base; replace this engine"
+                    f"fp8rl plugin: found {name} sent to an engine that reads it from a base, expected only tensors "
+                    "that are not in the base, because an engine must not write to it. Replace this engine"
                 )
             held.arrived.add(name)
             held.state, held.digests = State.STALE, None
@@ -341,8 +341,8 @@ class ServedWeights:
     def _check_there(self) -> None:
         if self._released:
             raise RuntimeError(
-                "fp8rl plugin: found weights whose memory was released, expected it to be taken back first; wake this "
-                "engine (/resume_memory_occupation)"
+                "fp8rl plugin: found weights whose memory was released, expected it to be allocated again first. Wake "
+                "this engine (/resume_memory_occupation)"
             )
 
     def _make_operands(self, parameters: Set[Tensor]) -> set[Tensor]:

@@ -1,4 +1,4 @@
-"""One SGLang server process: start it, watch it, stop it, and leave nothing behind."""
+"""Starts, watches and stops one SGLang server, and removes what it leaves behind."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from fp8rl.rollout.engine.server.scratch import make_scratch, remove_queues, rem
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, EngineDiedError, EngineError
 
 SERVER_GRACE_S = 4.0
-"""Seconds for an orderly exit before the remaining processes are killed."""
+"""Seconds that a server gets to exit by itself before its processes are killed."""
 _KILLED_S = 60.0  # a busy machine takes its time to free an engine's memory
 _FIRST_PORT = 16000
 
 
 class SGLangServer:
-    """A running server. Its processes form a process group of their own, and die with the process that started it."""
+    """A running server. Its processes are a separate process group, and die with the process that started them."""
 
     def __init__(self, process: subprocess.Popen[bytes], endpoint: Endpoint, log_path: Path, scratch: Path) -> None:
         self.endpoint = endpoint
@@ -64,18 +64,19 @@ class SGLangServer:
     ) -> SGLangServer:
         """Start a server and wait until it answers.
 
-        weight_version: version of the directory's weights; `NO_WEIGHTS`: it has no weights, and a sync brings them.
-        plugin: configuration for our SGLang plugin, as JSON-ready data; None runs stock SGLang.
-        log_path: the server's output is appended to it.
-        routes: record each token's experts; on a CPU that needs our plugin.
-        host: the only address that the server listens at.
+        weight_version: version of the directory's weights. `NO_WEIGHTS`: it has no weights, and a sync sends them.
+        plugin: configuration for our SGLang plugin, as data for JSON. None: stock SGLang.
+        log_path: the file to which the server's output is appended.
+        routes: record the experts of each token. On a CPU this needs our plugin.
+        host: the only address at which the server listens.
         cancelled: an event that another thread sets to cancel the start.
-        served: settings of OpenAI's endpoints, which are opened too; the model's directory then needs a tokenizer.
-        api_key: the key for generation; None: a random one.
+        served: also open OpenAI's endpoints, with these settings. The model's directory then needs a tokenizer.
+        api_key: the key for generation. None: a random one.
 
         Raises:
             UserError: the configured port is taken, or the model directory has no config.json.
-            EngineDiedError: the process ended; EngineError: it did not answer within `config.start_timeout_s`.
+            EngineDiedError: the process ended.
+            EngineError: it did not answer within `config.start_timeout_s`.
         """
         model_type = ConfigFile.read(Path(model_path), "model.path").model_type()
         cuda = has_cuda()
@@ -141,11 +142,11 @@ class SGLangServer:
         return self._process.poll() is None
 
     def check(self) -> None:
-        """Raise EngineDiedError, with the end of the log, if the process is gone."""
+        """Raise EngineDiedError, with the end of the log, if the process has ended."""
         if self._process.poll() == -signal.SIGBUS:
             raise EngineDiedError(
-                f"the engine process {self.pid} ended by SIGBUS: found no room in /dev/shm, expected some; remove what "
-                "is left there, or give the container more (docker run --shm-size=1g)"
+                f"the engine process {self.pid} ended by SIGBUS: found no room in /dev/shm, expected room for it. "
+                "Remove old files there, or give the container more shared memory (docker run --shm-size=1g)"
             )
         if not self.alive():
             raise EngineDiedError(
@@ -154,7 +155,7 @@ class SGLangServer:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """Return every live process of the server: main, scheduler, detokenizer and their children."""
+        """Return every process of the server that runs: main, scheduler, detokenizer and their children."""
         members = []
         for process in psutil.process_iter():
             with suppress(ProcessLookupError):
@@ -163,9 +164,9 @@ class SGLangServer:
         return _living(members)
 
     def cpu_seconds(self) -> float:
-        """Return the processor seconds of all processes of the server so far, but for the one that answers requests.
+        """Return the processor seconds so far of all processes of the server except the one that answers requests.
 
-        The call returns even if a scheduler hangs.
+        The call returns also if a scheduler hangs.
         """
         seconds = 0.0
         for process in self.processes():
@@ -176,7 +177,7 @@ class SGLangServer:
         return seconds
 
     def stop(self, grace_s: float = SERVER_GRACE_S) -> None:
-        """Ask the server to exit, kill what is left after `grace_s`, and remove its temporary files. Idempotent."""
+        """Ask the server to exit, kill it after `grace_s`, and remove its temporary files. Can be called again."""
         if self._stopped:
             return
         self._stopped = True
@@ -199,7 +200,7 @@ class SGLangServer:
         self._process.wait(_KILLED_S)
 
     def _wait_until_gone(self, timeout_s: float) -> list[psutil.Process]:
-        """Wait for the end of all processes; return those that are left."""
+        """Wait for the end of all processes. Return those that still run after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         members = self.processes()
         while members and time.monotonic() < deadline:
@@ -253,7 +254,7 @@ def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
 def _claim_port(port: int | None, host: str) -> int:
     """Return `port` if nobody listens there.
 
-    None: return a free port below the range of outgoing connections, so that none takes it while the server imports.
+    None: return a free port below the ports of outgoing connections, which could take it before the server listens.
     """
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     drawn = random.SystemRandom().sample(range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000)), 100)
@@ -264,7 +265,7 @@ def _claim_port(port: int | None, host: str) -> int:
             probe.bind((host, number))
             return number
     if port is None:
-        raise EngineError(f"found 100 ports from {_FIRST_PORT} on taken, expected a free one. Set rollout.port")
+        raise EngineError(f"found 100 ports from {_FIRST_PORT} on in use, expected a free one. Set rollout.port")
     raise user_error(
         "rollout.port",
         found=port,

@@ -1,4 +1,4 @@
-"""Parses an engine's answers: tokens, log-probabilities, weight versions, and the experts that each token went to."""
+"""Parses an engine's answers: tokens, log-probabilities, weight versions, and the experts of each token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.types import Completion, EngineError, KeptTokens
 
 _BYTES = 4
-"""SGLang reports int32."""
+"""Bytes of a number in a report of experts, which is int32."""
 
 
 @dataclass(frozen=True)
 class RouteShape:
-    """The sizes of routes: a model's layers, a token's experts in each MoE layer, and leading dense layers."""
+    """The sizes of a model's routes: its number of layers, the number of experts of a token in an MoE layer, and the
+    number of dense layers at its start."""
 
     layers: int
     top_k: int
@@ -31,20 +32,20 @@ def route_shape(sizes: ModelSizes) -> RouteShape:
     """Return the shape of a model's routes. Raises UserError: the model is dense."""
     if not sizes.moe:
         raise UserError(
-            "numerics.router_replay: found it on for a dense model, expected off: it has no experts. Set "
-            "numerics.router_replay=off, or choose a mixture of experts."
+            "numerics.router_replay: found it on for a dense model, expected off, because the model has no experts. "
+            "Set numerics.router_replay=off, or choose a mixture of experts."
         )
     return RouteShape(sizes.layers, sizes.top_k, sizes.dense_layers)
 
 
 def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, supports: bool = False) -> Completion:
-    """Parse an answer of /generate to a request with `return_logprob`, and with `return_routed_experts` for `routes`.
+    """Parse an answer of /generate to a request with `return_logprob`.
 
-    supports: the request had `return_sampling_mask`. Log-probabilities are then relative to the tokens that truncation
-    kept.
+    routes: the request also had `return_routed_experts`. supports: the request also had `return_sampling_mask`.
+    Log-probabilities are then those among the tokens that truncation kept.
 
-    Raises EngineError if the engine gave up, or its tokens, logprobs, version spans, routes and supports do not fit
-    each other.
+    Raises EngineError if the engine gave up, or if its tokens, log-probabilities, version spans, routes and supports do
+    not fit together.
     """
     meta: dict[str, Any] = answer["meta_info"]
     reason = meta["finish_reason"]
@@ -83,9 +84,10 @@ def _supports(meta: dict[str, Any], token_ids: list[int]) -> KeptTokens:
 
 
 def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:
-    """Parse the log-probabilities of a prompt's `length` tokens but the first. The request had `logprob_start_len` 0.
+    """Parse the log-probabilities of a prompt's tokens, except the first. The request had `logprob_start_len` 0.
 
-    Raises EngineError if the request was aborted, or there is not one log-probability for each token.
+    length: number of tokens of the prompt. Raises EngineError: the request was aborted, or the answer has another
+    number of log-probabilities.
     """
     meta: dict[str, Any] = answer["meta_info"]
     _check_not_aborted(meta)
@@ -101,7 +103,7 @@ def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:
 def expand_versions(spans: list[dict[str, Any]], length: int) -> list[int]:
     """Return the weight version of each of `length` tokens from SGLang's spans [{version, start, end}], end exclusive.
 
-    Raises EngineError if the spans do not cover the tokens without gap or overlap, or a version is no number.
+    Raises EngineError if the spans do not cover each token exactly once, or if a version is no number.
     """
     versions: list[int] = []
     for span in spans:
@@ -127,12 +129,12 @@ def _logprobs(reported: list[tuple[float | None, int, str | None]]) -> list[floa
 
 
 def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor:
-    """Parse an answer's `meta_info` -> int16 [tokens - 1, MoE layers, top_k]. tokens: of prompt and answer together.
+    """Parse the routes in an answer's `meta_info`: int16 [tokens - 1, MoE layers, top_k].
 
-    The last token was sampled but never computed with, so it has no route. SGLang keeps room for dense layers too.
+    tokens: number of tokens of prompt and answer. The last token was never an input of the model, so it has no route.
 
     Raises:
-        EngineError: the answer reports no routes, or not as many as the tokens need.
+        EngineError: the answer has no routes, or another number of routes than its tokens need.
     """
     text = meta.get("routed_experts")
     if text is None:

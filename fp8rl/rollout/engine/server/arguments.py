@@ -1,4 +1,4 @@
-"""Command-line arguments and environment of one SGLang server: the one place that knows CPU from CUDA."""
+"""Makes the command-line arguments and the environment of an SGLang server, for a CPU or for GPUs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.types import IDLE_S
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
-"""Environment variables with keys that an engine does not need, and does not get."""
+"""Environment variables with keys. An engine does not need them, so it does not get them."""
 
 PLUGIN = "fp8rl"
-"""Name of our `sglang.srt.plugins` entry point."""
+"""Name of our entry point in the group `sglang.srt.plugins`."""
 
 _CPU_ARGUMENTS = (
     *("--device", "cpu"),
@@ -83,9 +83,9 @@ class ServedChats:
     name: str
     """The model's name."""
     tool_parser: str | None = None
-    """The format of tool calls, as SGLang names it."""
+    """SGLang's name of the format of tool calls."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, for requests that do not name them."""
+    """Arguments of the chat template, for requests without them."""
 
     def arguments(self) -> list[str]:
         """Return the arguments of `sglang.launch_server` for these settings."""
@@ -98,7 +98,7 @@ class ServedChats:
 
 
 def has_cuda() -> bool:
-    """Return True if engines of this machine run on a GPU."""
+    """Return True if engines on this machine run on a GPU."""
     return torch.cuda.is_available()
 
 
@@ -118,9 +118,9 @@ def server_arguments(
 ) -> list[str]:
     """Return the arguments of `sglang.launch_server`, without the keys.
 
-    kv: the format of keys and values. routes: record each token's experts, for requests that ask for them. served:
-    settings for chats, which are text; None: requests are token ids, and no tokenizer is loaded. dummy: the directory
-    has no weights, and a sync brings them.
+    kv: the format of keys and values. routes: record the experts of each token, for requests that ask for them. served:
+    serve chats and texts with these settings. None: requests are token ids, and no tokenizer is loaded. dummy: the
+    directory has no weights, and a sync sends them.
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16"),
@@ -173,10 +173,10 @@ def server_environment(
     ranks: int = 1,
     sleep: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of the server: ours, with our plugin and no other (`plugin` None: no plugin at all).
+    """Return the environment of the server: that of this process, with changes.
 
-    scratch: directory for the server's sockets and temporary files. ranks: tensor-parallel processes. sleep: the
-    server will give up its memory now and then.
+    plugin: the configuration of our plugin, which is the only plugin. None: no plugin. scratch: directory for sockets
+    and temporary files. ranks: number of tensor-parallel processes. sleep: the server will sometimes release memory.
     """
     environment = {
         **os.environ,

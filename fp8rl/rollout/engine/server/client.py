@@ -1,4 +1,4 @@
-"""Asynchronous HTTP client of one SGLang server."""
+"""An asynchronous HTTP client of one SGLang server."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ PauseMode = Literal["abort", "retract", "in_place"]
 Answer = TypeVar("Answer")
 
 SCORED_SHORT_OF = 6
-"""The number of tokens by which a prompt to score must at least be shorter than the context (SGLang 0.5.19)."""
+"""A prompt to score has at most context length - SCORED_SHORT_OF tokens (SGLang 0.5.19)."""
 
 
 class EngineClient:
-    """Uses one key for generation and another for administration. Belongs to the event loop that first uses it."""
+    """A client with one key for generation and another for administration. Use it only in one event loop."""
 
     def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0, routes: RouteShape | None = None) -> None:
-        """timeout_s: of every request but generation. routes: request the experts of every token, which the server must
-        have been started to report."""
+        """timeout_s: timeout of all requests except generation. routes: request the experts of every token. The server
+        must have been started with routes."""
         # An answer takes as long as it takes. Whoever owns the engine notices if it hangs.
         self._generation_timeout = httpx.Timeout(timeout_s, connect=5.0, read=None)
         self._client = httpx.AsyncClient(
@@ -55,7 +55,7 @@ class EngineClient:
 
     @property
     def seen_from(self) -> str:
-        """The address at which the engine's machine reaches this one."""
+        """The address at which the engine's machine reaches this machine."""
         url = httpx.URL(self.url)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((url.host, url.port))  # which sends nothing
@@ -72,8 +72,8 @@ class EngineClient:
 
         seeds: one for each answer. spent: for each row, how many of its last tokens count as part of the answer.
 
-        One request for all is about four times as fast as one for each (7,200 against 1,700 tokens per second at 256
-        answers of 15 tokens).
+        One request for all answers is about four times as fast as one for each answer (7,200 against 1,700 tokens per
+        second for 256 answers of 15 tokens).
         """
         if not input_ids:
             return []
@@ -87,12 +87,12 @@ class EngineClient:
         return [parse_completion(answer, self._routes, sampling.supports) for answer in answers]
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Return the log-probabilities of each sequence's tokens from index 1 on, at the loaded weights and temperature
-        1.
+        """Return the log-probabilities of each sequence's tokens from index 1 on, with the loaded weights, at
+        temperature 1.
 
         The server computes them by prefill, in its usual chunks, and reuses no cached prefix. SGLang 0.5.19 applies no
-        temperature to the log-probabilities of a prompt, and takes prompts up to `SCORED_SHORT_OF` tokens short of its
-        context length. A value that is not finite is NaN, as in `complete`.
+        temperature to the log-probabilities of a prompt. A prompt must be at least `SCORED_SHORT_OF` tokens shorter
+        than the context. A value that is not finite is NaN, as in `complete`.
         """
         if not sequences:
             return []
@@ -101,24 +101,24 @@ class EngineClient:
         return [parse_prompt_logprobs(answer, len(ids)) for answer, ids in zip(answers, sequences, strict=True)]
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Stop generating; new requests wait. `mode` says what becomes of running requests.
+        """Stop generation. New requests wait. The mode says what running requests do.
 
-        `retract`: they go back to the queue, and their prefix is prefilled anew. `abort`: they end as they are.
-        `in_place`: they keep their KV cache, so that tokens after an update come from a mixture of weights.
-        An update must not flush the cache itself: `flush` does so once all is sent, except after `in_place`.
+        `retract`: they go back to the queue, and their prefix is prefilled again. `abort`: they end as they are.
+        `in_place`: they keep their KV cache, so tokens after an update come from a mixture of weights.
+        An update must not flush the cache itself. Call `flush` when everything is sent, except after `in_place`.
         """
         await self.admin("/pause_generation", mode=mode)
 
     async def resume(self) -> None:
-        """Generate again."""
+        """End a pause."""
         await self.admin("/continue_generation")
 
     async def release(self, tags: Sequence[str] = RELEASED) -> None:
-        """Give up memory of the paused engine (`protocol.RELEASED`). Its contents are lost."""
+        """Release memory of the paused engine (`protocol.RELEASED`). Its contents are lost."""
         await self.admin("/release_memory_occupation", tags=list(tags))
 
     async def occupy(self, *tags: str) -> None:
-        """Take released memory back; it has no contents yet. Memory that was not released is left as it is."""
+        """Allocate released memory again, without its contents. Memory that was not released does not change."""
         await self.admin("/resume_memory_occupation", tags=list(tags))
 
     async def flush(self) -> None:
@@ -128,7 +128,7 @@ class EngineClient:
     async def update_weights_from_tensor(
         self, payloads: list[str], weight_version: int, *, load_format: str | None = None, flush_cache: bool = True
     ) -> None:
-        """Load serialized tensors, one payload (base64 of SGLang's MultiprocessingSerializer) for each TP rank."""
+        """Load serialized tensors. payloads: one for each TP rank, base64 of SGLang's MultiprocessingSerializer."""
         await self.admin(
             "/update_weights_from_tensor",
             serialized_named_tensors=payloads,
@@ -152,7 +152,7 @@ class EngineClient:
     async def join_weights_group(
         self, name: str, address: str, port: int, rank: int, world_size: int, backend: str
     ) -> None:
-        """Make the server a rank of a process group; return when all ranks have met at `address`:`port`."""
+        """Make the server a rank of a process group. Return when all ranks have met at `address`:`port`."""
         await self.admin(
             "/init_weights_update_group",
             group_name=name,
@@ -171,9 +171,9 @@ class EngineClient:
         *,
         flush_cache: bool = True,
     ) -> None:
-        """Take part in a broadcast of rank 0 of the group `name`, and load its tensors.
+        """Let the server receive a broadcast from rank 0 of the group `name`, and load its tensors.
 
-        tensors: (HF name, dtype as torch names it, shape) of each. All are broadcast as one uint8 tensor, end to end.
+        tensors: (HF name, torch's name of the dtype, shape) of each. All are broadcast end to end as one uint8 tensor.
         """
         names, dtypes, shapes = zip(*tensors)
         await self.admin(
@@ -197,44 +197,44 @@ class EngineClient:
         return int(response.json()["weight_version"])
 
     async def commit(self, version: int) -> protocol.Held:
-        """Rebuild the GEMM operands of the engine's weights, under this version; return the digests of its weights."""
+        """Rebuild the GEMM operands of the engine's weights, and set the weights' version. Return their digests."""
         return merged(await self._ask_plugin("commit", version=str(version)))
 
     async def map_base(self, address: str) -> int:
-        """Have the engine read weights at this address (`numerics.core.memory`); return their size in bytes.
+        """Let the engine read weights at this address (`numerics.core.memory`). Return their size in bytes.
 
         Call `commit` before the engine computes with them.
         """
         return await self._agreed(int, "map_base", address=address)
 
     async def manifest(self) -> protocol.Held:
-        """Return the digests of what the engine holds."""
+        """Return the digests of the engine's weights."""
         return merged(await self._ask_plugin("manifest"))
 
     async def probe(self, recording: Path) -> str:
-        """Run the engine's ops on the trainer's recording, a file that both sides see. Return the SHA-256 of the file
-        with the results, `rollout.engine.plugin.op_probe.ANSWER` in the same directory."""
+        """Run the engine's ops on the trainer's recording, a file that both sides can read. The results are in the file
+        `rollout.engine.plugin.op_probe.ANSWER` in the same directory. Return the SHA-256 of this file."""
         return await self._agreed(str, "probe", recording=str(recording))
 
     async def report(self) -> protocol.EngineReport:
-        """Return the report of the engine, in which all its ranks agree."""
+        """Return the report of the engine, which must be the same on all its ranks."""
         return await self._agreed(protocol.EngineReport, "report")
 
     async def inventory(self) -> list[tuple[Holding, ...]]:
-        """Return the tensors that each of the engine's ranks holds."""
+        """Return for each rank of the engine the tensors that it has."""
         return [TypeAdapter(tuple[Holding, ...]).validate_json(each) for each in await self._ask_plugin("inventory")]
 
     async def memory(self) -> list[protocol.Memory]:
-        """Return the bytes in use in each of the engine's ranks."""
+        """Return for each rank of the engine the bytes that it has in use."""
         return [protocol.Memory.model_validate_json(answer) for answer in await self._ask_plugin("memory")]
 
     async def ping(self) -> str | None:
-        """Return the scheduler's own weight version. It answers also during long requests and while paused."""
+        """Return the scheduler's weight version. The scheduler answers also during long requests and pauses."""
         version = await self._agreed(object, "ping")
         return None if version is None else str(version)
 
     async def load(self) -> Load:
-        """Return the engine's load, as its scheduler last published it."""
+        """Return the engine's load that its scheduler has last published."""
         response = await self._client.get("/v1/loads", params={"include": "core"}, headers=self._generation_key)
         _raise_for_status(response)
         ranks = response.json()["loads"]
@@ -245,21 +245,21 @@ class EngineClient:
         )
 
     async def _ask_plugin(self, call: str, **arguments: str) -> list[str]:
-        """Return the JSON of each rank's plugin. Raises EngineError if there is no plugin, or the call failed."""
+        """Return the JSON answer of each rank's plugin. Raises EngineError: there is no plugin, or the call failed."""
         ranks = (await self.admin("/weights_checker", action=to_action(call, **arguments)))["ranks"]
         return [from_checksums(rank["checksums"]) for rank in ranks]
 
     async def _agreed(self, kind: type[Answer], call: str, **arguments: str) -> Answer:
-        """Return the plugin's answer, of this kind. Raises EngineError also if ranks of the engine differ in it."""
+        """Return the plugin's answer, parsed as `kind`. Raises EngineError also if the answers of ranks differ."""
         answers = sorted(set(await self._ask_plugin(call, **arguments)))
         if len(answers) != 1:
-            raise EngineError(f"found ranks of one engine that answer {' and '.join(answers)}, expected one")
+            raise EngineError(f"found ranks that answer {' and '.join(answers)}, expected the same answer from all")
         return TypeAdapter(kind).validate_json(answers[0])
 
     async def admin(self, path: str, **body: Any) -> dict[str, Any]:
-        """POST to an administration endpoint; return its answer, or {} if the answer is no JSON object.
+        """POST to an administration endpoint. Return its answer, or {} if the answer is no JSON object.
 
-        Raises EngineError if the answer is not 200 or says `"success": false`.
+        Raises EngineError if the status is not 200, or if the answer has `"success": false`.
         """
         response = await self._client.post(path, json=body, headers=self._admin_key)
         _raise_for_status(response)
@@ -285,7 +285,7 @@ class EngineClient:
 
 
 def merged(answers: list[str]) -> protocol.Held:
-    """Merge the manifests of all ranks. A tensor on which ranks differ gets every digest, and equals no other."""
+    """Merge the manifests of all ranks. Different digests of a tensor are joined to a text that equals no digest."""
     entries: dict[str, str] = {}
     for answer in answers:
         for name, digest in protocol.Held.model_validate_json(answer).entries.items():
@@ -296,6 +296,6 @@ def merged(answers: list[str]) -> protocol.Held:
 
 def _raise_for_status(response: httpx.Response) -> None:
     if response.status_code == 401:
-        raise EngineError(f"{response.request.url.path} answered 401: the key is not the one this engine was given")
+        raise EngineError(f"{response.request.url.path} answered 401: found a wrong key, expected this engine's key")
     if response.status_code != 200:
         raise EngineError(f"{response.request.url.path} answered {response.status_code}: {response.text[:2000]}")

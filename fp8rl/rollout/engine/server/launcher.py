@@ -1,11 +1,10 @@
-"""The main module of an engine process: SGLang's HTTP server, which never outlives its owner (`engine.server`).
+"""The main module of an engine process. It runs SGLang's HTTP server, which never outlives its owner (`engine.server`).
 
-Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys, which thus appear
-neither in the process list nor in the environment. The pipe then stays open: when the owner closes it, or dies in
-whatever way, the kernel ends the stream, and the watch kills the whole process group. The watch is a process of its
-own, so that it works also when the server has been stopped, or was killed before its workers could ask for its death
-signal. (PR_SET_PDEATHSIG would not do: it fires when the *thread* that started the process ends, and a Ray
-actor's threads come and go.)
+Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys, which so appear
+neither in the process list nor in the environment. Then the pipe stays open. When the owner closes it or dies, the
+kernel ends the stream, and the watch kills the whole process group. The watch is a separate process. So it works also
+if the server is stopped, or is killed before its workers have asked for its death signal. (PR_SET_PDEATHSIG in the
+server would not do. It fires when the *thread* that started the process ends, and threads of a Ray actor come and go.)
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from fp8rl.rollout.engine.server import public
 from fp8rl.rollout.engine.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
 WATCH_S = 0.5
-"""Seconds between two looks at whether the server lives. The end of the lifeline is seen at once."""
+"""Seconds between two checks of whether the server runs. The watch sees the end of the lifeline at once."""
 ENDPOINTS = {
     "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
     "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weights_from_distributed",
     "/init_weights_update_group", "/destroy_weights_update_group", "/freeze_gc", "/v1/loads",
     "/release_memory_occupation", "/resume_memory_occupation",
 }  # fmt: skip
-"""The endpoints that `server.client` uses, and /freeze_gc, which SGLang itself calls at the end of a start. It keeps
-the garbage collector from walking through the imports' objects, which would take 0.3 s in each flush of a sync."""
+"""The endpoints that `server.client` uses, and /freeze_gc, which SGLang itself calls at the end of a start. After this
+call the garbage collector skips the objects of imports, which would take 0.3 s in each flush of a sync."""
 
 
 def main() -> None:
@@ -54,8 +53,8 @@ def main() -> None:
     host = request["arguments"][request["arguments"].index("--host") + 1]
     if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
         raise SystemExit(
-            f"engine: found no two keys for an engine at {host}, expected one for generation and one "
-            "for administration: whoever reaches it could read and replace its weights. Give it both, or 127.0.0.1"
+            f"engine: found no two keys for an engine at {host}, expected one for generation and one for "
+            "administration, because without them anybody there could replace its weights. Give it both, or 127.0.0.1"
         )
     start_watch()
     # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.
@@ -97,8 +96,8 @@ def main() -> None:
 
 
 def start_watch() -> None:
-    """Fork a watch that kills this process group, and removes its scratch directory, once the lifeline or this process
-    ends."""
+    """Fork the watch. When the lifeline or this process ends, it kills the process group and removes the scratch
+    directory."""
     server = os.getpid()
     if os.fork():
         return
@@ -119,16 +118,16 @@ def start_watch() -> None:
 
 
 def _note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
-    """Note the one file that SGLang makes outside its scratch directory, and never removes."""
+    """Note the only file that SGLang makes outside its scratch directory. SGLang never removes it."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     note_shared_memory(Path(os.environ["TMPDIR"]), shm_path_for(ports.instance_id))
 
 
 def _import_one_model_only(model_type: str) -> None:
-    """Keep SGLang from importing all of its models, which takes a second and fills the log.
+    """Let SGLang import only the module of this model. All modules take a second and fill the log.
 
-    SGLang's module of a model is mostly named as the `model_type` of config.json. If none is, SGLang imports them all.
+    Most of SGLang's modules have the `model_type` of config.json as name. If none has, SGLang imports all.
     """
     models = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt", "models")  # type: ignore[union-attr, index]
     modules = {path.stem for path in models.glob("*.py")}
@@ -137,9 +136,9 @@ def _import_one_model_only(model_type: str) -> None:
 
 
 async def _exit_promptly(original: Any, manager: Any) -> None:
-    """Look for a SIGTERM ten times a second, where SGLang does every five seconds, then let SGLang drain.
+    """Look for a SIGTERM ten times a second, then let SGLang drain and exit. SGLang itself looks every five seconds.
 
-    SGLang's `sys.exit` would go through the server's event loop, which logs a traceback for it.
+    Its `sys.exit` would go through the server's event loop, which would log a traceback.
     """
     while not manager.gracefully_exit:
         await asyncio.sleep(0.1)
@@ -151,15 +150,15 @@ async def _exit_promptly(original: Any, manager: Any) -> None:
 
 
 def _fork(result: None, *_: Any) -> None:
-    """Fork the scheduler and the detokenizer: spawned, each would import SGLang again. Only without CUDA."""
+    """Let SGLang fork its scheduler and detokenizer. Spawned processes would import SGLang again. Not for CUDA."""
     multiprocessing.set_start_method("fork", force=True)
 
 
 def _close_all_but(endpoints: set[str]) -> None:
-    """Close all of SGLang's ninety endpoints but these.
+    """Close all of SGLang's ninety endpoints except these.
 
-    Others show what nobody should read (/server_info shows the administration key), or open sessions, schemas and
-    documentation to the generation key.
+    Some others show secrets (/server_info shows the administration key). Others would give sessions, schemas and
+    documentation to everybody with the generation key.
     """
     from sglang.srt.entrypoints import http_server
 
@@ -170,13 +169,13 @@ def _close_all_but(endpoints: set[str]) -> None:
     missing = endpoints - {route.path for route in kept}
     if missing:
         raise RuntimeError(
-            f"found no {', '.join(sorted(missing))} in SGLang, expected them. Install the locked version"
+            f"found no endpoint {', '.join(sorted(missing))} in SGLang, expected it. Install the locked version"
         )
     routes[:] = kept
 
 
 def _wait_until_listening(arguments: Any) -> bool:
-    """Wait for the port and declare the server up. SGLang's own warm-up sleeps a second and generates."""
+    """Wait until the port is open, and declare the server up. SGLang's own warm-up sleeps a second and generates."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 

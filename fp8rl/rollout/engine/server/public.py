@@ -1,7 +1,7 @@
-"""What `fp8rl serve` adds to SGLang's OpenAI endpoints: prompts as in training, seeded answers, a base by its name.
+"""Changes SGLang's OpenAI endpoints for `fp8rl serve`: prompts as in training, seeded answers, and a name for the base.
 
-A request is refused if SGLang would silently answer it wrongly, or if it would end the engine. All other errors are
-SGLang's own.
+A request is refused if SGLang would give a wrong answer without a message, or if it would end the engine. All other
+errors are SGLang's own.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from fp8rl.rollout.tasks.tokens import behind_ids, text_ids
 from fp8rl.rollout.tasks.tool_calls import give_calls, hold_calls, read_calls
 
 ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
-"""SGLang's endpoints that are opened besides the endpoints for the engine's owner. `list_models` adds one of ours."""
+"""SGLang's endpoints that are open in addition to those for the engine's owner. `list_models` adds one of ours."""
 _COMMON = SETTINGS | {
     "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens",
     "spaces_between_special_tokens", "return_token_ids", "cache_salt",
 }  # fmt: skip
 SERVED = {"prompt": _COMMON | {"prompt", "echo"}, "messages": _COMMON | CHAT_SETTINGS | {"continue_final_message"}}
-"""The settings that a request may have: a completion, which has a `prompt`, and a chat, which has `messages`. SGLang
-takes a hundred more: it ignores some, and any that is misspelt; some take another request's answer; some end the
-engine."""
+"""The settings that a completion (with a `prompt`) and a chat (with `messages`) may have. SGLang accepts a hundred
+more. It ignores some of them, and all that are misspelt. Some of them take the answer of another request, and some end
+the engine."""
 BOUNDS = {"n": (1, 128), "seed": (0, 2**63 - 1), "logprobs": (0, 20), "top_logprobs": (0, 20), "top_k": (-1, 2**31 - 1)}
-"""The least and the greatest value of a setting. Other values would end the engine; only an `n` of -3 counts as 1."""
+"""The smallest and the largest value of a setting. SGLang takes an `n` of -3 as 1. Other values end the engine."""
 _sent: ContextVar[dict[str, Any]] = ContextVar("sent")
-"""The body of the chat that is being answered, with its messages as they are read in training."""
+"""The body of the current chat request, with its messages in the form that training reads."""
 _ends = lru_cache(maxsize=1)(end_ids)
 
 
@@ -65,7 +65,7 @@ async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request:
 
 
 def _problems(serving: Any, request: Any, sent: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each bad parameter, and its fault. sent: the request's body."""
+    """Yield (parameter, its fault) for each bad parameter. sent: the request's body."""
     chat = sent["messages"] if hasattr(request, "messages") else None
     for parameter in sorted(sent.keys() - SERVED["prompt" if chat is None else "messages"]):
         if sent[parameter] is not None and (parameter, sent[parameter]) != ("response_format", {"type": "text"}):
@@ -79,9 +79,9 @@ def _problems(serving: Any, request: Any, sent: dict[str, Any]) -> Iterator[tupl
     if sent.get("echo") and sent.get("logprobs") == 0:  # SGLang fails
         yield "logprobs", "found 0 with echo, expected 1 to 20"
     if chat and request.tools and serving.tool_call_parser is None:
-        yield "tools", "found some, expected a server that knows the model's format of calls: --tool-parser"
+        yield "tools", "found tools, but no parser for tool calls, expected a server with --tool-parser"
     if chat and request.continue_final_message and len(chat[-1]) > 2:
-        yield "continue_final_message", "found more than a content in the last message, expected that alone"
+        yield "continue_final_message", "found more than a content in the last message, expected only a content"
     taken = inspect.signature(serving.tokenizer_manager.tokenizer.apply_chat_template).parameters
     for name in sorted(taken.keys() & (getattr(request, "chat_template_kwargs", None) or {})):
         # A template of the client's could compute for ever, and no other request would be answered.
@@ -96,10 +96,10 @@ def _problems(serving: Any, request: Any, sent: dict[str, Any]) -> Iterator[tupl
 
 
 def write_chat(serving: Any, request: Any, tools: Any, is_multimodal: bool) -> Any:
-    """Tokenize a chat as prompts are in training (`OpenAIServingChat._apply_jinja_template`).
+    """Tokenize a chat as training tokenizes prompts. Replaces `OpenAIServingChat._apply_jinja_template`.
 
     SGLang leaves out some keys of messages, takes a last turn of the model for the user's, and adds keys to tools.
-    tools: the tools to write; a forced call leaves others out.
+    tools: the tools to write. For a forced call these are not all tools of the request.
 
     Raises ValueError if the template cannot write the chat.
     """
@@ -121,13 +121,13 @@ def write_chat(serving: Any, request: Any, tools: Any, is_multimodal: bool) -> A
 
 
 def keep_text(tokenizer: Any, *_: Any, **__: Any) -> Any:
-    """Keep the text of tokens as it is, without a clean-up of its spaces (after `get_tokenizer`)."""
+    """Turn off the tokenizer's clean-up of spaces, so that texts stay as they are (after `get_tokenizer`)."""
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 
 def list_models(app: Any, manager: Callable[[], Any]) -> None:
-    """Put a list of the models in place of SGLang's, which has one name. manager: returns SGLang's TokenizerManager."""
+    """Add an endpoint that lists all models. (SGLang's own lists one.) manager: returns SGLang's TokenizerManager."""
     from sglang.srt.entrypoints.openai.protocol import ModelCard, ModelList
 
     @app.get("/v1/models")  # type: ignore[untyped-decorator]
@@ -137,19 +137,19 @@ def list_models(app: Any, manager: Callable[[], Any]) -> None:
 
 
 def _names(manager: Any) -> list[str]:
-    """Return the models that clients may name: the model, and the base without its adapters, if it has some."""
+    """Return the names of models for clients: the model and, if it has adapters, its base without them."""
     return [manager.served_model_name, *filter(None, [state().base_name])]
 
 
 def name_base(serving: Any, request_model: str, explicit_lora_path: Any) -> str | None:
-    """Return the base's name if a request is for the base, else None (`OpenAIServingBase._resolve_lora_path`)."""
+    """Return the base's name if a request is for the base. Replaces `OpenAIServingBase._resolve_lora_path`."""
     return request_model if request_model == state().base_name else None
 
 
 async def mark_base(manager: Any, obj: Any) -> None:
-    """Set the base's name as the `lora_id` of its requests (`TokenizerManager._validate_and_resolve_lora`).
+    """Set the base's name as `lora_id` of requests for it. Replaces `TokenizerManager._validate_and_resolve_lora`.
 
-    By this id the engine leaves the adapters out (`AdaptedRows`) and keeps prefixes apart.
+    For requests with this id the engine leaves out the adapters (`AdaptedRows`), and caches prefixes separately.
     """
     obj.lora_id = obj.lora_path
     for part in obj.__dict__.get("_sub_obj_cache", {}).values():
@@ -157,9 +157,9 @@ async def mark_base(manager: Any, obj: Any) -> None:
 
 
 def seed_each_answer(manager: Any, tokenized: Any) -> None:
-    """Give each of several answers to a prompt a seed of its own (before `TokenizerManager._send_one_request`).
+    """Give each of several answers to a prompt its own seed (before `TokenizerManager._send_one_request`).
 
-    The answers to one prompt follow each other, and share one object of sampling parameters.
+    The answers to one prompt come one after the other, and share one object of sampling parameters.
     """
     shared = getattr(tokenized, "sampling_params", None)
     if shared is None or shared.n == 1 or shared.sampling_seed is None:
@@ -172,13 +172,13 @@ def seed_each_answer(manager: Any, tokenized: Any) -> None:
 
 
 def with_offsets(logprobs: Any, *_: Any, **__: Any) -> Any:
-    """Set each token's offset in the text, where SGLang says -1 (after `to_openai_style_logprobs`)."""
+    """Set each token's offset in the text, for which SGLang writes -1 (after `to_openai_style_logprobs`)."""
     logprobs.text_offset = [0, *accumulate(len(token) for token in logprobs.tokens)][:-1]
     return logprobs
 
 
 async def begin_once(manager: Any, texts: str | list[str], is_cross_encoder: bool = False) -> tuple[Any, None]:
-    """Tokenize prompts with one BOS each (`TokenizerManager._tokenize_texts`)."""
+    """Tokenize prompts, each with exactly one BOS. Replaces `TokenizerManager._tokenize_texts`."""
     if not texts:
         raise ValueError("prompt: found an empty text, expected at least one character")
     ids = [text_ids(manager.tokenizer, text) for text in ([texts] if isinstance(texts, str) else texts)]
@@ -186,7 +186,7 @@ async def begin_once(manager: Any, texts: str | list[str], is_cross_encoder: boo
 
 
 def watch_whole_stops(result: None, sampling: Any, *_: Any) -> None:
-    """Search for a stop string in as many tokens as it has bytes: a token may be one byte (after `normalize`)."""
+    """Make SGLang search for a stop string in as many tokens as the string has bytes: a token may be one byte."""
     sampling.stop_str_max_len = max((len(stop.encode()) for stop in sampling.stop_strs), default=0)
 
 

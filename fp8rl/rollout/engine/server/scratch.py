@@ -1,7 +1,7 @@
-"""Scratch directories for sockets and temporary files, with a note of files that their owners make elsewhere.
+"""Makes scratch directories for sockets and temporary files, and removes those whose owner has ended.
 
-A killed process cannot clean up, so each start sweeps up after the dead. The owner's processes hold a lock on a file in
-the directory, which the kernel releases with the last of them. Nobody else may look inside.
+A killed process cannot clean up. So each start removes the directories of dead owners. The owner's processes lock a
+file in the directory until the last of them ends. A note in the directory names a file that the owner made elsewhere.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SHARED_MEMORY = "shared_memory"
 
 
 def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path, int]:
-    """Return a new directory, and the descriptor that holds its lock. Keep it open, or close it once a server has
+    """Return a new directory, and the descriptor that holds its lock. Keep the descriptor open until a server has
     inherited it.
 
-    parent: where the directory is made; None: in the temporary directory.
+    parent: the directory in which it is made. None: the temporary directory.
     """
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     descriptor = os.open(scratch / "new", os.O_CREAT | os.O_RDWR, 0o600)
@@ -38,14 +38,14 @@ def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path,
 
 
 def note_shared_memory(scratch: Path, path: str) -> None:
-    """Note a file elsewhere that is to be removed with the scratch directory."""
+    """Note a file outside the scratch directory, to be removed with the directory."""
     write_atomically(scratch / _SHARED_MEMORY, path)
 
 
 def remove_queues(pids: Collection[int]) -> None:
-    """Remove the shared memory through which these processes, ranks of an engine, communicate.
+    """Remove the shared memory through which the ranks of an engine communicate. pids: the ids of its processes.
 
-    SGLang kills its ranks and leaves their shared memory. A name is `sgl_shm_KIND_PID_RANDOM`.
+    SGLang kills its ranks and leaves their shared memory. Its files have names `sgl_shm_KIND_PID_RANDOM`.
     """
     for path in SHARED.glob("sgl_shm_*_*_*"):
         if path.name.split("_")[-2] in {str(pid) for pid in pids}:
@@ -53,7 +53,7 @@ def remove_queues(pids: Collection[int]) -> None:
 
 
 def remove_scratch(scratch: Path) -> None:
-    """Remove a directory and the shared memory noted in it, or by engines in the temporary directory of a cluster."""
+    """Remove a directory, and the shared memory that notes name in it or in the engines' directories below it."""
     for note in (scratch / _SHARED_MEMORY, *scratch.glob(f"*/{ENGINE}*/{_SHARED_MEMORY}")):
         with suppress(OSError, ValueError):  # not noted, or gone with another sweep
             if (path := Path(note.read_text())).parent == SHARED:
@@ -62,7 +62,8 @@ def remove_scratch(scratch: Path) -> None:
 
 
 def sweep(prefix: str = ENGINE, parent: str | None = None) -> None:
-    """Remove our directories whose owners are gone. Other users' are left: their notes may name any file of ours."""
+    """Remove this user's directories whose owners have ended. Leave other users' directories, because a note in one
+    could make us remove a file of ours."""
     for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
         with suppress(OSError):  # locked, or removed by another sweep
             if lock.parent.lstat().st_uid != os.getuid():

@@ -16,29 +16,29 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Source:
-    """The path of a data set, and its columns."""
+    """A data set: its path and its columns."""
 
     path: str | Path
     key: str = "data"
-    """The key of the spec that error messages name."""
+    """The key of the spec for error messages."""
     split: str | None = None
     """The split to read, if the data set has several."""
     question: str = "question"
-    """The name of the column with the question; a dot leads into a nested column."""
+    """The name of the column with the question. `a.b` is the value `b` nested in the column `a`."""
     answer: str = "answer"
-    """The name of the column with the answer; a dot leads into a nested column."""
+    """The name of the column with the reference answer, in the same form."""
     system_prompt: str = ""
-    """The system prompt of conversations that have none of their own; empty: no system prompt."""
+    """The system prompt of conversations that have none of their own. Empty: no system prompt."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """See `Problem`."""
+    """As in `Problem`."""
     name: str | None = None
     """The configuration to read, if the data set has several."""
 
 
 def load_problems(source: Source) -> Problems:
-    """Return the problems of a source in its order, each read when it is asked for. Raises UserError: the path does not
-    exist, has no rows, or has no such column. The message names the source's key. A row that is no problem is refused
-    when it is read."""
+    """Return the problems of a source in its order. Each is read only when it is used. Raises UserError, which names
+    the source's key: the path does not exist, or has no rows, or lacks a column. A row that is no problem raises
+    UserError when it is read."""
     rows = open_rows(Path(source.path), source.split, source.key, source.name, (source.question, source.answer))
     if not rows:
         raise user_error(
@@ -54,7 +54,7 @@ def load_problems(source: Source) -> Problems:
                 f"{source.key}: keys.{what}",
                 found=column,
                 expected=f"a column of {source.path}, which has {', '.join(rows.columns)}",
-                remedy=f"Set data.keys.{what}, or keys.{what} of the source, to the one that holds it.",
+                remedy=f"Set data.keys.{what}, or keys.{what} of the source, to the column with the {what}.",
             )
     return Problems(rows, source)
 
@@ -78,7 +78,7 @@ class Problems(Sequence[Problem]):
             yield self._problem(row, index)
 
     def name(self, index: int) -> str:
-        """Return the name of a problem in messages: `line 3`."""
+        """Return the name of a problem for messages, such as `line 3`."""
         return f"{self._rows.unit} {index + 1}"
 
     def _problem(self, row: Row, index: int) -> Problem:
@@ -115,7 +115,7 @@ class Problems(Sequence[Problem]):
 
 
 def _value(row: Row, column: str) -> Any:
-    """Look up a column in a row, by the whole name or by its parts in nested values; `_ABSENT` if there is none."""
+    """Look up a column in a row, by its whole name or as a nested value. Return `_ABSENT` if there is none."""
     if column in row:
         return row[column]
     value: Any = row
@@ -127,9 +127,9 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
-    """Return the turns of a conversation for the model to answer, without the keys that are null.
+    """Return the turns of a conversation that the model is to answer, without keys that are null.
 
-    A turn that calls tools may have no text, as in OpenAI's API: its content is null or missing.
+    As in OpenAI's API, the content of a turn that calls tools may be null or missing.
     """
     turns = [_with_content(turn) for turn in turns]
     for turn in turns:
@@ -141,7 +141,7 @@ def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
             raise user_error(where, found=turn, expected=expected, remedy=remedy)
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise user_error(
-            where, turns, "chat messages of which the last one says something that the assistant can answer", remedy
+            where, turns, "chat messages that end in a text to answer, which is not the assistant's", remedy
         )
     return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
 
@@ -152,14 +152,14 @@ def _with_content(turn: Any) -> Any:
 
 
 def _not_text(turn: object) -> str | None:
-    """Return the type of a message's first part that is no text; None: all its parts are text."""
+    """Return the type of the first part of a message that is no text. None: all parts are text."""
     content = turn.get("content") if isinstance(turn, dict) else None
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     return next((repr(part.get("type")) for part in parts if part.get("type") != "text"), None)
 
 
 def _names(row: Row) -> list[str]:
-    """Return the names of a row's values, with a dot before nested ones."""
+    """Return the names of a row's values. The name of a nested value is `a.b`."""
     inner = {name: _names(value) if isinstance(value, dict) else [] for name, value in row.items()}
     return [path for name, parts in inner.items() for path in ([f"{name}.{part}" for part in parts] or [name])]
 
@@ -169,5 +169,5 @@ def _is_text(value: object) -> bool:
 
 
 def _encodes(text: str) -> bool:
-    """Return True if UTF-8 can encode a text; JSON escapes may spell half of a surrogate pair, which it cannot."""
+    """Return True if UTF-8 can encode a text. It cannot encode half of a surrogate pair, which JSON may spell."""
     return text.encode("utf-8", "replace").decode() == text

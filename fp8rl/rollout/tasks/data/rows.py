@@ -1,6 +1,6 @@
-"""Rows of data by number, read in place: from a file of JSON lines, or from tables that `datasets` maps into memory.
+"""Reads rows of data by number, from a file of JSON lines or from tables that `datasets` maps into memory.
 
-No row becomes a Python object before it is read, so data may be larger than memory.
+A row becomes a Python object only when it is read, so data may be larger than memory.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 READ_WHOLE = 256 * 2**20
-"""Bytes up to which a file of lines is read at once. Later changes of such a file do not matter."""
+"""A file of JSON lines with at most this many bytes is read at once. Later changes of such a file have no effect."""
 LONGEST_ROW = 8 * 2**20
-"""The most bytes of a row: no context has room for a larger problem, and reading it takes time."""
+"""Largest number of bytes of a row. No context has room for a larger problem, and reading it takes time."""
 _BATCH = 1024
-"""Rows that are read at a time when all rows are read."""
+"""Number of rows that an iteration reads at a time."""
 _OF_DIRECTORIES = (".csv", ".json", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow")
-"""Endings of file names that `datasets` reads in a directory; such a file need not be JSON lines."""
+"""Endings of files that `datasets` can read in a directory. Such a file need not be JSON lines."""
 _EXPECTED = "an existing JSONL file, parquet file or directory of a data set"
 
 
 class JsonLines(Sequence[Row]):
-    """The objects of a file of JSON lines. A line is parsed at each access; a bad one raises `UserError`."""
+    """The objects of a file of JSON lines. A line is parsed at each access. A bad line raises `UserError`."""
 
     columns: tuple[str, ...] | None = None
-    """The names of all columns; None: each line has its own columns."""
+    """The names of all columns. None: each line has its own columns."""
     unit = "line"
 
     def __init__(self, path: Path, key: str) -> None:
@@ -64,8 +64,8 @@ class JsonLines(Sequence[Row]):
         remedy = f"Correct or remove line {number}."
         if number == 1 and self._path.suffix in _OF_DIRECTORIES:
             remedy = (
-                f"Put {self._path.name} into a directory of its own, and name that in place of it: files that are "
-                "named are JSON lines or parquet."
+                f"Put {self._path.name} into a separate directory, and set the path to the directory, because a path "
+                "to a file means JSON lines or parquet."
             )
         _check_size(len(line), where, remedy)
         try:
@@ -81,10 +81,10 @@ class JsonLines(Sequence[Row]):
 
 
 class TableRows(Sequence[Row]):
-    """The rows of a data set, as they would be in JSON lines: nothing in them is decoded; bytes are left out.
+    """The rows of a data set, in the form that they would have in JSON lines. Nothing is decoded. Bytes are left out.
 
-    Arrow gives all structs of a column the same keys, with null for a key that a row lacks. A null that the data has
-    looks the same, so nested values lose every null. A whole column that is null in a row stays, as `None`.
+    Arrow gives all structs of a column the same keys, with null for a key that a row lacks. A null in the data looks
+    the same. So nested values lose every null. A column that is null in a row stays, as `None`.
     """
 
     unit = "row"
@@ -127,10 +127,10 @@ Rows = JsonLines | TableRows
 def open_rows(path: Path, split: str | None, key: str, name: str | None = None, texts: Sequence[str] = ()) -> Rows:
     """Open the rows at `path`: a `.parquet` file, a data set's directory, or else a file of JSON lines.
 
-    A directory was saved by `datasets`, or has files that `datasets.load_dataset` knows: parquet, JSON, CSV. `datasets`
-    maps tables from its cache, so it first writes them there, unless it has saved them itself. name: the configuration,
-    as the directory's README.md names it. texts: columns of a CSV file that stay text; in all other columns, numbers
-    are read as numbers.
+    A directory was saved by `datasets`, or has files that `datasets.load_dataset` knows: parquet, JSON, CSV. If
+    `datasets` has not saved the directory itself, it first writes tables into its cache, and maps them from there.
+    name: the name of the configuration in the directory's README.md. texts: columns of a CSV file that stay text. In
+    all other columns, numbers are read as numbers.
 
     Raises:
         UserError: the path does not exist, cannot be read, or has no such configuration or split. The message names
@@ -184,8 +184,8 @@ def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> 
 
 @contextmanager
 def _as_it_is_named(data_files: Any) -> Iterator[None]:
-    """Let `datasets` read a directory whose name looks like a pattern, such as `gsm8k[1]`. By itself it searches the
-    directories that match the pattern (its issue 7468)."""
+    """Let `datasets` read a directory whose name looks like a pattern, such as `gsm8k[1]`. Otherwise it would search
+    the directories that match the pattern (its issue 7468)."""
     resolve = data_files.resolve_pattern
 
     def escaped(pattern: str, base_path: str, *rest: Any, **settings: Any) -> Any:
@@ -199,7 +199,7 @@ def _as_it_is_named(data_files: Any) -> Iterator[None]:
 
 
 def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
-    """Refuse columns with texts in JSON that Arrow reads as dates: a problem would have the dates in another form."""
+    """Refuse columns whose texts in JSON are dates. Arrow would read them as dates, and give a problem another text."""
 
     def dated(feature: Any, name: str) -> Iterator[str]:
         if isinstance(feature, Mapping):
@@ -221,7 +221,7 @@ def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
 
 
 def _quiet_datasets() -> Any:
-    """Import `datasets`, which takes a second, and so only once a source needs it."""
+    """Import `datasets`. Call this only when a source needs it, because the import takes a second."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -265,7 +265,7 @@ def _check_size(size: int, where: str, remedy: str) -> None:
 
 
 def _line_starts(data: bytes | mmap.mmap) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the offsets of all lines, and the end of the last one: int64 [lines + 1]."""
+    """Return the offsets of all lines, and the end of the last line: int64 [lines + 1]."""
     step, starts = 64 * 2**20, [np.zeros(1, np.int64)]
     for offset in range(0, len(data), step):
         piece = np.frombuffer(data[offset : offset + step], np.uint8)
@@ -279,8 +279,7 @@ def _row(columns: Row, features: Mapping[str, Any]) -> Row:
 
 
 def _plain(value: Any, feature: Any) -> Any:
-    """Return the value as JSON has it: dates become text; bytes and the nulls that Arrow puts into structs are left
-    out.
+    """Return a value in the form that it has in JSON. Dates become text. Bytes, and nulls in structs, are left out.
 
     feature: the value's type in `datasets`. A value of the type `Json` is text in Arrow, and is parsed here.
     """

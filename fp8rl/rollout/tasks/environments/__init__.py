@@ -1,4 +1,4 @@
-"""The `environment:` section of an experiment spec."""
+"""Defines the `environment:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ HARNESS = "harness"
 
 
 class HarnessSection(Section):
-    """The program of `function: harness`; [agents.md](agents.md) says what it is given."""
+    """The program of `function: harness`. [agents.md](agents.md) describes what it gets."""
 
     # Strictness would refuse the lists that YAML gives.
     command: tuple[str, ...] = Field(default=(), strict=False)
-    """The program and its arguments, one process for each conversation. A program with a slash is a path, like all
-    paths of a spec. A program without a slash is looked for in PATH. Arguments stay as they are."""
+    """The program and its arguments. Each conversation starts a process. A program with a slash is a path, relative
+    like all paths of a spec. A program without a slash is searched in PATH. Arguments are not changed."""
     program: SpecFunction | None = None
-    """Instead of a command: an async function, `package.module:name` or `path/to/file.py:name`. It is called in the
+    """An async function in place of a command, `package.module:name` or `path/to/file.py:name`. It is called in the
     run's own process with a base URL, a key and the problem."""
     directory: SpecPath | None = None
-    """The working directory of a command. Null: the run's directory."""
+    """The working directory of a command. Null: that of the run."""
     variables: tuple[str, ...] = Field(default=(), strict=False)
-    """Names of the run's environment variables that a command gets in addition to the usual ones."""
+    """Names of the run's environment variables that a command gets, besides usual ones such as PATH."""
     tool_parser: str | None = None
-    """The format in which the model calls tools, as SGLang names it (`qwen25`, `llama3`, `glm45`, ...)."""
+    """SGLang's name of the format in which the model calls tools (`qwen25`, `llama3`, `glm45`, ...)."""
     override: tuple[
         Literal[
             "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "tool_choice"
         ],
         ...,
     ] = Field(default=(), strict=False)
-    """Request settings that are ignored. Without this key a request whose settings differ from the run's is refused.
-    With `tool_choice` a forced call is treated as `auto`; smolagents sends one in every request."""
+    """Settings of requests to ignore. Without this key a request whose settings differ from the run's is refused. With
+    `tool_choice`, a forced call is treated as `auto`. (smolagents forces a call in every request.)"""
     max_requests: int = Field(default=64, ge=1)
-    """Largest number of model turns that a program may request."""
+    """Largest number of the model's turns that a program may request."""
     deadline_s: float = Field(default=1800.0, gt=0.0)
-    """Seconds that a program may take in all, the engine's time included. `timeout_s` bounds the time between two
-    turns."""
+    """Seconds that a program may take in all, the engine's time included. `timeout_s` limits the time between turns."""
 
     @classmethod
     def located(cls, values: Any, directory: Path) -> Any:
@@ -56,7 +55,7 @@ class HarnessSection(Section):
 
 
 class EnvironmentSection(Section):
-    """The environment, which controls the conversation of an answer. A text is the short form of `function`."""
+    """The environment, which controls the conversation of an answer. A plain text means `function`."""
 
     shorthand: ClassVar[str] = "function"
 
@@ -65,12 +64,12 @@ class EnvironmentSection(Section):
     harness: HarnessSection | None = None
     """The program of `function: harness`."""
     timeout_s: float = Field(default=60.0, gt=0.0)
-    """Seconds that an environment may take between two turns of the model, before the first turn, or after the last."""
+    """Seconds that an environment may take before the model's first turn, between two turns, or after the last."""
     max_failures: int = Field(default=32, ge=0)
-    """Number of failures that a run survives: an environment raises, takes too long or returns no number. One more ends
-    the run. The answer of a failed environment is not trained on."""
+    """Number of failures that a run survives. One more ends the run. An environment fails if it raises, takes too long
+    or returns no number. Its answer is not trained on."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the function."""
+    """More arguments of the function."""
 
     @property
     def label(self) -> str:
@@ -79,5 +78,5 @@ class EnvironmentSection(Section):
 
 
 def _program(name: Any, directory: Path) -> Any:
-    """Return a program as a file in `directory` names it: a path if it has a slash, else a name in PATH."""
+    """Return a program that a spec in `directory` names: a path if the name has a slash, else a name in PATH."""
     return located_as(SpecPath, name, directory) if isinstance(name, str) and os.sep in name else name

@@ -1,4 +1,4 @@
-"""One row of a conversation: tokens of the model and of the environment. A row can only grow."""
+"""A row of a conversation: tokens of the model and of the environment. A row can only grow."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from fp8rl.rollout.types import KeptTokens, Trajectory
 
 
 class ConversationOverError(Exception):
-    """An answer has used up its tokens; an environment need not catch it."""
+    """An answer has used up its tokens. An environment need not catch this error."""
 
 
 @dataclass(eq=False)
 class Branch:
-    """One row of a conversation. Most conversations have one row; a program that changes earlier messages, or talks to
-    the model as several agents, opens others."""
+    """One row of a conversation. Most conversations have only one. A program opens another row if it changes earlier
+    messages, or if it talks to the model as several agents."""
 
     prompt_ids: list[int]
-    """[P], the prompt. This row is not trained on the prompt's tokens."""
+    """[P], the prompt. In this row the prompt's tokens are not trained on."""
     seed: int
-    """The seed of all draws of the row; each draw also depends on its position."""
+    """The seed of all draws of the row. A draw also depends on its position."""
     limit: int
-    """The most tokens that the model and the environment may put after the prompt, together."""
+    """Largest number of tokens that model and environment together may put after the prompt."""
     tokens: list[int] = field(default_factory=list)
     """[T], the tokens after the prompt."""
     turns: int = 0
     """The number of the model's turns."""
     truncated: bool = False
-    """The row has used up its tokens."""
+    """Whether the row has used up its tokens."""
     _logprobs: list[float] = field(default_factory=list)
     _weight_versions: list[int] = field(default_factory=list)
     _environment_spans: list[tuple[int, int]] = field(default_factory=list)
@@ -43,13 +43,13 @@ class Branch:
 
     @property
     def ids(self) -> list[int]:
-        """All its tokens, [P + T]."""
+        """All tokens of the row, [P + T]."""
         return self.prompt_ids + self.tokens
 
     def append_turn(self, turn: Trajectory, *, length: int | None = None, stops: tuple[int, ...] = ()) -> None:
-        """Append the model's turn as the engine gave it.
+        """Append a turn of the model, from the engine's answer.
 
-        length: append only the first `length` tokens. stops: last tokens that do not end the answer.
+        length: append only the first `length` tokens. stops: tokens that end the turn, but not the answer.
         """
         count = len(turn.token_ids) if length is None else length
         finished = turn.finished and count == len(turn.token_ids)
@@ -66,7 +66,7 @@ class Branch:
         self.truncated = not finished and self.remaining < 1
 
     def append_environment(self, ids: list[int], at: int | None = None) -> None:
-        """Append the environment's tokens. at: position from which they replace earlier tokens of the environment.
+        """Append tokens of the environment. at: where they begin, if they replace the environment's last tokens.
 
         Raises ConversationOverError: there is no room for the tokens.
         """

@@ -1,8 +1,8 @@
-"""A conversation between the model and an environment, in tokens, which can only grow.
+"""A conversation between the model and an environment. It is a row of tokens that can only grow.
 
-Only `sample` adds tokens of the model, with the log-probabilities and versions that the engine gave them. `tell` and
-`message` add tokens of the environment: they tokenize a text, once. Nothing in the conversation is tokenized again, so
-the trainer scores exactly what was sampled, and the engine finds each prefix in its cache.
+Only `sample` adds tokens of the model, with the engine's log-probabilities and versions. `tell` and `message` tokenize
+a text, and add its tokens as those of the environment. No text is tokenized twice. So the trainer scores exactly the
+sampled tokens, and the engine finds each prefix in its cache.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class Turn:
     token_ids: tuple[int, ...]
     """The tokens."""
     ended_by: str | None
-    """The text of the last token: one of `sample`'s stops, or the end of turn; None: the length ended the turn."""
+    """The text of the last token: one of `sample`'s stops, or the end of turn. None: the length ended the turn."""
 
 
 @dataclass
 class _Talk:
-    """The messages before and after the model's latest turn, which the chat template needs to continue it."""
+    """The messages before and after the model's last turn. The chat template needs them to continue the turn."""
 
     history: list[Mapping[str, Any]]
     """The messages before the turn."""
     begin: int = 0
-    """The turn's first token in the row."""
+    """The index of the turn's first token in the row."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """The messages after the turn, whose tokens begin at `end`."""
     end: int = 0
     truncated: bool = False
-    """The turn was ended by its length."""
+    """Whether the length ended the turn."""
 
     def go_on(self, length: int) -> None:
-        """Begin the model's next turn, at `length` tokens of the row, if messages have been put after the last one."""
+        """If messages follow the last turn, begin the model's next turn. length: number of tokens of the row now."""
         if self.messages:
             turn = [{"role": "assistant", "content": ""}] if self.end or self.begin else []
             self.history += [*turn, *self.messages]
@@ -67,7 +67,7 @@ class _Talk:
 class Conversation:
     """One answer while it is sampled. An environment controls the conversation by these methods.
 
-    problem: the question with which the conversation begins, and the reference answer. sampling: the sampling
+    problem: the question, with which the conversation begins, and the reference answer. sampling: the sampling
     parameters. tokenizer: the tokenizer of all texts.
     """
 
@@ -81,9 +81,9 @@ class Conversation:
         timeout_s: float,
         longest: int | None = None,
     ) -> None:
-        """seed: the seed of all draws; each draw also depends on its position. sampling: `max_new_tokens` limits all
-        tokens after the prompt. timeout_s: the longest time between two turns of the model. longest: the most tokens of
-        a row; None: the length of the prompt plus `max_new_tokens`."""
+        """seed: the seed of all draws. A draw also depends on its position. sampling: `max_new_tokens` limits all
+        tokens after the prompt. timeout_s: the longest time between two turns of the model. longest: the largest number
+        of tokens of a row. None: the length of the prompt plus `max_new_tokens`."""
         self.problem: Problem = prompt.problem
         self.sampling, self._sampler = sampling, sampler
         self.tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, longest
@@ -98,7 +98,7 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Tokens that are left, for the model and the environment together."""
+        """Number of tokens that are left, for the model and the environment together."""
         return self._main.remaining
 
     @property
@@ -107,14 +107,14 @@ class Conversation:
         return self._main.turns + sum(branch.turns for branch in self._branches)
 
     def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the problem's own messages by messages that an environment shows at its start.
+        """Replace the problem's own messages by the environment's first messages.
 
         Raises:
-            ValueError: the conversation has begun already.
+            ValueError: the conversation already has tokens.
             ConversationOverError: the messages leave no room for an answer.
         """
         if self._main.tokens:
-            raise ValueError("begin: found a conversation that has begun, expected to be called before sample and tell")
+            raise ValueError("found begin() in a conversation with tokens, expected it before sample() and tell()")
         ids = prompt_ids(self.tokenizer, messages, self.problem.chat_template)
         self._talk = _Talk([*messages])
         self._open(ids)
@@ -122,8 +122,8 @@ class Conversation:
     async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
         """Sample the model's next turn.
 
-        The turn ends with the end of turn, with one of the `stop` texts (each is one token of the vocabulary, which
-        stays part of the conversation), or after `max_new_tokens`.
+        The turn ends with the end of turn, with one of the `stop` texts, or after `max_new_tokens`. Each stop text is
+        one token of the vocabulary. The token stays part of the conversation.
 
         Raises:
             ConversationOverError: no room is left.
@@ -133,7 +133,7 @@ class Conversation:
         for text in stop:
             ids = behind_ids(self.tokenizer, text)
             if len(ids) != 1:
-                raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one; choose another text")
+                raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one. Choose another text")
             stops += ids
         self._talk.go_on(begin := len(self._main.tokens))
         turn = await self.ask(self._main, tuple(stops), max_new_tokens)
@@ -151,10 +151,10 @@ class Conversation:
         self._talk.truncated = False
 
     def message(self, role: str, content: str, **further: Any) -> None:
-        """Append a message as the chat template writes one after the model's turn, up to where the model's next begins.
+        """Append a message in the form of the chat template, up to the beginning of the model's next turn.
 
-        Consecutive messages are written together. Messages before the model's first turn become part of the prompt.
-        further: other keys that the template reads, such as `name`.
+        The template writes consecutive messages together. Messages before the model's first turn become part of the
+        prompt. further: other keys that the template reads, such as `name`.
 
         Raises:
             ConversationOverError: there is no room for the message.
@@ -171,7 +171,7 @@ class Conversation:
         self._main.append_environment(ids, at=talk.end)
 
     def branch(self, prompt_ids: list[int]) -> Branch:
-        """Open a further row. Its seed depends on its prompt, not on when it is opened.
+        """Open another row. Its seed depends on its prompt, not on the time at which it is opened.
 
         Raises ConversationOverError: the prompt leaves no room for an answer.
         """
@@ -186,9 +186,9 @@ class Conversation:
     async def ask(self, branch: Branch, stops: tuple[int, ...] = (), max_new_tokens: int | None = None) -> Trajectory:
         """Sample the engine's continuation of a branch, for `Branch.append_turn`.
 
-        stops: tokens that end the continuation, as the end of turn does.
+        stops: tokens that end the continuation, like the end of turn.
 
-        Raises ConversationOverError: no room is left, or the environment has ended, maybe while the engine sampled.
+        Raises ConversationOverError: no room is left, or the environment has ended, perhaps during the sampling.
         """
         if self._ended:
             raise ConversationOverError
@@ -214,12 +214,11 @@ class Conversation:
         return turn
 
     async def run(self, environment: Callable[[Conversation], Awaitable[object]]) -> object:
-        """Let an environment own the conversation from its beginning to its end. Return its result, None if room ran
-        out.
+        """Let an environment control the conversation until it ends. Return its result. None: no room was left.
 
         Raises:
             TimeoutError: the environment took too long between two turns.
-            Exception: whatever the environment, or the engine, raises.
+            Exception: any error of the environment or the engine.
         """
         returned: object = None
         running = asyncio.ensure_future(environment(self))
@@ -241,13 +240,13 @@ class Conversation:
         return returned
 
     def trajectory(self, outcome: dict[str, float], *, failed: bool = False) -> Trajectory:
-        """Return the row that `sample` wrote, as a trajectory."""
+        """Return the row of `sample` as a trajectory."""
         return self._main.trajectory(outcome, failed=failed)
 
     def trajectories(self, outcome: dict[str, float], *, failed: bool = False) -> list[Trajectory]:
-        """Return every row in which the model has a turn; at least one.
+        """Return every row in which the model has a turn, and at least one row.
 
-        The row with the model's last turn comes first; the order of the others does not depend on time.
+        The row with the model's last turn comes first. The order of the other rows does not depend on time.
         """
         spoken = [branch for branch in (self._main, *self._branches) if branch.turns]
         others = sorted(spoken, key=lambda branch: (branch is not self._last, branch.prompt_ids, branch.seed))
@@ -264,7 +263,7 @@ class Conversation:
         return limit if self._longest is None else min(limit, self._longest - len(begun))
 
     def _give(self, seconds: float | None) -> None:
-        """Give the environment `seconds` from now on; None: no deadline."""
+        """Give the environment `seconds` from now on. None: no deadline."""
         with suppress(RuntimeError):  # what a program has asked for, and ended without
             self._scope.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 

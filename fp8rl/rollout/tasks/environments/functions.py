@@ -1,4 +1,4 @@
-"""Loads the function of an environment by its name."""
+"""Loads the function of an environment by the name in the spec."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXAMPLES = {
     "openenv": "examples/openenv.py, and name openenv.py:openenv",
     "verifiers": "examples/verifiers_task.py, and run it by function=harness (docs/agents.md)",
 }
-"""Environments that used to be built in, and where they are now."""
+"""Environments that were built in once, and the files that have them now."""
 
 
 async def single_turn(conversation: Conversation) -> None:
@@ -35,14 +35,14 @@ async def single_turn(conversation: Conversation) -> None:
 
 
 def load_environment(config: EnvironmentSection, key: str = "environment") -> Environment:
-    """Load the function that `config` names, with its `kwargs` or, for `harness`, its program. Raises UserError, which
+    """Load the function that `config` names, with its `kwargs`. For `harness` load its program. Raises UserError, which
     names `key`: there is no such function, its module cannot be imported, it is not `async`, or it cannot be called
     with a conversation and `kwargs`."""
     if config.function == HARNESS:
         return _harness(config, key)
     if (example := _EXAMPLES.get(config.function)) is not None:
         remedy = f"Copy {example}."
-        raise user_error(f"{key}.function", config.function, "a function of a file: it is an example now", remedy)
+        raise user_error(f"{key}.function", config.function, "a function of a file, as this is now an example", remedy)
     if config.harness is not None:
         found, expected = f"a program beside function={config.function}", f"function={HARNESS}, which runs it"
         remedy = f"Set {key}.function={HARNESS}, or remove {key}.harness."
@@ -56,7 +56,7 @@ def _harness(config: EnvironmentSection, key: str) -> Harness:
     if config.kwargs or bool(harness.command) == (harness.program is not None):
         found = "kwargs" if config.kwargs else "both" if harness.command else "neither"
         remedy = "Write harness: {command: [python, agent.py]}, or harness: {program: agent.py:solve}."
-        raise user_error(f"{key}.harness", found, "a command or a program, one of them", remedy)
+        raise user_error(f"{key}.harness", found, "either a command or a program", remedy)
     if harness.tool_parser is not None and harness.tool_parser not in (known := parsers()):
         expected = f"one that SGLang has: {', '.join(sorted(known))}"
         remedy = "Choose the format of the model's family."
@@ -78,13 +78,13 @@ def _harness(config: EnvironmentSection, key: str) -> Harness:
 def _coroutine(
     name: str, key: str, built_in: dict[str, str], given: list[str], kwargs: dict[str, Any]
 ) -> Callable[..., Awaitable[Any]]:
-    """Load an async function that takes these arguments. Raises UserError, as `load_environment` does."""
+    """Load an async function that takes the arguments `given` and `kwargs`. Raises as `load_environment` does."""
     call, label = named_object(name, key, built_in), name.rpartition(":")[2]
     if not inspect.iscoroutinefunction(call):
         raise user_error(
             key,
             found=name,
-            expected="an async function, as it waits for the model",
+            expected="an async function, because it waits for the model",
             remedy=f"Write async def {label}({', '.join(one.split()[-1].lower() for one in given)}): ...",
         )
     signature = inspect.signature(call)

@@ -1,6 +1,6 @@
-"""An environment that is a user's program: it speaks OpenAI's API and knows nothing of training.
+"""An environment that runs a user's program. The program calls OpenAI's API and knows nothing of training.
 
-The API listens only on this machine, and each conversation has a key of its own.
+The API listens only on this machine. Each conversation has its own key.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from fp8rl.rollout.tasks.openai import MODEL, Refusal, read_request
 from fp8rl.rollout.types import Problem, SamplingParams
 
 Program = Callable[[str, str, Problem], Awaitable[Any]]
-"""An async function of a base URL, a key and the problem; it returns what an environment returns."""
+"""An async function of a base URL, a key and the problem. It returns the result of the environment."""
 
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
 """Environment variables that a command gets from the run. Keys of other services are not passed."""
 _KEPT_OUTPUT, _KEPT_ERRORS = 1 << 20, 4096
-"""Bytes that are kept from the end of a command's output, which has its result, and of its errors, for a message."""
+"""Numbers of bytes that are kept from the end of a command's output, for its result, and of its errors."""
 _CHAT = "/v1/chat/completions"
 _MOST_BYTES = 32 << 20
-"""The most bytes of a request's body, unpacked."""
+"""Largest number of bytes of a request's body after decompression."""
 _HEADERS_S = 60.0
-"""Seconds within which a connection must send all headers of a request."""
+"""A connection must send all headers of a request within this many seconds."""
 
 
 class ProgramError(Exception):
-    """A command ended with another status than 0."""
+    """A program took too long, or a command ended with a status other than 0."""
 
 
 class Harness:
-    """Lets a program have a conversation, and records what the model says in it.
+    """Lets a program talk to the model, and records the model's turns.
 
-    Each conversation has a key of its own, so a program reaches no other conversation.
+    Each conversation has its own key, so a program cannot reach another conversation.
     """
 
     def __init__(self, config: HarnessSection, program: Program | None) -> None:
-        """program: runs in place of the command."""
+        """program: the function to run in place of the command."""
         self._config, self._program = config, program
         self._endpoint = ProgramEndpoint(config.tool_parser, config.override)
 
     async def __call__(self, conversation: Conversation) -> Any:
         """Run the program, and return its result.
 
-        Raises ProgramError; or ConversationOverError, if no room was left for an answer or the engines are lost.
+        Raises ProgramError. Raises ConversationOverError: no room was left for an answer, or the engines are lost.
         """
         await self._endpoint.open()
         recording = Recording(conversation, self._config.tool_parser, self._config.max_requests)
@@ -90,7 +90,7 @@ class Harness:
         await self._endpoint.close()
 
     async def _command(self, base_url: str, api_key: str, problem: Problem) -> Any:
-        """Run the command; return the JSON of the last line that it prints, if it is JSON."""
+        """Run the command. If the last line of its output is JSON, return its value, else None."""
         config = self._config
         names = [*_PASSED, *config.variables]
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
@@ -130,7 +130,7 @@ def _end_of(file: IO[bytes], count: int) -> str:
 
 
 class ProgramEndpoint:
-    """The API's server. Its handlers run in the event loop that opens it. Once it is open, `url` is its base URL."""
+    """The server of the API. Its handlers run in the event loop that opens it. After `open`, `url` is its base URL."""
 
     def __init__(self, tool_parser: str | None, override: Collection[str]) -> None:
         self._tool_parser, self._override = tool_parser, override
@@ -140,7 +140,7 @@ class ProgramEndpoint:
         self.url = ""
 
     async def open(self) -> None:
-        """Start the server unless it listens already. Conversations that begin at the same time wait for it."""
+        """Start the server unless it listens already. Calls at the same time wait for the same start."""
         async with self._opening:
             if self._runner is not None:
                 return
@@ -163,7 +163,7 @@ class ProgramEndpoint:
 
     @contextmanager
     def recorded(self, recording: Recording, sampling: SamplingParams, vocabulary: int) -> Iterator[str]:
-        """Yield a new key. While the block lasts, requests with the key are answered, and recorded in `recording`."""
+        """Yield a new key. Inside the block, requests with the key are answered, and recorded in `recording`."""
         key = secrets.token_urlsafe(24)
         self._open[key] = recording, sampling, vocabulary
         try:
@@ -185,8 +185,8 @@ class ProgramEndpoint:
             asked = read_request(await request.read(), chat, sampling, self._override, vocabulary)
             if asked.may_call and self._tool_parser is None:
                 raise Refusal(
-                    "tools: found some, expected the format of the model's tool calls. Set "
-                    "environment.harness.tool_parser",
+                    "tools: found tools, but no parser for the model's tool calls, expected "
+                    "environment.harness.tool_parser to be set. Set it to SGLang's name of the format",
                     "tools",
                 )
             answer = await recording.answer(asked)
@@ -204,7 +204,7 @@ def _key(request: web.Request) -> str:
 
 
 _NO_KEY = Refusal(
-    "found no key of an active conversation, expected the one in OPENAI_API_KEY", status=401, code="invalid_api_key"
+    "found no key of an active conversation, expected the key in OPENAI_API_KEY", status=401, code="invalid_api_key"
 )
 
 
@@ -224,7 +224,7 @@ def _refused(refusal: Refusal) -> web.Response:
 
 
 async def _streamed(request: web.Request, events: Iterable[str]) -> web.StreamResponse:
-    """Return the turn as events, all at once: it is complete, and a call of a tool can only be read whole."""
+    """Send the whole turn as events, at once. The turn is complete, because tool calls can only be parsed whole."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
         await response.prepare(request)

@@ -1,8 +1,8 @@
-"""The record of a conversation between a program and the model, as rows of tokens.
+"""Records a conversation between a program and the model, as rows of tokens.
 
-A request is looked up by its messages. If they continue recorded turns of the model, the row goes on from the recorded
-tokens, and only the text between the turns is tokenized, once. If they do not, a new row begins, with as many recorded
-tokens as the request's history shares with the record.
+A request is looked up by its messages. If they continue a recorded turn of the model, the row continues from its
+recorded tokens, and only the text after this turn is tokenized. Otherwise a new row begins. It has as many recorded
+tokens as the history of the request shares with the record.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8rl.rollout.tasks.tokens import behind_ids, text_ids, text_of
 from fp8rl.rollout.tasks.tool_calls import parse_calls
 
 _AT_ONCE = 1 << 16
-"""The most bytes of a request that is tokenized in the event loop, since this takes less time than receiving it."""
+"""A request with at most this many bytes is tokenized in the event loop. This takes less time than to receive it."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class _Point:
     begin: int
     length: int
     ended: bool
-    """The last of these tokens is the end of turn."""
+    """Whether the last of these tokens is the end of turn."""
     truncated: bool
-    """The turn was ended by its length."""
+    """Whether the length ended the turn."""
 
 
 class Recording:
-    """The turns of one conversation."""
+    """Records the turns of one conversation."""
 
     def __init__(self, conversation: Conversation, tool_parser: str | None, max_requests: int) -> None:
         self._conversation, self._tool_parser, self._left = conversation, tool_parser, max_requests
@@ -58,9 +58,9 @@ class Recording:
         self._idle = asyncio.Event()
         self._idle.set()
         self.over = False
-        """A turn found no room, so that the program cannot go on as it wanted."""
+        """Whether there was no room for a turn, so that the program could not go on."""
         self.lost = asyncio.Event()
-        """An engine's error ended the conversation."""
+        """Set if an error of an engine has ended the conversation."""
 
     async def answer(self, request: CompletionRequest) -> Answer:
         """Sample the model's turn after a request.
@@ -69,7 +69,7 @@ class Recording:
         """
         if not self._left:
             raise Refusal(
-                f"found more than {self._most} requests, expected a program that ends "
+                f"found more than {self._most} requests, expected at most this number "
                 "(environment.harness.max_requests)",
                 status=429,
             )
@@ -89,19 +89,19 @@ class Recording:
         return self._recorded(point, request, text)
 
     def no_room(self, param: str) -> Refusal:
-        """Note that a turn found no room, and return the refusal of its request."""
+        """Note that there was no room for a turn, and return the refusal of its request."""
         self.over = True
         message = "no room is left for an answer (rollout.max_new_tokens, rollout.context_length)"
         return Refusal(message, param, code="context_length_exceeded")
 
     async def wait(self) -> None:
-        """Wait until no request is under way. So requests that the program has not waited for are recorded too."""
+        """Wait until no request is being answered. So requests are recorded also if the program has not waited."""
         async with self._tokenizing:  # whose request is under way, too
             pass
         await self._idle.wait()
 
     def _recorded(self, point: _Point, request: CompletionRequest, text: str) -> Answer:
-        """Record a turn under the keys of the requests that may continue it."""
+        """Record a turn under the keys of requests that may continue it."""
         calls: tuple[dict[str, Any], ...] = ()
         if request.may_call and self._tool_parser is not None:
             text, calls = parse_calls(text, request.tools, self._tool_parser, self._calls)
@@ -122,7 +122,7 @@ class Recording:
         return Answer(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
 
     def _shown(self, point: _Point, text: str) -> Iterator[tuple[str, _Point]]:
-        """Yield a completion in each form that later prompts may begin with: with and without its stop."""
+        """Yield a completion in each form with which later prompts may begin: with and without its stop."""
         decode, ids = partial(text_of, self._conversation.tokenizer), point.branch.ids[point.begin : point.length]
         yield decode(ids[:-1] if point.ended else ids), point
         for length in range(len(ids), 0, -1):
@@ -130,7 +130,7 @@ class Recording:
                 yield text, replace(point, length=point.begin + length)
 
     async def _sampled(self, branch: Branch, request: CompletionRequest) -> tuple[_Point, str]:
-        """Sample a turn into the branch; return its end, and its text without the token that ended it."""
+        """Sample a turn into the branch. Return its end, and its text without the token that ended it."""
         tokenizer = self._conversation.tokenizer
         stops = tuple(ids[0] for stop in request.stop if len(ids := behind_ids(tokenizer, stop)) == 1)
         self._busy.add(branch)
@@ -157,7 +157,7 @@ class Recording:
                 self._idle.set()
 
     def _chat(self, request: CompletionRequest) -> Branch:
-        """Return the branch for a chat's next turn; it has all the tokens before that turn."""
+        """Return the branch for the next turn of a chat. It has all tokens before this turn."""
         tokenizer, options = self._conversation.tokenizer, {**self._conversation.problem.chat_template}
         options |= {**dict(request.chat_template_kwargs), **({"tools": list(request.tools)} if request.tools else {})}
         keys = _keys(request, request.messages)
@@ -179,7 +179,7 @@ class Recording:
         return self._conversation.branch(ids)
 
     def _text(self, request: CompletionRequest) -> Branch:
-        """Return the branch that a text completion belongs to."""
+        """Return the branch for a text completion. It has all tokens of the prompt."""
         tokenizer, prompt = self._conversation.tokenizer, request.prompt
         if not isinstance(prompt, str):
             ids = list(prompt)
@@ -200,7 +200,7 @@ class Recording:
         return self._goes_on(point, behind_ids(tokenizer, rest, point.branch.ids[: point.length]))
 
     def _goes_on(self, point: _Point, between: list[int]) -> Branch:
-        """Continue after a turn: in the turn's branch or, if the branch has later tokens already, in a new branch."""
+        """Continue after a turn in the turn's branch or, if the branch has later tokens already, in a new branch."""
         if self._is_tip(point):
             return self._extended(point.branch, between)
         return self._conversation.branch(point.branch.ids[: point.length] + between)
@@ -222,7 +222,7 @@ def _keys(request: CompletionRequest, messages: Sequence[dict[str, Any]]) -> lis
 
 
 def _with_thoughts_apart(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the model's thoughts separate from its text, also if the program sends them inside it."""
+    """Return a message with the model's thoughts separate from its text, also if the program sends them in the text."""
     thoughts, content = message.get("reasoning_content", "").strip(), message["content"]
     head, closed, rest = content.partition("</think>")  # <think> may stand in the prompt
     inside = head.strip().removeprefix("<think>").strip()

@@ -1,7 +1,7 @@
-"""The main program of a process that runs a user's command, and that ends every process which the command has started.
+"""Runs a user's command in a process, and ends every process that the command has started.
 
-It imports only the standard library. It ends the command when it is asked to or when its owner dies, and exits with
-the command's status, or with 128 and the number of the signal that ended it.
+It imports only the standard library. It ends the command when it gets SIGTERM or when its owner dies. It exits with
+the command's status or, if a signal ended the command, with 128 plus the signal's number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import sys
 
 COMMAND = (sys.executable, "-I", "-S", __file__)
-"""The beginning of a command line by which this program runs; what follows is the command that it supervises."""
+"""The beginning of this program's command line. The command that it supervises follows."""
 
 _PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,7 +42,7 @@ def main(command: list[str]) -> None:
 
 
 def _kill_all(child: int) -> None:
-    """Kill a child and all processes that it has started, also processes that have left its session."""
+    """Kill a child and all processes that it has started, also those that have left its session."""
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:

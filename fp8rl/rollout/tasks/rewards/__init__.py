@@ -1,6 +1,6 @@
-"""The `rewards:` section of an experiment spec, and the functions that it names.
+"""Defines the `rewards:` section of an experiment spec, and loads the functions that it names.
 
-A function's parameters name what it wants to see:
+A function gets the arguments that its parameters name:
 
     one answer        question, reference and fields (from the data; fields has its further columns), answer (the text),
                       finished, tokens (the number of the model's tokens), turns ([(model or environment, text)]),
@@ -33,13 +33,13 @@ class RewardSection(Section):
     """A built-in function (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`),
     `package.module:name`, or `path/to/file.py:name`."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
-    """The name in metrics, `rollout/reward/NAME`. Null: the function's name."""
+    """The name in the metric `rollout/reward/NAME`. Null: the function's name."""
     weight: float = 1.0
-    """The factor by which the function's number is multiplied in the reward."""
+    """The factor of the function's number in the reward."""
     timeout_s: float = Field(default=5.0, gt=0.0)
-    """Seconds that a call may take. A longer call has failed."""
+    """Seconds that a call may take. A longer call fails."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the function."""
+    """More arguments of the function."""
 
     @classmethod
     def located(cls, values: Any, directory: Path) -> Any:
@@ -59,9 +59,9 @@ class RewardSection(Section):
 
 
 class RewardsSection(Section):
-    """The reward of an answer: the weighted sum of these functions. A list is the short form of `functions`.
+    """The reward of an answer: the weighted sum of these functions. A plain list means `functions`.
 
-    Evaluation uses the first function alone, without its weight.
+    Evaluation uses only the first function, without its weight.
     """
 
     shorthand: ClassVar[str] = "functions"
@@ -69,12 +69,12 @@ class RewardsSection(Section):
     functions: Annotated[tuple[RewardSection, ...], Field(min_length=1, strict=False)] = (
         RewardSection(function="integer"),
     )
-    """The functions that judge an answer."""
+    """The functions that reward an answer."""
     max_failures: int = Field(default=32, ge=0)
-    """Number of failed calls that a run survives: a call raises, takes too long or returns no number. One more ends the
-    run. A failed call counts as a reward of 0."""
+    """Number of failed calls that a run survives. One more ends the run. A call fails if it raises, takes too long or
+    returns no number. Its reward is then 0."""
     workers: int = Field(default=2, ge=1, le=256)
-    """Processes for plain functions. Functions that wait should be `async`: hundreds of them wait at the same time."""
+    """Processes for plain functions. Functions that wait should be `async`, so that hundreds can wait at once."""
 
     @model_validator(mode="after")
     def _labels_differ(self) -> RewardsSection:
@@ -87,7 +87,7 @@ class RewardsSection(Section):
 
 
 EACH = ("finished", "tokens", "turns", "outcome")
-"""The arguments that differ from answer to answer, besides the text."""
+"""The arguments, except the text, that differ from answer to answer."""
 OFFERED = ("question", "answer", "answers", "reference", "fields", *EACH)
 
 
@@ -109,7 +109,7 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.call)
 
     def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Pick the function's arguments from all that are offered."""
+        """Return the arguments that the function asks for. offered: all arguments."""
         return {name: offered[name] for name in self.asks}
 
     def __call__(self, offered: Mapping[str, Any]) -> Any:
@@ -117,7 +117,7 @@ class RewardFunction:
         return self.call(**self.asked(offered), **self.config.kwargs)
 
     def parts(self, returned: Any, answers: int) -> list[Numbers]:
-        """Return the rewards of each answer of a call. Raises ReturnError."""
+        """Return the rewards of each answer from the value that a call returned. Raises ReturnError."""
         if not self.of_group:
             return [named_numbers(returned)]
         if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != answers:
@@ -126,8 +126,8 @@ class RewardFunction:
 
 
 def load_function(config: RewardSection, key: str) -> RewardFunction:
-    """Load the function that `config` names. Raises UserError: there is no such function, its module cannot be
-    imported, or it has a parameter that neither `OFFERED` nor `kwargs` has. The message names `key`."""
+    """Load the function that `config` names. Raises UserError, which names `key`: there is no such function, its module
+    cannot be imported, or it needs a parameter that neither `OFFERED` nor `kwargs` has."""
     call = named_object(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
     parameters = inspect.signature(call).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -1,7 +1,7 @@
-"""Our own reward functions, except `math`.
+"""The built-in reward functions, except `math`.
 
-`integer`, `format`, `length` and `environment` follow rules. `http` asks any service of the user's, and `model` a
-reward model that SGLang serves.
+`integer`, `format`, `length` and `environment` follow rules. `http` asks a service of the user's. `model` asks a reward
+model that SGLang serves.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 _URL = "^https?://"
 _IDLE_S = 1.0
-"""Seconds for which an idle connection is kept: services close theirs after 5 s or so, and a request that is sent
-at that moment would be lost."""
+"""Seconds for which a client keeps an idle connection. Services close theirs after about 5 s, and a request that is
+sent at that moment would be lost."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, httpx.AsyncClient]] = WeakKeyDictionary()
-"""Two clients for each event loop: one that uses the environment's proxies, and one that does not."""
+"""Two clients for each event loop. One uses the proxies of the environment, the other does not."""
 INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})")
 
 
 def integer(answer: str, reference: str, finished: bool) -> float:
-    """Return 1 if the model ended the answer with `####` and the integer that closes the reference; else 0."""
+    """Return 1 if the model ended the answer with `####` and the integer with which the reference ends, else 0."""
     gold = final_integer(reference)
     return float(finished and gold is not None and final_integer(answer) == gold)
 
 
 def final_integer(text: str) -> int | None:
-    """Return the integer between the last `####` and the very end of `text`; one space or none before it."""
+    """Return the integer between the last `####` (and one space, if any) and the end of `text`. None: no integer."""
     _, marker, tail = text.rpartition("####")
     tail = tail.removeprefix(" ")
     if not marker or not INTEGER.fullmatch(tail):
@@ -59,23 +59,23 @@ def _compiles(pattern: str) -> str:
 
 
 def format(answer: str, finished: bool, pattern: Annotated[str, AfterValidator(_compiles)]) -> float:
-    """Return 1 if the model ended the answer and all of it matches the regular expression `pattern`, else 0.
+    """Return 1 if the model ended the answer and the whole answer matches the regular expression `pattern`, else 0.
 
-    In the pattern, `.` is any character.
+    In the pattern `.` matches every character.
     """
     return float(finished and re.fullmatch(pattern, answer, re.DOTALL) is not None)
 
 
 def length(answer: str, tokens: int, free: Annotated[int, Field(ge=1)]) -> float:
-    """Return 0 for up to `free` tokens, -1 for twice as many, and so on in a straight line."""
+    """Return min(0, 1 - tokens / free): 0 for up to `free` tokens, and -1 for twice as many."""
     return min(0.0, 1.0 - tokens / free)
 
 
 def environment(answer: str, outcome: Mapping[str, float], part: str = "reward") -> float:
-    """Return the number `part` of the environment's result (a number without a name is `reward`).
+    """Return the number with the name `part` in the environment's result. A plain number has the name `reward`.
 
-    The reward is 0 if the answer's tokens ran out, so that the environment returned nothing. Raises ReturnError if the
-    environment returned only other numbers.
+    The reward is 0 if the environment returned nothing, because the answer's tokens were used up. Raises ReturnError if
+    the environment returned only other numbers.
     """
     if part not in outcome and outcome:
         raise ReturnError(f"found an environment that returned {', '.join(outcome)}, expected {part} (kwargs.part)")
@@ -93,10 +93,10 @@ async def http(
     outcome: Mapping[str, float],
     url: Annotated[str, Field(pattern=_URL)],
 ) -> Any:
-    """POST the other arguments as JSON to the service at `url`; return its response: a number, or named numbers.
+    """POST the other arguments as JSON to the service at `url`. Return its response: a number, or named numbers.
 
     Raises:
-        httpx.HTTPError: the service does not answer, or its status is no success.
+        httpx.HTTPError: the service does not answer, or answers with an error.
     """
     asked = {"question": question, "answer": answer, "reference": reference, "fields": fields}
     more = {"finished": finished, "tokens": tokens, "turns": turns, "outcome": outcome}
@@ -122,21 +122,21 @@ async def model(
     label: Annotated[int, Field(ge=0)] | None = None,
     key_variable: str | None = None,
 ) -> list[float]:
-    """Return the logit that a sequence classifier gives each conversation of a question and an answer.
+    """Return for each answer the logit that a sequence classifier gives to question and answer.
 
     SGLang 0.5.19 serves a classifier with `--is-embedding`, at `/classify`. One request has all answers to a prompt, as
-    token ids by the reward model's own chat template, which may differ from the policy's. The file of a Qwen2 or Qwen3
-    classifier must have `score.bias`, if need be zeros: without it SGLang adds a random bias (its issue 38768).
+    token ids by the chat template of the reward model. The file of a Qwen2 or Qwen3 classifier must have `score.bias`,
+    which may be zeros. Without it SGLang adds a random bias (its issue 38768).
 
     Args:
-        url: the server's, such as http://127.0.0.1:30000.
-        tokenizer: the reward model's directory.
-        label: which logit counts, from 0. None: the only one.
-        key_variable: name of the environment variable that has the server's key, if it wants one.
+        url: address of the server, such as http://127.0.0.1:30000.
+        tokenizer: directory of the reward model.
+        label: index of the logit to return. None: there is only one.
+        key_variable: name of the environment variable with the server's key, if it needs one.
 
     Raises:
-        httpx.HTTPError: the server does not answer, or its status is no success.
-        ValueError: the server gives several logits and `label` names none, or it does not classify each answer.
+        httpx.HTTPError: the server does not answer, or answers with an error.
+        ValueError: the server returns no logit `label`, or several without a `label`, or none for an answer.
     """
     ids = await asyncio.to_thread(_rendered, tokenizer, question, answers)
     headers = {"Authorization": f"Bearer {os.environ[key_variable]}"} if key_variable else None
@@ -171,18 +171,18 @@ def _tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A reward function of ours."""
+    """A built-in reward function."""
 
     function: str
-    """The function's name in a spec."""
+    """The function, as `package.module:name`."""
     cheap: bool = False
-    """The function is so fast and safe that it needs no process of its own."""
+    """Whether the function is fast and safe, so that it needs no separate process."""
     reads: Callable[[str], bool] | None = None
-    """Checks that the function can use a reference answer; None: it needs no reference."""
+    """Checks that the function can use a reference answer. None: it needs no reference."""
     reference: str = ""
     """The form of the reference, in words."""
     tokenizer: str = ""
-    """The argument that names a tokenizer's directory, which is read before a run starts; empty: no argument does."""
+    """The argument with a tokenizer's directory, which is read before a run starts. Empty: there is none."""
 
 
 BUILT_IN = {

@@ -1,4 +1,4 @@
-"""The reward `math`: an answer whose last statement math-verify finds equal to the reference."""
+"""The reward function `math`, which compares the last statement of an answer with the reference by math-verify."""
 
 from __future__ import annotations
 
@@ -86,8 +86,7 @@ _ONE_SIGN = re.compile(rf"(?:{_WHOLE}\s?)?(?P<sign>[¼-¾⅐-⅞])")
 
 
 def plain(text: str) -> str:
-    """Return a text without the markup around and within its expressions, and with numbers as math-verify reads
-    them."""
+    """Return a text without markup around and in its expressions, and with numbers in math-verify's form."""
     text = _OTHER_ASCII.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
     text = _OTHER_DIGIT.sub(lambda found: str(int(found[0])), text)
     for pattern, to in _COMPILED:
@@ -100,7 +99,7 @@ def plain(text: str) -> str:
 
 
 def _repeating(found: re.Match[str]) -> str:
-    """Return the fraction of a decimal whose last digits repeat: 2.1 with a repeating 6 is (216 - 21) / 90."""
+    """Return a decimal with repeating last digits as a fraction: 2.1666... is (216 - 21) / 90."""
     fixed, cycle = found["fixed"], re.sub(r"\D", "", found["cycle"])
     before = int((found["whole"] or "0").replace(",", "") + fixed)
     over = int(f"{before}{cycle}") - before
@@ -108,14 +107,14 @@ def _repeating(found: re.Match[str]) -> str:
 
 
 def _improper(found: re.Match[str]) -> str:
-    """Return the fraction of a whole number with a proper fraction."""
+    """Return a whole number with a proper fraction, such as 3 1/2, as one fraction."""
     pair = found["pair"] or "00"
     over, under = int(found["over"] or found["top"] or pair[0]), int(found["under"] or found["bottom"] or pair[1])
     return _sum(found["whole"], over, under) if over < under else found[0]
 
 
 def _sign(found: re.Match[str]) -> str:
-    """Return the fraction of a character such as ½, with the whole number before it."""
+    """Return a character such as ½, with the whole number before it, as one fraction."""
     over, under = unicodedata.normalize("NFKC", found["sign"]).split("\u2044")
     return _sum(found["whole"] or "0", int(over), int(under))
 
@@ -125,29 +124,29 @@ def _sum(whole: str, over: int, under: int) -> str:
 
 
 def _power(found: re.Match[str]) -> str:
-    """Return a power of ten in a form that is right in LaTeX and in plain text."""
+    """Return a power in a form that is right in LaTeX and in plain text."""
     if found[5]:
         return f"^({found[5].translate(_SUPERSCRIPTS)})"
     return f"{found[1] or found[3]}*10^({found[2] or found[4]})"
 
 
 _SECONDS = 1
-"""Processor seconds for an answer; ordinary answers take a tenth of that."""
+"""Processor seconds that an answer may take. Ordinary answers take a tenth of this."""
 _LONGEST = 4000
-"""Characters at the end of an answer in which its last statement is looked for."""
+"""The last statement is searched in this many characters at the end of an answer."""
 _DIGITS = 50
-"""Digits to which a value that is no fraction is computed for a comparison."""
+"""Number of digits to which a value that is no fraction is computed for a comparison."""
 
 
 def math(answer: str, reference: str, finished: bool) -> float:
     """Return 1 if the model ended the answer and its last statement equals the reference's result, else 0.
 
-    The result is in the last `\\boxed{}` (boxes side by side are one set), or after `####`; else it is the last
-    expression of the text. It is read to its end: `2√2` is not 2. Thoughts do not count. An answer that breaks
-    math-verify, or takes it more than a second, is wrong.
+    The result is in the last `\\boxed{}` (boxes side by side are one set), or after `####`, else it is the last
+    expression of the text. It is read to its end, so `2√2` is not 2. Thoughts do not count. An answer on which
+    math-verify fails, or takes more than a second, is wrong.
 
     Raises:
-        ValueError: `reference` holds no expression that math-verify can read.
+        ValueError: `reference` has no expression that math-verify can read.
     """
     if not finished:
         return 0.0
@@ -174,7 +173,7 @@ def _expected(reference: str) -> list[Any]:
 
 
 def _read(result: str) -> list[Any]:
-    """Return what math-verify reads in a text, if it can, and the normalized text; nothing if that is empty."""
+    """Return the value that math-verify reads in a text, if it can, and the normalized text. [] for an empty text."""
     from latex2sympy2_extended.latex2sympy2 import convert_to_pct, normalize_latex
     from math_verify.parser import LatexExtractionConfig, parse_latex_cached
 
@@ -194,9 +193,9 @@ def _read(result: str) -> list[Any]:
 
 
 _FACTOR = re.compile(rf"[\d)}}](?:(?!{_UNIT}$)[a-zA-Z]{{1,2}}|\s+[a-zA-Z])$")
-"""Letters that math-verify would take for a unit, as in 2ab."""
+"""Factors at the end of a text that math-verify would take for a unit, as in 2ab."""
 _NOT_ONE = re.compile(r"(?<!frac )(?<!binom )(?<![\d.])\d[\d.]*(?:\s|\\[ ,;:]|\\q?quad|~)+\d|^[+/^*]\s")
-"""Two numbers side by side, which math-verify would add; or an expression whose beginning is missing."""
+"""Two numbers side by side, which math-verify would add, or an expression without its beginning."""
 
 # Where a text states its result.
 
@@ -229,7 +228,7 @@ _PROSE = re.compile(
 
 
 def _results(text: str, *, stated: bool) -> list[str]:
-    """Return the texts that may be the result. stated: without a mark, take the last statement, not the whole text."""
+    """Return the texts that may be the result. stated: if a text has no mark, use only its last statement."""
     text = text.rpartition("</think>")[2]
     _, mark, tail = text.rpartition("####")
     line, _, below = tail.strip().partition("\n") if mark else ("", "", "")
@@ -245,7 +244,7 @@ def _results(text: str, *, stated: bool) -> list[str]:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last box and of boxes next to it; "" if the last box is open; None: no box."""
+    """Return the contents of the last box and of boxes next to it. "": the last box is not closed. None: no box."""
     held: list[str] = []
     begin = len(text)
     for box in reversed([*_BOX.finditer(text)]):
@@ -259,8 +258,8 @@ def _boxed(text: str) -> str | None:
 
 
 def _statement(text: str, *, lone: bool = False) -> list[str]:
-    """Return the last expression of a text, or the first after its last `answer is`, unless that is taken back. lone:
-    return no last expression if there are several."""
+    """Return the first expression after the last `answer is`, or the last one if the text takes it back (`no, wait`).
+    Without `answer is`, return the text's last expression. lone: then return none if there are several."""
     for said in reversed([*_ANSWER.finditer(text)]):
         if found := _expressions(behind := text[said.end() :]):
             for back in reversed([*_TAKEN_BACK.finditer(behind)]):
@@ -272,7 +271,7 @@ def _statement(text: str, *, lone: bool = False) -> list[str]:
 
 
 def _expressions(text: str) -> list[str]:
-    """Return the expressions of a text in order. An expression is all that is between two words."""
+    """Return the expressions of a text in order. An expression is everything between two words."""
     held, signs = [next(filter(None, math.groups())) for math in _MATH.finditer(text)], map(chr, count(0xE000))
     text = _MATH.sub(lambda _: next(signs), text)  # which holds words that are no prose
     text = re.sub(r"\\(?:text|mathrm|mbox)(?:bf|it|rm)?\s*\{([^{}]*)\}", r" \1 ", text)
@@ -286,7 +285,7 @@ def _expressions(text: str) -> list[str]:
 
 
 def _trimmed(part: str) -> str:
-    """Return a text without signs at its ends that belong to the sentence, such as one half of brackets."""
+    """Return a text without signs at its ends that belong to the sentence, such as a single bracket."""
     part = re.sub(r",(?:\s*,)+", ",", part).strip(" \t,=*_#$'")
     part = re.sub(r"^[->]\s+|\s*-+$", "", part)
     depth = sum((sign in "([") - (sign in ")]") for sign in part)
@@ -306,9 +305,9 @@ def _compared(gold: Any, own: Any) -> bool:
 
 
 def _exact(value: Any) -> Any:
-    """Return an expression with its decimals as fractions, and the rational numbers in it computed.
+    """Return an expression with decimals as fractions and with rational parts computed.
 
-    math-verify rounds floats to six decimals, and so takes 1.6e-19 and 9.1e-31 as equal.
+    math-verify rounds floats to six decimals, so that 1.6e-19 and 9.1e-31 would be equal.
     """
     from sympy import Basic, Float, MatrixBase, Mul, Rational, UnevaluatedExpr
     from sympy.core.relational import Relational
@@ -331,7 +330,7 @@ def _exact(value: Any) -> Any:
 
 
 def _percent(value: Any) -> Any:
-    """Return N of N percent; None: no percentage. math-verify reads a minus as a separate factor."""
+    """Return N for N percent. None: it is no percentage. math-verify reads a minus as a separate factor."""
     from sympy import Mul, Rational, UnevaluatedExpr
 
     hundredth = UnevaluatedExpr(Rational(1, 100))
@@ -341,7 +340,7 @@ def _percent(value: Any) -> Any:
 
 
 def _equal(gold: Any, own: Any) -> bool:
-    """Compare two expressions: numbers by their exact values, all else by math-verify."""
+    """Compare two expressions. Numbers are compared by their exact values, all others by math-verify."""
     from math_verify import verify
 
     if not (getattr(gold, "is_number", False) and getattr(own, "is_number", False)):
@@ -367,7 +366,7 @@ def _same_number(one: Any, other: Any) -> bool:
 
 
 def prepare() -> None:
-    """Do the work on which the first comparison of a process spends seconds."""
+    """Do the work that would make the first comparison of a process take seconds."""
     logging.disable(logging.CRITICAL)
     for text in ("2x+1", r"\frac{\sqrt{3}}{2}", "(1,2]", r"\{1,2\}", r"x=5\%"):
         _compared(_read(text)[0], _read("0.5")[0])

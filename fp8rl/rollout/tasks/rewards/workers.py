@@ -1,4 +1,4 @@
-"""A pool of processes for plain reward functions: a call that hangs is killed, with all that it has started."""
+"""Calls plain reward functions in a pool of processes. A call that hangs is killed, with all that it has started."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fp8rl.rollout.tasks.named_functions import Numbers
 from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 
 MEMORY_LIMIT = 4 * 2**30
-"""Bytes of data that a worker may take: 9^9^9^9 must fail in the worker, not exhaust the machine."""
+"""Bytes of data that a worker may allocate. 9^9^9^9 must fail in the worker, and not exhaust the machine."""
 START_SECONDS = 120.0
-"""Seconds for the start of a process, enough to import sympy on a busy machine with cold caches."""
+"""Seconds that a process may take to start, enough to import sympy on a busy machine with cold caches."""
 
 
 class RewardFailure(Exception):
-    """A call gave no reward. The message is its traceback, or says what happened."""
+    """A call returned no reward. The message is its traceback, or says what happened."""
 
 
 class Workers:
@@ -40,7 +40,7 @@ class Workers:
             self._idle.put(worker)
 
     def call(self, index: int, offered: Mapping[str, Any], answers: int, timeout_s: float) -> list[Numbers]:
-        """Call function `index` on `answers` answers, in a thread of `threads`. Raises RewardFailure."""
+        """Call function number `index` for `answers` answers. Use a thread of `threads`. Raises RewardFailure."""
         worker = self._idle.get()
         try:
             return worker.call(index, offered, answers, timeout_s)
@@ -48,14 +48,14 @@ class Workers:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Kill the processes; calls that are under way fail."""
+        """Kill the processes. Unfinished calls fail."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._all:
             worker.stop()
 
 
 class _Worker:
-    """One process, started when it is first needed and again after it was killed."""
+    """One process. It starts when it is first needed, and again after it was killed."""
 
     def __init__(self, configs: Sequence[RewardSection]) -> None:
         self._configs = [config.model_dump() for config in configs]
@@ -82,7 +82,7 @@ class _Worker:
         )
         if "ready" not in _asked(process, self._configs, START_SECONDS):
             self.stop()
-            raise RewardFailure("the process for rewards did not start; `fp8rl train` shows why on standard error")
+            raise RewardFailure("the process for rewards did not start. `fp8rl train` shows why on standard error")
         return process
 
     def stop(self) -> None:
@@ -103,7 +103,7 @@ class _Worker:
 
 
 def _asked(process: subprocess.Popen[str], question: Any, seconds: float) -> dict[str, Any]:
-    """Send a request; return the reply, `{}` if there is none in time, `{"ended": True}` if there will be none."""
+    """Send a request and return the reply. `{}`: there was none in time. `{"ended": True}`: the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(question) + "\n")
@@ -121,9 +121,9 @@ def _asked(process: subprocess.Popen[str], question: Any, seconds: float) -> dic
 def main() -> None:
     """Call plain reward functions, in a process of the pool.
 
-    The first line of standard input is a JSON list of `RewardSection`. Each further line is `[index of a function,
-    offered, answers]`; each is answered by a line of standard output: `{"parts": ...}` or `{"error": traceback}`. What
-    a function prints, or reads, goes nowhere.
+    The first line of standard input is a JSON list of `RewardSection`. Each later line is a call, `[index of a
+    function, offered, answers]`. The answer is a line of standard output, `{"parts": ...}` or `{"error": traceback}`. A
+    function's own input and output are /dev/null.
     """
     # Even within a regular expression that would go on for years, where no thread of this process gets a turn.
     kill_at_parents_death = 1  # PR_SET_PDEATHSIG

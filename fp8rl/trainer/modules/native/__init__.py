@@ -1,10 +1,10 @@
-"""Native mode: layers of Megatron's own modules, with TransformerEngine's products on a GPU.
+"""Native mode: builds layers from Megatron's own modules, with TransformerEngine's products on a GPU.
 
-TransformerEngine has no CPU kernels. On a CPU the FP8 product is `numerics.ops`' with the spec's scales, and all other
-ops are Megatron's. Only the place where the router's probabilities are applied is aligned with the engine.
+TransformerEngine has no CPU kernels. On a CPU, FP8 products are those of `numerics.ops`, and all other ops are
+Megatron's. Only the place where the router's probabilities are applied is changed, to be the same as in the engine.
 
-The other files here have the families of ops, as those in `models.families`: the keywords that a family adds to
-Megatron's config, and the modules that it gives a layer. A user's own family has none.
+Each other file here describes families of `models.families`: the keywords that a family adds to Megatron's config, and
+the modules that it gives to a layer. A user's own family has no such file.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LayerModules:
-    """The modules of a library that all families use."""
+    """The modules that all families use, from one library."""
 
     norm: type[nn.Module]
     norm_column_linear: Callable[[str], ModuleSpec]
-    """Returns, for a module kind, a norm and the column-parallel product behind it."""
+    """Returns a norm with the column-parallel product after it, for the product's module kind."""
     column_linear: Callable[[str], ModuleSpec]
     row_linear: Callable[[str], ModuleSpec]
     provider: Any = None
-    """TransformerEngine's modules, as Megatron names them (`TESpecProvider`); None: the library is Megatron itself."""
+    """Megatron's provider of TransformerEngine's modules (`TESpecProvider`). None: the library is Megatron itself."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a family needs to know of the layer to build its modules."""
+    """What a family needs to know about a layer to build the layer's modules."""
 
     definition: Model
     modules: LayerModules
@@ -61,37 +61,37 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronFamily:
-    """One family of ops in Megatron."""
+    """How Megatron builds one family of ops."""
 
     layer: Callable[[Layer], Fields]
-    """Returns the family's fields of a layer, with the norm before it."""
+    """Returns the fields of a layer that the family fills, with the norm before the family's modules."""
     config: Callable[[ModelSizes], Mapping[str, Any]] = lambda sizes: {}
     """Returns the keywords that the family adds to Megatron's config."""
     config_type: type[TransformerConfig] | None = None
-    """The class of Megatron's config, if the family needs another one than TransformerConfig."""
+    """The class of Megatron's config if the family needs another class than TransformerConfig."""
     formats: Mapping[str, str] = field(default_factory=dict)
-    """Formats that differ from the precision map, by key of the map."""
+    """Formats in which the family differs from the precision map, by the keys of the map."""
 
 
 def megatron_family(family: Family) -> MegatronFamily:
-    """Return a family in Megatron. Raises UserError: there is none."""
+    """Return how Megatron builds a family. Raises UserError: native mode does not have the family."""
     files = [import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__)]
     known: dict[str, MegatronFamily] = {name: each for file in files for name, each in file.FAMILIES.items()}
     if family.name not in known:
         found = f"native, on megatron, with a model of {family.name} {family.part}"
-        expected = "exact: the family has no modules of Megatron's"
+        expected = "exact, because native mode has no modules for this family"
         raise user_error("numerics.mode", found, expected, "Set numerics.mode=exact.")
     return known[family.name]
 
 
 def megatron_families(model: Model) -> list[MegatronFamily]:
-    """Return each family of a model's layers in Megatron. Raises UserError as `megatron_family` does."""
+    """Return how Megatron builds each family of a model. Raises UserError as `megatron_family` does."""
     sizes, found = model.sizes, model.architecture.families
     return [megatron_family(each) for each in found if any(each.within(sizes, n) for n in range(sizes.layers))]
 
 
 def fields_of_layer(layer: Layer) -> dict[str, Any]:
-    """Return the fields that a layer's families give it."""
+    """Return the fields that the families of a layer fill."""
     found: dict[str, Any] = {}
     for family in families_of_layer(layer.definition.architecture.families, layer.sizes, layer.precision.layer):
         found |= megatron_family(family).layer(layer)
@@ -102,7 +102,7 @@ def fields_of_layer(layer: Layer) -> dict[str, Any]:
 
 
 def layer_modules(precision: LayerPrecision) -> LayerModules:
-    """Return the modules of a layer. The model has Megatron's rotary embedding."""
+    """Return the modules of a layer without TransformerEngine."""
     return LayerModules(
         norm=RMSNorm,
         norm_column_linear=with_precision(precision, NormColumnLinear),
@@ -114,7 +114,7 @@ def layer_modules(precision: LayerPrecision) -> LayerModules:
 def transformer_engine_modules(precision: LayerPrecision) -> LayerModules:
     """Return TransformerEngine's modules of a layer.
 
-    The FP8 context that Megatron opens around each layer decides what is quantized, by the model's config.
+    Megatron runs each layer in an FP8 context that it makes from the model's config. The context quantizes products.
     """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
 
@@ -132,12 +132,12 @@ def transformer_engine_modules(precision: LayerPrecision) -> LayerModules:
 
 
 def with_precision(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str], ModuleSpec]:
-    """Return a function that returns the spec of a `module` with this precision for a module kind."""
+    """Return a function that makes the spec of a `module` with this precision, for the module kind it is given."""
     return lambda kind: ModuleSpec(module=module, params={"precision": precision, "kind": kind})
 
 
 class RMSNorm(exact.RMSNorm):
-    """torch's RMSNorm over the last axis. It is here because Megatron's wrapper refuses sequence parallelism."""
+    """torch's RMSNorm over the last axis. Megatron's own wrapper of it refuses sequence parallelism."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
@@ -145,7 +145,7 @@ class RMSNorm(exact.RMSNorm):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """Apply torch's norm over the last axis. zero_centered: multiply by 1 + weight in place of weight."""
+    """Apply torch's RMSNorm over the last axis. zero_centered: multiply by 1 + weight, not by weight."""
     return F.rms_norm(x, weight.shape, (1 + weight.float()).to(weight.dtype) if zero_centered else weight, eps)
 
 
@@ -172,7 +172,7 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class NormColumnLinear(ColumnLinear):
-    """RMSNorm, then a column-parallel product: TransformerEngine's LayerNormLinear, with its parameter names."""
+    """RMSNorm, then a column-parallel product. It has the parameter names of TransformerEngine's LayerNormLinear."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)

@@ -1,4 +1,4 @@
-"""Grouped-query attention in Megatron: its own core between products, norms of heads, and gates of the output."""
+"""Grouped-query attention in native mode: Megatron's attention, with changes for some models."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
 
 
 class TableAttention(SelfAttention):
-    """Megatron's attention with the rows of linear_qkv in the order of the table of tensors.
+    """Megatron's attention with the rows of linear_qkv in the order of the tensor table.
 
-    Megatron has the rows of one key-value head after the other, and a group's gates after all its queries. The table
-    may have queries of several key-value heads, then their keys, then their values: so a quantization block holds only
-    rows of q, only rows of k or only rows of v, as in the engine. It has each gate next to its query.
+    Megatron has the rows of one key-value head after the other, and the gates of a group after all its queries. The
+    table may have the queries of several key-value heads, then their keys, then their values. Then a quantization block
+    has only rows of q, only rows of k or only rows of v, as in the engine. The table has each gate next to its query.
     """
 
     def __init__(self, *args: Any, layer: Layer, **kwargs: Any) -> None:
@@ -45,17 +45,17 @@ class TableAttention(SelfAttention):
         return q, k if self.k_layernorm is None else self.k_layernorm(k), v, *gates
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Apply Megatron's formula of the gate, which Megatron would compile with torch."""
+        """Apply Megatron's formula of the gate, without torch.compile."""
         return (x * torch.sigmoid(gate.float().reshape(x.shape))).to(x.dtype)
 
 
 class HeadsNorm(nn.Module):
-    """Norms queries or keys over the width of all heads (OLMoE), where Megatron would norm each head.
+    """Normalizes queries or keys over all heads together (OLMoE). Megatron would normalize each head.
 
-    The tensor-parallel ranks gather their heads for the norm, so that the bits do not depend on the layout. Each rank
-    has the whole weight and computes its gradient from its own heads. Megatron sums the gradients over the ranks.
+    Tensor-parallel ranks gather their heads for the norm, so that the bits do not depend on the layout. Each rank has
+    the whole weight, and computes the weight's gradient from its own heads. Megatron sums the gradients over ranks.
 
-    norm: the class of a norm over the last axis. heads: number in the whole model. hidden_size: width of a head.
+    norm: the class of a norm over the last axis. heads: number of heads of the model. hidden_size: width of a head.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class HeadsNorm(nn.Module):
 
 
 def _attention(layer: Layer, gated: bool = False) -> Fields:
-    """Return the fields of an attention with grouped queries. The norm before it is inside linear_qkv, as in
-    TransformerEngine. gated: the output has gates."""
+    """Return the fields of a layer with grouped-query attention. The norm before the attention is in linear_qkv, as in
+    TransformerEngine. gated: whether the attention's output has gates."""
     modules, sizes, te = layer.modules, layer.sizes, layer.modules.provider
 
     def head_norm(heads: int) -> ModuleSpec | type[nn.Module] | None:

@@ -1,8 +1,8 @@
-"""Linear attention in native mode: the family's piece of the program, between a library's products.
+"""Linear attention in native mode: runs the family's ops, with the products of Megatron or TransformerEngine.
 
-Without TransformerEngine the convolution, the rule and the norm with gates are Megatron's formulas in torch, for padded
-rows. Megatron's own module (GatedDeltaNet) is not used: it needs flash-linear-attention, has the gates in one product
-with queries, keys and values, and takes no packed rows.
+Without TransformerEngine the convolution, the delta rule and the gated norm are Megatron's formulas in torch, for
+padded rows. Megatron's own module (GatedDeltaNet) is not used. It needs flash-linear-attention, computes the gates in
+one product with queries, keys and values, and takes no packed rows.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ INSIDE = "self_attention."
 
 
 def _conv(host: Host, site: OpSite, qkv: Tensor) -> Sequence[Tensor]:
-    """torch's convolution of the rows of channels [S, B, C], then SiLU."""
+    """Compute the convolution of [S, B, C] along S for each channel with torch, then SiLU."""
     weight, rows = host.tensor(site), qkv.transpose(0, 1).contiguous().transpose(1, 2)
     mixed = F.conv1d(rows, weight[:, None], padding=weight.shape[1] - 1, groups=len(weight))[..., : rows.shape[2]]
     return (F.silu(mixed).permute(2, 0, 1),)
 
 
 def _rule(host: Host, site: OpSite, qkv: Tensor, b: Tensor, a: Tensor) -> Sequence[Tensor]:
-    """Megatron's rule in chunks of 64, and its code around the rule."""
+    """Compute the delta rule by Megatron's formulas, in chunks of 64."""
     own, rows, a_log = host.sizes.of(GatedDelta), b.shape[1], host.tensor(site, "A_log")
     qkv, b, a = (host.in_rows(each) for each in (qkv, b, a))
     q, k, v = (each.unflatten(0, (rows, -1)) for each in host.apart(qkv, own.of_head))
@@ -56,7 +56,7 @@ def _rule(host: Host, site: OpSite, qkv: Tensor, b: Tensor, a: Tensor) -> Sequen
 
 
 def _gated_norm(host: Host, site: OpSite, x: Tensor, z: Tensor) -> Sequence[Tensor]:
-    """torch's norm, then Megatron's formula of the gate."""
+    """Compute torch's norm, then Megatron's formula of the gate."""
     weight, gate = host.tensor(site), host.in_rows(z)
     heads = host.in_rows(x).unflatten(-1, (-1, len(weight))).float()
     normed = F.rms_norm(heads, weight.shape, weight, host.sizes.norm_eps).to(x.dtype)
@@ -65,11 +65,11 @@ def _gated_norm(host: Host, site: OpSite, x: Tensor, z: Tensor) -> Sequence[Tens
 
 
 MEGATRONS: Mapping[str, Callable[..., Sequence[Tensor]]] = {"conv": _conv, "delta": _rule, "gated_norm": _gated_norm}
-"""Megatron's formulas of ops, by the ops' names."""
+"""Megatron's formulas, by the name of the op."""
 
 
 class NativeHost(LayerHost):
-    """The host of a layer whose products are a library's."""
+    """The host of a layer whose products are modules of Megatron or TransformerEngine."""
 
     def product(self, site: OpSite, x: Tensor, rows: Any = None) -> Tensor:
         (product,) = self.layer.weights[site.op.name].products
@@ -81,7 +81,7 @@ class NativeHost(LayerHost):
 
 
 class GatedDeltaNet(OpsModule):
-    """The layer over whole rows, right-padded or packed, without the norm before it."""
+    """The linear attention of a layer, without the norm before it. It runs over whole rows, right-padded or packed."""
 
     def __init__(
         self, config: TransformerConfig, *, layer: Layer, pg_collection: ProcessGroupCollection, **unused: Any
@@ -109,7 +109,7 @@ class GatedDeltaNet(OpsModule):
         self.blocks = cut_blocks(ops, again, number)
 
     def _product(self, layer: Layer, rows: Sequence[TensorRow]) -> Any:
-        """Make a library's product. Gates have Megatron's, because TransformerEngine's would be in FP8."""
+        """Make a product. For gates it is always Megatron's, because TransformerEngine's would be in FP8."""
         kind, split, modules = rows[0].kind, rows[0].engine.split, layer.modules
         spec: Any = ColumnParallelLinear
         if kind is not None:
@@ -135,7 +135,7 @@ class GatedDeltaNet(OpsModule):
         packed_seq_params: PackedRows | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """[S, B, H] -> ([S, B, H], no bias). S: this tensor-parallel rank's part of the sequence."""
+        """[S, B, H] -> ([S, B, H], no bias). S is this tensor-parallel rank's part of the sequence."""
         host = NativeHost(self, packed_seq_params)
         return self.run_blocks(host, {"x": hidden_states})["x"], None
 

@@ -1,9 +1,9 @@
-"""Latent attention in Megatron. Exact mode computes the absorbed form (`numerics.ops.latent`), as the engine does over
-its cache. Native mode computes the expanded form, by Megatron itself.
+"""Latent attention in native mode, by Megatron's modules. They compute the expanded form. Exact mode computes the
+absorbed form (`numerics.ops.latent`), as the engine does over its cache.
 
-Megatron splits the rows of the narrow products over tensor-parallel ranks. The parts would not be whole quantization
-blocks, and the products are small. So every rank computes whole products for its part of the sequence, as with
-TransformerEngine.
+Megatron splits the rows of the narrow products (`NARROW`) over tensor-parallel ranks. The parts would not be whole
+quantization blocks. The products are small, so every rank computes whole products for its part of the sequence. With
+TransformerEngine it is the same.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
 from fp8rl.trainer.modules.precision import LayerPrecision
 
 NARROW = {"linear_q_down_proj": "q_a_proj", "linear_kv_down_proj": "kv_a_proj"}
-"""Megatron's narrow products, and their module kinds."""
+"""The products from the hidden size to the latent ranks, by Megatron's names, and their module kinds."""
 
 
 class NarrowLinear(nn.Module):
-    """A product that every tensor-parallel rank computes whole, for its part of the sequence."""
+    """A product with a weight that no ranks split. Every tensor-parallel rank computes it for its part of S."""
 
     def __init__(
         self, config: TransformerConfig, input_size: int, output_size: int, precision: LayerPrecision, kind: str
@@ -60,22 +60,22 @@ class WholeNarrow(MLASelfAttention):
 
 
 class ExpandedCore(nn.Module):
-    """torch's causal attention over right-padded rows, for the CPU: there Megatron has no attention for keys and values
-    of different widths."""
+    """torch's causal attention over right-padded rows. It is for the CPU, where Megatron has no attention for keys and
+    values of different widths."""
 
     def __init__(self, *, softmax_scale: float, **unused: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **unused: Any) -> Tensor:
-        """Query and key [S, B, H, D], value [S, B, H, E] -> [S, B, H * E]"""
+        """query and key [S, B, H, D], value [S, B, H, E] -> [S, B, H * E]"""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def _fields(layer: Layer) -> Fields:
-    """Return the fields of a layer. The norm of each narrow product's output is inside the product that follows."""
+    """Return the fields of a layer. The norm after a narrow product is inside the product that follows it."""
     modules, te = layer.modules, layer.modules.provider
     narrow, core = (ColumnParallelLinear, ExpandedCore) if te is None else (te.linear(), te.core_attention())
     own = {"precision": layer.precision} if te is None else {}

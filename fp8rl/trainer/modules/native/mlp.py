@@ -1,8 +1,8 @@
-"""MLPs in Megatron: dense ones, with the norm before them inside linear_fc1, and routed experts with their router.
+"""MLPs in native mode: Megatron's dense MLP with the norm before it, and its routed experts and router.
 
-A token's rows are added in one defined order. On a GPU, Megatron's own two functions add them with atomics
-(moe_utils.py:375 in the backward pass, :441 in the forward pass). With them a resumed run would not end in the same
-bits as a run without a break.
+The outputs of a token's experts are added in one defined order. On a GPU, Megatron's own two functions add them with
+atomics (moe_utils.py:375 in the backward pass, :441 in the forward pass). With atomics, a resumed run would not end
+with the same bits as a run without a break.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ GATE, DOWN = "experts.gate_proj", "experts.down_proj"
 
 
 class WeightedExperts(TEGroupedMLP):
-    """Megatron's grouped experts, with the router's probabilities applied to their output.
+    """Megatron's grouped experts. They multiply the output by the router's probabilities, as engines do.
 
-    Megatron multiplies before fc2, so that fc2's quantized input would contain the probabilities. Engines do it after.
+    Megatron itself multiplies the input of fc2, whose quantized values would contain the probabilities.
     """
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """[T, H] sorted by expert, probabilities [T] -> ([T, H], no bias), rounded before and after the product"""
+        """[T, H] sorted by expert, probabilities [T] -> ([T, H], no bias). Rounds once more after the probabilities."""
         ones = torch.ones_like(permuted_probs)
         output, bias = super().forward(permuted_local_hidden_states, tokens_per_expert, ones)
         return (output * permuted_probs.unsqueeze(-1)).to(output.dtype), bias
 
 
 class GroupedLinear(StackedWeights):
-    """One product per expert of this rank, in FP8 if the spec says so: replaces TransformerEngine's GroupedLinear."""
+    """Replaces TransformerEngine's GroupedLinear: one product for each expert of this rank, in FP8 if the spec says."""
 
     computes_adapters = False
 
@@ -70,7 +70,7 @@ class GroupedLinear(StackedWeights):
         self.kind, self.weight = kind, empty_weight(config, num_gemms, output_size, input_size)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """[T, K] sorted by expert, m_splits rows each -> ([T, N], no bias)"""
+        """x [T, K] sorted by expert -> ([T, N], no bias). m_splits: the number of rows of each expert."""
         p, weights = self.precision, self.weight
         if not p.quantizes(self.kind):
             products = [F.linear(rows, weight) for rows, weight in zip(x.split(m_splits), weights, strict=True)]
@@ -80,8 +80,8 @@ class GroupedLinear(StackedWeights):
 
 
 def _experts(layer: Layer) -> Fields:
-    """Return the fields with Megatron's router, or with ours if Megatron's probabilities are not the model's; with
-    routed experts and, if the model has them, shared experts."""
+    """Return the fields of a layer with a router, routed experts and, if the model has them, shared experts. Megatron's
+    router is used if its probabilities are those of the model."""
     sizes, modules, kind, shared = layer.sizes, layer.modules, TopKRouter, None
     grouped = with_precision(layer.precision, GroupedLinear)
     products = MLPSubmodules(linear_fc1=grouped(GATE), linear_fc2=grouped(DOWN))
@@ -149,15 +149,15 @@ FAMILIES = {"mlp": MegatronFamily(layer=_dense), "experts": MegatronFamily(layer
 
 
 class OneExpertRouter(TopKRouter):
-    """A router that renormalises over one expert per token. As in the engine, the expert's probability is 1, whatever
-    its logit, times the factor of a sigmoid router.
+    """A router that chooses one expert per token and renormalises. As in the engine, the expert's probability is
+    always 1, or the factor of a sigmoid router.
 
-    With one expert, Megatron requires a softmax over all experts (`moe_router_pre_softmax`) and does not renormalise
-    the probability. Nor does it renormalise the sigmoid of one expert.
+    With one expert per token, Megatron requires a softmax over all experts (`moe_router_pre_softmax`), and renormalises
+    neither this softmax nor the sigmoid of a sigmoid router.
     """
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [S, B, E] -> probabilities [S * B, E], 0 except for the chosen expert, and the bool map of choices."""
+        """logits [S, B, E] -> probabilities [S * B, E], 0 if not chosen, and bool [S * B, E], True if chosen."""
         probs, routing_map = super().routing(logits, padding_mask)
         factor = self.config.moe_router_topk_scaling_factor or 1.0
         return probs * 0 + routing_map.to(probs.dtype) * factor, routing_map  # its weight keeps a gradient, of zeros
@@ -167,7 +167,7 @@ class UnnormalizedRouter(TopKRouter):
     """A sigmoid router whose probabilities are not divided by their sum. Megatron always divides if k > 1."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [S, B, E] -> probabilities [S * B, E], 0 except for chosen experts, and the bool map of choices."""
+        """logits [S, B, E] -> probabilities [S * B, E], 0 if not chosen, and bool [S * B, E], True if chosen."""
         _, routing_map = super().routing(logits, padding_mask)
         probs = logits.view(routing_map.shape).float().sigmoid() * self.config.moe_router_topk_scaling_factor
         return probs.to(logits.dtype) * routing_map, routing_map
@@ -176,7 +176,7 @@ class UnnormalizedRouter(TopKRouter):
 def best_of_groups(
     scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
 ) -> tuple[Tensor, Tensor]:
-    """Replace Megatron's `group_limited_topk`: scores [T, E] -> chosen experts' scores and ids, each [T, k]."""
+    """Replace Megatron's `group_limited_topk`: scores [T, E] -> scores [T, k] and ids [T, k] of the chosen experts."""
     return kept_scores(scores, num_groups, group_topk).topk(topk, dim=-1)
 
 
@@ -188,7 +188,7 @@ def permute(
     fused: bool = False,
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copy each token once for each of its experts. Replaces Megatron's `permute` where each token has k experts.
+    """Copy each token once for each of its k experts. Replaces Megatron's `permute`.
 
     tokens [T, H], routing_map bool [T, experts] -> rows [T * k, H] sorted by expert and then token, their
     probabilities, and the token of each row. A token's gradient is the sum of its rows' gradients as in `unpermute`.

@@ -170,7 +170,7 @@ def test_arguments_that_the_chat_template_does_not_take_are_refused(values, mode
     ("turn", "said"),
     [
         ({"role": "human"}, "messages.1: found {'role': 'human', 'thinking': '', 'content': '3'}"),
-        ({"role": "assistant", "thinking": "so"}, "thinking: found 'so', expected none: the chat template writes no"),
+        ({"role": "assistant", "thinking": "so"}, "thinking: found 'so', expected no thoughts, which the chat"),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])

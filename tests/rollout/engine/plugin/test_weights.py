@@ -180,7 +180,7 @@ def test_a_stale_cache_is_caught(
         f"{name}: found {expected.entries[name].removesuffix('@1')}, expected {expected.entries[name]}"
         for name in names
     ]
-    with pytest.raises(RuntimeError, match=r"weights of version 1, and .* of version None"):
+    with pytest.raises(RuntimeError, match=r"operand of version None .* expected version 1"):
         served.operand(left_out)
 
 

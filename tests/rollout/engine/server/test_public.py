@@ -96,7 +96,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "a.png"}}]
         (PATHS[:1], {"prompt": [10]}, "prompt: found the token 10, expected 0 to 9"),
         (PATHS[:1], {"prompt": [[1, 2], [3, -1]]}, "prompt: found the token -1, expected 0 to 9"),
         (PATHS[:1], {"response_format": {"type": "json_object"}}, "response_format: is not served. Leave it out"),
-        (PATHS[1:], {"tools": TOOLS}, "tools: found some, expected a server that knows the model's format of calls"),
+        (PATHS[1:], {"tools": TOOLS}, "tools: found tools, but no parser for tool calls, expected a server with"),
         (PATHS[1:], {"chat_template_kwargs": {"chat_template": "a"}}, "chat_template_kwargs: found chat_template, exp"),
         (PATHS[1:], {"input_ids": [10]}, "input_ids: is not served. Leave it out"),
         (PATHS[1:], {"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content: found 'image_url', exp"),

@@ -202,7 +202,7 @@ def test_dates_that_a_directory_of_json_would_change_are_refused(tmp_path, data_
 def test_files_that_only_a_directory_takes_are_named_with_it(tmp_path, data_cache, name, content):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"Put {name} into a directory of its own, and name that"):
+    with pytest.raises(UserError, match=f"Put {name} into a separate directory, and set the path"):
         load_problems(Source(tmp_path / "mine" / name))[0]
     assert [problem.answer for problem in load_problems(Source(tmp_path / "mine"))] == ["2"]
 
@@ -250,8 +250,8 @@ def test_a_whole_number_is_an_answer_and_a_system_prompt_begins_what_has_none(tm
         (["1+1=?"], "role and content"),
         ([{"role": "user", "content": None}], "role and content"),
         ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image', as of a picture, is neither"),
-        ([], "the assistant can answer"),
-        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "the assistant can answer"),
+        ([], "not the assistant.s"),
+        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "not the assistant.s"),
     ],
 )
 def test_a_question_of_another_type_is_refused(tmp_path, question, found):

@@ -112,7 +112,7 @@ def test_an_environment_may_begin_with_messages_of_its_own(play: Stage, tokenize
     async def environment(conversation: Conversation) -> float:
         conversation.begin([{"role": "system", "content": "?"}, {"role": "user", "content": "2"}])
         await conversation.sample()
-        with pytest.raises(ValueError, match="found a conversation that has begun"):
+        with pytest.raises(ValueError, match="expected it before sample"):
             conversation.begin([{"role": "user", "content": "3"}])
         return 1.0
 

@@ -16,7 +16,7 @@ from fp8rl.rollout.tasks.environments.functions import load_environment
     ("function", "kwargs", "expected"),
     [
         ("chess", {}, "environment.function: found 'chess', expected single_turn, harness, package.module:name"),
-        ("openenv", {}, "found 'openenv', expected a function of a file: it is an example now. Copy examples/openenv"),
+        ("openenv", {}, "found 'openenv', expected a function of a file, as this is now an example. Copy"),
         ("{}:plain", {}, ":plain', expected an async function"),
         ("{}:nothing", {}, "found 'nothing()', expected a function of a conversation; too many positional"),
         ("{}:tells", {"tires": 3}, "found 'tells(conversation, tries)', expected a function of a conversation, tires"),

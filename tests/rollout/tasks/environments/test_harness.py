@@ -164,11 +164,11 @@ def test_a_stream_brings_the_same_and_one_that_is_abandoned_is_recorded(tokenize
         ({"model": "gpt-5"}, 404, "The model 'gpt-5' does not exist; a run serves 'policy'"),
         ({"extra_body": {"best_of": 2}}, 400, "best_of: is not supported"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "messages.0: found the role ['user'], expected"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "found 'image_url', expected text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url', expected only text"),
         ({"temperature": 0.2}, 400, "temperature: found 0.2, expected 1.0, as in the run"),
-        ({"tools": [TOOL]}, 400, "Set environment.harness.tool_parser"),
+        ({"tools": [TOOL]}, 400, "expected environment.harness.tool_parser to be set"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type: found 'web_search'. Input should be 'function'"),
-        ({"tool_choice": {"type": "function"}}, 400, "or write tool_choice into environment.harness.override, and the"),
+        ({"tool_choice": {"type": "function"}}, 400, "or add tool_choice to environment.harness.override"),
         ({"messages": [{"role": "user", "content": "1" * 1000}]}, 400, "no room is left for an answer"),
     ],
 )
@@ -373,7 +373,7 @@ def test_a_command_that_says_much_takes_no_memory_of_the_run(tokenizer: Any) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"function": "harness"}, "environment.harness: found 'neither', expected a command or a program, one"),
+        ({"function": "harness"}, "environment.harness: found 'neither', expected either a command or a program"),
         ({"function": "harness", "harness": {"command": ["ls"], "tool_parser": "x"}}, "harness.tool_parser: found 'x'"),
         ({"function": "harness", "harness": {"command": ["ls"], "directory": "/no"}}, "harness.directory: found '/no'"),
         ({"function": "harness", "harness": {"program": "json:dumps"}}, "found 'json:dumps', expected an async"),
