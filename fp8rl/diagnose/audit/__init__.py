@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fp8rl.diagnose.audit.observations import Observation, engine_sightings
-from fp8rl.diagnose.audit.watch import watch_step
+from fp8rl.diagnose.audit.watch import engine_holdings, watch_step
 from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, check_has_engine, sampled_batch, sync_weights
 from fp8rl.diagnose.report import Report, graded, grid
 from fp8rl.models import Model
+from fp8rl.models.formats import Sighting
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 from fp8rl.rl.algorithms.sft import SftObjective
@@ -42,7 +42,7 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
     model = read_model(experiment.model.directory).adapted(engine_adapter(experiment))
     check(experiment)
     check_has_engine(experiment)
-    seen: list[Observation] = []
+    seen: list[Sighting] = []
     tokens, refused = 0, []
     try:
         with open_pair(experiment, say=say) as stack:
@@ -63,28 +63,34 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
 
 def examine(
     stack: Stack, model: Model, numerics: NumericsConfig, say: Callable[[str], None]
-) -> tuple[int, list[Observation]]:
+) -> tuple[int, list[Sighting]]:
     """Return the number of tokens of the step, and all that was seen. Afterwards the trainer has learnt from the step,
     and the engine holds the weights from before."""
     say("syncing the weights")
     sync_weights(stack)
-    say("sampling answers and learning from them, uncompiled")
-    batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
+    say("sampling answers and learning from them")
+    prompts = calibration_prompts(stack)
+    batch = sampled_batch(stack, prompts, ANSWERS, stack.experiment.rollout.temperature)
     holdings = stack.engines.ask(lambda client: client.inventory())
+    computed: list[list[Sighting]] = []
+    if numerics.mode == "exact":
+        tokens = [prompt.token_ids for prompt in prompts]
+        computed = stack.engines.ask(lambda client: client.formats(tokens))
     with stack.turn("train"):
         seen = trainer_sightings(stack, batch, numerics)
     for held in holdings:
-        seen += engine_sightings(held, model, numerics)
+        seen += engine_holdings(held, model, numerics)
+    seen += [sighting for rank in computed for sighting in rank]
     return int(batch.real_tokens().sum()), seen
 
 
-def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig) -> list[Observation]:
+def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig) -> list[Sighting]:
     """Return the sightings of all ranks in one step.
 
     The loss is the likelihood of the answers: it needs no rewards, and no precision depends on it.
     """
     planned = numerics, stack.experiment.trainer
-    ranks: list[list[Observation]] = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), *planned)
+    ranks: list[list[Sighting]] = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), *planned)
     stack.trainer.weight_version += 1  # of the update, which its ranks made by themselves
     return [sighting for rank in ranks for sighting in rank]
 
@@ -119,10 +125,17 @@ class Row:
     document: str
     planned: list[str]
     """Formats that are allowed."""
-    found: dict[str, int]
-    """Counts by format; empty if no such tensor was seen: the run has none, or it is inside a fused kernel."""
+    trainer: dict[str, int]
+    """Counts by format in the trainer; empty if no such tensor was seen: there is none, or it is inside a kernel."""
+    engine: dict[str, int]
+    """The same in the engine."""
     bytes: int
     """Bytes of the tensors that are held or sent."""
+
+    @property
+    def found(self) -> Counter[str]:
+        """Counts by format on both sides."""
+        return Counter(self.trainer) + Counter(self.engine)
 
 
 @dataclass(frozen=True)
@@ -167,16 +180,16 @@ class AuditReport(Report):
         return {"unseen": self.unseen}
 
 
-def rows_of(sightings: Iterable[Observation]) -> list[Row]:
+def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
     """Fill the precision map with all that was seen of each class."""
-    by_key: dict[str, list[Observation]] = {each.key: [] for each in CLASSES}
+    by_key: dict[str, list[Sighting]] = {each.key: [] for each in CLASSES}
     for sighting in sightings:
         by_key[sighting.key].append(sighting)
     rows = []
     for each in CLASSES:
-        seen, found = by_key[each.key], Counter[str]()
+        seen, found = by_key[each.key], {"trainer": Counter[str](), "engine": Counter[str]()}
         for sighting in seen:
-            found[sighting.found] += sighting.calls
+            found[sighting.side][sighting.found] += sighting.calls
         rows.append(
             Row(
                 key=each.key,
@@ -184,14 +197,14 @@ def rows_of(sightings: Iterable[Observation]) -> list[Row]:
                 tensors=each.tensors,
                 document=each.document,
                 planned=list(dict.fromkeys(form for sighting in seen for form in sighting.planned)),
-                found=dict(found),
+                **{side: dict(counts) for side, counts in found.items()},
                 bytes=sum(sighting.bytes for sighting in seen),
             )
         )
     return rows
 
 
-def differences_of(sightings: Sequence[Observation]) -> list[Deviation]:
+def differences_of(sightings: Sequence[Sighting]) -> list[Deviation]:
     """Return what is not as planned, in the order of the map; tensors of one class and format are one deviation."""
     wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
     for sighting in sightings:
@@ -215,21 +228,21 @@ def rendered(report: AuditReport) -> RenderableType:
         if row.row != last:
             rows.append(("", Text(row.row, style="bold")))
         last = row.row
-        found = ", ".join(f"{form} x {count:,}" for form, count in row.found.items())
+        sides = (", ".join(f"{form} x {n:,}" for form, n in side.items()) for side in (row.trainer, row.engine))
         size = f"{row.bytes:,}" if row.bytes else ""
         verdict = graded("FAIL", "bad") if row.key in wrong else graded("pass", "good")
-        rows.append((verdict, f"  {row.key}", " or ".join(row.planned), found, size))
+        rows.append((verdict, f"  {row.key}", " or ".join(row.planned), *sides, size))
     lines = []
     for each in report.differences:
         said = f"{each.key}: found {each.found}, planned {each.planned}: {some_of(each.names)}"
         lines += ["", said, f"{each.why} {each.remedy}"]
     if report.unseen:
-        unseen = f"not seen, as a kernel fuses it or rounds otherwise than its definition: {', '.join(report.unseen)}"
+        unseen = f"not seen, as it is inside a kernel or a library's own op: {', '.join(report.unseen)}"
         lines += ["", unseen]
     what = "everything is as planned" if report.ok else f"{len(report.differences)} differences"
     end = f"audit {'passed' if report.ok else 'failed'} in {report.seconds:.0f} s: {what}"
     return Group(
-        grid(("", "tensors", "planned", "found", "bytes"), rows, numbers=4),
+        grid(("", "tensors", "planned", "trainer", "engine", "bytes"), rows, numbers=5),
         *(Text(line, style="yellow") for line in lines),
         Text(),
         graded(end, "good" if report.ok else "bad"),
