@@ -1,7 +1,6 @@
 """The audit of a live trainer: nothing is found where nothing is planted, and what is planted is found by name."""
 
 import io
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,10 @@ from rich.console import Console
 from torch import Tensor
 
 from fp8rl.diagnose import audit
-from fp8rl.diagnose.audit import AuditReport, differences_of, rendered, rows_of
+from fp8rl.diagnose.audit import differences_of, reported, rows_of
 from fp8rl.diagnose.audit.observations import Grids, Observation, engine_sightings, stored
 from fp8rl.diagnose.audit.watch import watch_step
+from fp8rl.diagnose.report import Report
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics import ops
@@ -88,7 +88,7 @@ def found(sightings: list[Observation]) -> dict[str, set[str]]:
 def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: Callable[..., Any]) -> None:
     numerics = plan(mode)
     sightings = watched(make(numerics, kind), numerics, rows=8)  # in several micro-batches
-    assert differences_of(sightings) == [] and report(*sightings).unseen == []
+    assert differences_of(sightings) == [] and report(*sightings).facts["unseen"] == []
     held = {row.key: row.bytes for row in rows_of(sightings)}
     masters = held["master"] + held["gain.master"]
     if kind != LINEAR:  # whose vectors in FP32 are their own masters
@@ -116,7 +116,7 @@ def test_an_engine_holds_each_weight_in_what_the_architecture_says(paths: dict[s
         found = {"model.layers.1.mlp.gate.weight": router, "model.layers.1.mlp.gate.e_score_correction_bias": "fp32"}
         held = [Holding(name, WEIGHTS, form, (1,), 4) for name, form in (found | {"model.norm.weight": "fp32"}).items()]
         (difference,) = differences_of(engine_sightings(held, read_model(paths[family]), plan("exact")))
-        assert (difference.names, difference.planned, difference.found) == (["model.norm.weight"], "bf16", "fp32")
+        assert (difference.names, difference.expected, difference.found) == (("model.norm.weight",), "bf16", "fp32")
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_what_is_planted_is_found_and_named(planted: str, make: Callable[..., An
     plant(trainer)
     differences = differences_of(watched(trainer, numerics))
     found = {difference.key: difference for difference in differences}
-    assert key in found and (found[key].found, found[key].planned) == (wrong, planned)
+    assert key in found and (found[key].found, found[key].expected) == (wrong, planned)
     assert name in found[key].names and found[key].why and found[key].remedy
     # And nothing else, but for what goes with it: gains have masters, too, and experts gradients.
     assert planted == "FP8 residual" or found.keys() <= {key, "gain.master", "experts.gradient"}
@@ -306,29 +306,26 @@ def test_where_kernels_run_their_roundings_are_not_taken_from_the_definitions(ma
         dispatch.install(None)
     found = {sighting.key for sighting in seen}
     assert "softmax.output" not in found and {"scores.output", "softmax.reduction"} <= found
-    assert "softmax.output" in report(*seen).unseen and not differences_of(seen)
+    assert "softmax.output" in report(*seen).facts["unseen"] and not differences_of(seen)
 
 
-def report(*sightings: Observation) -> AuditReport:
-    return AuditReport("d", "exact", "fp8", "fp8", rows_of(sightings), differences_of(sightings), 10, 1.0)
+def report(*sightings: Observation) -> Report:
+    return reported("a spec", plan("exact"), sightings, tokens=10)
 
 
 def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
     wrong = Observation("engine.kv_cache", "k of layer 0", "e4m3", ("bf16",), bytes=7)
     seen = report(wrong, replace(wrong, name="v of layer 0"), Observation("master", "w", "fp32", ("fp32",), bytes=4))
-    assert AuditReport.from_json(seen.to_json()) == seen
-    values = json.loads(seen.to_json())
-    assert values["ok"] is False and values["schema"] == 1
-    (only,) = seen.differences
-    assert (only.key, only.names) == ("engine.kv_cache", ["k of layer 0", "v of layer 0"])
-    assert (only.planned, only.found) == ("bf16", "e4m3") and "--kv-cache-dtype" in only.remedy
-    assert "softmax.reduction" in seen.unseen and "master" not in seen.unseen and "router.logits" not in seen.unseen
-    console = Console(width=120, file=io.StringIO())
-    console.print(rendered(seen))
+    assert Report.from_json(seen.to_json()).findings == seen.findings and not seen.ok
+    only, unseen = seen.findings
+    assert (only.key, only.names) == ("engine.kv_cache", ("k of layer 0", "v of layer 0"))
+    assert (only.expected, only.found) == ("bf16", "e4m3") and "--kv-cache-dtype" in only.remedy
+    assert unseen.grade == "note" and "softmax.reduction" in unseen.names
+    assert not {"master", "router.logits"} & {*seen.facts["unseen"]}
+    console = Console(width=200, file=io.StringIO())
+    console.print(seen)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "engine.kv_cache: found e4m3, planned bf16: k of layer 0, v of layer 0" in text and "audit failed" in text
-    with pytest.raises(ValueError, match="schema: found 2, expected 1"):
-        AuditReport.from_json(json.dumps(values | {"schema": 2}))
+    assert "engine.kv_cache: found e4m3, expected bf16 (k of layer 0, v of layer 0)." in text and "audit failed" in text
 
 
 @pytest.mark.parametrize(
@@ -360,4 +357,4 @@ def test_an_engine_that_is_refused_is_a_difference(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(audit, "open_pair", refused)
     found = audit.audit(load_experiment("examples/arithmetic.yaml"), say=lambda text: None)
-    assert not found.ok and "kv_cache_dtype: found 'float8_e4m3fn'" in found.differences[0].found
+    assert not found.ok and "kv_cache_dtype: found 'float8_e4m3fn'" in found.findings[0].found
