@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands import AsJson, Overrides, SpecPath, end, progress, show, user_errors
+from fp8rl.commands import AsJson, Overrides, SpecPath, end, finish, progress, show, user_errors
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
@@ -30,7 +30,7 @@ def doctor(
     """
     with user_errors():
         from fp8rl.diagnose.doctor import judge
-        from fp8rl.diagnose.doctor.doctor_report import rendered
+        from fp8rl.diagnose.doctor.doctor_report import reported
         from fp8rl.diagnose.doctor.machine import gather
         from fp8rl.rl.experiment import load_experiment
         from fp8rl.rl.experiment.contents import fetched
@@ -42,12 +42,11 @@ def doctor(
         diagnosis = judge(gather(numerics, say, quick=quick), numerics)
         if loaded:
             say("checking model, data and sizes of the spec")
-            if all(each.found != "not installed" for each in diagnosis.remarks if each.blocks):
+            if all(each.found != "not installed" for each in diagnosis.findings if each.grade == "error"):
                 from fp8rl.diagnose.doctor.conditions import with_conditions
 
                 diagnosis = with_conditions(diagnosis, loaded)
-    print(diagnosis.to_json()) if as_json else show(rendered(diagnosis))
-    end(diagnosis.ok)
+    finish(reported(diagnosis, "" if spec is None else str(spec)), as_json)
 
 
 def warm(
@@ -108,7 +107,7 @@ def plan(
     """
     with user_errors():
         from fp8rl.diagnose.plan import fitted_plan, make_plan
-        from fp8rl.diagnose.plan.plan_report import rendered
+        from fp8rl.diagnose.plan.plan_report import reported
         from fp8rl.diagnose.plan.subject import read_plan_subject
         from fp8rl.rl.experiment.budget.job import gpu_named
 
@@ -116,8 +115,7 @@ def plan(
             made = fitted_plan(subject, overrides or [], gpu_named(gpu), gpus, length, bench)
         else:
             made = make_plan(read_plan_subject(subject, overrides or []), gpu_named(gpu), gpus, length, bench)
-    print(made.to_json()) if as_json else show(rendered(made))
-    end(made.ok)
+    finish(reported(made), as_json)
 
 
 def preflight(
@@ -134,14 +132,12 @@ def preflight(
     """
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose.preflight import preflight as examine
-        from fp8rl.diagnose.preflight import rendered
         from fp8rl.rl.experiment import load_experiment
         from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
-    print(found.to_json()) if as_json else show(rendered(found))
-    end(found.ok)
+    finish(found, as_json)
 
 
 def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
@@ -151,14 +147,12 @@ def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) 
     """
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose.audit import audit as examine
-        from fp8rl.diagnose.audit import rendered
         from fp8rl.rl.experiment import load_experiment
         from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())
-    print(found.to_json()) if as_json else show(rendered(found))
-    end(found.ok)
+    finish(found, as_json)
 
 
 def attribute(

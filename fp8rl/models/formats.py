@@ -53,22 +53,15 @@ PRODUCTS = {
 """Ops that are one product, or one product of each expert."""
 TERMS = {"low_rank_term", "grouped_low_rank_term"}
 RESULTS = {
-    "rms_norm": "norm.output",
-    "add_rms_norm": "norm.output",
     "norm_rows": "norm.output",
-    "attention": "attention.output",
-    "packed_attention": "attention.output",
-    "paged_attention": "attention.output",
-    "latent_attention": "attention.output",
-    "packed_latent_attention": "attention.output",
-    "paged_latent_attention": "attention.output",
     "route": "router.probabilities",
     "route_sigmoid": "router.probabilities",
     "routed_experts": "experts.output",
     "combine": "experts.output",
     "token_logprobs": "loss.reduction",
 }
-"""Ops whose (first) result is of a class."""
+"""Ops whose (first) result is of a class, beside norms and attentions of all families, which their names tell."""
+BY_NAME = {"rms_norm": "norm.output", "attention": "attention.output"}
 BY_DTYPE = {"router.probabilities", "router.logits", "loss.reduction"}
 """Classes of results whose values may be few, so that their dtype says the format."""
 
@@ -113,7 +106,8 @@ class Recorder:
             self._adapted(site, given["h"], given["b"])
         elif op == "head_linear" and self._is_adapter(given["weight"]):
             self._adapted(site, given["x"], given["weight"])
-        if (key := RESULTS.get(op)) is not None:
+        key = RESULTS.get(op) or next((key for end, key in BY_NAME.items() if op.endswith(end)), None)
+        if key is not None:
             result = made[0] if isinstance(made, tuple) else made
             self.note(key, _name(site), self.found(key, result))
 

@@ -11,10 +11,10 @@ import yaml
 from rich.console import Console
 
 from fp8rl.diagnose.measure import difference
-from fp8rl.diagnose.preflight import PreflightReport, preflight, rendered, same_spec
+from fp8rl.diagnose.preflight import Agreed, preflight, reported, same_spec
 from fp8rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
-from fp8rl.diagnose.preflight.same_spec import Check
-from fp8rl.diagnose.report import Difference
+from fp8rl.diagnose.preflight.same_spec import judged
+from fp8rl.diagnose.report import Difference, Finding, Report
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
@@ -44,14 +44,18 @@ def made(mean: float | None, **changes: float | None) -> Difference:
     )
 
 
+def passed(check: Finding) -> bool:
+    return check.grade == "ok"
+
+
 BF16 = {"numerics": {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}}
 
 
 def test_aligned_blocks_pass_and_bf16_needs_none() -> None:
     check = same_spec.block_alignment(shape_of(MODEL), spec(trainer={"tp": 2}))
-    assert check.ok and check.remedy == ""
+    assert check.grade == "ok"
     assert all(part in check.found for part in ("hidden_size 256", "head_dim 128", "moe_intermediate_size 128", "tp 2"))
-    assert same_spec.block_alignment(shape_of(dataclasses.replace(MODEL, head_dim=64)), spec(**BF16)).ok
+    assert same_spec.block_alignment(shape_of(dataclasses.replace(MODEL, head_dim=64)), spec(**BF16)).grade == "ok"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,7 @@ def test_aligned_blocks_pass_and_bf16_needs_none() -> None:
 )  # fmt: skip
 def test_blocks_that_straddle_are_found_before_anything_starts(model, sections: dict, name: str) -> None:
     check = same_spec.block_alignment(shape_of(model), spec(**sections))
-    assert not check.ok and check.remedy and name in check.found + check.expected
+    assert check.grade == "error" and check.remedy and name in check.found + check.expected
 
 
 @pytest.mark.parametrize(
@@ -82,22 +86,23 @@ def test_nothing_is_started_for_what_cannot_agree(shape, config, arguments, said
     result = result_of("preflight", tmp_path / "spec.yaml", "--json", *arguments)
     assert result.exit_code == (1 if said == "block alignment" else 2) and said in result.output
     if result.exit_code == 1:
-        found = PreflightReport.from_json(result.stdout)
-        (failed,) = [check for check in found.checks if not check.ok]
-        assert "192" in failed.found and "multiple of 128" in failed.expected
-        assert found.verdicts == {"spec": True, "bytes": False, "logprobs": None}
+        aligned, precision = Report.from_json(result.stdout).findings
+        assert "192" in aligned.found and "multiple of 128" in aligned.expected
+        assert [(each.key, each.grade) for each in (aligned, precision)] == [
+            ("same bytes, block alignment", "error"), ("same spec, precision of both sides", "ok")
+        ]  # fmt: skip
 
 
 def test_both_sides_run_one_precision() -> None:
     for trainer, rollout, ok in (("fp8_forward", "fp8", True), ("bf16", "bf16", True), ("bf16", "fp8", False)):
         check = same_spec.same_precision(spec(numerics={"trainer": trainer, "rollout": rollout}))
-        assert check.ok is ok and (ok or "numerics.trainer=fp8 numerics.rollout=fp8" in check.remedy)
+        assert (check.grade == "ok") is ok and (ok or "numerics.trainer=fp8 numerics.rollout=fp8" in check.remedy)
 
 
 def test_modules_quantized_on_one_side_only_are_named() -> None:
-    assert same_spec.quantized_modules(["b", "a"], ["a", "b"]).ok
+    assert passed(same_spec.quantized_modules(["b", "a"], ["a", "b"]))
     check = same_spec.quantized_modules(["a", "c"], ["a", "d", "e"])
-    assert not check.ok and check.found == "only in the trainer: c; only in the engine: d, e"
+    assert check.grade == "error" and check.found == "only in the trainer: c; only in the engine: d, e"
 
 
 @pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
@@ -106,10 +111,10 @@ def test_scales_of_the_quantizer_are_what_the_spec_says(preset: str) -> None:
     x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
     named = [("w_scale_inv", quantize(x, weight).scale_inv)]
     check = same_spec.scale_formats(named, ["w_scale_inv"], weight.scale)
-    assert check.ok and "6 scales in 1 tensors" in check.found
+    assert check.grade == "ok" and "6 scales in 1 tensors" in check.found
     # FP32 scales of random weights are no powers of two; powers of two are good FP32 scales.
-    assert same_spec.scale_formats(named, ["w_scale_inv"], "pow2").ok is (preset == "fp8_block_pow2")
-    assert same_spec.scale_formats(named, ["w_scale_inv"], "fp32").ok
+    assert passed(same_spec.scale_formats(named, ["w_scale_inv"], "pow2")) is (preset == "fp8_block_pow2")
+    assert passed(same_spec.scale_formats(named, ["w_scale_inv"], "fp32"))
 
 
 @pytest.mark.parametrize(
@@ -118,24 +123,24 @@ def test_scales_of_the_quantizer_are_what_the_spec_says(preset: str) -> None:
 def test_a_scale_of_another_format_is_named(scale: torch.Tensor) -> None:
     good = torch.tensor([2.0**-20, 1.0, 64.0])
     check = same_spec.scale_formats([("a_scale_inv", good), ("b_scale_inv", scale)], ["a_scale_inv"], "pow2")
-    assert not check.ok and "1 of 2" in check.found and "b_scale_inv" in check.found
+    assert check.grade == "error" and "1 of 2" in check.found and "b_scale_inv" in check.found
     check = same_spec.scale_formats([], ["a_scale_inv"], "pow2")
-    assert not check.ok and "a_scale_inv (not the one that was quantized)" in check.found
+    assert check.grade == "error" and "a_scale_inv (not the one that was quantized)" in check.found
 
 
 def test_an_engine_that_reports_something_else_is_told() -> None:
     expected = expected_report(EXACT)
-    assert same_spec.handshake(EXACT, None, expected).ok
+    assert passed(same_spec.handshake(EXACT, None, expected))
     changed = expected.model_copy(update={"spec_digest": "0" * 16, "hooks": expected.hooks[1:]})
     check = same_spec.handshake(EXACT, None, changed)
-    assert not check.ok and "spec_digest" in check.found and expected.hooks[0] in check.found
+    assert check.grade == "error" and "spec_digest" in check.found and expected.hooks[0] in check.found
 
 
 def test_the_kv_cache_is_in_the_format_of_the_spec() -> None:
     for numerics, expected in ((EXACT, "bfloat16"), (dataclasses.replace(EXACT, kv="fp8"), "float8_e4m3fn")):
         for kind in ("bfloat16", "float8_e4m3fn", "float16"):
             report = expected_report(numerics).model_copy(update={"kv_cache_dtype": kind})
-            assert same_spec.kv_cache_dtype(numerics, report).ok is (kind == expected)
+            assert passed(same_spec.kv_cache_dtype(numerics, report)) is (kind == expected)
 
 
 def test_a_difference_is_over_the_masked_tokens() -> None:
@@ -149,11 +154,11 @@ def test_a_difference_is_over_the_masked_tokens() -> None:
 
 
 def test_exact_mode_asks_for_zero_and_nothing_less() -> None:
-    assert trainer_against_engine(EXACT, made(0.0), None).ok
-    assert not trainer_against_engine(EXACT, made(1e-9), made(1.0)).ok
-    assert not trainer_against_engine(EXACT, made(0.0, nonfinite=1), None).ok
+    assert passed(trainer_against_engine(EXACT, made(0.0), None))
+    assert not passed(trainer_against_engine(EXACT, made(1e-9), made(1.0)))
+    assert not passed(trainer_against_engine(EXACT, made(0.0, nonfinite=1), None))
     nothing = made(None, tokens=0, exact_frac=None)
-    assert not trainer_against_engine(EXACT, nothing, None).ok
+    assert not passed(trainer_against_engine(EXACT, nothing, None))
     assert "fp8rl attribute" in trainer_against_engine(EXACT, made(1e-9), None).remedy
     mixed = dataclasses.replace(EXACT, trainer="bf16")
     assert "numerics.trainer=fp8" in trainer_against_engine(mixed, made(1e-3), None).remedy
@@ -161,32 +166,33 @@ def test_exact_mode_asks_for_zero_and_nothing_less() -> None:
 
 def test_native_mode_is_bound_by_the_bf16_floor() -> None:
     floor = made(0.01)
-    assert trainer_against_engine(NATIVE, made(0.01 * NATIVE_LIMIT * 0.99), floor).ok
-    assert not trainer_against_engine(NATIVE, made(0.01 * NATIVE_LIMIT * 1.01), floor).ok
-    assert trainer_against_engine(NATIVE, made(9.0), None).ok  # nothing to measure it by
-    assert not trainer_against_engine(NATIVE, made(0.0, nonfinite=1), floor).ok
+    assert passed(trainer_against_engine(NATIVE, made(0.01 * NATIVE_LIMIT * 0.99), floor))
+    assert not passed(trainer_against_engine(NATIVE, made(0.01 * NATIVE_LIMIT * 1.01), floor))
+    assert passed(trainer_against_engine(NATIVE, made(9.0), None))  # nothing to measure it by
+    assert not passed(trainer_against_engine(NATIVE, made(0.0, nonfinite=1), floor))
 
 
 def test_a_floor_fails_in_exact_mode_alone() -> None:
     floors = {"alone against together": made(1e-6)}
-    assert [check.ok for mode in ("exact", "native") for check in noise_floor(mode, floors)] == [False, True]
+    assert [passed(check) for mode in ("exact", "native") for check in noise_floor(mode, floors)] == [False, True]
 
 
 def test_a_report_survives_its_json_and_shows_what_a_failed_check_expected() -> None:
-    checks = [Check("spec", "one", True, "found 1", "no 1"), Check("bytes", "two", False, "a", "b", "c")]
+    checks = [judged("spec", "one", True, "found 1", "no 1"), judged("bytes", "two", False, "a", "b", "Do c.")]
     differences = {"trainer against engine": made(0.0), "nothing": made(None, exact_frac=None)}
-    found = PreflightReport("d", "exact", "fp8", "fp8", checks, {"trainer": ["a"], "engine": ["a"]}, differences, 1.5)
-    assert PreflightReport.from_json(found.to_json()) == found
-    values = json.loads(found.to_json())
-    assert (values["schema"], values["ok"]) == (1, False)
-    assert values["verdicts"] == {"spec": True, "bytes": False, "logprobs": None}
-    assert values["checks"][1] == dataclasses.asdict(checks[1])
-    with pytest.raises(ValueError, match="schema: found 2, expected 1"):
-        PreflightReport.from_json(json.dumps(values | {"schema": 2}))
+    agreed = Agreed("d", "exact", "fp8", "fp8", checks, {"trainer": ["a"], "engine": ["a"]}, differences)
+    found = reported(agreed, "a spec", 1.5)
+    read, values = Report.from_json(found.to_json()), json.loads(found.to_json())
+    assert read.findings == tuple(checks) and read.to_json() == found.to_json() and not found.ok
+    assert (values["schema"], values["command"], values["subject"]) == (2, "preflight", "a spec")
+    assert values["facts"]["differences"]["trainer against engine"]["max"] == 0.0
+    with pytest.raises(ValueError, match="schema: found 1, expected 2"):
+        Report.from_json(json.dumps(values | {"schema": 1}))
     console = Console(width=100, file=io.StringIO())
-    console.print(rendered(found))
+    console.print(found)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "found 1" in text and "no 1" not in text and "expected b" in text and "c\n" in text.replace(" ", "")
+    assert "ok     same spec, one: found 1" in text and "no 1" not in text
+    assert "error  same bytes, two: found a, expected b. Do c." in text
     assert "same spec holds, same bytes does not hold, same logprobs was not reached" in text
 
 

@@ -13,8 +13,7 @@ import pytest
 from click.testing import Result
 
 from fp8rl.diagnose import audit
-from fp8rl.diagnose.audit import AuditReport as Audit
-from fp8rl.diagnose.preflight import PreflightReport
+from fp8rl.diagnose.report import Report
 from fp8rl.models import read_model
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.stack import Stack, open_pair
@@ -36,13 +35,13 @@ def stack(rig: Rig) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, PreflightReport]]:
+def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Report]]:
     """Run the command on the stack that is up already."""
 
-    def invoke(*arguments: str) -> tuple[Result, PreflightReport]:
+    def invoke(*arguments: str) -> tuple[Result, Report]:
         result = result_of("preflight", SPEC, *arguments, "--json")
         assert result.exit_code in (0, 1), (result.output, result.exception)
-        return result, PreflightReport.from_json(result.stdout)
+        return result, Report.from_json(result.stdout)
 
     monkeypatch.setattr("fp8rl.diagnose.preflight.open_pair", opened_as(stack))
     return invoke
@@ -59,7 +58,7 @@ def opened_as(stack: Stack) -> Callable[..., AbstractContextManager[Stack]]:
 
 
 def test_a_bf16_trainer_beside_an_fp8_engine_fails(
-    stack: Stack, preflight: Callable[..., tuple[Result, PreflightReport]]
+    stack: Stack, preflight: Callable[..., tuple[Result, Report]]
 ) -> None:
     exact = stack.numerics
     stack.numerics = replace(exact, trainer="bf16")
@@ -69,16 +68,19 @@ def test_a_bf16_trainer_beside_an_fp8_engine_fails(
     stack.trainer.apply(methodcaller("set_numerics", exact))
 
     assert result.exit_code == 1
-    assert report.verdicts["bytes"] is True and report.verdicts["logprobs"] is False
-    failed = {check.name: check for check in report.checks if not check.ok}
-    assert {"precision of both sides", "quantized modules", "trainer against engine"} <= failed.keys()
-    assert "numerics.trainer=fp8 numerics.rollout=fp8" in failed["trainer against engine"].remedy
-    assert "only in the engine: model.layers.0." in failed["quantized modules"].found
-    assert report.quantized["trainer"] == []
-    measured = report.differences["trainer against engine"]
-    assert measured.mean is not None and measured.mean > 1e-3
+    failed = {finding.key: finding for finding in report.findings if finding.grade == "error"}
+    assert not any(key.startswith("same bytes") for key in failed)
+    compared = failed["same logprobs, trainer against engine"]
+    assert (
+        "numerics.trainer=fp8 numerics.rollout=fp8" in compared.remedy
+        and "same spec, precision of both sides" in failed
+    )
+    assert "only in the engine: model.layers.0." in failed["same spec, quantized modules"].found
+    assert report.facts["quantized"]["trainer"] == []
+    differences = report.facts["differences"]
+    assert differences["trainer against engine"]["mean"] > 1e-3
     # The engine agrees with itself all the same.
-    assert report.differences["prefill against decode"].zero and report.differences["alone against together"].zero
+    assert differences["prefill against decode"]["max"] == differences["alone against together"]["max"] == 0.0
 
 
 def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,28 +92,27 @@ def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkey
     stack.trainer.load(before)
     stack.syncing.sync()
     assert result.exit_code == 0, (result.output, result.exception)
-    found = Audit.from_json(result.stdout)
-    assert found.ok and found.unseen == [] and found.differences == []
-    rows = {row.key: row for row in found.rows}
+    found = Report.from_json(result.stdout)
+    assert found.findings == () and found.facts["unseen"] == []
+    rows = {row["key"]: row for row in found.facts["rows"]}
     # Of one rank, without adapters and linear attention.
     unused = {"wire.layer", "engine.state", "adapter.operands", "adapter.merged"}
-    assert {key for key, row in rows.items() if not row.found} == unused
+    assert {key for key, row in rows.items() if not row["trainer"] and not row["engine"]} == unused
     sizes = read_model(Path(stack.experiment.model.path)).sizes
     slots = stack.experiment.rollout.cache_tokens + 1  # and SGLang's padding slot
-    assert rows["engine.kv_cache"].bytes == 2 * 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * slots
-    assert rows["engine.weight"].found == {"e4m3": sizes.layers * (4 + 3 * sizes.experts)}
+    assert rows["engine.kv_cache"]["bytes"] == 2 * 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * slots
+    assert rows["engine.weight"]["engine"] == {"e4m3": sizes.layers * (4 + 3 * sizes.experts)}
 
 
 def test_the_example_passes_with_equal_logprobs_and_no_noise(
-    stack: Stack, preflight: Callable[..., tuple[Result, PreflightReport]]
+    stack: Stack, preflight: Callable[..., tuple[Result, Report]]
 ) -> None:
     """Its BF16/BF16 floor replaces the engine, so this stands last."""
     result, report = preflight()
-    assert [check for check in report.checks if not check.ok] == []
-    assert result.exit_code == 0 and json.loads(result.stdout)["ok"] is True
-    assert report.verdicts == {"spec": True, "bytes": True, "logprobs": True}
-    names = {"block alignment", "handshake", "quantized modules", "scale formats", "KV cache"}
-    assert {check.name for check in report.checks} >= names | {"manifest", "sampler temperature"}
+    assert {finding.grade for finding in report.findings} == {"ok"} and result.exit_code == 0
+    of_spec = {"handshake", "quantized modules", "scale formats", "KV cache"}
+    names = {f"same spec, {name}" for name in of_spec} | {"same bytes, block alignment", "same bytes, manifest"}
+    assert {finding.key for finding in report.findings} >= names | {"same logprobs, sampler temperature"}
 
     config = json.loads((Path(stack.experiment.model.path) / "config.json").read_text())
     attention = [f"self_attn.{kind}_proj.weight" for kind in "qkvo"]
@@ -119,9 +120,9 @@ def test_the_example_passes_with_equal_logprobs_and_no_noise(
         f"mlp.experts.{i}.{kind}_proj.weight" for i in range(config["num_experts"]) for kind in ("gate", "up", "down")
     ]
     names = sorted(f"model.layers.{n}.{w}" for n in range(config["num_hidden_layers"]) for w in attention + experts)
-    assert report.quantized == {"trainer": names, "engine": names}
+    assert report.facts["quantized"] == {"trainer": names, "engine": names}
 
     compared = {"trainer against engine", "prefill against decode", "alone against together", "BF16 on both sides"}
-    assert report.differences.keys() == compared
-    for found in report.differences.values():
-        assert found.zero and found.tokens > 400
+    assert report.facts["differences"].keys() == compared
+    for found in report.facts["differences"].values():
+        assert found["max"] == found["nonfinite"] == 0 and found["tokens"] > 400

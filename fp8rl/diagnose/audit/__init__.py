@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from fp8rl.diagnose.audit.watch import engine_holdings, watch_step
 from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, check_has_engine, sampled_batch, sync_weights
-from fp8rl.diagnose.report import Report, graded, grid
+from fp8rl.diagnose.report import Finding, Report, graded, grid
 from fp8rl.models import Model
 from fp8rl.models.formats import Sighting
 from fp8rl.numerics.config import NumericsConfig
@@ -26,10 +27,9 @@ from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.stack import Stack, open_pair
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.weight_sync.manifest import some_of
 
 
-def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> AuditReport:
+def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Report:
     """Compare what a spec's trainer and engine compute, hold and send with the precision map of its numerics.
 
     Args:
@@ -49,16 +49,7 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
             tokens, seen = examine(stack, model, numerics, say)
     except HandshakeError as error:
         refused = [refused_engine(error)]
-    return AuditReport(
-        spec_digest=numerics.spec.digest(),
-        mode=numerics.mode,
-        trainer=numerics.trainer,
-        rollout=numerics.rollout,
-        rows=rows_of(seen),
-        differences=[*refused, *differences_of(seen)],
-        tokens=tokens,
-        seconds=time.monotonic() - began,
-    )
+    return reported(experiment.run.name, numerics, seen, refused, tokens=tokens, seconds=time.monotonic() - began)
 
 
 def examine(
@@ -95,15 +86,13 @@ def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig)
     return [sighting for rank in ranks for sighting in rank]
 
 
-def refused_engine(error: HandshakeError) -> Deviation:
-    """Return the deviation of an engine that reported at its start that it runs something else."""
-    return Deviation(
+def refused_engine(error: HandshakeError) -> Finding:
+    """Return the finding on an engine that reported at its start that it runs something else."""
+    return Finding(
         key="engine",
-        names=["handshake"],
-        planned="an engine that runs what the experiment says",
         found=str(error),
-        why="Nothing was sampled, and no step was watched.",
-        remedy="Start the engine from this spec, in this environment.",
+        expected="an engine that runs what the experiment says",
+        remedy="Nothing was sampled, and no step was watched. Start the engine from this spec, in this environment.",
     )
 
 
@@ -132,53 +121,6 @@ class Row:
     bytes: int
     """Bytes of the tensors that are held or sent."""
 
-    @property
-    def found(self) -> Counter[str]:
-        """Counts by format on both sides."""
-        return Counter(self.trainer) + Counter(self.engine)
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """Tensors of one class that are not as planned."""
-
-    key: str
-    names: list[str]
-    planned: str
-    found: str
-    why: str
-    remedy: str
-    """The place to look at."""
-
-
-@dataclass(frozen=True)
-class AuditReport(Report):
-    """The findings of an audit. Its JSON has these keys, and `schema`, `ok` and `unseen`."""
-
-    spec_digest: str
-    mode: str
-    trainer: str
-    rollout: str
-    rows: list[Row]
-    """The precision map."""
-    differences: list[Deviation]
-    tokens: int
-    """Tokens of the step that was watched."""
-    seconds: float
-    """Seconds of the whole audit."""
-
-    @property
-    def ok(self) -> bool:
-        return not self.differences
-
-    @property
-    def unseen(self) -> list[str]:
-        """Classes that every model has, that the published map lists, and of which nothing was seen."""
-        return [r.key for r in self.rows if r.row in DOCUMENTED and not r.found and r.key not in _NOT_IN_EVERY_RUN]
-
-    def derived(self) -> dict[str, Any]:
-        return {"unseen": self.unseen}
-
 
 def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
     """Fill the precision map with all that was seen of each class."""
@@ -204,8 +146,8 @@ def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
     return rows
 
 
-def differences_of(sightings: Sequence[Sighting]) -> list[Deviation]:
-    """Return what is not as planned, in the order of the map; tensors of one class and format are one deviation."""
+def differences_of(sightings: Sequence[Sighting]) -> list[Finding]:
+    """Return what is not as planned, in the order of the map; tensors of one class and format are one finding."""
     wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
     for sighting in sightings:
         if sighting.found not in sighting.planned:
@@ -213,37 +155,45 @@ def differences_of(sightings: Sequence[Sighting]) -> list[Deviation]:
     classes = {each.key: each for each in CLASSES}
     order = list(classes)
     return [
-        Deviation(key, list(names), " or ".join(planned), found, classes[key].why, classes[key].remedy)
+        Finding(key, found, " or ".join(planned), f"{classes[key].why} {classes[key].remedy}", names=tuple(names))
         for (key, planned, found), names in sorted(wrong.items(), key=lambda item: order.index(item[0][0]))
     ]
 
 
-def rendered(report: AuditReport) -> RenderableType:
-    """Render the map, what differs with the reason and the remedy, and the verdict."""
-    wrong, last = {difference.key for difference in report.differences}, ""
-    rows: list[tuple[RenderableType, ...]] = []
-    for row in report.rows:
-        if not row.found:
+def unseen(rows: Iterable[Row]) -> list[str]:
+    """Return the classes that every model has, that the published map lists, and of which nothing was seen."""
+    return [
+        r.key for r in rows if r.row in DOCUMENTED and not (r.trainer or r.engine) and r.key not in _NOT_IN_EVERY_RUN
+    ]
+
+
+def reported(
+    subject: str, numerics: NumericsConfig, seen: Sequence[Sighting], refused: Sequence[Finding] = (), **facts: Any
+) -> Report:
+    """Make the report of an audit: the map, what differs with the reason and the remedy, and the verdict."""
+    rows, findings = rows_of(seen), [*refused, *differences_of(seen)]
+    facts |= {"spec_digest": numerics.spec.digest(), "mode": numerics.mode, "rows": rows, "unseen": unseen(rows)}
+    facts |= {"trainer": numerics.trainer, "rollout": numerics.rollout}
+    verdict = f"audit failed: {len(findings)} differences" if findings else "audit passed: everything is as planned"
+    if facts["unseen"]:
+        said = "inside a kernel, or inside an op of a library"
+        findings.append(Finding("not seen", said, grade="note", names=tuple(facts["unseen"])))
+    table = _map(rows, {finding.key for finding in findings if finding.grade == "error"})
+    return Report("audit", subject, tuple(findings), facts, tables=(table,), verdict=verdict)
+
+
+def _map(rows: Iterable[Row], wrong: Collection[str]) -> Table:
+    """Render the precision map. wrong: classes that are not as planned."""
+    shown: list[tuple[RenderableType, ...]] = []
+    last = ""
+    for row in rows:
+        if not (row.trainer or row.engine):
             continue
         if row.row != last:
-            rows.append(("", Text(row.row, style="bold")))
+            shown.append(("", Text(row.row, style="bold")))
         last = row.row
         sides = (", ".join(f"{form} x {n:,}" for form, n in side.items()) for side in (row.trainer, row.engine))
         size = f"{row.bytes:,}" if row.bytes else ""
-        verdict = graded("FAIL", "bad") if row.key in wrong else graded("pass", "good")
-        rows.append((verdict, f"  {row.key}", " or ".join(row.planned), *sides, size))
-    lines = []
-    for each in report.differences:
-        said = f"{each.key}: found {each.found}, planned {each.planned}: {some_of(each.names)}"
-        lines += ["", said, f"{each.why} {each.remedy}"]
-    if report.unseen:
-        unseen = f"not seen, as it is inside a kernel or a library's own op: {', '.join(report.unseen)}"
-        lines += ["", unseen]
-    what = "everything is as planned" if report.ok else f"{len(report.differences)} differences"
-    end = f"audit {'passed' if report.ok else 'failed'} in {report.seconds:.0f} s: {what}"
-    return Group(
-        grid(("", "tensors", "planned", "trainer", "engine", "bytes"), rows, numbers=5),
-        *(Text(line, style="yellow") for line in lines),
-        Text(),
-        graded(end, "good" if report.ok else "bad"),
-    )
+        verdict = graded("FAIL", "error") if row.key in wrong else graded("pass", "ok")
+        shown.append((verdict, f"  {row.key}", " or ".join(row.planned), *sides, size))
+    return grid(("", "tensors", "planned", "trainer", "engine", "bytes"), shown, numbers=5)

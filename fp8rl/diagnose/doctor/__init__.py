@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from fp8rl.diagnose.doctor.doctor_report import Blocks, Diagnosis, Features, Side
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine
-from fp8rl.diagnose.report import Remark
+from fp8rl.diagnose.report import Finding, Grade
 from fp8rl.numerics.backend.implementation import (
     BLACKWELL,
     FEWEST_CAPABILITY,
@@ -43,7 +43,7 @@ _INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or us
 
 def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
     """Say where both sides of `numerics` run on `machine`, and name every obstacle, the gravest first."""
-    remarks = [
+    findings = [
         *_of_the_install(machine, numerics),
         *_of_the_gpus(machine),
         *_of_the_compilers(machine),
@@ -56,7 +56,7 @@ def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
         numerics.spec.digest(),
         (_trainer(machine, numerics), _engine(machine, numerics)),
         tuple(features(gpu, machine.torch_cuda) for gpu in machine.gpus),
-        tuple(sorted(remarks, key=lambda remark: not remark.blocks)),
+        tuple(sorted(findings, key=lambda finding: finding.grade != "error")),
     )
 
 
@@ -119,41 +119,42 @@ def _engine(machine: Machine, numerics: NumericsConfig) -> Side:
     return Side("engine", numerics.rollout, device, ops, attention)
 
 
-def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
+def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Finding]:
     device = _device(machine)
     for name in (*_ALWAYS, *(_WITH_GPU if machine.torch_sees else ())):
         version, wanted = machine.libraries.get(name), machine.wanted.get(name, "")
         if version is None:
-            yield Remark(True, name, "not installed", wanted or "installed", _INSTALL[device])
+            yield Finding(name, "not installed", wanted or "installed", _INSTALL[device])
         elif not SpecifierSet(wanted).contains(version, prereleases=True):
-            yield Remark(name in _PATCHED, name, version, wanted, _INSTALL[device])
+            grade: Grade = "error" if name in _PATCHED else "warning"
+            yield Finding(name, version, wanted, _INSTALL[device], grade)
     if machine.torch_sees and numerics.mode == "native":
         yield from _of_transformer_engine(machine)
     stubs = machine.libraries.get("fp8rl-cpu-stubs") is not None
     if machine.torch_sees and stubs:
         expected = "SGLang's own kernels, beside a GPU"
-        yield Remark(True, "fp8rl-cpu-stubs", "installed", expected, "Run `pip uninstall fp8rl-cpu-stubs`.")
+        yield Finding("fp8rl-cpu-stubs", "installed", expected, "Run `pip uninstall fp8rl-cpu-stubs`.")
     if not machine.torch_sees and not stubs:
         expected = "the stand-ins for SGLang's CUDA kernels, without which its CPU engine does not start"
-        yield Remark(True, "fp8rl-cpu-stubs", "not installed", expected, _INSTALL["cpu"])
+        yield Finding("fp8rl-cpu-stubs", "not installed", expected, _INSTALL["cpu"])
 
 
-def _of_transformer_engine(machine: Machine) -> Iterator[Remark]:
+def _of_transformer_engine(machine: Machine) -> Iterator[Finding]:
     """Judge TransformerEngine: without it native mode's trainer runs on Megatron-core's own ops and emulates FP8."""
     (name, extension), wanted = _TE, machine.wanted.get(_TE[0], "")
     version = machine.libraries.get(name)
     if version is None:
         expected = f"{wanted}; FP8 is emulated without it, which is slow"
-        yield Remark(False, name, "not installed", expected, _INSTALL["cuda"])
+        yield Finding(name, "not installed", expected, _INSTALL["cuda"], "warning")
     elif machine.libraries.get(extension) is None:
-        yield Remark(True, extension, "not installed", f"{version}, as {name} is", _INSTALL["cuda"])
+        yield Finding(extension, "not installed", f"{version}, as {name} is", _INSTALL["cuda"])
     elif not SpecifierSet(wanted).contains(version, prereleases=True):
-        yield Remark(False, name, version, wanted, _INSTALL["cuda"])
+        yield Finding(name, version, wanted, _INSTALL["cuda"], "warning")
 
 
-def _of_the_gpus(machine: Machine) -> Iterator[Remark]:
+def _of_the_gpus(machine: Machine) -> Iterator[Finding]:
     target = Target(machine.torch_sees, _has_te(machine), expandable_segments=machine.expandable_segments)
-    yield from map(Remark.refusal, shared_memory_refusals(target))
+    yield from map(Finding.of_error, shared_memory_refusals(target))
     if not machine.gpus or machine.torch_sees:
         return
     found = f"{len(machine.gpus)} x {machine.gpus[0].name}, which torch does not see: the run stays on the CPU"
@@ -164,36 +165,38 @@ def _of_the_gpus(machine: Machine) -> Iterator[Remark]:
         expected, remedy = f"a driver for CUDA {machine.torch_cuda}, as torch is built for", "Update the driver."
     else:
         expected, remedy = "GPUs that torch can use", "Look at CUDA_VISIBLE_DEVICES, and at what the container may use."
-    yield Remark(False, "gpu", found, expected, remedy)
+    yield Finding("gpu", found, expected, remedy, "warning")
 
 
-def _of_the_compilers(machine: Machine) -> Iterator[Remark]:
+def _of_the_compilers(machine: Machine) -> Iterator[Finding]:
     if machine.torch_sees:
         if machine.cc is None:
-            yield Remark(True, "C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
+            yield Finding("C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
         if machine.nvcc is None:
             cuda = machine.torch_cuda
             expected = f"nvcc of CUDA {cuda}, as torch is built for: SGLang makes some of its kernels as it starts"
             remedy = f"Install CUDA {cuda} (`make install-gpu` brings its compiler), or set CUDA_HOME to it."
-            yield Remark(True, "nvcc", machine.other_nvcc or "none", expected, remedy)
+            yield Finding("nvcc", machine.other_nvcc or "none", expected, remedy)
     elif machine.compiles is False:
         found = f"torch.compile does not work with {machine.cxx}" if machine.cxx else "none"
-        yield Remark(False, "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.")
+        yield Finding(
+            "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.", "warning"
+        )
 
 
-def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
+def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[Finding]:
     if numerics.mode != "exact":
         return
     if machine.row_variant is None:
         remedy = "Mend what it says, or set numerics.mode=native."
-        yield Remark(True, "row invariance", f"the probe failed: {machine.probe_error}", "its result", remedy)
+        yield Finding("row invariance", f"the probe failed: {machine.probe_error}", "its result", remedy)
     elif machine.row_variant:
         found = f"a token's result depends on its batch: {', '.join(machine.row_variant)}"
         expected = "row-invariant ops, in exact mode"
-        yield Remark(True, "row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
+        yield Finding("row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
     if machine.without_deepgemm is not None:
         expected = "numerics.deepgemm: a Hopper GPU on which DeepGEMM gives the bits of our kernels"
-        yield Remark(True, "DeepGEMM", machine.without_deepgemm, expected, "Set numerics.deepgemm=false.")
+        yield Finding("DeepGEMM", machine.without_deepgemm, expected, "Set numerics.deepgemm=false.")
 
 
 def _has_te(machine: Machine) -> bool:
@@ -201,22 +204,22 @@ def _has_te(machine: Machine) -> bool:
     return machine.torch_sees and machine.libraries.get(_TE[0]) is not None
 
 
-def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
+def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Finding]:
     """Judge whether the libraries, whose own products native mode uses on a GPU, can do what the spec asks."""
     gpu = _weakest(machine)
     if gpu is None or numerics.mode != "native":
         return
     target = Target(True, _has_te(machine), capability=gpu.capability)
-    yield from map(Remark.refusal, native_refusals(numerics, True, target))
+    yield from map(Finding.of_error, native_refusals(numerics, True, target))
     blocks = numerics.trainer_spec.quantized and target.transformer_engine and not by_mx(numerics.trainer_spec)
     if blocks and gpu.capability >= HOPPER and features(gpu, machine.torch_cuda).blocks == "no":
         expected = "CUDA 12.9 or higher, for TransformerEngine's 128-blocks"
         remedy = "Set it to bf16, or numerics.mode=exact."
-        yield Remark(True, "numerics.trainer", f"fp8 with CUDA {machine.torch_cuda}", expected, remedy)
+        yield Finding("numerics.trainer", f"fp8 with CUDA {machine.torch_cuda}", expected, remedy)
     try:
         lower(numerics, _has_te(machine))
     except UserError as error:
-        yield Remark.refusal(error)
+        yield Finding.of_error(error)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -7,16 +7,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
 from fp8rl.diagnose.preflight import same_logprobs, same_spec
-from fp8rl.diagnose.preflight.same_spec import Agreement, Check, Observed
-from fp8rl.diagnose.report import Difference, Report, graded
+from fp8rl.diagnose.preflight.same_spec import AGREEMENTS, Observed
+from fp8rl.diagnose.report import Difference, Finding, Report
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.core.errors import user_error
@@ -29,41 +24,37 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import SyncError
 
 BF16 = "BF16 on both sides"
-_TITLES: dict[Agreement, str] = {"spec": "same spec", "bytes": "same bytes", "logprobs": "same logprobs"}
 
 
 @dataclass(frozen=True)
-class PreflightReport(Report):
-    """The findings of a preflight. Its JSON has these keys, and `schema`, `ok` and `verdicts` (by agreement)."""
+class Agreed:
+    """What a preflight has read and measured, and the findings of its checks."""
 
     spec_digest: str
     mode: str
     trainer: str
     rollout: str
-    checks: list[Check]
+    checks: list[Finding]
     """The checks in the order in which they were made. Checks after a check that stops the preflight are missing."""
     quantized: dict[str, list[str]]
     """HF names of the weights that run in FP8, by side: `trainer` and `engine`."""
     differences: dict[str, Difference]
     """The differences that were measured, by name: `trainer against engine` and the floors."""
-    seconds: float
-    """Seconds of the whole preflight."""
-
-    @property
-    def ok(self) -> bool:
-        return all(check.ok for check in self.checks)
-
-    @property
-    def verdicts(self) -> dict[Agreement, bool | None]:
-        """For each agreement, whether it holds; None if nothing of it was checked."""
-        made = {agreement: [check.ok for check in self.checks if check.agreement == agreement] for agreement in _TITLES}
-        return {agreement: all(checks) if checks else None for agreement, checks in made.items()}
-
-    def derived(self) -> dict[str, Any]:
-        return {"verdicts": self.verdicts}
 
 
-def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str], None] = print) -> PreflightReport:
+def reported(agreed: Agreed, subject: str, seconds: float) -> Report:
+    """Make the report of a preflight: its checks, and for each agreement whether it holds."""
+    facts = {name: value for name, value in vars(agreed).items() if name != "checks"} | {"seconds": seconds}
+    report = Report("preflight", subject, tuple(agreed.checks), facts)
+    said = []
+    for agreement in AGREEMENTS:
+        made = [check.grade == "ok" for check in agreed.checks if check.key.startswith(f"same {agreement},")]
+        said.append(f"same {agreement} {'was not reached' if not made else 'holds' if all(made) else 'does not hold'}")
+    passed = "passed" if report.ok else "failed"
+    return replace(report, verdict=f"preflight {passed} in {seconds:.0f} s: {', '.join(said)}")
+
+
+def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str], None] = print) -> Report:
     """Check the three agreements of a spec.
 
     Args:
@@ -84,7 +75,7 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
     path, numerics = experiment.model.directory, experiment.numerics_config()
     model = read_model(path)
     aligned = same_spec.block_alignment(model.shape, experiment)
-    found = PreflightReport(
+    found = Agreed(
         spec_digest=numerics.spec.digest(),
         mode=numerics.mode,
         trainer=numerics.trainer,
@@ -92,9 +83,8 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
         checks=[aligned, same_spec.same_precision(experiment)],
         quantized={"trainer": [], "engine": []},
         differences={},
-        seconds=0.0,
     )
-    if not aligned.ok:
+    if aligned.grade == "error":
         check_stored(path, model)  # which `check` does too
     else:
         check(experiment)
@@ -104,10 +94,10 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
                 _examine(stack, found, quick, say)
         except HandshakeError as error:
             found.checks.append(same_spec.refused_handshake(error))
-    return replace(found, seconds=time.monotonic() - began)
+    return reported(found, experiment.run.name, time.monotonic() - began)
 
 
-def _examine(stack: Stack, found: PreflightReport, quick: bool, say: Callable[[str], None]) -> None:
+def _examine(stack: Stack, found: Agreed, quick: bool, say: Callable[[str], None]) -> None:
     say("syncing the weights")
     try:
         found.checks.append(same_spec.manifest_of(stack.syncing.sync()))
@@ -136,7 +126,7 @@ def _examine(stack: Stack, found: PreflightReport, quick: bool, say: Callable[[s
     found.checks.extend(same_logprobs.noise_floor(numerics.mode, floors))
 
 
-def _checks_of_spec(stack: Stack, batch: TokenBatch, found: PreflightReport) -> Iterator[Check]:
+def _checks_of_spec(stack: Stack, batch: TokenBatch, found: Agreed) -> Iterator[Finding]:
     numerics, architecture = stack.numerics, stack.experiment.model.architecture
     report = stack.engines.ask(lambda client: client.report())
     manifest = stack.engines.ask(lambda client: client.manifest()).entries
@@ -153,23 +143,3 @@ def _checks_of_spec(stack: Stack, batch: TokenBatch, found: PreflightReport) -> 
         scales = same_spec.served_scales(stack.syncing.bridge.write_checkpoint(), manifest)
         names = sorted(name for name in manifest if name.endswith(SCALE_SUFFIX))
         yield same_spec.scale_formats(scales, names, numerics.rollout_spec.weight.scale)
-
-
-def rendered(report: PreflightReport) -> RenderableType:
-    """Render the checks by agreement, the expectation and the remedy of each failed check, and the verdict."""
-    parts: list[RenderableType] = []
-    for agreement, title in _TITLES.items():
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for overflow in ("ignore", "ignore", "fold"):
-            table.add_column(overflow=overflow, no_wrap=overflow == "ignore")  # type: ignore[arg-type]
-        for each in report.checks:
-            if each.agreement == agreement:
-                passed = graded(" pass", "good") if each.ok else graded(" FAIL", "bad")
-                table.add_row(passed, each.name, Text(each.found))
-                for line in () if each.ok else (f"expected {each.expected}", each.remedy):
-                    table.add_row("", "", Text(line, style="yellow"))
-        parts += [Text(title, style="bold"), table] if table.row_count else []
-    said = {True: "holds", False: "does not hold", None: "was not reached"}
-    verdicts = ", ".join(f"{_TITLES[agreement]} {said[verdict]}" for agreement, verdict in report.verdicts.items())
-    end = f"preflight {'passed' if report.ok else 'failed'} in {report.seconds:.0f} s: {verdicts}"
-    return Group(*parts, Text(), graded(end, "good" if report.ok else "bad"))

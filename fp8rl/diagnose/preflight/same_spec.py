@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fp8rl.diagnose.report import Finding
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.shape import Shape
 from fp8rl.models.tensors import SCALE_SUFFIX
@@ -32,24 +33,12 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 Agreement = Literal["spec", "bytes", "logprobs"]
+AGREEMENTS: tuple[Agreement, ...] = ("spec", "bytes", "logprobs")
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing that both sides must agree on, and whether they do."""
-
-    agreement: Agreement
-    name: str
-    ok: bool
-    found: str
-    expected: str
-    remedy: str = ""
-    """What to do; empty if nothing is wrong."""
-
-
-def judged(agreement: Agreement, name: str, ok: bool, found: str, expected: str, remedy: str) -> Check:
-    """Make a check that keeps its remedy only if it failed."""
-    return Check(agreement, name, ok, found, expected, "" if ok else remedy)
+def judged(agreement: Agreement, name: str, ok: bool, found: str, expected: str, remedy: str = "") -> Finding:
+    """Make the finding of a check of one agreement."""
+    return Finding(f"same {agreement}, {name}", found, expected, remedy, "ok" if ok else "error")
 
 
 # What can be told before a process is started.
@@ -57,7 +46,7 @@ def judged(agreement: Agreement, name: str, ok: bool, found: str, expected: str,
 SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics.rollout=fp8, or bf16 for both."
 
 
-def block_alignment(shape: Shape, experiment: Experiment) -> Check:
+def block_alignment(shape: Shape, experiment: Experiment) -> Finding:
     """Check that every part of a fused weight consists of whole quantization blocks on every rank.
 
     Otherwise trainer and engine quantize the same weights in different blocks, and so into different bytes.
@@ -67,7 +56,7 @@ def block_alignment(shape: Shape, experiment: Experiment) -> Check:
         check_model_layout(shape, experiment)
     except UserError as error:
         found = f"{error.key} = {error.found}" if error.key else str(error)
-        return Check("bytes", name, False, found, error.expected, error.remedy)
+        return judged("bytes", name, False, found, error.expected, error.remedy)
     sizes = shape.sizes
     held = {
         "hidden_size": sizes.hidden_size,
@@ -77,10 +66,10 @@ def block_alignment(shape: Shape, experiment: Experiment) -> Check:
     }
     said = ", ".join(f"{name} {size}" for name, size in held.items() if size)
     layout = ", ".join(f"{axis} {getattr(experiment.trainer, axis)}" for axis in ("tp", "pp", "ep", "dp"))
-    return Check("bytes", name, True, f"{said} on {layout}", "whole quantization blocks on every rank")
+    return judged("bytes", name, True, f"{said} on {layout}", "whole quantization blocks on every rank")
 
 
-def same_precision(experiment: Experiment) -> Check:
+def same_precision(experiment: Experiment) -> Finding:
     """Check that both sides run the spec, or both BF16."""
     trainer, rollout = experiment.numerics.trainer, experiment.numerics.rollout
     ok = (trainer == "bf16") == (rollout == "bf16")
@@ -97,7 +86,7 @@ _RESTART = "Start the engine from this spec, in this environment."
 
 def handshake(
     numerics: NumericsConfig, adapter: AdapterSection | None, report: EngineReport, architecture: str | None = None
-) -> Check:
+) -> Finding:
     """Compare the engine's report on itself with what the trainer runs.
 
     adapter: the engine's adapters. architecture: the user's file that defines the model's architecture.
@@ -109,12 +98,12 @@ def handshake(
     return judged("spec", "handshake", not problems, "\n".join(problems) or same, _SAME_REPORT, _RESTART)
 
 
-def refused_handshake(error: HandshakeError) -> Check:
+def refused_handshake(error: HandshakeError) -> Finding:
     """Make the check of an engine that failed its handshake at the start."""
-    return Check("spec", "handshake", False, str(error), _SAME_REPORT, _RESTART)
+    return judged("spec", "handshake", False, str(error), _SAME_REPORT, _RESTART)
 
 
-def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Check:
+def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Finding:
     """Check that the same weights, by exact HF name, run in FP8 on both sides."""
     ours, theirs = set(trainer), set(engine)
     only = {"trainer": ours - theirs, "engine": theirs - ours}
@@ -124,7 +113,7 @@ def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Check:
     return judged("spec", "quantized modules", not lines, found, "equal sets of names", remedy)
 
 
-def scale_formats(scales: Iterable[tuple[str, Tensor]], served: Iterable[str], scale: Scale) -> Check:
+def scale_formats(scales: Iterable[tuple[str, Tensor]], served: Iterable[str], scale: Scale) -> Finding:
     """Check that scales are FP32, finite and above 0, and powers of two if the spec says so.
 
     served: the names of all scales that the engine holds. The check fails if one of them is missing in `scales`.
@@ -158,7 +147,7 @@ def served_scales(checkpoint: Path, manifest: Mapping[str, str]) -> Iterator[tup
                         yield name, tensor
 
 
-def kv_cache_dtype(numerics: NumericsConfig, report: EngineReport) -> Check:
+def kv_cache_dtype(numerics: NumericsConfig, report: EngineReport) -> Finding:
     """Check that the cache has keys and values in the format in which the trainer attends to them."""
     kept = numerics.kv_format.dtype_name
     ok = (report.dtype, report.kv_cache_dtype) == ("bfloat16", kept)
@@ -188,14 +177,14 @@ def observe(trainer: Trainer, batch: TokenBatch) -> Observed:
 _EQUAL = "every tensor's digest equal in trainer and engine"
 
 
-def manifest_of(report: SyncReport) -> Check:
+def manifest_of(report: SyncReport) -> Finding:
     """Make the check of a sync that succeeded."""
     verified, other = report.verified_tensors, report.mismatched_tensors
     found = f"{verified} of {verified + other} tensors equal, {report.bytes} bytes in {report.seconds:.2f} s"
     return judged("bytes", "manifest", other == 0 and verified > 0, found, _EQUAL, "See the tensors named.")
 
 
-def refused_sync(error: SyncError) -> Check:
+def refused_sync(error: SyncError) -> Finding:
     """Make the check of a sync that found differences, or failed."""
     remedy = "Compare the versions of sglang and of this distribution in the engine's and the trainer's environment."
-    return Check("bytes", "manifest", False, str(error), _EQUAL, remedy)
+    return judged("bytes", "manifest", False, str(error), _EQUAL, remedy)

@@ -17,7 +17,7 @@ from lab.studies.harness.page import claims_table, grid, markdown
 from lab.studies.harness.result import Result
 
 if TYPE_CHECKING:
-    from fp8rl.diagnose.audit import AuditReport
+    from fp8rl.diagnose.report import Report
 
 HEAD = """# Studies
 
@@ -51,7 +51,7 @@ def write_docs() -> None:
     write_atomically(PAGE, document(kept(), kept_audit()))
 
 
-def document(results: Sequence[Result], audited: AuditReport | None) -> str:
+def document(results: Sequence[Result], audited: Report | None) -> str:
     """The whole page in Markdown.
 
     Args:

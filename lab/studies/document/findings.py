@@ -18,7 +18,7 @@ from lab.studies.harness.page import found_of, verdict_of
 from lab.studies.harness.result import Result
 
 if TYPE_CHECKING:
-    from fp8rl.diagnose.audit import AuditReport
+    from fp8rl.diagnose.report import Report
 
 PLAN, AUDIT = "plan", "audit"
 """Sources beside the studies."""
@@ -54,7 +54,7 @@ def number_of(id: str) -> str | None:
     return matched[1] if matched else None
 
 
-def findings(results: Sequence[Result], audited: AuditReport | None) -> list[ClaimFinding]:
+def findings(results: Sequence[Result], audited: Report | None) -> list[ClaimFinding]:
     """Studies in their order, then the planner's and the audit's.
 
     Args:
@@ -78,7 +78,7 @@ def _calculated() -> Iterator[ClaimFinding]:
         yield ClaimFinding(PLAN, answer.id, f"{answer.claim}.", answer.figure, told, answer.verdict, answer.why)
 
 
-def _audited(report: AuditReport | None) -> Iterator[ClaimFinding]:
+def _audited(report: Report | None) -> Iterator[ClaimFinding]:
     for claim in claims(report) if report else ():
         yield ClaimFinding(AUDIT, claim.id, "", claim.finding, claim.finding, claim.verdict, claim.finding)
 

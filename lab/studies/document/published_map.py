@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8rl.diagnose.audit import AuditReport
+from fp8rl.diagnose.report import Report
 from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 
 Verdict = Literal["confirmed", "contradicted", "undecided"]
@@ -31,9 +31,9 @@ class AuditClaim:
     """Of this run alone."""
 
 
-def claims(report: AuditReport) -> list[AuditClaim]:
+def claims(report: Report) -> list[AuditClaim]:
     """Give the verdicts of a whole audit."""
-    return answers({row.key: row.found for row in report.rows})
+    return answers({row["key"]: row["trainer"] for row in report.facts["rows"]})
 
 
 def answers(found: Found) -> list[AuditClaim]:

@@ -15,7 +15,7 @@ from lab.studies.harness.result import RESULTS, Result, read_result, result_of
 from lab.studies.harness.study import NAMES, load
 
 if TYPE_CHECKING:
-    from fp8rl.diagnose.audit import AuditReport
+    from fp8rl.diagnose.report import Report
 
 KEPT = Path("lab/docs/studies")
 KEPT_AUDIT = KEPT / "audit.json"
@@ -84,12 +84,12 @@ def kept_figures(name: str) -> list[Path]:
     return sorted((KEPT / name).glob("*.svg"))
 
 
-def kept_audit() -> AuditReport | None:
+def kept_audit() -> Report | None:
     """The audit that is kept, if one is."""
-    from fp8rl.diagnose.audit import AuditReport
+    from fp8rl.diagnose.report import Report
 
     return (
-        AuditReport.from_json(read_text(KEPT_AUDIT, "audit", "what fp8rl audit --json prints"))
+        Report.from_json(read_text(KEPT_AUDIT, "audit", "what fp8rl audit --json prints"))
         if KEPT_AUDIT.is_file()
         else None
     )

@@ -195,5 +195,5 @@ def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(
 def test_an_audit_finds_what_a_wire_carries(ranks: Any) -> None:
     for rank in ranks:
         assert differences_of(rank["audits"]["narrow"]) == []
-        found = {each.key: (each.found, each.planned) for each in differences_of(rank["audits"]["wide"])}
+        found = {each.key: (each.found, each.expected) for each in differences_of(rank["audits"]["wide"])}
         assert found == {"gradient.wire": ("e5m2", "fp32"), "wire.weights": ("e4m3", "bf16")}
