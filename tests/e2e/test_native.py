@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8rl.diagnose.audit import differences_of
-from fp8rl.diagnose.audit.watch import engine_holdings
+from fp8rl.diagnose.doctor.formats import differences_of
+from fp8rl.diagnose.doctor.watch import engine_holdings
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding

@@ -1,4 +1,4 @@
-"""The audit of a live trainer: nothing is found where nothing is planted, and what is planted is found by name."""
+"""A step of a live trainer: nothing is found where nothing is planted, and what is planted is found by name."""
 
 import io
 from collections.abc import Callable
@@ -12,9 +12,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fp8rl.diagnose import audit
-from fp8rl.diagnose.audit import differences_of, reported, rows_of
-from fp8rl.diagnose.audit.watch import engine_holdings, watch_step
+from fp8rl.diagnose.doctor.formats import differences_of, map_table, rows_of, unseen
+from fp8rl.diagnose.doctor.watch import engine_holdings, watch_step
 from fp8rl.diagnose.report import Report
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
@@ -25,14 +24,11 @@ from fp8rl.numerics.core.memory import Holding
 from fp8rl.numerics.precision_map import CLASSES
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
-from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.engine.plugin.state import WEIGHTS
-from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.config import TrainerSection
 from lab.studies.document.published_map import BACKWARD, OPTIMIZER, answers
 from lab.studies.document.published_map import claims as claims_of
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.commands import result_of
 from tests.support.models import LENGTH, write_model
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -47,7 +43,7 @@ FAMILIES, LINEAR = ("glm4_moe", "deepseek_v3"), "qwen3_5_moe_text"
 
 @pytest.fixture(scope="session")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("audited")
+    folder = tmp_path_factory.mktemp("watched")
     for family in (*FAMILIES, LINEAR):
         write_tiny_model(folder / family, TinyModel(hidden=256, experts=4, groups=1, family=family))
     return {
@@ -93,7 +89,7 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
     numerics = plan(mode)
     sightings = watched(make(numerics, kind), numerics, rows=8)  # in several micro-batches
     assert differences_of(sightings) == []
-    assert set(report(*sightings).facts["unseen"]) == (LIBRARIES if mode == "native" else set())
+    assert set(unseen(rows_of(sightings))) == (LIBRARIES if mode == "native" else set())
     held = {row.key: row.bytes for row in rows_of(sightings)}
     masters = held["master"] + held["gain.master"]
     if kind != LINEAR:  # whose vectors in FP32 are their own masters
@@ -108,7 +104,7 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
         assert formats["scores.output"] == formats["softmax.output"] == {"fp32"}
     assert formats["gradient.buffer"] == formats["gradient.wire"] == {"fp32"}
     assert formats["gain.weight"] == ({"bf16", "fp32"} if kind == LINEAR else {"bf16"})
-    claims = {claim.id: claim for claim in claims_of(Report.from_json(report(*sightings).to_json()))}
+    claims = {claim.id: claim for claim in claims_of(as_kept(sightings))}
     if (kind, mode) == ("moe", "exact"):
         confirmed = {"002-15", "002-19"}
         assert {id for id, claim in claims.items() if claim.verdict == "confirmed"} == confirmed
@@ -305,23 +301,24 @@ def test_fp32_numbers_that_are_all_bf16_are_bf16() -> None:
 # The map, the report and the claims
 
 
-def report(*sightings: Sighting) -> Report:
-    return reported("a spec", plan("exact"), sightings, tokens=10)
+def as_kept(sightings: list[Sighting]) -> Report:
+    report = Report("doctor", "a spec", (), {"rows": rows_of(sightings)})
+    return Report.from_json(report.to_json())
 
 
-def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
-    wrong = Sighting("engine.kv_cache", "k of layer 0", "e4m3", ("bf16",), bytes=7)
-    seen = report(wrong, replace(wrong, name="v of layer 0"), Sighting("master", "w", "fp32", ("fp32",), bytes=4))
-    assert Report.from_json(seen.to_json()).findings == seen.findings and not seen.ok
-    only, unseen = seen.findings
+def test_tensors_of_one_class_are_one_finding_and_one_line() -> None:
+    wrong = Sighting("engine.kv_cache", "k of layer 0", "e4m3", ("bf16",), bytes=7, side="engine")
+    seen = [wrong, replace(wrong, name="v of layer 0"), Sighting("master", "w", "fp32", ("fp32",), bytes=4)]
+    (only,) = differences_of(seen)
     assert (only.key, only.names) == ("engine.kv_cache", ("k of layer 0", "v of layer 0"))
     assert (only.expected, only.found) == ("bf16", "e4m3") and "--kv-cache-dtype" in only.remedy
-    assert unseen.grade == "note" and "softmax.reduction" in unseen.names
-    assert not {"master", "router.logits"} & {*seen.facts["unseen"]}
+    rows = rows_of(seen)
+    assert "softmax.reduction" in unseen(rows) and not {"master", "router.logits"} & {*unseen(rows)}
     console = Console(width=200, file=io.StringIO())
-    console.print(seen)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "engine.kv_cache: found e4m3, expected bf16 (k of layer 0, v of layer 0)." in text and "audit failed" in text
+    console.print(map_table(rows, {"engine.kv_cache"}))
+    *_, master, _, cache = console.file.getvalue().strip().splitlines()  # type: ignore[attr-defined]
+    assert master.split()[:3] == ["pass", "master", "fp32"]
+    assert cache.split() == ["FAIL", "engine.kv_cache", "bf16", "e4m3", "x", "2", "14"]
 
 
 @pytest.mark.parametrize(
@@ -334,23 +331,3 @@ def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
 )  # fmt: skip
 def test_a_claim_is_judged_by_what_was_seen(seen: dict[str, dict[str, int]], claim: str, verdict: str) -> None:
     assert [each.verdict for each in answers(seen) if each.id == claim] == [verdict]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["numerics.modes=exact"], "numerics.mode"),
-     (["algorithm.name=sft", "eval.problems=0", "gates=[]"], "expected a run with an engine")],
-)  # fmt: skip
-def test_bad_input_is_refused_before_anything_starts(arguments, said, monkeypatch) -> None:
-    monkeypatch.delattr(audit, "open_pair")
-    result = result_of("audit", "examples/arithmetic.yaml", *arguments)
-    assert result.exit_code == 2 and result.stdout == "" and said in result.stderr
-
-
-def test_an_engine_that_is_refused_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise HandshakeError("kv_cache_dtype: found 'float8_e4m3fn', expected 'bfloat16'")
-
-    monkeypatch.setattr(audit, "open_pair", refused)
-    found = audit.audit(load_experiment("examples/arithmetic.yaml"), say=lambda text: None)
-    assert not found.ok and "kv_cache_dtype: found 'float8_e4m3fn'" in found.findings[0].found

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fp8rl.diagnose.doctor.agreement import SAME_PRECISION, judged
 from fp8rl.diagnose.measure import difference, sampled_batch
-from fp8rl.diagnose.preflight.same_spec import SAME_PRECISION, judged
 from fp8rl.diagnose.report import Difference, Finding, shown_number
 from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.rl.run.stack import Stack

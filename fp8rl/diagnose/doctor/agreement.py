@@ -13,15 +13,12 @@ from torch import Tensor
 
 from fp8rl.diagnose.report import Finding
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.shape import Shape
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics import kv
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.spec import Scale
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.rules import check_model_layout
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.engine.protocol import EngineReport, differences
 from fp8rl.rollout.types import HandshakeError
@@ -44,29 +41,6 @@ def judged(agreement: Agreement, name: str, ok: bool, found: str, expected: str,
 # What can be told before a process is started.
 
 SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics.rollout=fp8, or bf16 for both."
-
-
-def block_alignment(shape: Shape, experiment: Experiment) -> Finding:
-    """Check that every part of a fused weight consists of whole quantization blocks on every rank.
-
-    Otherwise trainer and engine quantize the same weights in different blocks, and so into different bytes.
-    """
-    name = "block alignment"
-    try:
-        check_model_layout(shape, experiment)
-    except UserError as error:
-        found = f"{error.key} = {error.found}" if error.key else str(error)
-        return judged("bytes", name, False, found, error.expected, error.remedy)
-    sizes = shape.sizes
-    held = {
-        "hidden_size": sizes.hidden_size,
-        "head_dim": sizes.head_dim,
-        "intermediate_size": sizes.ffn_size,
-        "moe_intermediate_size": sizes.expert_size,
-    }
-    said = ", ".join(f"{name} {size}" for name, size in held.items() if size)
-    layout = ", ".join(f"{axis} {getattr(experiment.trainer, axis)}" for axis in ("tp", "pp", "ep", "dp"))
-    return judged("bytes", name, True, f"{said} on {layout}", "whole quantization blocks on every rank")
 
 
 def same_precision(experiment: Experiment) -> Finding:
