@@ -62,7 +62,7 @@ def sync_weights(stack: Stack) -> None:
             "sync",
             found=str(error),
             expected="engines that hold the trainer's weights",
-            remedy="`fp8rl preflight SPEC` names what differs; compare the versions of sglang on both sides.",
+            remedy="`fp8rl doctor SPEC` names what differs; compare the versions of sglang on both sides.",
         ) from error
 
 

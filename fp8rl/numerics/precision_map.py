@@ -1,8 +1,8 @@
 """The precision map: each class of tensors of a training step and of an engine, its planned format, and why.
 
 The first twelve rows come from a map published for DeepSeek-V3. Rows for the router, adapters, data that ranks
-exchange inside a layer, and the engine follow. docs/exactness.md has the map as a table, and some reasons at length. An
-audit (`fp8rl audit`) compares the plan with what a live trainer and engine are found to do.
+exchange inside a layer, and the engine follow. docs/exactness.md has the map as a table, and some reasons at length.
+`fp8rl doctor SPEC` compares the plan with what a live trainer and engine are found to do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TensorClass:
     """
 
     key: str
-    """The name of the class in audits."""
+    """The name of the class in reports."""
     row: str
     tensors: str
     """The tensors, in words."""
@@ -37,7 +37,7 @@ class TensorClass:
     """The format of the published map; empty where it says nothing."""
     why: str
     remedy: str
-    """What to do if an audit finds another format."""
+    """What to do if another format is found."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8rl.diagnose.doctor.formats import differences_of, map_table, rows_of, unseen
 from fp8rl.diagnose.doctor.watch import engine_holdings, watch_step
-from fp8rl.diagnose.report import Report
+from fp8rl.diagnose.report import plain
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.formats import Grids, Sighting, stored
@@ -104,7 +104,7 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
         assert formats["scores.output"] == formats["softmax.output"] == {"fp32"}
     assert formats["gradient.buffer"] == formats["gradient.wire"] == {"fp32"}
     assert formats["gain.weight"] == ({"bf16", "fp32"} if kind == LINEAR else {"bf16"})
-    claims = {claim.id: claim for claim in claims_of(as_kept(sightings))}
+    claims = {claim.id: claim for claim in claims_of(plain(rows_of(sightings)))}
     if (kind, mode) == ("moe", "exact"):
         confirmed = {"002-15", "002-19"}
         assert {id for id, claim in claims.items() if claim.verdict == "confirmed"} == confirmed
@@ -299,11 +299,6 @@ def test_fp32_numbers_that_are_all_bf16_are_bf16() -> None:
 
 
 # The map, the report and the claims
-
-
-def as_kept(sightings: list[Sighting]) -> Report:
-    report = Report("doctor", "a spec", (), {"rows": rows_of(sightings)})
-    return Report.from_json(report.to_json())
 
 
 def test_tensors_of_one_class_are_one_finding_and_one_line() -> None:
