@@ -47,10 +47,9 @@ class Sighting:
     side: Side = "trainer"
 
 
-PRODUCTS = {
-    "linear", "linear_partial", "fp8_linear", "fp8_linear_partial", "rows_linear", "grouped_linear",
-}  # fmt: skip
-"""Ops that are one product, or one product of each expert."""
+WHOLE = {"linear", "fp8_linear", "rows_linear"}
+PRODUCTS = {*WHOLE, "linear_partial", "fp8_linear_partial", "norm_fp8_linear", "grouped_linear"}
+"""Ops that are one product, or one product of each expert. WHOLE: those whose result is a projection's."""
 TERMS = {"low_rank_term", "grouped_low_rank_term"}
 RESULTS = {
     "norm_rows": "norm.output",
@@ -156,11 +155,11 @@ class Recorder:
                 self.note(f"{part}.operands", _name(site), form)
             else:
                 self.note(f"{'experts' if op == 'grouped_linear' else 'product'}.{role}", _name(site), form, site)
-        result = {"head": "head.logits", "router": "router.logits"}.get(part or "", "product.output")
-        if (isinstance(made, Tensor) and not op.endswith("partial") and op != "grouped_linear") or part == "router":
-            self.note(result, _name(site), self.found(result, made))
+        key = f"{part}.logits" if part in ("head", "router") else "product.output" if op in WHOLE else None
+        if key is not None:
+            self.note(key, _name(site), self.found(key, made))
 
-    def _adapted(self, site: OpSite | None, *operands: Tensor) -> None:
+    def _adapted(self, site: OpSite | None, *operands: Any) -> None:
         for x in operands:
             wide = stored(x)
             found = self.grids.format(x.bfloat16(), "activation") if wide == "bf16" else wide
