@@ -16,7 +16,6 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN
-from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
@@ -40,17 +39,6 @@ ANSWERS = 2
 LONG_PROMPTS = 4
 LONG_TOKENS = 320
 """Tokens of a long prompt: more than two key splits of attention, whose summation order short prompts never reach."""
-
-
-def check_has_engine(experiment: Experiment) -> None:
-    """Raise `UserError` for an experiment that samples nothing."""
-    if not experiment.needs_engines:
-        raise user_error(
-            "algorithm.name",
-            found="sft with eval.problems = 0",
-            expected="a run with an engine: there is nothing for its trainer to agree with",
-            remedy="Train it as it is, or set eval.problems.",
-        )
 
 
 def sync_weights(stack: Stack) -> None:

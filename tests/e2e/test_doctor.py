@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -72,8 +71,8 @@ def test_a_bf16_trainer_beside_an_fp8_engine_fails(stack: Stack, doctor: Callabl
         "numerics.trainer=fp8 numerics.rollout=fp8" in compared.remedy
         and "same spec, precision of both sides" in failed
     )
-    assert "only in the engine: model.layers.0." in failed["same spec, quantized modules"].found
-    assert report.facts["quantized"]["trainer"] == []
+    (products,) = [row for row in report.facts["rows"] if row["key"] == "product.weight"]
+    assert products["trainer"].keys() == {"bf16"} and products["engine"].keys() == {"e4m3"}
     differences = report.facts["differences"]
     assert differences["trainer against engine"]["mean"] > 1e-3
     # The engine agrees with itself all the same.
@@ -85,17 +84,8 @@ def test_the_example_passes_with_equal_logprobs_and_no_noise(
 ) -> None:
     result, report = doctor()
     assert {finding.grade for finding in report.findings} <= {"ok", "note"} and result.exit_code == 0
-    of_spec = {"handshake", "quantized modules", "scale formats", "KV cache", "precision of both sides"}
-    names = {f"same spec, {name}" for name in of_spec} | {"same bytes, manifest", "same logprobs, sampler temperature"}
-    assert {finding.key for finding in report.findings} >= names | {"memory"}
-
-    config = json.loads((Path(stack.experiment.model.path) / "config.json").read_text())
-    attention = [f"self_attn.{kind}_proj.weight" for kind in "qkvo"]
-    experts = [
-        f"mlp.experts.{i}.{kind}_proj.weight" for i in range(config["num_experts"]) for kind in ("gate", "up", "down")
-    ]
-    names = sorted(f"model.layers.{n}.{w}" for n in range(config["num_hidden_layers"]) for w in attention + experts)
-    assert report.facts["quantized"] == {"trainer": names, "engine": names}
+    names = {"same spec, handshake", "same spec, precision of both sides", "same bytes, manifest", "memory"}
+    assert {finding.key for finding in report.findings} >= names | {"same logprobs, sampler temperature"}
 
     compared = {"trainer against engine", "prefill against decode", "alone against together"}
     assert report.facts["differences"].keys() == compared

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fp8rl.diagnose.doctor import agreement, logprobs
-from fp8rl.diagnose.doctor.agreement import AGREEMENTS, Observed
+from fp8rl.diagnose.doctor import logprobs
 from fp8rl.diagnose.doctor.formats import Row, differences_of, rows_of, unseen
+from fp8rl.diagnose.doctor.logprobs import SAME_PRECISION, judged
 from fp8rl.diagnose.doctor.watch import engine_holdings, watch_step
 from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, sampled_batch
 from fp8rl.diagnose.report import Difference, Finding
 from fp8rl.models.formats import Sighting
-from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import read_model
-from fp8rl.rl.run.engines.serving import engine_adapter
+from fp8rl.rl.run.engines.serving import engine_adapter, expected_report
 from fp8rl.rl.run.stack import Stack, open_pair
 from fp8rl.rollout.types import HandshakeError, Prompt
 from fp8rl.trainer.step.batch import TokenBatch
@@ -32,8 +31,6 @@ class Pair:
 
     findings: list[Finding] = field(default_factory=list)
     """The findings in the order in which they were made. What comes after a failed start or sync is missing."""
-    quantized: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """HF names of the weights that run in FP8, by side: `trainer` and `engine`."""
     differences: dict[str, Difference] = field(default_factory=dict)
     """The differences that were measured, by name: `trainer against engine` and the floors."""
     rows: Sequence[Row] = ()
@@ -46,7 +43,7 @@ class Pair:
     @property
     def verdict(self) -> str:
         said = []
-        for each in AGREEMENTS:
+        for each in ("spec", "bytes", "logprobs"):
             made = [finding.grade == "ok" for finding in self.findings if finding.key.startswith(f"same {each},")]
             said.append(f"same {each} {'was not reached' if not made else 'holds' if all(made) else 'does not hold'}")
         wrong = {each.key for each in self.findings if each.grade == "error"} & {row.key for row in self.rows}
@@ -56,27 +53,46 @@ class Pair:
 
 def compare(experiment: Experiment, *, say: Callable[[str], None] = print) -> Pair:
     """Compare trainer and engine of a spec that can run here. Afterwards both have ended."""
-    began, found = time.monotonic(), Pair([agreement.same_precision(experiment)])
+    began, found = time.monotonic(), Pair([same_precision(experiment)])
+    wanted = "an engine that reports the trainer's spec, numerics and hooks"
     try:
         with open_pair(experiment, say=say) as stack:
+            adapter, architecture = engine_adapter(experiment), experiment.model.architecture
+            report = expected_report(stack.numerics, adapter, architecture)
+            versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+            same = f"spec {report.spec_digest}, {len(report.hooks)} hooks, {versions}"
+            found.findings.append(judged("spec", "handshake", True, same, wanted))
             _examine(stack, found, say)
     except HandshakeError as error:
-        found.findings.append(agreement.refused_handshake(error))
+        remedy = "Start the engine from this spec, in this environment."
+        found.findings.append(judged("spec", "handshake", False, str(error), wanted, remedy))
     found.seconds = time.monotonic() - began
     return found
 
 
+def same_precision(experiment: Experiment) -> Finding:
+    """Check that both sides run the spec, or both BF16."""
+    trainer, rollout = experiment.numerics.trainer, experiment.numerics.rollout
+    ok = (trainer == "bf16") == (rollout == "bf16")
+    found = f"numerics.trainer={trainer}, numerics.rollout={rollout}"
+    expected = "FP8 on both sides or BF16 on both sides"
+    return judged("spec", "precision of both sides", ok, found, expected, SAME_PRECISION)
+
+
 def _examine(stack: Stack, found: Pair, say: Callable[[str], None]) -> None:
     say("syncing the weights")
+    equal = "every tensor's digest equal in trainer and engine"
     try:
-        found.findings.append(agreement.manifest_of(stack.syncing.sync()))
+        sync = stack.syncing.sync()
     except SyncError as error:
-        found.findings.append(agreement.refused_sync(error))
+        remedy = "Compare the versions of sglang and of this distribution in both environments."
+        found.findings.append(judged("bytes", "manifest", False, str(error), equal, remedy))
         return  # generation stays paused
+    said = f"{sync.verified_tensors} tensors equal, {sync.bytes} bytes in {sync.seconds:.2f} s"
+    found.findings.append(judged("bytes", "manifest", sync.verified_tensors > 0, said, equal))
     say("sampling and scoring the calibration batch")
     prompts = calibration_prompts(stack)
     batch = sampled_batch(stack, prompts, ANSWERS, stack.experiment.rollout.temperature)
-    found.findings.extend(_checks_of_spec(stack, batch, found))
     measured = found.differences["trainer against engine"] = logprobs.against_trainer(stack, batch)
     temperature = logprobs.sampler_temperature(stack, batch, measured)
     plain = batch if batch.temperature == 1.0 else sampled_batch(stack, prompts, ANSWERS, 1.0)
@@ -99,24 +115,6 @@ def _examine(stack: Stack, found: Pair, say: Callable[[str], None]) -> None:
     if lacking := unseen(found.rows):
         said = "inside a kernel, or inside an op of a library: as everything is that native mode leaves to one"
         found.findings.append(Finding("not seen", said, grade="note", names=tuple(lacking)))
-
-
-def _checks_of_spec(stack: Stack, batch: TokenBatch, found: Pair) -> Iterator[Finding]:
-    numerics, architecture = stack.numerics, stack.experiment.model.architecture
-    report = stack.engines.ask(lambda client: client.report())
-    manifest = stack.engines.ask(lambda client: client.manifest()).entries
-    observed: list[Observed] = stack.trainer.apply(agreement.observe, batch)
-    found.quantized = {
-        "trainer": sorted({name for rank in observed for name in rank.quantized}),
-        "engine": sorted(name for name, digest in manifest.items() if "@" in digest),  # of a weight as it is multiplied
-    }
-    yield agreement.handshake(numerics, engine_adapter(stack.experiment), report, architecture)
-    yield agreement.quantized_modules(**found.quantized)
-    yield agreement.kv_cache_dtype(numerics, report)
-    if numerics.rollout_spec.quantized:
-        scales = agreement.served_scales(stack.syncing.bridge.write_checkpoint(), manifest)
-        names = sorted(name for name in manifest if name.endswith(SCALE_SUFFIX))
-        yield agreement.scale_formats(scales, names, numerics.rollout_spec.weight.scale)
 
 
 def _sightings(stack: Stack, batch: TokenBatch, prompts: Sequence[Prompt]) -> list[Sighting]:

@@ -6,17 +6,14 @@ import math
 import pytest
 import torch
 
-from fp8rl.diagnose.doctor import agreement, pair
-from fp8rl.diagnose.doctor.agreement import judged
-from fp8rl.diagnose.doctor.logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
+from fp8rl.diagnose.doctor import pair
+from fp8rl.diagnose.doctor.logprobs import NATIVE_LIMIT, judged, noise_floor, trainer_against_engine
 from fp8rl.diagnose.doctor.pair import Pair
 from fp8rl.diagnose.measure import difference
 from fp8rl.diagnose.report import Difference, Finding
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment, load_experiment, parse_experiment
-from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.types import HandshakeError
 from tests.support.definitions import SIZES
 
@@ -44,52 +41,8 @@ def passed(check: Finding) -> bool:
 
 def test_both_sides_run_one_precision() -> None:
     for trainer, rollout, ok in (("fp8_forward", "fp8", True), ("bf16", "bf16", True), ("bf16", "fp8", False)):
-        check = agreement.same_precision(spec(numerics={"trainer": trainer, "rollout": rollout}))
+        check = pair.same_precision(spec(numerics={"trainer": trainer, "rollout": rollout}))
         assert (check.grade == "ok") is ok and (ok or "numerics.trainer=fp8 numerics.rollout=fp8" in check.remedy)
-
-
-def test_modules_quantized_on_one_side_only_are_named() -> None:
-    assert passed(agreement.quantized_modules(["b", "a"], ["a", "b"]))
-    check = agreement.quantized_modules(["a", "c"], ["a", "d", "e"])
-    assert check.grade == "error" and check.found == "only in the trainer: c; only in the engine: d, e"
-
-
-@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
-def test_scales_of_the_quantizer_are_what_the_spec_says(preset: str) -> None:
-    weight = QuantSpec.preset(preset).weight
-    x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
-    named = [("w_scale_inv", quantize(x, weight).scale_inv)]
-    check = agreement.scale_formats(named, ["w_scale_inv"], weight.scale)
-    assert check.grade == "ok" and "6 scales in 1 tensors" in check.found
-    # FP32 scales of random weights are no powers of two; powers of two are good FP32 scales.
-    assert passed(agreement.scale_formats(named, ["w_scale_inv"], "pow2")) is (preset == "fp8_block_pow2")
-    assert passed(agreement.scale_formats(named, ["w_scale_inv"], "fp32"))
-
-
-@pytest.mark.parametrize(
-    "scale", [torch.tensor([0.5, 3.0]), torch.tensor([math.inf]), torch.tensor([0.0]), torch.tensor([0.5]).bfloat16()]
-)
-def test_a_scale_of_another_format_is_named(scale: torch.Tensor) -> None:
-    good = torch.tensor([2.0**-20, 1.0, 64.0])
-    check = agreement.scale_formats([("a_scale_inv", good), ("b_scale_inv", scale)], ["a_scale_inv"], "pow2")
-    assert check.grade == "error" and "1 of 2" in check.found and "b_scale_inv" in check.found
-    check = agreement.scale_formats([], ["a_scale_inv"], "pow2")
-    assert check.grade == "error" and "a_scale_inv (not the one that was quantized)" in check.found
-
-
-def test_an_engine_that_reports_something_else_is_told() -> None:
-    expected = expected_report(EXACT)
-    assert passed(agreement.handshake(EXACT, None, expected))
-    changed = expected.model_copy(update={"spec_digest": "0" * 16, "hooks": expected.hooks[1:]})
-    check = agreement.handshake(EXACT, None, changed)
-    assert check.grade == "error" and "spec_digest" in check.found and expected.hooks[0] in check.found
-
-
-def test_the_kv_cache_is_in_the_format_of_the_spec() -> None:
-    for numerics, expected in ((EXACT, "bfloat16"), (dataclasses.replace(EXACT, kv="fp8"), "float8_e4m3fn")):
-        for kind in ("bfloat16", "float8_e4m3fn", "float16"):
-            report = expected_report(numerics).model_copy(update={"kv_cache_dtype": kind})
-            assert passed(agreement.kv_cache_dtype(numerics, report)) is (kind == expected)
 
 
 def test_a_difference_is_over_the_masked_tokens() -> None:
