@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from rich.console import RenderableType
@@ -11,25 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8rl.diagnose.report import Finding, graded, grid
-from fp8rl.models.formats import Sighting
+from fp8rl.models.formats import Side, Sighting
 from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 
-_NOT_IN_EVERY_RUN = {
-    "head.weight",
-    "product.cached",
-    *(each.key for each in CLASSES if each.key.startswith("experts.")),
-}
+BY_KEY = {each.key: each for each in CLASSES}
+OPTIONAL = {"head.weight", "product.cached", *(key for key in BY_KEY if key.startswith("experts."))}
 """Classes that a run may lack: a head may be tied to the embedding, BF16 has no codes, a dense model no experts."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One class of tensors; `key`, `row`, `tensors` and `document` are as in `precision_map.TensorClass`."""
+    """One class of tensors of the precision map, and what was seen of it."""
 
     key: str
-    row: str
-    tensors: str
-    document: str
     planned: list[str]
     """Formats that are allowed."""
     trainer: dict[str, int]
@@ -42,47 +36,37 @@ class Row:
 
 def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
     """Fill the precision map with all that was seen of each class."""
-    by_key: dict[str, list[Sighting]] = {each.key: [] for each in CLASSES}
+    by_key: dict[str, list[Sighting]] = {key: [] for key in BY_KEY}
     for sighting in sightings:
         by_key[sighting.key].append(sighting)
     rows = []
-    for each in CLASSES:
-        seen, found = by_key[each.key], {"trainer": Counter[str](), "engine": Counter[str]()}
+    for key, seen in by_key.items():
+        planned = list(dict.fromkeys(form for sighting in seen for form in sighting.planned))
+        counts: dict[Side, Counter[str]] = {"trainer": Counter(), "engine": Counter()}
         for sighting in seen:
-            found[sighting.side][sighting.found] += sighting.calls
-        rows.append(
-            Row(
-                key=each.key,
-                row=each.row,
-                tensors=each.tensors,
-                document=each.document,
-                planned=list(dict.fromkeys(form for sighting in seen for form in sighting.planned)),
-                **{side: dict(counts) for side, counts in found.items()},
-                bytes=sum(sighting.bytes for sighting in seen),
-            )
-        )
+            counts[sighting.side][sighting.found] += sighting.calls
+        size = sum(sighting.bytes for sighting in seen)
+        rows.append(Row(key, planned, dict(counts["trainer"]), dict(counts["engine"]), size))
     return rows
 
 
-def differences_of(sightings: Sequence[Sighting]) -> list[Finding]:
+def differences_of(sightings: Iterable[Sighting]) -> list[Finding]:
     """Return what is not as planned, in the order of the map; tensors of one class and format are one finding."""
     wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
     for sighting in sightings:
         if sighting.found not in sighting.planned:
             wrong.setdefault((sighting.key, sighting.planned, sighting.found), {})[sighting.name] = None
-    classes = {each.key: each for each in CLASSES}
-    order = list(classes)
+    order = [*BY_KEY]
     return [
-        Finding(key, found, " or ".join(planned), f"{classes[key].why} {classes[key].remedy}", names=tuple(names))
+        Finding(key, found, " or ".join(planned), f"{BY_KEY[key].why} {BY_KEY[key].remedy}", names=tuple(names))
         for (key, planned, found), names in sorted(wrong.items(), key=lambda item: order.index(item[0][0]))
     ]
 
 
 def unseen(rows: Iterable[Row]) -> list[str]:
     """Return the classes that every model has, that the published map lists, and of which nothing was seen."""
-    return [
-        r.key for r in rows if r.row in DOCUMENTED and not (r.trainer or r.engine) and r.key not in _NOT_IN_EVERY_RUN
-    ]
+    lacking = [row.key for row in rows if not (row.trainer or row.engine)]
+    return [key for key in lacking if BY_KEY[key].row in DOCUMENTED and key not in OPTIONAL]
 
 
 def map_table(rows: Iterable[Row], wrong: Collection[str]) -> Table:
@@ -92,11 +76,10 @@ def map_table(rows: Iterable[Row], wrong: Collection[str]) -> Table:
     for row in rows:
         if not (row.trainer or row.engine):
             continue
-        if row.row != last:
-            shown.append(("", Text(row.row, style="bold")))
-        last = row.row
+        if (heading := BY_KEY[row.key].row) != last:
+            shown.append(("", Text(heading, style="bold")))
+        last = heading
         sides = (", ".join(f"{form} x {n:,}" for form, n in side.items()) for side in (row.trainer, row.engine))
-        size = f"{row.bytes:,}" if row.bytes else ""
         verdict = graded("FAIL", "error") if row.key in wrong else graded("pass", "ok")
-        shown.append((verdict, f"  {row.key}", " or ".join(row.planned), *sides, size))
+        shown.append((verdict, f"  {row.key}", " or ".join(row.planned), *sides, f"{row.bytes:,}" if row.bytes else ""))
     return grid(("", "tensors", "planned", "trainer", "engine", "bytes"), shown, numbers=5)
