@@ -47,7 +47,7 @@ app = typer.Typer(
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (init, runs.train, runs.demo, runs.submit, runs.report, runs.runs),
-    "Before a run": (diagnosis.doctor, diagnosis.warm, diagnosis.plan, diagnosis.preflight, diagnosis.audit),
+    "Before a run": (diagnosis.doctor, diagnosis.warm, diagnosis.plan),
     "After a run": (diagnosis.attribute, diagnosis.rescore, models.eval, models.serve),
     "Other tools": (certify, models.convert, runs.study),
 }
@@ -56,6 +56,8 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 for heading, commands in COMMANDS.items():
     for command in commands:
         app.command(rich_help_panel=heading)(command)
+for command in (diagnosis.preflight, diagnosis.audit):
+    app.command(hidden=True)(command)
 
 
 def _version(asked: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 SCHEMA = 1
-"""Version of the JSON, as in `fp8rl.diagnose.report`. It grows when a key changes its meaning or is removed."""
+"""Version of the JSON. It grows when a key changes its meaning or is removed."""
 
 
 class Report(ABC):

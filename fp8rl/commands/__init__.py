@@ -21,6 +21,8 @@ from fp8rl.rl.run.interrupts import INTERRUPTED
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from fp8rl.diagnose.report import Report
+
 _PLACES = [Path(__file__).parents[up] / "examples" for up in (1, 2)]
 EXAMPLES = next((place for place in _PLACES if place.is_dir()), _PLACES[0])
 """The folder of examples: in the installed package, or next to it in a checkout."""
@@ -61,6 +63,12 @@ def show(*found: RenderableType, soft_wrap: bool = False) -> None:
     from fp8rl.rl.record.console import PlainConsole
 
     PlainConsole().print(*found, soft_wrap=soft_wrap)
+
+
+def finish(report: Report, as_json: bool) -> None:
+    """Print a report, and end the command by it."""
+    print(report.to_json()) if as_json else show(report)
+    end(report.ok)
 
 
 def end(ok: bool) -> None:

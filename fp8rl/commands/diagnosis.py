@@ -1,4 +1,4 @@
-"""Commands that diagnose: doctor, plan, preflight and audit before a run, attribute and rescore after it."""
+"""Commands that diagnose: doctor and plan before a run, attribute and rescore after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands import AsJson, Overrides, SpecPath, end, progress, show, user_errors
+from fp8rl.commands import AsJson, Overrides, SpecPath, end, finish, progress, show, user_errors
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
@@ -22,32 +22,23 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the test of the ops, which is slow.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Start nothing: skip the test of the ops and the comparison of both sides.")
+    ] = False,
 ) -> None:
-    """Check the installation, the GPUs, and the spec: how it would run, its data, its first prompt and its rewards.
+    """Check the installation, the GPUs and the spec, then start both sides once and compare them.
 
-    Exit codes: 0 it can run here, 1 it cannot, 2 bad input.
+    It shows the data, the first prompt and its rewards. Trainer and engine must agree on spec, bytes, log-probabilities
+    and the format of every tensor.
+
+    Exit codes: 0 all is well, 1 it cannot run here or something differs, 2 bad input.
     """
-    with user_errors():
-        from fp8rl.diagnose.doctor import judge
-        from fp8rl.diagnose.doctor.doctor_report import rendered
-        from fp8rl.diagnose.doctor.machine import gather
-        from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.contents import fetched
-        from fp8rl.rl.experiment.sections import NumericsSection
+    with user_errors(), redirect_stdout(sys.stderr):
+        from fp8rl.diagnose.doctor import examine
 
-        loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
-        numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
-        say = progress()
-        diagnosis = judge(gather(numerics, say, quick=quick), numerics)
-        if loaded:
-            say("checking model, data and sizes of the spec")
-            if all(each.found != "not installed" for each in diagnosis.remarks if each.blocks):
-                from fp8rl.diagnose.doctor.conditions import with_conditions
-
-                diagnosis = with_conditions(diagnosis, loaded)
-    print(diagnosis.to_json()) if as_json else show(rendered(diagnosis))
-    end(diagnosis.ok)
+        with interruptible():
+            found = examine(spec, overrides or [], quick=quick, say=progress())
+    finish(found, as_json)
 
 
 def warm(
@@ -108,7 +99,7 @@ def plan(
     """
     with user_errors():
         from fp8rl.diagnose.plan import fitted_plan, make_plan
-        from fp8rl.diagnose.plan.plan_report import rendered
+        from fp8rl.diagnose.plan.plan_report import reported
         from fp8rl.diagnose.plan.subject import read_plan_subject
         from fp8rl.rl.experiment.budget.job import gpu_named
 
@@ -116,49 +107,18 @@ def plan(
             made = fitted_plan(subject, overrides or [], gpu_named(gpu), gpus, length, bench)
         else:
             made = make_plan(read_plan_subject(subject, overrides or []), gpu_named(gpu), gpus, length, bench)
-    print(made.to_json()) if as_json else show(rendered(made))
-    end(made.ok)
+    finish(reported(made), as_json)
 
 
-def preflight(
-    spec: SpecPath,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Skip the run with BF16 on both sides, which needs another engine.")
-    ] = False,
-) -> None:
-    """Start both sides once and say whether they agree: same spec, same bytes, same logprobs.
-
-    Exit codes: 0 they agree, 1 they do not, 2 bad input.
-    """
-    with user_errors(), redirect_stdout(sys.stderr):
-        from fp8rl.diagnose.preflight import preflight as examine
-        from fp8rl.diagnose.preflight import rendered
-        from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.contents import fetched
-
-        with interruptible():
-            found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
-    print(found.to_json()) if as_json else show(rendered(found))
-    end(found.ok)
+def preflight(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Do what `fp8rl doctor SPEC` does."""
+    progress()("`fp8rl doctor SPEC` does this now, and more.")
+    doctor(spec, overrides, as_json)
 
 
 def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Start both sides, watch one training step op by op, and say whether every tensor is in its planned format.
-
-    Exit codes: 0 every tensor is, 1 one is not, 2 bad input.
-    """
-    with user_errors(), redirect_stdout(sys.stderr):
-        from fp8rl.diagnose.audit import audit as examine
-        from fp8rl.diagnose.audit import rendered
-        from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.contents import fetched
-
-        with interruptible():
-            found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())
-    print(found.to_json()) if as_json else show(rendered(found))
-    end(found.ok)
+    """Do what `fp8rl doctor SPEC` does."""
+    preflight(spec, overrides, as_json)
 
 
 def attribute(

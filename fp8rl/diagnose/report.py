@@ -1,54 +1,126 @@
-"""The report of a diagnosis: facts, tables, findings and a verdict, as JSON with a schema and on a terminal."""
+"""The report of a diagnosis: findings, and the facts that they rest on, on a terminal and as JSON with a schema."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.rollout.engine.protocol import LIBRARIES
+from fp8rl.weight_sync.manifest import some_of
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of the JSON. It grows when a key changes its meaning or is removed."""
-Grade = Literal["good", "warning", "bad"]
-_STYLES: dict[Grade, str] = {"good": "bold green", "warning": "bold yellow", "bad": "bold red"}
+Grade = Literal["ok", "note", "warning", "error"]
+_STYLES: dict[Grade, str] = {"ok": "bold green", "note": "bold", "warning": "bold yellow", "error": "bold red"}
 
 
-class Report(ABC):
-    """Base of the reports' dataclasses. A report's JSON has the fields, `schema`, `ok` and the `derived` keys."""
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found about a machine, a spec or a run, and what to do about it."""
+
+    key: str
+    """The key of a spec, or a word for what was looked at; empty if `found` is a whole message."""
+    found: str
+    expected: str = ""
+    remedy: str = ""
+    grade: Grade = "error"
+    """`error`: it cannot run, or something differs. `warning`: speed is lost, or nobody knows whether it works."""
+    names: tuple[str, ...] = ()
+    """The tensors, by their Hugging Face names, or the ops, by their places, that it is about."""
+
+    @classmethod
+    def of_error(cls, error: UserError) -> Self:
+        """Make a finding of an error. An error that has only a message gets it as `found`, without a key."""
+        return cls(error.key, error.found or str(error), error.expected, error.remedy)
+
+    def __str__(self) -> str:
+        named = f"{self.key}: " if self.key else ""
+        about = f" ({some_of(self.names)})" if self.names else ""
+        if self.grade == "ok":
+            return f"{named}{self.found}{about}"
+        found = f"found {self.found}, expected {self.expected}{about}." if self.expected else f"{self.found}{about}"
+        return f"{named}{found} {self.remedy}".rstrip()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command has found. Its JSON has all fields but those of the terminal, and `schema`."""
+
+    command: str
+    subject: str
+    """The run, capsule, spec or model that was looked at; empty: this machine."""
+    findings: tuple[Finding, ...]
+    """In the order in which they count: of those that explain a difference, the first is the likeliest."""
+    facts: Mapping[str, Any]
+    """What was read or measured. In JSON a dataclass is an object, and a number that is not finite is null."""
+    versions: Mapping[str, str] = field(default_factory=lambda: _versions())
+    tables: tuple[RenderableType, ...] = field(default=(), compare=False)
+    """The facts as a terminal shows them."""
+    verdict: str = field(default="", compare=False)
+    """The last line on a terminal."""
 
     @property
-    @abstractmethod
     def ok(self) -> bool:
-        """Nothing is wrong."""
-
-    def derived(self) -> dict[str, Any]:
-        """Return further keys of the JSON, computed from the fields."""
-        return {}
-
-    def plain(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+        """Nothing differs, and nothing is in the way: the exit code is 0."""
+        return all(finding.grade != "error" for finding in self.findings)
 
     def to_json(self) -> str:
-        values = {"schema": SCHEMA, "ok": self.ok} | self.derived() | self.plain()
+        names = ("command", "subject", "versions", "findings", "facts")
+        values = {"schema": SCHEMA} | {name: plain(getattr(self, name)) for name in names}
         return json.dumps(values, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read a report. Raises ValueError if its schema is not `SCHEMA`."""
         values = json.loads(text)
-        if values.get("schema") != SCHEMA:
-            raise ValueError(f"schema: found {values.get('schema')}, expected {SCHEMA}")
-        return TypeAdapter(cls).validate_python(values)
+        if values.pop("schema", None) != SCHEMA:
+            raise ValueError(f"schema: found {json.loads(text).get('schema')}, expected {SCHEMA}")
+        findings = TypeAdapter(tuple[Finding, ...]).validate_python(values.pop("findings"))
+        return cls(**values, findings=findings)
+
+    def __rich__(self) -> RenderableType:
+        """Render the tables, then the findings, then the verdict."""
+        found = Table.grid(padding=(0, 2, 0, 0))
+        for each in self.findings:
+            found.add_row(graded(each.grade, each.grade), Text(str(each), overflow="fold"))
+        lines = [line for part in self.tables for line in (part, Text())]
+        return Group(*lines, *([found] if self.findings else []), graded(self.verdict, "ok" if self.ok else "error"))
+
+
+def plain(value: Any) -> Any:
+    """Return facts as JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _versions() -> dict[str, str]:
+    """The versions of our own distribution and of the libraries that it computes with, as far as they are installed."""
+    found = {}
+    for name in (*LIBRARIES, "megatron-core"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,30 +159,6 @@ class Difference:
 def shown_number(value: float | None) -> str:
     """Write a number as `1.23e-04`; zero is `0` and None is `none`."""
     return "none" if value is None else "0" if value == 0 else f"{value:.2e}"
-
-
-@dataclass(frozen=True)
-class Remark:
-    """One thing about a machine or spec that its user should know."""
-
-    blocks: bool
-    """The spec cannot run before this is mended. Any other remark is on lost speed, or on what is not known to work."""
-    key: str
-    found: str
-    expected: str
-    remedy: str
-
-    @classmethod
-    def refusal(cls, error: UserError) -> Self:
-        """Make a remark of an error. An error that has only a message gets it as `remedy`, without a key."""
-        return cls(True, error.key, error.found, error.expected, error.remedy if error.key else str(error))
-
-    def shown(self, blocking: str, other: str) -> Text:
-        """Render the remark after the label of its kind."""
-        text = graded(f"{blocking if self.blocks else other:<10}", "bad" if self.blocks else "warning")
-        what = f"{self.key}: found {self.found}, expected {self.expected}. " if self.key else ""
-        text.append(f"{what}{self.remedy}", style="not bold")
-        return text
 
 
 def graded(text: str, grade: Grade) -> Text:

@@ -9,15 +9,16 @@ from typing import Any, Literal
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fp8rl.diagnose.report import Difference, Grade, Report, graded, grid, shown_number
+from fp8rl.diagnose.report import Difference, Grade, graded, grid, shown_number
 from fp8rl.rl.record.console import format_difference
 from fp8rl.rl.report import page
 from fp8rl_certify.dump.explain import Explanation
 from fp8rl_certify.dump.tokens import Part
+from fp8rl_certify.report import Report
 
 Verdict = Literal["equal", "within the floor", "above the floor", "broken"]
 VERDICTS: tuple[Verdict, ...] = ("equal", "within the floor", "above the floor", "broken")
-_GRADES: dict[Verdict, Grade] = dict(zip(VERDICTS, ("good", "good", "warning", "bad"), strict=True))
+_GRADES: dict[Verdict, Grade] = dict(zip(VERDICTS, ("ok", "ok", "warning", "error"), strict=True))
 
 
 @dataclass(frozen=True)

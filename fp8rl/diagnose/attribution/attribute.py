@@ -133,7 +133,7 @@ def check_exact(numerics: NumericsConfig) -> None:
         expected = (
             "exact, in which both sides run one program: native mode is compared by log-probabilities and tensors"
         )
-        remedy = "See `fp8rl report` for log-probabilities, and `fp8rl audit` and the syncs' manifests for tensors."
+        remedy = "See `fp8rl report` for log-probabilities; `fp8rl doctor SPEC` and manifests of syncs for tensors."
         raise user_error("numerics.mode", "native", expected, remedy)
 
 

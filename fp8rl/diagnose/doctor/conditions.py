@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis
-from fp8rl.diagnose.report import Remark
+from fp8rl.diagnose.report import Finding
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check, check_functions
@@ -53,8 +53,9 @@ def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
     except Exception:  # of a tokenizer, a row or a chat template, whatever such a program may raise
         if not refused:
             raise
-    remarks = (*map(Remark.refusal, refused.values()), *diagnosis.remarks)
-    return replace(diagnosis, remarks=remarks, notes=tuple(dict.fromkeys(notes)), data=tuple(data))
+    noted = (Finding("", note, grade="note") for note in dict.fromkeys(notes))
+    findings = (*map(Finding.of_error, refused.values()), *diagnosis.findings, *noted)
+    return replace(diagnosis, findings=findings, data=tuple(data))
 
 
 def data_found(experiment: Experiment) -> Iterator[DataFound]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
+from fp8rl.diagnose.doctor.formats import map_table
 from fp8rl.diagnose.doctor.machine import Machine
-from fp8rl.diagnose.report import Remark, Report, graded, grid
+from fp8rl.diagnose.report import Finding, Report, grid
+
+if TYPE_CHECKING:
+    from fp8rl.diagnose.doctor.pair import Pair  # what it imports may not be installed
 
 Blocks = Literal["native", "by MX", "no"]
 ENDS = 1000
@@ -63,41 +67,43 @@ class DataFound:
 
 
 @dataclass(frozen=True)
-class Diagnosis(Report):
-    """The machine, where both sides run on it, what is in the way, what a start would note, and the data."""
+class Diagnosis:
+    """The machine, where both sides run on it, what is in the way and what a start would note, and the data."""
 
     machine: Machine
     mode: str
     spec_digest: str
     sides: tuple[Side, Side]
     features: tuple[Features, ...]
-    remarks: tuple[Remark, ...]
-    notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...]
     data: tuple[DataFound, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        return not any(remark.blocks for remark in self.remarks)
+    pair: Pair | None = None
+    """The comparison of both sides; None: they were not started."""
 
 
-def rendered(diagnosis: Diagnosis) -> RenderableType:
-    """Render the tables, then obstacles, warnings and notes, then the verdict."""
+def reported(diagnosis: Diagnosis, subject: str = "") -> Report:
+    """Make the report: the tables of the machine, what is in the way, and the verdict. subject: the spec."""
     machine = diagnosis.machine
     sides = [(side.name, side.precision, side.device, side.ops, side.attention) for side in diagnosis.sides]
-    parts: list[RenderableType] = [
+    tables: list[RenderableType] = [
         _installed(machine),
         _gpus(diagnosis) if machine.gpus else Text("no GPU"),
         grid(("side", "precision", "device", "ops", "attention backend"), sides),
         *map(_data, diagnosis.data),
     ]
-    problems = [remark.shown("obstacle", "warning") for remark in diagnosis.remarks]
-    problems += [Text.assemble(("note      ", "bold"), note) for note in diagnosis.notes]
-    verdict = "can run here" if diagnosis.ok else "cannot run here yet"
-    if diagnosis.ok and not machine.probed:
-        verdict += ", as far as checked; the ops were not tested (--quick)"
-    end = f"spec {diagnosis.spec_digest}, {diagnosis.mode} mode: {verdict}"
-    lines = [line for part in parts for line in (part, Text())]
-    return Group(*lines, *problems, graded(end, "good" if diagnosis.ok else "bad"))
+    facts, findings = {**vars(diagnosis)}, diagnosis.findings
+    del facts["findings"], facts["pair"]
+    verdict = "can run here" if all(each.grade != "error" for each in findings) else "cannot run here yet"
+    if verdict == "can run here" and not machine.probed:
+        verdict += ", as far as checked; the ops were not tested, and the sides not started (--quick)"
+    if (pair := diagnosis.pair) is not None:
+        facts |= {name: value for name, value in vars(pair).items() if name != "findings"}
+        findings = (*findings, *pair.findings)
+        wrong = {each.key for each in pair.findings if each.grade == "error"}
+        tables += [map_table(pair.rows, wrong)] if pair.rows else []
+        verdict += f"; {pair.verdict}"
+    said = f"spec {diagnosis.spec_digest}, {diagnosis.mode} mode: {verdict}"
+    return Report("doctor", subject, findings, facts, tables=tuple(tables), verdict=said)
 
 
 def _installed(machine: Machine) -> RenderableType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from fp8rl.diagnose.plan.bench import Decode, Rates, decode_step, read_bench
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on, read_plan_subject
 from fp8rl.diagnose.plan.time import StepTime, step_time
-from fp8rl.diagnose.report import Remark, Report
+from fp8rl.diagnose.report import Finding, plain
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment
@@ -29,8 +28,8 @@ DECODED = (1, 32, 256)
 
 
 @dataclass(frozen=True)
-class Plan(Report):
-    """The calculated bytes, and times where rates were measured. Its JSON has these keys, and `schema` and `ok`."""
+class Plan:
+    """The calculated bytes, and times where rates were measured."""
 
     subject: str
     gpu: Gpu
@@ -85,22 +84,27 @@ class Plan(Report):
     """The rates in the file of `--bench`; None: no file was given, so no time is calculated."""
     steps: tuple[StepTime, ...]
     """The training step as planned, and in BF16, at the measured rates; empty without rates."""
-    remarks: tuple[Remark, ...]
+    findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        return not any(remark.blocks for remark in self.remarks)
+        return all(finding.grade != "error" for finding in self.findings)
 
-    def plain(self) -> dict[str, Any]:
-        """Return the fields. Of the job, only layout, batch and numerics are returned."""
+    def facts(self) -> dict[str, Any]:
+        """Return what was calculated as JSON values. Of the job, only layout, batch and numerics are returned."""
 
         def sizes(layout: TrainerSection) -> dict[str, int]:
             return {name: getattr(layout, name) for name in ("tp", "pp", "ep", "dp")}
 
+        def bytes_of(memory: Memory) -> dict[str, Any]:
+            return {"rank": memory.rank, "held": memory.held, "peak": memory.peak}
+
         job = self.job
-        names = [field.name for field in dataclasses.fields(self) if field.name != "job"]
-        values = {name: _plain(getattr(self, name)) for name in names}
+        values = {name: value for name, value in vars(self).items() if name not in ("subject", "findings")}
         values["fewest"] = None if self.fewest is None else sizes(self.fewest)
+        values["memory"] = {name: bytes_of(memory) for name, memory in self.memory.items()}
+        values["stages"] = [bytes_of(memory) for memory in self.stages]
+        values["steps"] = [plain(step) | {"at_least": step.total} for step in self.steps]
         values["job"] = {
             "layout": sizes(job.layout) | {"micro_batch_tokens": job.layout.micro_batch_tokens},
             "numerics": job.numerics.to_dict(),
@@ -110,21 +114,7 @@ class Plan(Report):
             "engines": job.engines,
             "engine_tp": job.engine_tp,
         }
-        for name, memory in self.memory.items():
-            values["memory"][name]["peak"] = memory.peak
-        for one, step in zip(values["steps"], self.steps, strict=True):
-            one["at_least"] = step.total
         return values
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Memory):
-        return {"rank": value.rank, "held": _plain(value.held)}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def make_plan(
@@ -198,7 +188,7 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -
     decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
     full = fullest(job, apart)
     fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
-    remarks = [*layouts.refusals(subject, job, gpu, full), *layouts.remarks(subject, job, gpu, full)]
+    findings = [*layouts.refusals(subject, job, gpu, full), *layouts.remarks(subject, job, gpu, full)]
     world = job.layout.world_size
     shape = job.shape
     return Plan(
@@ -233,7 +223,7 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -
         decode=tuple(_decoded(job, batch) for batch in _batches(job)) if job.engines else (),
         rates=rates,
         steps=() if rates is None else tuple(step_time(each, rates) for each in (job, job.in_bf16())[: 1 + job.fp8]),
-        remarks=tuple(sorted(remarks, key=lambda remark: not remark.blocks)),
+        findings=tuple(findings),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fp8rl.diagnose.plan.subject import PlanSubject
-from fp8rl.diagnose.report import Remark
+from fp8rl.diagnose.report import Finding
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
@@ -109,7 +109,7 @@ def _divisors(number: int, most: int) -> list[int]:
 # The verdict of a plan: what `train` would refuse, and other remarks.
 
 
-def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:
+def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
     """Yield what `train` would refuse, by the rules of `train`. memory: the fullest GPU's."""
     rollout = subject.experiment.rollout.model_copy(update={"tp": job.engine_tp})
     experiment = subject.experiment.model_copy(update={"trainer": job.layout, "rollout": rollout})
@@ -121,37 +121,37 @@ def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterat
         check_fits(job, memory, gpu.memory, gpu.name)
     except UserError as error:
         found.append(error)
-    for each in found:
-        yield Remark(True, each.key, each.found, each.expected, each.remedy)
+    yield from map(Finding.of_error, found)
 
 
-def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:
+def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
     """Yield objections to a plan that `train` would accept. memory: the fullest GPU's."""
     if subject.stands_in:
-        yield Remark(
-            False,
-            "model.path",
-            f"no {subject.experiment.model.path} yet",
-            "the model's directory, when the run starts",
-            f"Planned with the config of {subject.stands_in} that comes along; download the model before you train.",
+        yield Finding(
+            grade="note",
+            key="model.path",
+            found=f"no {subject.experiment.model.path} yet",
+            expected="the model's directory, when the run starts",
+            remedy=f"Planned with the packaged config of {subject.stands_in}; download the model before you train.",
         )
     found = f"{memory.peak / 1e9:.1f} GB on {'an engine' if memory.rank is None else f'rank {memory.rank}'}"
     if memory.peak <= gpu.memory and not leaves_slack(memory.peak, gpu):
-        yield Remark(
-            False,
-            "memory",
-            f"{found} of the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
-            f"{SLACK:.0%} of it free, as calculated peaks are right to about that, and memory fragments",
-            _remedy(job, gpu, memory),
+        yield Finding(
+            grade="note",
+            key="memory",
+            found=f"{found} of the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
+            expected=f"{SLACK:.0%} of it free, as calculated peaks are right to about that, and memory fragments",
+            remedy=_remedy(job, gpu, memory),
         )
     bf16 = colocated_memory(job.in_bf16()).peak
     if job.fp8 and memory.peak > bf16 and memory.rank is not None:
-        yield Remark(
-            False,
-            "numerics.trainer",
-            f"fp8, which takes {(memory.peak - bf16) / 1e9:+.1f} GB of the fullest GPU against BF16 on both sides",
-            "no saving by FP8 in training: codes and their transposes are kept beside BF16 weights, or in their place",
-            "Count on the engine's half and on activations alone.",
+        found = f"fp8, which takes {(memory.peak - bf16) / 1e9:+.1f} GB of the fullest GPU against BF16 on both sides"
+        yield Finding(
+            grade="note",
+            key="numerics.trainer",
+            found=found,
+            expected="no saving by FP8 in training, where codes and their transposes are kept beside BF16 weights",
+            remedy="Count on the engine's half and on activations alone.",
         )
 
 

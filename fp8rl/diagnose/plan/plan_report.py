@@ -1,4 +1,4 @@
-"""Renders a plan: the verdict in words, then the model, its bytes, and its times if rates were measured."""
+"""The report of a plan: the model, its bytes, its times if rates were measured, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from rich.text import Text
 
 from fp8rl.diagnose.plan import Plan
 from fp8rl.diagnose.plan.time import Part
-from fp8rl.diagnose.report import Grade, graded, grid
+from fp8rl.diagnose.report import Report, grid
 from fp8rl.rl.experiment.budget.memory import PHASES, Phase
 
 _MEMORY_OF_A_WORKSTATION = 64e9
 """Bytes. Nobody trains on a CPU with more, so above it the plan leaves out what a CPU would need."""
 
 
-def rendered(plan: Plan) -> RenderableType:
-    """Render the verdict, conflicts and notes, then the model, its bytes, its step and its decoding."""
+def reported(plan: Plan) -> Report:
+    """Make the report: the model, its bytes, its step and its decoding, what is in the way, and the verdict."""
     job, layout, on = plan.job, plan.job.layout, f"on {plan.gpus} x {plan.gpu.name}"
-    grade: Grade = "good"
     end = f"the plan fits {on}"
     if not plan.ok:
-        end, grade = f"the plan does not hold {on}", "bad"
+        end = f"the plan does not hold {on}"
     elif plan.slack < plan.needed_slack:
-        end, grade = f"the plan fits {on} by calculation, but leaves less free than a real run needs", "warning"
+        end = f"the plan fits {on} by calculation, but leaves less free than a real run needs"
     if job.engines and plan.decides == "trainer":
         end += f", and {job.engines * job.engine_tp} for engines"
     numerics = f"{job.numerics.mode} mode, trainer {job.numerics.trainer}, rollout {job.numerics.rollout}"
@@ -43,18 +42,14 @@ def rendered(plan: Plan) -> RenderableType:
     if plan.tower:
         model += [f"  the text of a {plan.tower}: its tower for pictures stays on disk, and is written back as it is"]
     model += [f"  {plan.assumed}"] if plan.assumed else []
-    return Group(
-        graded(end, grade),
-        *_keys(plan),
-        *map(Text, _sentences(plan)),
-        *(remark.shown("conflict", "note") for remark in plan.remarks),
-        Text(),
+    tables = [
         Text("\n".join(model)),
-        Text(),
         _memory(plan),
-        *((Text(), _times(plan), Text(_NOT_IN_TIMES)) if plan.steps else ()),
-        *((Text(), _decode(plan)) if plan.decode else ()),
-    )
+        *((Group(_times(plan), Text(_NOT_IN_TIMES)),) if plan.steps else ()),
+        *((_decode(plan),) if plan.decode else ()),
+        Group(*map(Text, _sentences(plan)), *_keys(plan)),
+    ]
+    return Report("plan", plan.subject, plan.findings, plan.facts(), tables=tuple(tables), verdict=end)
 
 
 def _keys(plan: Plan) -> list[Text]:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fp8rl.diagnose.plan import Plan, fitted_plan, make_plan
 from fp8rl.diagnose.plan.bench import Rate, read_bench
-from fp8rl.diagnose.plan.plan_report import rendered
+from fp8rl.diagnose.plan.plan_report import reported
 from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment.budget.job import GPUS, gpu_named
@@ -43,7 +43,7 @@ def eight_h200() -> Plan:
 
 def page_of(plan: Plan) -> str:
     console = Console(file=io.StringIO(), width=200)
-    console.print(rendered(plan))
+    console.print(reported(plan))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -175,8 +175,8 @@ def test_the_first_stage_keeps_most_micro_batches() -> None:
     ],
 )
 def test_keys_that_conflict_with_fp8_are_named(subject, keys, without, conflict) -> None:
-    (remark,) = [remark for remark in planned(subject, *keys, gpus=8).remarks if remark.blocks]
-    assert conflict in remark.key + remark.expected and planned(subject, *keys, *without, gpus=8).ok
+    (found,) = [each for each in planned(subject, *keys, gpus=8).findings if each.grade == "error"]
+    assert conflict in found.key + found.expected and planned(subject, *keys, *without, gpus=8).ok
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_times_are_those_of_measured_rates_alone(tmp_path: Path) -> None:
     page = page_of(plan)
     assert "a step, at least" in page and "measured on NVIDIA H200" in page and "tokens/s at most" in page
     assert "gemms: FP8, 2 rows; gemms: BF16 cuBLAS, 2 rows" in page and "not in these times: attention" in page
-    assert json.loads(plan.to_json())["steps"][0]["at_least"] == [*plan.steps[0].total]
+    assert json.loads(reported(plan).to_json())["facts"]["steps"][0]["at_least"] == [*plan.steps[0].total]
     without = planned("qwen3_8b", gpu="h200", gpus=8)
     assert "tokens/s" not in page_of(without) and "a step, at least" not in page_of(without) and not without.steps
     for text in ("", '{"rows": {}}', '{"machine": {"device": "x"}, "rows": {"launch": [{"what": "node", "us": 0}]}}'):
@@ -233,8 +233,9 @@ def test_times_are_those_of_measured_rates_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() -> None:
     done = result_of("plan", "qwen3_8b", "--gpus", "8", "--json")
-    values = json.loads(done.stdout)
-    assert done.exit_code == 0 and values["ok"] and values["schema"] == 1
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0 and (report["command"], report["schema"]) == ("plan", 2)
+    values = report["facts"]
     assert values["parameters"] == 8_190_735_360 and values["fewest"].keys() == {"tp", "pp", "ep", "dp"}
     assert values["memory"]["colocated"]["held"]["dense masters"]["train"] > 0
     assert values["rates"] is None and values["steps"] == []
@@ -262,7 +263,7 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(pat
     gpu, overrides = GPU_RECIPES.get(path.stem, "h100"), NEEDS.get(path.stem, [])
     plan = planned(str(path), *overrides, gpu=gpu)
     assert plan.ok and plan.slack >= plan.needed_slack
-    assert page_of(plan).splitlines()[0].startswith(f"the plan fits on {plan.gpus} x ")
+    assert page_of(plan).splitlines()[-1].startswith(f"the plan fits on {plan.gpus} x ")
 
 
 @pytest.mark.slow
@@ -284,8 +285,8 @@ def test_a_spec_whose_model_is_not_there_yet_is_planned_with_the_config_of_its_n
     for path in (tmp_path / "Qwen3-30B-A3B", "qwen3_30b_a3b"):
         plan = planned(spec, f"model.path={path}", gpu="h200")
         assert plan.parameters == 30_532_122_624
-        (note,) = [remark for remark in plan.remarks if remark.key == "model.path"]
-        assert not note.blocks and "Planned with the config of qwen3_30b_a3b" in note.remedy
+        (note,) = [each for each in plan.findings if each.key == "model.path"]
+        assert note.grade == "note" and "packaged config of qwen3_30b_a3b" in note.remedy
     with pytest.raises(UserError, match=r"model.path: found .*qwen3_30b'.*Did you mean qwen3_30b_a3b\? Correct"):
         planned(spec, f"model.path={tmp_path / 'qwen3_30b'}")
     assert planned(str(EXAMPLES / "arithmetic.yaml")).parameters == 1_019_008
@@ -296,13 +297,13 @@ def test_a_plan_that_leaves_little_free_says_so() -> None:
     """6,144 tokens in a micro-batch: 136.3 of 149.3 GB by calculation."""
     plan = planned(str(EXAMPLES / "planned/gsm8k.yaml"), "trainer.micro_batch_tokens=6144", gpu="h200")
     assert plan.ok and 0 < plan.slack < plan.needed_slack
-    (note,) = [remark for remark in plan.remarks if remark.key == "memory"]
-    assert not note.blocks and "136.3 GB" in note.found
+    (note,) = [each for each in plan.findings if each.key == "memory"]
+    assert note.grade == "note" and "136.3 GB" in note.found
     assert f"Lower trainer.micro_batch_tokens to {plan.largest_with_slack}" in note.remedy
     page = page_of(plan)
     assert "a GPU needs 136.3 GB and has 149.3 (trainer 136.3, engine " in page
     assert "12.9 GB free (8.7%); a real run needs 14.9 GB free (10%)" in page
-    assert "leaves less free than a real run needs" in page.splitlines()[0]
+    assert "leaves less free than a real run needs" in page.splitlines()[-1]
     fits = planned(
         str(EXAMPLES / "planned/gsm8k.yaml"), f"trainer.micro_batch_tokens={plan.largest_with_slack}", gpu="h200"
     )
@@ -321,7 +322,7 @@ def test_a_plan_says_how_many_gpus_would_do() -> None:
     light = ("trainer.recompute=layer", "trainer.optimizer.offload=true")
     apart = planned("deepseek_v3", *light, gpu="h200", gpus=8)  # engines of one rank, which takes 680 GB
     assert apart.fewest_apart and apart.fewest is not None and "with engines on their own GPUs" in page_of(apart)
-    assert "raise rollout.tp" in apart.remarks[0].remedy.lower() and " GB short; " in page_of(apart)
+    assert "raise rollout.tp" in apart.findings[0].remedy.lower() and " GB short; " in page_of(apart)
     never = planned("qwen3_8b", "trainer.micro_batch_tokens=4000000", gpus=8, length=4_000_000)
     assert never.fewest is None and "no number of H100 SXM suffices for the trainer" in page_of(never)
     tight = replace(small, largest_with_slack=0, largest_micro_batch={"colocated": 2422, "trainer": 2422})
@@ -339,8 +340,10 @@ def test_keys_with_which_a_model_fits_are_found_and_hold(model: str, gpu: str, g
     plan = fitted_plan(model, [], gpu_named(gpu), gpus)
     assert plan.ok and plan.slack >= plan.needed_slack and plan.keys is not None and {*keys.split()} <= {*plan.keys}
     assert not {each for each in plan.keys if not each.startswith("trainer.")} - {*keys.split()}
-    first, second, third, *_ = page_of(plan).splitlines()
-    assert first.startswith("the plan fits on") and "with these keys" in second and third.split() == [*plan.keys]
+    *rest, last = page_of(plan).splitlines()
+    assert last.startswith("the plan fits on")
+    (at,) = (number for number, line in enumerate(rest) if "with these keys" in line)
+    assert rest[at + 1].split() == [*plan.keys]
 
 
 @pytest.mark.slow
@@ -372,7 +375,7 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
 def test_a_plan_for_the_gpus_that_there_are_takes_no_others(keys: list[str], found: str) -> None:
     plan = fitted_plan(str(EXAMPLES / "planned/qwen3_30b_a3b.yaml"), keys, gpu_named("h100"), 8)
     assert {*(plan.keys or ())} >= {"rollout.sleep=true", found} and plan.decides == "colocated"
-    assert page_of(plan).splitlines()[0] == "the plan fits on 8 x H100 SXM"
+    assert page_of(plan).splitlines()[-1] == "the plan fits on 8 x H100 SXM"
 
 
 @pytest.mark.slow
@@ -380,8 +383,8 @@ def test_dense_first_layers_that_are_no_whole_blocks_stay_in_bf16(tmp_path: Path
     """GLM-4.5-Air's first layer is 10,944 wide."""
     config = json.loads((CONFIGS / "moonlight_16b_a3b/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 10944}))
-    (conflict, *_) = planned(str(tmp_path), "trainer.ep=8", gpu="h200", gpus=8).remarks
-    assert conflict.blocks and conflict.remedy == (
+    (conflict, *_) = planned(str(tmp_path), "trainer.ep=8", gpu="h200", gpus=8).findings
+    assert conflict.grade == "error" and conflict.remedy == (
         "It is the width of the dense first layer: numerics.first_layers_bf16=1 leaves it in BF16."
     )
     plan = fitted_plan(str(tmp_path), [], gpu_named("h200"), 8)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8rl.diagnose.audit import differences_of
+from fp8rl.diagnose.doctor.formats import differences_of
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
@@ -69,7 +69,7 @@ class Case:
         }
 
     def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection):
-        from fp8rl.diagnose.audit.watch import watch_step
+        from fp8rl.diagnose.doctor.watch import watch_step
 
         trainer, batch = trainer_on(layout, config, self.moe_path), random_batch(**BATCH)
         return watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, planned)
@@ -195,5 +195,5 @@ def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(
 def test_an_audit_finds_what_a_wire_carries(ranks: Any) -> None:
     for rank in ranks:
         assert differences_of(rank["audits"]["narrow"]) == []
-        found = {each.key: (each.found, each.planned) for each in differences_of(rank["audits"]["wide"])}
+        found = {each.key: (each.found, each.expected) for each in differences_of(rank["audits"]["wide"])}
         assert found == {"gradient.wire": ("e5m2", "fp32"), "wire.weights": ("e4m3", "bf16")}

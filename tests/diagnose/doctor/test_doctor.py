@@ -5,22 +5,26 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 
-import fp8rl.diagnose.doctor.machine
-from fp8rl.diagnose.doctor import judge
-from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis, rendered
+import fp8rl.diagnose.doctor
+from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis, reported
+from fp8rl.diagnose.doctor.judge import judge
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine, parse_nvidia_smi
-from fp8rl.diagnose.report import Remark
+from fp8rl.diagnose.report import Finding, Report
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.commands import result_of
 from tests.support.paths import EXAMPLES
+from tests.support.preconditions import edit_config, write_lines
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 CPU_LIBRARIES: dict[str, str | None] = {
     "torch": "2.13.0+cpu", "triton": "3.7.1", "megatron-core": "0.16.1", "sglang": "0.5.19",
@@ -59,8 +63,9 @@ def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision) -
     return NumericsConfig(mode=mode, spec=QuantSpec.preset(preset), **precision)  # type: ignore[arg-type]
 
 
-def keys(diagnosis: Diagnosis) -> list[tuple[str, bool]]:
-    return [(remark.key, remark.blocks) for remark in diagnosis.remarks]
+def keys(findings: Iterable[Finding]) -> list[tuple[str, bool]]:
+    """Each finding's key, and whether it is in the way."""
+    return [(each.key, each.grade == "error") for each in findings if each.grade != "note"]
 
 
 EXACT, NATIVE, NATIVE_FP32 = numerics(), numerics("native"), numerics("native", "fp8_block_fp32")
@@ -75,7 +80,7 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @pytest.mark.parametrize(
-    ("machine", "config", "trainer", "engine", "remarks"),
+    ("machine", "config", "trainer", "engine", "findings"),
     [
         (CPU, EXACT, EMULATED, EMULATED, []),
         (CPU, NATIVE, "Megatron-core, emulated FP8", "SGLang, emulated FP8", []),
@@ -117,10 +122,10 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
         (replace(H200, expandable_segments=ALLOCATOR), EXACT, None, None, [("PYTORCH_ALLOC_CONF", True)]),
     ],
 )  # fmt: skip
-def test_a_machine_is_judged(machine, config, trainer, engine, remarks) -> None:
+def test_a_machine_is_judged(machine, config, trainer, engine, findings) -> None:
     found = judge(machine, config)
-    assert keys(found) == remarks and found.ok is not any(blocks for _, blocks in remarks)
-    assert all(each.found and each.expected and each.remedy.endswith(".") for each in found.remarks)
+    assert keys(found.findings) == findings and reported(found).ok is not any(blocks for _, blocks in findings)
+    assert all(each.found and each.expected and each.remedy.endswith(".") for each in found.findings)
     device = "cuda" if machine.gpus else "cpu"
     assert trainer is None or [(s.device, s.ops) for s in found.sides] == [(device, trainer), (device, engine)]
 
@@ -139,26 +144,29 @@ def test_what_gpus_can_do() -> None:
 )
 def test_a_gpu_that_torch_does_not_see_is_named(torch_cuda: str | None, driver_cuda: str, remedy: str) -> None:
     found = judge(replace(CPU, gpus=H200.gpus[:1], torch_cuda=torch_cuda, driver_cuda=driver_cuda), EXACT)
-    assert found.ok and keys(found) == [("gpu", False)] and remedy in found.remarks[0].remedy
+    assert keys(found.findings) == [("gpu", False)] and remedy in found.findings[0].remedy
     assert found.sides[0].device == "cpu"
 
 
 def test_a_toolkit_of_another_cuda_is_named() -> None:
-    (remark,) = judge(replace(H200, nvcc=None, other_nvcc="/opt/bin/nvcc of CUDA 12.4"), EXACT).remarks
-    assert "12.4" in remark.found and "CUDA 13.0" in remark.expected and "CUDA_HOME" in remark.remedy
+    (found,) = judge(replace(H200, nvcc=None, other_nvcc="/opt/bin/nvcc of CUDA 12.4"), EXACT).findings
+    assert "12.4" in found.found and "CUDA 13.0" in found.expected and "CUDA_HOME" in found.remedy
 
 
 def console_text(diagnosis: Diagnosis) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(rendered(diagnosis))
+    console.print(reported(diagnosis))
     return console.export_text()
 
 
 def test_the_page_says_it_all_and_so_does_the_json() -> None:
     found = judge(CUDA_12_8, NATIVE)
-    parts = ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "TransformerEngine", "obstacle")
+    parts = ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "TransformerEngine", "error")
     assert all(part in console_text(found) for part in (*parts, "cannot run here yet"))
-    assert Diagnosis.from_json(found.to_json()) == found
+    report = reported(found, "spec.yaml")
+    read = Report.from_json(report.to_json())
+    assert (read.findings, read.versions, read.to_json()) == (report.findings, report.versions, report.to_json())
+    assert [*json.loads(report.to_json())] == ["schema", "command", "subject", "versions", "findings", "facts"]
 
 
 def test_nvidia_smi_is_read() -> None:
@@ -175,29 +183,30 @@ def test_this_machine_through_the_command() -> None:
     command = [sys.executable, "-c", "from fp8rl.cli import app; app()", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     found = json.loads(done.stdout)
-    assert done.returncode == (0 if found["ok"] else 1), done.stderr
-    assert found["machine"]["libraries"]["torch"] == torch.__version__
-    assert found["machine"]["wanted"]["sglang"] == "==0.5.19"
+    machine = found["facts"]["machine"]
+    assert machine["libraries"]["torch"] == found["versions"]["torch"] == torch.__version__
+    assert machine["wanted"]["sglang"] == "==0.5.19"
+    assert done.returncode in (0, 1), done.stderr
     if not torch.cuda.is_available():
-        assert found["ok"] and found["machine"]["row_variant"] == []
+        assert done.returncode == 0 and machine["row_variant"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "said"),
     [("trainer.pp=3", "trainer.pp: found 3"), ("data.train=/nowhere", "data.train: found"),
-     ("numerics.first_layers_bf16=5", "first_layers_bf16"), ("", "obstacle  ray: found not installed")],
+     ("numerics.first_layers_bf16=5", "first_layers_bf16"), ("", "error  ray: found not installed")],
 )  # fmt: skip
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
     lacking = CPU if override else with_libraries(CPU, ray=None)
-    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: lacking)
+    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: lacking)
     result = result_of("doctor", *([EXAMPLES / "arithmetic.yaml", override] if override else []))
     assert result.exit_code == 1 and said in result.output
 
 
 def test_a_message_that_was_given_whole_is_shown_as_it_stands() -> None:
-    whole = Remark.refusal(UserError("spec.yaml: two names for one thing. Leave one out."))
-    assert whole.shown("obstacle", "warning").plain == "obstacle  spec.yaml: two names for one thing. Leave one out."
+    whole = Finding.of_error(UserError("spec.yaml: two names for one thing. Leave one out."))
+    assert str(whole) == "spec.yaml: two names for one thing. Leave one out." and whole.grade == "error"
 
 
 REWARDS = """
@@ -228,24 +237,24 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
     example = str(EXAMPLES / "arithmetic.yaml")
     result = result_of("doctor", example, "--quick", "--json", *overrides)
     assert result.exit_code == 0, result.output
-    diagnosis = Diagnosis.from_json(result.stdout[result.stdout.index("{") :])
-    assert not diagnosis.machine.probed
-    train, held_out = diagnosis.data
-    assert (train.key, train.problems, held_out.key) == ("data.train", 3, "data.eval")
-    assert (train.prompt, train.prompt_tokens) == ("<|user|>[b]0+1=?<|assistant|>", 10)
-    assert train.reference == "#### 1"
-    assert train.rewards == {
+    report = Report.from_json(result.stdout[result.stdout.index("{") :])
+    assert not report.facts["machine"]["probed"]
+    train, held_out = report.facts["data"]
+    assert (train["key"], train["problems"], held_out["key"]) == ("data.train", 3, "data.eval")
+    assert (train["prompt"], train["prompt_tokens"]) == ("<|user|>[b]0+1=?<|assistant|>", 10)
+    assert train["reference"] == "#### 1"
+    assert train["rewards"] == {
         "ends": "1",
         "parts": "length 6, many 1",
         "broken": "nothing: ValueError: no [/b] such thing",
         "asks": "not asked here, as it may ask a service",
     }
-    (note,) = diagnosis.notes
-    assert note.startswith("All 2 evaluated problems of data.eval are also trained on")
-    page = console_text(diagnosis)
-    for said in ("3 problems in ", "the first prompt, 10 tokens:", "| <|user|>[b]0+1=?<|assistant|>", "no [/b] such"):
+    note, memory = [finding for finding in report.findings if finding.grade == "note"]
+    assert memory.key == "memory" and note.found.startswith("All 2 evaluated problems of data.eval are also trained on")
+    page = " ".join(result_of("doctor", example, "--quick", *overrides).stdout.split())
+    for said in ("3 problems in", "the first prompt, 10 tokens:", "| <|user|>[b]0+1=?<|assistant|>", "no [/b] such"):
         assert said in page
-    assert "can run here, as far as checked; the ops were not tested (--quick)" in " ".join(page.split())
+    assert "can run here, as far as checked; the ops were not tested, and the sides not started (--quick)" in page
 
 
 @pytest.mark.parametrize(
@@ -275,16 +284,16 @@ def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_
     kept: list[str], overrides: list[str], found: list[str], tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = replace(CPU, row_variant=("x",))
-    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: broken)
+    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: broken)
     for file in {file for pattern in kept for file in (EXAMPLES / "models/tiny_qwen3_moe").glob(pattern)}:
         shutil.copy(file, tmp_path)
     example = str(EXAMPLES / "arithmetic.yaml")
     result = result_of("doctor", example, "--json", f"model.path={tmp_path}", *overrides)
-    diagnosis = Diagnosis.from_json(result.stdout[result.stdout.index("{") :])
-    *refused, machine = [key for key, blocks in keys(diagnosis) if blocks]
+    report = Report.from_json(result.stdout[result.stdout.index("{") :])
+    *refused, machine = [key for key, blocks in keys(report.findings) if blocks]
     assert result.exit_code == 1 and machine == "row invariance"
     assert [each.partition(".")[0] for each in refused] == [each.partition(".")[0] for each in found]
-    shown = [(each.key, each.prompt, [*each.rewards]) for each in diagnosis.data]
+    shown = [(each["key"], each["prompt"], [*each["rewards"]]) for each in report.facts["data"]]
     assert [key for key, _, _ in shown] == (["data.train", "data.eval"] if kept != ["config.json"] else [])
     assert all(prompt.startswith("<|user|>") and rewards == ["integer"] for _, prompt, rewards in shown)
 
@@ -293,3 +302,30 @@ def test_supervised_data_have_no_reward_and_a_long_prompt_is_shown_at_its_ends()
     found = DataFound("data.train", "x", 1, "a" * 5000, 900, "b", {})
     page = console_text(replace(judge(CPU, EXACT), data=(found,)))
     assert "[... 3,000 characters ...]" in page and "1 problem in x" in page and "gives to" not in page
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "arguments", "said"),
+    [(TinyModel(hidden=192, heads=4, kv_heads=2), {}, [], "multiple of 128"),
+     (TinyModel(heads=4, kv_heads=2), {"num_hidden_layers": 3}, [], "model.layers.2.input_layernorm.weight: found"),
+     (TinyModel(heads=4, kv_heads=2), {}, ["algorithm.name=sft"], "can run here")],
+    ids=["misaligned", "of another architecture", "without an engine"],
+)  # fmt: skip
+def test_nothing_is_started_for_what_cannot_agree(shape, config, arguments, said, tmp_path, monkeypatch) -> None:
+    monkeypatch.delattr("fp8rl.diagnose.doctor.pair.open_pair")
+    machine = replace(CPU, row_variant=())
+    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: machine)
+    write_tiny_model(tmp_path / "model", shape)
+    edit_config(tmp_path / "model", **config)
+    write_lines(tmp_path / "train.jsonl", [("1+4=?", "#### 5")])
+    sections = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}, "eval": {"problems": 0}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(sections))
+    result = result_of("doctor", tmp_path / "spec.yaml", *arguments)
+    assert result.exit_code == (0 if arguments else 1) and said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("former", ["preflight", "audit"])
+def test_a_former_command_names_the_doctor_and_asks_it(former: str) -> None:
+    result = result_of(former, "examples/arithmetic.yaml", "numerics.modes=exact")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "fp8rl doctor SPEC" in result.stderr and "numerics.mode" in result.stderr
