@@ -28,7 +28,7 @@ from fp8rl.trainer.step.objective import Scored
 from fp8rl.weight_sync.manifest import SyncError
 
 if TYPE_CHECKING:
-    from fp8rl.rl.run.stack import Stack
+    from fp8rl.rl.run.run import Run
     from fp8rl.trainer.distributed.layout import Layout
     from fp8rl.trainer.scorer import Scorer
     from fp8rl.trainer.trainer import Trainer
@@ -53,7 +53,7 @@ def check_has_engine(experiment: Experiment) -> None:
         )
 
 
-def sync_weights(stack: Stack) -> None:
+def sync_weights(stack: Run) -> None:
     """Send the trainer's weights to the engines. Raises `UserError`: an engine does not hold those weights."""
     try:
         stack.syncing.sync()
@@ -66,7 +66,7 @@ def sync_weights(stack: Stack) -> None:
         ) from error
 
 
-def calibration_prompts(stack: Stack) -> list[Prompt]:
+def calibration_prompts(stack: Run) -> list[Prompt]:
     """Return at most PROBLEMS of the run's first step, and LONG_PROMPTS that each join several problems."""
     experiment = stack.experiment
     prompts = to_prompts(stack.tokenizer, training_problems(experiment).of_step(1, PROBLEMS))
@@ -80,7 +80,7 @@ def calibration_prompts(stack: Stack) -> list[Prompt]:
     return prompts + long
 
 
-def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
+def sampled_batch(stack: Run, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
     """Sample `group_size` answers to each prompt; batch them as a step would, without advantages."""
     groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
     answers = stack.sampling.sample(groups, temperature)

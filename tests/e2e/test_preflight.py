@@ -17,7 +17,7 @@ from fp8rl.diagnose.audit import AuditReport as Audit
 from fp8rl.diagnose.preflight import PreflightReport
 from fp8rl.models import read_model
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rl.run.run import Run, open_pair
 from tests.support.commands import result_of
 from tests.support.rig import Rig
 
@@ -27,7 +27,7 @@ SPEC = "examples/arithmetic.yaml"
 
 
 @pytest.fixture(scope="module")
-def stack(rig: Rig) -> Iterator[Stack]:
+def stack(rig: Rig) -> Iterator[Run]:
     rig.only_ray()
     with open_pair(load_experiment(Path(SPEC))) as both:
         yield both
@@ -36,7 +36,7 @@ def stack(rig: Rig) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, PreflightReport]]:
+def preflight(stack: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, PreflightReport]]:
     """Run the command on the stack that is up already."""
 
     def invoke(*arguments: str) -> tuple[Result, PreflightReport]:
@@ -48,18 +48,18 @@ def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     return invoke
 
 
-def opened_as(stack: Stack) -> Callable[..., AbstractContextManager[Stack]]:
+def opened_as(stack: Run) -> Callable[..., AbstractContextManager[Run]]:
     """In place of `open_pair`."""
 
     @contextmanager
-    def opened(*_: object, **__: object) -> Iterator[Stack]:
+    def opened(*_: object, **__: object) -> Iterator[Run]:
         yield stack
 
     return opened
 
 
 def test_a_bf16_trainer_beside_an_fp8_engine_fails(
-    stack: Stack, preflight: Callable[..., tuple[Result, PreflightReport]]
+    stack: Run, preflight: Callable[..., tuple[Result, PreflightReport]]
 ) -> None:
     exact = stack.numerics
     stack.numerics = replace(exact, trainer="bf16")
@@ -81,7 +81,7 @@ def test_a_bf16_trainer_beside_an_fp8_engine_fails(
     assert report.differences["prefill against decode"].zero and report.differences["alone against together"].zero
 
 
-def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that it watches is taken back, and the sides agree again."""
     monkeypatch.setattr(audit, "open_pair", opened_as(stack))
     before = stack.folder / "before"
@@ -103,7 +103,7 @@ def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkey
 
 
 def test_the_example_passes_with_equal_logprobs_and_no_noise(
-    stack: Stack, preflight: Callable[..., tuple[Result, PreflightReport]]
+    stack: Run, preflight: Callable[..., tuple[Result, PreflightReport]]
 ) -> None:
     """Its BF16/BF16 floor replaces the engine, so this stands last."""
     result, report = preflight()

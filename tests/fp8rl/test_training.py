@@ -1,11 +1,16 @@
 """The start of a run, up to where its loop begins."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
 import fp8rl.rl.experiment.preconditions as preconditions
 import fp8rl.rl.loop as loop_module
-import fp8rl.rl.run.restarts as restarts
+import fp8rl.rl.run.ending as ending
+import fp8rl.rl.run.run as run_module
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.experiment.contents import contents
@@ -28,14 +33,16 @@ def test_a_resume_that_does_not_start_leaves_the_spec_and_the_next_one_names_the
     failures: list[Exception | None] = [UserError("no room"), EngineError("it did not answer"), None]
     said: list[list[str]] = []
 
-    def run_with_restarts(experiment, files: RunDir, loop, notes: list[str]) -> str:
+    @contextmanager
+    def opened(experiment, files: RunDir, notes: list[str], **_: object) -> Iterator[SimpleNamespace]:
         said.append([note for note in notes if "resuming with" in note])
         if (failure := failures.pop(0)) is not None:
             assert files.experiment.read_text() == before.to_yaml()
             raise failure
-        return str(loop(None))
+        yield SimpleNamespace(record=None)
 
-    monkeypatch.setattr(restarts, "run_with_restarts", run_with_restarts)
+    monkeypatch.setattr(run_module, "open_run", opened)
+    monkeypatch.setattr(ending, "finish", lambda record, stopped: None)
     monkeypatch.setattr(loop_module, "train", lambda run: "")
     asked = [f"run.dir={tmp_path}", "trainer.lr=0.01"]
     for error in (UserError, RunFailedError):

@@ -23,7 +23,7 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
 from fp8rl.rl.run.engines.serving import engine_adapter
-from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rl.run.run import Run, open_pair
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import some_of
@@ -62,7 +62,7 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
 
 
 def examine(
-    stack: Stack, model: Model, numerics: NumericsConfig, say: Callable[[str], None]
+    stack: Run, model: Model, numerics: NumericsConfig, say: Callable[[str], None]
 ) -> tuple[int, list[Observation]]:
     """Return the number of tokens of the step, and all that was seen. Afterwards the trainer has learnt from the step,
     and the engine holds the weights from before."""
@@ -78,7 +78,7 @@ def examine(
     return int(batch.real_tokens().sum()), seen
 
 
-def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig) -> list[Observation]:
+def trainer_sightings(stack: Run, batch: TokenBatch, numerics: NumericsConfig) -> list[Observation]:
     """Return the sightings of all ranks in one step.
 
     The loss is the likelihood of the answers: it needs no rewards, and no precision depends on it.

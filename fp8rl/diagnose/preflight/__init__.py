@@ -23,7 +23,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
 from fp8rl.rl.run.engines.serving import engine_adapter
-from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rl.run.run import Run, open_pair
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import SyncError
@@ -107,7 +107,7 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
     return replace(found, seconds=time.monotonic() - began)
 
 
-def _examine(stack: Stack, found: PreflightReport, quick: bool, say: Callable[[str], None]) -> None:
+def _examine(stack: Run, found: PreflightReport, quick: bool, say: Callable[[str], None]) -> None:
     say("syncing the weights")
     try:
         found.checks.append(same_spec.manifest_of(stack.syncing.sync()))
@@ -136,7 +136,7 @@ def _examine(stack: Stack, found: PreflightReport, quick: bool, say: Callable[[s
     found.checks.extend(same_logprobs.noise_floor(numerics.mode, floors))
 
 
-def _checks_of_spec(stack: Stack, batch: TokenBatch, found: PreflightReport) -> Iterator[Check]:
+def _checks_of_spec(stack: Run, batch: TokenBatch, found: PreflightReport) -> Iterator[Check]:
     numerics, architecture = stack.numerics, stack.experiment.model.architecture
     report = stack.engines.ask(lambda client: client.report())
     manifest = stack.engines.ask(lambda client: client.manifest()).entries

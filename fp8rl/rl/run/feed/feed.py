@@ -18,6 +18,7 @@ from fp8rl.rl.mismatch.logprobs import token_versions, tokens_by_age
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
+from fp8rl.rl.run.events import FilterError
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling, done
@@ -34,10 +35,6 @@ Meanwhile = Callable[[], object]
 
 
 def _nothing() -> None: ...
-
-
-class FilterError(RuntimeError):
-    """The algorithm keeps too few groups to fill a batch."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
 from fp8rl.rl.run.engines.teacher import Teacher
-from fp8rl.rl.run.events import Failures
+from fp8rl.rl.run.events import REWARD_FAILURES, Failures
 from fp8rl.rollout.deadlines import within
 from fp8rl.rollout.tasks.environments.conversation import Said, transcript
 from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, is_finite
@@ -23,8 +23,6 @@ from fp8rl.rollout.tasks.rewards import EACH, RewardsSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from fp8rl.rollout.tasks.rewards.workers import RewardFailure, Workers
 from fp8rl.rollout.types import Problem, Prompt, Trajectory
-
-REWARD_FAILURES = "rollout/reward_failures"
 
 
 class RewardError(RuntimeError):
