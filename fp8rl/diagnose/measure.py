@@ -19,8 +19,8 @@ from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
 from fp8rl.rl.run.batching import batch_from_trajectories
-from fp8rl.rl.run.feed.feed import to_groups, to_prompts
-from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rl.run.feed.feed import to_groups
+from fp8rl.rl.run.feed.problems import to_prompts, training_problems
 from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch

@@ -17,7 +17,8 @@ import ray
 
 from fp8rl.models import read_shape
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+from fp8rl.rl.run.feed.feed import to_groups
+from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.feed.sampling import PendingGroup
 from fp8rl.rl.run.interrupts import BoundedExitStack
 from fp8rl.rl.run.run import Run

@@ -19,8 +19,8 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.run.batching import batch_from_trajectories
-from fp8rl.rl.run.feed.feed import to_prompts
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling
 from fp8rl.rl.run.interrupts import BoundedExitStack
 from fp8rl.rollout.engine.actor import check_versions

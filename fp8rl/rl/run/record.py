@@ -71,7 +71,7 @@ class Record:
     ) -> None:
         """Open log and console, and print what the run is. notes: remarks on the input. again: the run was lost."""
         self.experiment, self.files = experiment, files
-        self._closing, self._notes, self._again = closing, notes, again
+        self._closing, self._notes, self.again = closing, notes, again
         closing.enter_context(run_log(files.log))
         self.resume_step = max(files.checkpoint_steps(), default=BEFORE_THE_FIRST if again else None)
         """The step to resume after; None for a new run."""
@@ -116,7 +116,7 @@ class Record:
         append_session(files.sessions, self.session)
         self.events.subscribe(self.note, self.console.progress)
         if resumed:
-            why = f"lost ({sessions[-1].why}), and " if self._again and sessions else ""
+            why = f"lost ({sessions[-1].why}), and " if self.again and sessions else ""
             anew = begins_anew(files, self.step) if self.step else ""
             self.note(RESUMED, 1, f"{why}resumed after step {self.step}{anew}")
 

@@ -27,7 +27,8 @@ from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rl.run.ending import say_lost
 from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker
+from fp8rl.rl.run.engines.serving import engine_adapter, engine_maker
+from fp8rl.rl.run.engines.slot import Serving
 from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import (
     ENGINES_REPLACED,
@@ -70,12 +71,12 @@ class Run:
         folder: Path,
         closing: BoundedExitStack,
         say: Callable[[str], object],
-        events: Events | None = None,
+        record: Record | None = None,
         lost: Callable[[str], object] = end_at_once,
     ) -> None:
         """Start Ray and both sides, which `closing` ends. Engines may still be starting: see `wait_for_engines`.
 
-        folder: for engines' logs, and for the checkpoint that they start from. say: prints progress. events: gets the
+        folder: for engines' logs, and for the checkpoint that they start from. say: prints progress. record: gets the
         events of engines and sampling. lost: see `ray_cluster`.
 
         Raises:
@@ -89,10 +90,12 @@ class Run:
         """The present numerics of both sides."""
         closing.enter_context(ray_cluster(folder / "ray_logs", lost))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
-        self.reservations = Reservations(experiment, folder)
+        self.reservations = Reservations(experiment, folder, again=record is not None and record.again)
         closing.callback(self.reservations.close)
         closing.callback(shutil.rmtree, folder / "served", ignore_errors=True)
-        self.events, rollout = events or Events(), experiment.rollout
+        self.events, rollout = Events(), experiment.rollout
+        if record is not None:
+            self.record, self.events = record, record.events
         self.engines = Engines.none()
         """The policy's engines; empty in a run that samples nothing."""
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
@@ -107,7 +110,7 @@ class Run:
         if experiment.base_spec is not None:  # the trainer shares its frozen weights with engines
             write_base(self.trainer, experiment.base_spec)
         self.tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory, trust_remote_code=False)
-        judge = Judge(experiment.rewards, self.tokenizer, teacher=self.teacher)
+        judge = Judge(experiment.rewards, self.tokenizer, teach=None if self.teacher is None else self.teacher.logprobs)
         closing.callback(judge.close)
         conversations = None
         if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
@@ -226,8 +229,7 @@ def open_run(
     with BoundedExitStack() as closing:
         record = Record(experiment, files, closing, notes, again)
         numerics = record.gate_state.numerics(experiment.numerics_config())
-        run = Run(experiment, numerics, files.path, closing, record.console.note, record.events, end_without_ray)
-        run.record = record
+        run = Run(experiment, numerics, files.path, closing, record.console.note, record, end_without_ray)
         if record.step:
             try:
                 run.trainer.load(files.checkpoint(record.step))

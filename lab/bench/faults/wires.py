@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+from fp8rl.rl.run.feed.feed import to_groups
+from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.interrupts import BoundedExitStack
 from fp8rl.rl.run.run import Run
 from fp8rl.rollout.engine.server.client import EngineClient

@@ -190,7 +190,8 @@ def sampled_by_engine(stack: Run, seed: int, prompts: int, answers: int, tempera
 
 def answered(stack: Run, problems: Sequence[Problem], seed: int, answers: int, temperature: float = 1.0) -> TokenBatch:
     """Ask the engine for `answers` to each problem; rows and field `rollout_logprobs` as a `Sample` has them."""
-    from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+    from fp8rl.rl.run.feed.feed import to_groups
+    from fp8rl.rl.run.feed.problems import to_prompts
 
     groups = to_groups(to_prompts(stack.tokenizer, problems), answers, run_seed=seed, step=0)
     return batch_from_trajectories(stack.sampling.sample(groups, temperature), temperature)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import canary_seed
-from fp8rl.rl.run.batching import SftExample, batch_from_examples
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
 
@@ -58,7 +57,7 @@ class Canary:
     @property
     def batch(self) -> TokenBatch:
         """Return what the trainer scores."""
-        return batch_from_examples([SftExample(self.prompt_ids, self.answer_ids)])
+        return TokenBatch.of([self.prompt_ids], [self.answer_ids])
 
     def difference(self, answer: Trajectory, scored: Tensor) -> float:
         """Return the largest abs(d) of the answer's tokens, in nats; infinite if they are others, or d is not finite.

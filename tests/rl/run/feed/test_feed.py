@@ -18,8 +18,10 @@ import torch
 import fp8rl.rl.run.feed.sampling as sampling_module
 from fp8rl.rl.loop import rollout_records
 from fp8rl.rl.record.metrics_log import StepClock
-from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
+from fp8rl.rl.run.events import FilterError
+from fp8rl.rl.run.feed.feed import SampledFeed
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
 from fp8rl.rl.run.feed.sampling import Sampling
 from fp8rl.rl.run.feed.state import FeedState, read_answered
 from fp8rl.rollout.tasks.rewards import RewardsSection
