@@ -72,7 +72,7 @@ def train(
     if code == 2:
         raise UserError("\n".join(error).removeprefix("error: "))
     if code not in (0, STOPPED) or error:
-        raise RunFailedError((error or printed or ["it said nothing"])[0].removeprefix("error: "), code)
+        raise RunFailedError((error[:1] or printed[-1:] or ["it said nothing"])[0].removeprefix("error: "), code)
     return Run(Path(experiment.run.dir) / experiment.run.name)
 
 

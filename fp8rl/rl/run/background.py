@@ -75,9 +75,9 @@ class Background:
         if self.takes_turns():
             with suppress(TimeoutError):
                 self.run(_end_all(), 2 * GRACE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_TURN_SECONDS)
         self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_TURN_SECONDS)
         if self._thread.is_alive():
             logging.getLogger(__name__).warning("found no end of the thread %s", self._thread.name)
         else:

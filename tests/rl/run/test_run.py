@@ -41,7 +41,7 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
         """A part whose start and end are noted."""
 
         class Part:
-            def __init__(self, *_: object, awake: bool = True) -> None:
+            def __init__(self, *_: object, **__: object) -> None:
                 events.append(name)
 
             def __enter__(self) -> None: ...
