@@ -15,10 +15,11 @@ from pathlib import Path
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import batch_from_trajectories
+from fp8rl.rl.run.engines.canary import canary_of
 from fp8rl.rl.run.feed.feed import SampledFeed, to_groups
 from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.interrupts import BoundedExitStack
-from fp8rl.rl.run.run import Run, canary_of, open_pair
+from fp8rl.rl.run.run import Run, open_pair
 from fp8rl.rl.run.step import plan_updates
 from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.types import Group

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import with_own_cache
@@ -25,7 +24,7 @@ from fp8rl.rl.run.checkpoints import with_older
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
 from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rl.run.ending import say_lost
-from fp8rl.rl.run.engines.canary import Canary
+from fp8rl.rl.run.engines.canary import canary_of
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import engine_adapter, engine_maker
 from fp8rl.rl.run.engines.slot import Serving
@@ -274,15 +273,6 @@ def open_pair(
         run = Run(experiment, numerics or experiment.numerics_config(), folder, closing, say)
         run.wait_for_engines()
         yield run
-
-
-def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None:
-    """Choose the canary that engines in these numerics answer after each sync of a run; None: no canary."""
-    if not (experiment.sync.canary and experiment.needs_engines):
-        return None
-    vocabulary = read_model(experiment.model.directory).sizes.vocab_size
-    equal = numerics.mode == "exact" and numerics.trainer_spec == numerics.rollout_spec
-    return Canary.of(experiment.run.seed, vocabulary, experiment.rollout.context_length, equal)
 
 
 def trainer_spec(experiment: Experiment, numerics: NumericsConfig) -> TrainerSpec:
