@@ -40,7 +40,7 @@ def trainer_killed(lab: Lab) -> Found:
     """SIGKILL of the trainer's rank."""
     run = lab.start_at(SAMPLING, "trainer_killed")
     since = time.monotonic()
-    processes_of(run, "ray::TrainerActor")[0].kill()
+    run.member("TrainerActor").kill()
     seconds = lab.goes_on(run, since)
     expect("lost (TrainerDiedError: trainer rank 0" in run.console(), "found no word of the trainer")
     return Found("the run starts again from the last checkpoint; the same bits", {"next step": seconds})
@@ -50,7 +50,7 @@ def trainer_hung(lab: Lab) -> Found:
     """SIGSTOP of the trainer's rank."""
     run = lab.start_at(SAMPLING, "trainer_hung")
     since = time.monotonic()
-    processes_of(run, "ray::TrainerActor")[0].suspend()
+    run.member("TrainerActor").suspend()
     seconds = lab.goes_on(run, since)
     return Found("noticed after trainer.hung_after_s (6 s), then as a killed one", {"next step": seconds})
 
@@ -59,7 +59,7 @@ def trainer_lost_too_often(lab: Lab) -> Found:
     """SIGKILL of the trainer's rank where none may be started again; then --resume in another layout."""
     run = lab.start_at(SAMPLING, "trainer_lost_too_often", "run.restarts=0")
     since = time.monotonic()
-    processes_of(run, "ray::TrainerActor")[0].kill()
+    run.member("TrainerActor").kill()
     seconds = lab.stops(run, since, "trainer rank", "found its process ended")
     again = lab.start(run.path.name, "trainer.dp=2", "trainer.ep=2", "--resume", folder=run.path.parent)
     expect(again.ends() == 0, again.console())
