@@ -68,11 +68,12 @@ def train(
             file.flush()
             spec, values = file.name, []
         code, printed = _shown([_PROGRAM, "train", *given, "--", str(spec), *values])
-    error = printed[next((at for at, line in enumerate(printed) if line.startswith("error: ")), len(printed)) :]
+    errors = [number for number, line in enumerate(printed) if line.startswith("error: ")]
+    last = printed[errors[-1] if errors else -1 :] or ["it said nothing"]
     if code == 2:
-        raise UserError("\n".join(error).removeprefix("error: "))
-    if code not in (0, STOPPED) or error:
-        raise RunFailedError((error[:1] or printed[-1:] or ["it said nothing"])[0].removeprefix("error: "), code)
+        raise UserError("\n".join(last).removeprefix("error: "))
+    if code not in (0, STOPPED) or (code and errors):
+        raise RunFailedError(last[0].removeprefix("error: "), code)
     return Run(Path(experiment.run.dir) / experiment.run.name)
 
 
