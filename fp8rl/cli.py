@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -14,14 +16,20 @@ import fp8rl
 from fp8rl.commands import diagnosis, models, runs
 from fp8rl.commands.runs import init
 from fp8rl.numerics.core.reading import at_home
-from fp8rl.rl.run.interrupts import end_on_signal, exit_within
+from fp8rl.rl.run.interrupts import end_on_signal
 from fp8rl.rollout.loopback import reach_loopback
+from fp8rl.supervising import supervise
 
 try:
     from fp8rl_certify.cli import certify
 except ModuleNotFoundError:
     certify = diagnosis.certify_elsewhere  # type: ignore[assignment]
 
+_SUPERVISED = {
+    *("train", "demo", "doctor", "eval", "serve", "convert", "study"),
+    *("preflight", "audit", "attribute", "rescore", "warm"),
+}
+"""Commands that run for long, most of them with engines: each in a child process, see `supervising`."""
 _EXIT_SECONDS = 60.0
 """Longest time between the end of a command and the end of its process."""
 
@@ -77,6 +85,8 @@ def options(
 
 def main() -> None:
     """Run the command that the arguments name."""
+    if sys.argv[1:] and sys.argv[1] in _SUPERVISED:
+        supervise()
     end_on_signal()
     reach_loopback()
     for stream in (sys.stdout, sys.stderr):  # a name of a file may hold what the terminal's encoding does not
@@ -85,5 +95,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as ended:
-        exit_within(_EXIT_SECONDS, ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        late = threading.Timer(_EXIT_SECONDS, os._exit, [code])  # a thread that a user's function has left holds it up
+        late.daemon = True
+        late.start()
         raise

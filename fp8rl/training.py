@@ -1,26 +1,35 @@
-"""Runs an experiment, for the `train` command and for notebooks."""
+"""Runs an experiment: in this process, for the `train` command, or in a process of its own, for notebooks."""
 
 from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8rl import supervising
 from fp8rl.numerics.core.errors import UserError, say, say_error
-from fp8rl.rl.run.interrupts import SIGNALS, interruptible
+from fp8rl.rl.run.interrupts import STOPPED, interruptible
 
 if TYPE_CHECKING:
     from fp8rl.rl.experiment import Experiment
-    from fp8rl.rl.run.run import LiveRun
     from fp8rl.run import Run
 
 
 class RunFailedError(RuntimeError):
-    """A run has failed although its input and its code are right; it can be resumed. `__cause__` is the failure."""
+    """A run has failed although its input and its code are right; it can be resumed.
+
+    Attributes:
+        exit_code: that of the command.
+    """
+
+    def __init__(self, why: str, exit_code: int = STOPPED) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
 
 
 def train(
@@ -31,9 +40,9 @@ def train(
     accept_changed_data: bool = False,
     **overrides: Any,
 ) -> Run:
-    """Train an experiment, as `fp8rl train` does, and return the run.
+    """Train an experiment by `fp8rl train` in a process of its own, whose console is printed here; return the run.
 
-    It must be called in the main thread, which takes Ctrl-C. If a gate has stopped the run, `Run.stopped` says so.
+    If a gate has stopped the run, `Run.stopped` says so. An interrupt ends the process, and is raised then.
 
     Args:
         spec: a YAML file; a mapping with the same keys, whose paths are relative to the current directory; or an
@@ -46,23 +55,47 @@ def train(
     Raises:
         UserError: the spec, or something that it names, is wrong; nothing was started. RunFailedError: the run failed.
     """
+    from fp8rl.rl.experiment import load_experiment
     from fp8rl.run import Run
 
-    if threading.current_thread() is not threading.main_thread():
-        raise UserError("fp8rl.train: found another thread, expected the main one, which gets Ctrl-C. Call it there.")
-    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    try:
-        path, _ = run_experiment(
-            spec,
-            list(_as_overrides(overrides)),
-            resume=resume,
-            overwrite=overwrite,
-            accept_changed_data=accept_changed_data,
-        )
-    finally:
-        for signum, handler in handlers.items():  # an interrupted command ignores further signals, a notebook goes on
-            signal.signal(signum, handler)
-    return Run(path)
+    values = list(_as_overrides(overrides))
+    experiment = load_experiment(spec, values, lambda text: None)
+    options = {"--resume": resume, "--overwrite": overwrite, "--accept-changed-data": accept_changed_data}
+    given = [option for option, chosen in options.items() if chosen]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="fp8rl-") as file:
+        if not isinstance(spec, str | Path):
+            file.write(experiment.to_yaml())
+            file.flush()
+            spec, values = file.name, []
+        code, printed = _shown([_PROGRAM, "train", *given, "--", str(spec), *values])
+    errors = [number for number, line in enumerate(printed) if line.startswith("error: ")]
+    last = printed[errors[-1] if errors else -1 :] or ["it said nothing"]
+    if code == 2:
+        raise UserError("\n".join(last).removeprefix("error: "))
+    if code not in (0, STOPPED) or (code and errors):
+        raise RunFailedError(last[0].removeprefix("error: "), code)
+    return Run(Path(experiment.run.dir) / experiment.run.name)
+
+
+_PROGRAM = "from fp8rl import cli, supervising; supervising.end_with_parent(); cli.main()"
+
+
+def _shown(command: Sequence[str]) -> tuple[int, list[str]]:
+    """Run Python's `-c` with a command line, and print what it prints; return its exit code and its lines."""
+    pipe = subprocess.PIPE
+    printed: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", *command], stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                say(line.rstrip("\n"))
+                printed.append(line.rstrip("\n"))
+        except BaseException:
+            process.terminate()
+            raise
+    return process.returncode, printed
 
 
 def run_experiment(
@@ -75,11 +108,16 @@ def run_experiment(
 ) -> tuple[Path, str]:
     """Check the experiment and run it. Return the run's directory, and why it ended before its last step, if it did.
 
+    A supervised run that has lost its trainer or Ray is started again, and goes on from its last checkpoint.
+
     Raises:
         UserError, RunFailedError: see `train`.
     """
     if accept_changed_data and not resume:
         raise UserError("--accept-changed-data: found no --resume, expected both. A new run has nothing to compare.")
+    again = bool(supervising.restarts)
+    if again:
+        resume, overwrite, accept_changed_data = True, False, True
     shown = spec if isinstance(spec, str | Path) else "the spec"
     say(f"fp8rl: checking {shown}")  # the imports below take seconds
     from fp8rl.numerics.core.files import write_atomically
@@ -109,30 +147,36 @@ def run_experiment(
     )
     with interruptible(), opened as files:
         from fp8rl.rl.loop import train as run_loop
-        from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable, how_to_go_on, say_failed
-        from fp8rl.rl.run.restarts import FAILURES, run_with_restarts
+        from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable
+        from fp8rl.rl.run.ending import FAILURES, finish, how_to_go_on, say_failed, say_lost
+        from fp8rl.rl.run.run import open_run
+        from fp8rl.trainer.actor import TrainerDiedError
 
-        if resume:
+        if goes_on or (resume and not again):  # what was lost before its first checkpoint has nothing to resume
             check_resumable(files, experiment)
-            for change in changes(files, experiment):
-                say(text := f"resuming with {change}")
+            for text in (f"resuming with {change}" for change in changes(files, experiment)):
+                say(text)
                 notes.append(text)
             for text in check_contents(files, contents(experiment), accept_changed_data):
                 say(text)
                 notes.append(text)
-        else:
+        elif not again:
             write_atomically(files.experiment, experiment.to_yaml())
-
-        def loop(run: LiveRun) -> str:
-            if resume:  # a resume that does not get this far leaves the spec as it was, so that the next names changes
-                write_atomically(files.experiment, experiment.to_yaml())
-            return run_loop(run)
-
+        left = 0 if supervising.restarts is None else experiment.run.restarts - supervising.restarts
+        begun = again
         try:
-            return files.path, run_with_restarts(experiment, files, loop, notes)
+            with open_run(experiment, files, notes, again=again, left=left) as run:
+                begun = True
+                if resume:  # a resume that does not get this far leaves the spec, so that the next names changes
+                    write_atomically(files.experiment, experiment.to_yaml())
+                stopped = run_loop(run)
+                finish(run.record, stopped)
+            return files.path, stopped
         except KeyboardInterrupt:
             say_error(how_to_go_on(files))
             raise
+        except TrainerDiedError as error:
+            raise RunFailedError(str(error), say_lost(files, error, left if begun else 0)) from error
         except FAILURES as error:
             say_failed(files, error)
             raise RunFailedError(str(error)) from error

@@ -24,11 +24,12 @@ REMOVALS = {
     "fp8rl/rl/run/checkpoints.py": {"replace", "rmtree"},  # `.step_N.pending`, to a name that was free; `step_N`
     "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
-    "fp8rl/rl/run/stack.py": {"TemporaryDirectory", "rmtree"},  # a pair of engines; `served`
+    "fp8rl/rl/run/run.py": {"TemporaryDirectory", "rmtree"},  # a pair of engines; `served`
     "fp8rl/rollout/engine/server/scratch.py": set("mkdtemp rename unlink rmtree".split()),  # our scratch, and shared
     # memory of its note
     "lab/studies/model_scale.py": {"rmtree"},  # a model that it has made
     "lab/studies/run.py": {"TemporaryDirectory"},
+    "fp8rl/training.py": {"NamedTemporaryFile"},  # a spec for the process that trains
     "fp8rl/trainer/checkpoint/files.py": {"rmtree"},  # `.step_N.partial`
 }
 """Each file that removes or renames, with the calls, and what they may touch."""

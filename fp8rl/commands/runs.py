@@ -130,8 +130,8 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
 def _train(spec: Path, overrides: list[str], **options: bool) -> None:
     try:
         _, stopped = run_experiment(spec, overrides, **options)
-    except RunFailedError:  # it has said why
-        raise typer.Exit(STOPPED) from None
+    except RunFailedError as error:  # it has said why
+        raise typer.Exit(error.exit_code) from None
     if stopped:
         raise typer.Exit(STOPPED)
 

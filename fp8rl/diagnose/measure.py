@@ -18,8 +18,8 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
 from fp8rl.rl.run.batching import batch_from_trajectories
-from fp8rl.rl.run.feed.feed import to_groups, to_prompts
-from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rl.run.feed.feed import to_groups
+from fp8rl.rl.run.feed.problems import to_prompts, training_problems
 from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
@@ -27,7 +27,7 @@ from fp8rl.trainer.step.objective import Scored
 from fp8rl.weight_sync.manifest import SyncError
 
 if TYPE_CHECKING:
-    from fp8rl.rl.run.stack import Stack
+    from fp8rl.rl.run.run import Run
     from fp8rl.trainer.distributed.layout import Layout
     from fp8rl.trainer.scorer import Scorer
     from fp8rl.trainer.trainer import Trainer
@@ -41,7 +41,7 @@ LONG_TOKENS = 320
 """Tokens of a long prompt: more than two key splits of attention, whose summation order short prompts never reach."""
 
 
-def sync_weights(stack: Stack) -> None:
+def sync_weights(stack: Run) -> None:
     """Send the trainer's weights to the engines. Raises `UserError`: an engine does not hold those weights."""
     try:
         stack.syncing.sync()
@@ -54,7 +54,7 @@ def sync_weights(stack: Stack) -> None:
         ) from error
 
 
-def calibration_prompts(stack: Stack) -> list[Prompt]:
+def calibration_prompts(stack: Run) -> list[Prompt]:
     """Return at most PROBLEMS of the run's first step, and LONG_PROMPTS that each join several problems."""
     experiment = stack.experiment
     prompts = to_prompts(stack.tokenizer, training_problems(experiment).of_step(1, PROBLEMS))
@@ -68,7 +68,7 @@ def calibration_prompts(stack: Stack) -> list[Prompt]:
     return prompts + long
 
 
-def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
+def sampled_batch(stack: Run, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
     """Sample `group_size` answers to each prompt; batch them as a step would, without advantages."""
     groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
     answers = stack.sampling.sample(groups, temperature)

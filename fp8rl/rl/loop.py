@@ -11,47 +11,47 @@ from fp8rl.rl.guard.gates import late_metrics
 from fp8rl.rl.guard.guard import Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch.logprobs import row_abs_diff_means
-from fp8rl.rl.record.metrics_log import StepClock, read_metrics
+from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
 from fp8rl.rl.record.run_dir import set_aside
 from fp8rl.rl.run.checkpoints import is_due
 from fp8rl.rl.run.evaluation import Evaluation, agreement_on
-from fp8rl.rl.run.feed.feed import RolloutBatch, open_feed
-from fp8rl.rl.run.run import LiveRun
+from fp8rl.rl.run.feed.feed import open_feed
+from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
+from fp8rl.rl.run.run import Run
 from fp8rl.rl.run.step import StepPass, fault_of, forward_backward, throughput
 from fp8rl.trainer.step.batch import TokenBatch
 
 
-def train(run: LiveRun) -> str:
+def train(run: Run) -> str:
     """Train up to the run's last step, and export the trained model to `<run>/model`.
 
     Returns the reason if the run stopped before its last step, after a checkpoint; otherwise an empty text.
     """
-    experiment, stack, trainer = run.experiment, run.stack, run.stack.trainer
-    feed = open_feed(experiment, stack.sampling)
-    guard = Guard(experiment.gates, experiment.guard, experiment.algorithm, run.gate_state, replays=stack.replays)
-    evaluation = Evaluation(experiment, stack.sampling, stack.closing)
-    if stack.engines:
+    experiment, trainer, record = run.experiment, run.trainer, run.record
+    feed = open_feed(experiment, run.sampling)
+    guard = Guard(experiment.gates, experiment.guard, experiment.algorithm, record.gate_state, replays=run.replays)
+    evaluation = Evaluation(experiment, run.sampling, run.closing)
+    if run.engines:
         _first_sync(run, evaluation, guard)
-    if run.feed is not None:  # after the sync: before it, engines may hold later weights, of a lost trainer
-        feed.restore(run.feed)
-    rows = read_metrics(run.files.metrics)
-    last_row: dict[str, float] = rows[-1] if rows else {}
+    if record.feed is not None:
+        feed.restore(record.feed)
+    last_row = record.last_row
 
     clock = StepClock()
-    for step in run.steps():
-        rollouts = feed.take(step, trainer.weight_version, clock, run.tracker.write)
-        with stack.turn("train"), clock.phase("train"):
-            passed = forward_backward(trainer, rollouts, guard)  # no update has applied these gradients yet
+    for step in record.steps():
+        rollouts = feed.take(step, trainer.weight_version, clock, record.tracker.write)
+        with run.turn("train"), clock.phase("train"):
+            passed = forward_backward(trainer, rollouts, guard)  # gradients, which nothing has applied yet
         ahead = feed.ahead(clock)
         evaluated: dict[str, float] = {}
         if evaluation.under_way:
             with clock.phase("eval"):
                 evaluated, _ = evaluation.finish()
-        with stack.turn("train"), clock.phase("monitor"):
+        with run.turn("train"), clock.phase("monitor"):
             first = passed = passed.with_ahead(trainer, ahead)
-            metrics = rollouts.metrics | first.train_metrics | first.mismatch | stack.engines.canaries()
-            capsule = None if first.monitored is None else run.capsule
+            metrics = rollouts.metrics | first.train_metrics | first.mismatch | run.engines.canaries()
+            capsule = None if first.monitored is None else record.capsule
             verdict = guard.judge(step, late_metrics(last_row) | metrics, first.fault, capsule)
             run.keep(verdict, first)
             if verdict.retry:  # a gate has changed the objective or the routes
@@ -61,7 +61,7 @@ def train(run: LiveRun) -> str:
                 run.keep(verdict, passed)
                 metrics |= passed.train_metrics
         feed.drain(clock)
-        with stack.turn("train"), clock.phase("train"):
+        with run.turn("train"), clock.phase("train"):
             if passed.plan is not None and not verdict.withheld:
                 learned, error = passed.plan.update_all(trainer, passed.result, step)
                 metrics |= learned
@@ -84,36 +84,38 @@ def train(run: LiveRun) -> str:
         saves = is_due(experiment, step) or bool(verdict.stop)
         if saves:
             with clock.phase("checkpoint"):
-                run.checkpoints.begin(trainer, run.gate_state, step, feed.state())
-        metrics |= run.recovery_metrics() | stack.metrics() | clock.lap()
+                record.checkpoints.begin(trainer, record.gate_state, step, feed.state())
+        metrics |= run.metrics() | clock.lap()
         metrics |= throughput(metrics, rollouts.batch)
-        last_row = run.record(metrics, partial(step_records, first, passed.batch), saves)
+        last_row = record.row(metrics, partial(step_records, first, passed.batch), saves)
         if verdict.stop:
             return verdict.stop
     if experiment.adapter is not None:
-        set_aside(run.files.adapter)
-        trainer.export_adapter(run.files.adapter)
+        set_aside(record.files.adapter)
+        trainer.export_adapter(record.files.adapter)
     if experiment.adapter is None or experiment.adapter.mode == "merged":
-        set_aside(run.files.model)
-        trainer.export_hf(run.files.model)
+        set_aside(record.files.model)
+        trainer.export_hf(record.files.model)
     return ""
 
 
-def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
-    """Do a verified sync. In a new run, also record the row of step 0: accuracy and agreement before training. In a
-    resumed run, begin the background evaluation of the checkpoint's step again."""
-    first, stack = run.sync(), run.stack
-    run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
-    stack.metrics()  # reset: what came before step 1 belongs to no row
-    if run.step == 0:
+def _first_sync(run: Run, evaluation: Evaluation, guard: Guard) -> None:
+    """Do a verified sync. In a new run, also record the row of step 0: accuracy and agreement before training.
+
+    A resumed run begins the evaluation again that ran in the background of its next step.
+    """
+    first, record = run.sync(), run.record
+    record.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
+    run.engines.metrics(), run.turns.metrics()  # reset: what came before step 1 belongs to no row
+    if record.step == 0:
         evaluation.begin(0)
         evaluated, greedy = evaluation.finish()
-        with stack.turn("train"):
-            agreed = agreement_on(greedy, stack.trainer, replay=guard.replays, tis_cap=guard.tis_cap)
-        metrics = first.metrics() | evaluated | agreed | stack.engines.canaries()
-        run.console.step(0, run.tracker.log(0, metrics))
-    elif evaluation.is_due(run.step) and evaluation.runs_in_background(run.step):
-        evaluation.begin(run.step)
+        with run.turn("train"):
+            agreed = agreement_on(greedy, run.trainer, replay=guard.replays, tis_cap=guard.tis_cap)
+        metrics = first.metrics() | evaluated | agreed | run.engines.canaries()
+        record.console.step(0, record.tracker.log(0, metrics))
+    elif evaluation.is_due(record.step) and evaluation.runs_in_background(record.step):
+        evaluation.begin(record.step)
 
 
 def step_records(first: StepPass, batch: TokenBatch) -> tuple[list[RolloutRecord], list[ScoredRecord]]:

@@ -128,8 +128,6 @@ class TrainerActor:
 class TrainerGroup:
     """All ranks of one trainer. A method returns when every rank is done. Methods without a role work on the policy.
 
-    A run has one group. When ranks are lost, `restart` replaces them.
-
     Attributes:
         weight_version: number of optimizer steps of the policy.
         merges: whether adapters are merged into the weights.
@@ -141,7 +139,6 @@ class TrainerGroup:
     def __init__(self, actors: list[Any], hung_after_s: float = 120.0, merges: bool = False) -> None:
         self._actors, self._hung_after_s = actors, hung_after_s
         self.merges = merges
-        self._begin: TrainerSpec | None = None
         self._started = False
         self.weight_version = 0
 
@@ -154,30 +151,23 @@ class TrainerGroup:
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
         """
-        group = cls([], spec.config.hung_after_s, spec.adapter is not None and spec.adapter.mode == "merged")
-        group._begin = replace(spec, model_path=Path(spec.model_path).absolute())
-        group.restart(placements)
-        return group
-
-    def restart(self, placements: Sequence[ActorPlacement] | None = None) -> None:
-        """Replace all ranks by new ones. They start with the run's initial weights and the current numerics."""
-        self.shutdown()
-        begin = self._begin
-        assert begin is not None, "a group of given actors cannot make others"
-        placements = placements or [ActorPlacement()] * begin.config.world_size
+        spec = replace(spec, model_path=Path(spec.model_path).absolute())
+        placements = placements or [ActorPlacement()] * spec.config.world_size
         remote = ray.remote(num_cpus=_CPUS_PER_RANK, concurrency_groups={_WATCH: 1, _WRITER: 1})(TrainerActor)
-        self._actors = [
-            remote.options(**placement.actor_options(RANK_ENVIRONMENT)).remote(rank, begin.config)
+        actors = [
+            remote.options(**placement.actor_options(RANK_ENVIRONMENT)).remote(rank, spec.config)
             for rank, placement in enumerate(placements)
         ]
+        group = cls(actors, spec.config.hung_after_s, spec.adapter is not None and spec.adapter.mode == "merged")
         try:
             host = placements[0].host
-            port = self._one(0, "open_rendezvous", host) if begin.config.world_size > 1 else 0
-            self._all("start", host, port, begin)
+            port = group._one(0, "open_rendezvous", host) if spec.config.world_size > 1 else 0
+            group._all("start", host, port, spec)
         except BaseException:
-            self.shutdown()
+            group.shutdown()
             raise
-        self._started, self.weight_version = True, 0
+        group._started = True
+        return group
 
     def forward_backward(self, batch: TokenBatch, objective: Objective, role: Role = "policy") -> PassResult:
         """Compute the gradients of a batch. `update` applies them. Another pass of the same role discards them. Raises
@@ -229,8 +219,6 @@ class TrainerGroup:
         """Switch every model to other numerics of the same mode, with the same weights. Raises UserError, and changes
         nothing, if the model's sizes do not fit the spec."""
         self._all("apply", None, "set_numerics", numerics)
-        if self._begin is not None:
-            self._begin = replace(self._begin, numerics=numerics)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Write a checkpoint, by `stage` and `write`. extra: JSON values. texts: the texts of more files, by name."""
@@ -289,7 +277,7 @@ class TrainerGroup:
     def shutdown(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        self._actors, self._started = [], False
+        self._actors = []
 
     def _one(self, rank: int, method: str, *args: Any) -> Any:
         return self._get([rank], [getattr(self._actors[rank], method).remote(*args)])[0]

@@ -15,9 +15,11 @@ from pathlib import Path
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import batch_from_trajectories
-from fp8rl.rl.run.feed.feed import SampledFeed, to_groups, to_prompts
-from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.stack import Stack, canary_of, open_pair
+from fp8rl.rl.run.engines.canary import canary_of
+from fp8rl.rl.run.feed.feed import SampledFeed, to_groups
+from fp8rl.rl.run.feed.problems import to_prompts
+from fp8rl.rl.run.interrupts import BoundedExitStack
+from fp8rl.rl.run.run import Run, open_pair
 from fp8rl.rl.run.step import plan_updates
 from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.types import Group
@@ -68,18 +70,18 @@ def scaling() -> Iterator[Result]:
 
 
 @contextmanager
-def demo_stack() -> Iterator[Stack]:
+def demo_stack() -> Iterator[Run]:
     """Trainer and engine of the demo, synced."""
     experiment = load_experiment(ARITHMETIC, [])
-    with ShutdownStack() as closing:
+    with BoundedExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
-        stack = Stack(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
+        stack = Run(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
         stack.engines.wait()
         stack.syncing.sync()
         yield stack
 
 
-def _in_turns(stack: Stack, blocks: Mapping[str, list[str]], rounds: int, steps: int) -> dict[str, list[float]]:
+def _in_turns(stack: Run, blocks: Mapping[str, list[str]], rounds: int, steps: int) -> dict[str, list[float]]:
     """Median seconds of a block's steps in every round; the first round, which compiles, does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in blocks}
     for index in range(1 + rounds):
@@ -90,7 +92,7 @@ def _in_turns(stack: Stack, blocks: Mapping[str, list[str]], rounds: int, steps:
     return seconds
 
 
-def _block(stack: Stack, settings: list[str], steps: int) -> float:
+def _block(stack: Run, settings: list[str], steps: int) -> float:
     """Median seconds of some steps, after one that fills what is ahead."""
     experiment = load_experiment(ARITHMETIC, [*settings, f"run.steps={steps + 20}"])
     feed, trainer = SampledFeed(experiment, stack.sampling), stack.trainer
@@ -150,7 +152,7 @@ def _watched(name: str, model: Path, rounds: int = 24, warmup: int = 3) -> Itera
         )
 
 
-def _sync_and_step(stack: Stack, groups: Sequence[Group]) -> tuple[float, float]:
+def _sync_and_step(stack: Run, groups: Sequence[Group]) -> tuple[float, float]:
     """Seconds of a sync, and from its begin until the answers that follow are scored; the trainer has made nothing yet
     of its weights, as after an update."""
     stack.trainer.apply(methodcaller("weights_changed"))

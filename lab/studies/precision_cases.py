@@ -21,7 +21,7 @@ from lab.studies.harness.study import Measurement, Study, TextTable
 from lab.studies.harness.subjects import MODEL, random_model
 
 if TYPE_CHECKING:
-    from fp8rl.rl.run.stack import Stack
+    from fp8rl.rl.run.run import Run
 
 PROMPTS, QUICK_PROMPTS, ANSWERS = 32, 8, 8
 FP32 = QuantSpec.preset("fp8_block_fp32")
@@ -83,7 +83,7 @@ def _beside_engine(
     others: BF16 on both sides and mixed scale formats too.
     """
 
-    def batches(stack: Stack) -> Iterator[TokenBatch]:
+    def batches(stack: Run) -> Iterator[TokenBatch]:
         for seed in seeds:
             yield live.sampled_by_engine(stack, seed, prompts, ANSWERS).batch
 

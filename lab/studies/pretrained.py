@@ -30,7 +30,7 @@ from lab.studies.harness.subjects import EXAMPLES, MODEL, random_model
 from tests.support.tiny_model import TinyModel
 
 if TYPE_CHECKING:
-    from fp8rl.rl.run.stack import Stack
+    from fp8rl.rl.run.run import Run
     from fp8rl.trainer.trainer import Trainer
 
 MODELS = {"dense": EXAMPLES / "models/smollm2_135m", "mixture": EXAMPLES / "models/smollm2_mixture"}
@@ -156,7 +156,7 @@ def _beside_exact(model: Path, seeds: Sequence[int]) -> dict[str, list[Scored]]:
         return {"exact": [_scored(stack, seed, cases) for seed in seeds]}
 
 
-def _scored(stack: Stack, seed: int, cases: Mapping[str, NumericsConfig]) -> Scored:
+def _scored(stack: Run, seed: int, cases: Mapping[str, NumericsConfig]) -> Scored:
     problems = [
         Problem(question, "", ({"role": "system", "content": SYSTEM}, {"role": "user", "content": question}))
         for question in asked(seed)

@@ -45,7 +45,7 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     def must_not_start(*_: object, **__: object) -> None:
         raise AssertionError("a process was about to be started")
 
-    monkeypatch.setattr("fp8rl.rl.run.stack.Stack.__init__", must_not_start)
+    monkeypatch.setattr("fp8rl.rl.run.run.Run.__init__", must_not_start)
     before = psutil.Process().children(recursive=True)
 
     def train(*arguments: str, path: Path = spec) -> str:
@@ -113,7 +113,7 @@ def test_files_that_cannot_be_read_and_ports_that_are_taken(refused: Callable[..
 def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp8rl.rl.run.stack.Stack.__init__", None)
+    monkeypatch.setattr("fp8rl.rl.run.run.Run.__init__", None)
     run = tmp_path / "runs" / "it"
     run.mkdir(parents=True)
     (run / "spec.yaml").write_text("kept")

@@ -14,7 +14,7 @@ from click.testing import Result
 from fp8rl.diagnose.report import Report
 from fp8rl.models import read_model
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rl.run.run import Run, open_pair
 from tests.support.commands import result_of
 from tests.support.rig import Rig
 
@@ -24,7 +24,7 @@ SPEC = "examples/arithmetic.yaml"
 
 
 @pytest.fixture(scope="module")
-def stack(rig: Rig) -> Iterator[Stack]:
+def stack(rig: Rig) -> Iterator[Run]:
     rig.only_ray()
     with open_pair(load_experiment(Path(SPEC))) as both:
         yield both
@@ -33,7 +33,7 @@ def stack(rig: Rig) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def doctor(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Report]]:
+def doctor(stack: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Report]]:
     """Run the command on the stack that is up already."""
 
     def invoke(*arguments: str) -> tuple[Result, Report]:
@@ -45,17 +45,17 @@ def doctor(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
     return invoke
 
 
-def opened_as(stack: Stack) -> Callable[..., AbstractContextManager[Stack]]:
+def opened_as(stack: Run) -> Callable[..., AbstractContextManager[Run]]:
     """In place of `open_pair`."""
 
     @contextmanager
-    def opened(*_: object, **__: object) -> Iterator[Stack]:
+    def opened(*_: object, **__: object) -> Iterator[Run]:
         yield stack
 
     return opened
 
 
-def test_a_bf16_trainer_beside_an_fp8_engine_fails(stack: Stack, doctor: Callable[..., tuple[Result, Report]]) -> None:
+def test_a_bf16_trainer_beside_an_fp8_engine_fails(stack: Run, doctor: Callable[..., tuple[Result, Report]]) -> None:
     exact = stack.numerics
     stack.numerics = replace(exact, trainer="bf16")
     stack.trainer.apply(methodcaller("set_numerics", stack.numerics))
@@ -80,7 +80,7 @@ def test_a_bf16_trainer_beside_an_fp8_engine_fails(stack: Stack, doctor: Callabl
 
 
 def test_the_example_passes_with_equal_logprobs_and_no_noise(
-    stack: Stack, doctor: Callable[..., tuple[Result, Report]]
+    stack: Run, doctor: Callable[..., tuple[Result, Report]]
 ) -> None:
     result, report = doctor()
     assert {finding.grade for finding in report.findings} <= {"ok", "note"} and result.exit_code == 0

@@ -17,10 +17,11 @@ import ray
 
 from fp8rl.models import read_shape
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+from fp8rl.rl.run.feed.feed import to_groups
+from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.feed.sampling import PendingGroup
-from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.stack import Stack
+from fp8rl.rl.run.interrupts import BoundedExitStack
+from fp8rl.rl.run.run import Run
 from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.types import Group, Trajectory
 from fp8rl.trainer.state_bytes import state_bytes
@@ -39,22 +40,22 @@ START_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A trainer and two engines, synced, which take turns if they are asked to."""
     settings = ["rollout.engines=2", f"rollout.hung_after_s={HUNG_AFTER_S}", "rollout.max_new_tokens=60"]
     settings += ["rollout.sleep=true", "sync.bucket_mib=1"]  # several buckets
     experiment = load_experiment(ROOT / "examples/arithmetic.yaml", settings)
     folder = tmp_path_factory.mktemp("stack")
     rig.only_ray()
-    with ShutdownStack() as closing:
-        stack = Stack(experiment, experiment.numerics_config(), folder, closing, print)
+    with BoundedExitStack() as closing:
+        stack = Run(experiment, experiment.numerics_config(), folder, closing, print)
         stack.wait_for_engines()
         stack.syncing.sync()
         yield stack
 
 
 @pytest.fixture
-def told(stack: Stack) -> Iterator[list[str]]:
+def told(stack: Run) -> Iterator[list[str]]:
     """What the stack says of its recoveries; afterwards both engines serve again."""
     said: list[str] = []
     stack.events.subscribe(lambda metric, count, text: said.append(text))
@@ -64,21 +65,21 @@ def told(stack: Stack) -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def asked(stack: Stack) -> list[Group]:
+def asked(stack: Run) -> list[Group]:
     problems = load_problems(stack.experiment.data.training[0])[:16]
     return to_groups(to_prompts(stack.tokenizer, problems), 4, run_seed=0, step=1)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(stack: Stack, asked: list[Group]) -> list[Trajectory]:
+def undisturbed(stack: Run, asked: list[Group]) -> list[Trajectory]:
     return stack.sampling.sample(asked, 1.0)
 
 
-def both_up(stack: Stack) -> None:
+def both_up(stack: Run) -> None:
     assert wait_until(lambda: len(stack.engines.up()) == 2, START_S)
 
 
-def server_of(stack: Stack, index: int) -> psutil.Process:
+def server_of(stack: Run, index: int) -> psutil.Process:
     return psutil.Process(ray.get(stack.engines.slots[index].actor.health.remote()).pid)
 
 
@@ -86,7 +87,7 @@ def scheduler_of(server: psutil.Process) -> psutil.Process:
     return next(child for child in server.children(recursive=True) if "scheduler" in " ".join(child.cmdline()))
 
 
-def begin(stack: Stack, asked: list[Group], *stopped: psutil.Process) -> list[PendingGroup]:
+def begin(stack: Run, asked: list[Group], *stopped: psutil.Process) -> list[PendingGroup]:
     """Groups under way on both engines. stopped: processes without which an engine answers none, however slow this
     one is."""
     for process in stopped:
@@ -97,7 +98,7 @@ def begin(stack: Stack, asked: list[Group], *stopped: psutil.Process) -> list[Pe
     return admitted
 
 
-def collected(stack: Stack, admitted: list[PendingGroup]) -> list[Trajectory]:
+def collected(stack: Run, admitted: list[PendingGroup]) -> list[Trajectory]:
     return [answer for group in stack.sampling.collect(admitted) for answer in group]
 
 
@@ -106,7 +107,7 @@ def bits(answers: list[Trajectory]) -> list[Any]:
 
 
 def test_an_engine_that_is_killed_costs_no_token_and_serves_again_once_it_is_verified(
-    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
+    stack: Run, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
     server = server_of(stack, 1)
     admitted = begin(stack, asked, scheduler_of(server))
@@ -120,7 +121,7 @@ def test_an_engine_that_is_killed_costs_no_token_and_serves_again_once_it_is_ver
 
 
 def test_engines_that_hang_are_told_from_dead_ones_and_replaced(
-    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
+    stack: Run, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
     """The one in its server, the other in its scheduler."""
     assert wait_until(lambda: all(server_of(stack, engine).children() for engine in (0, 1)), START_S)
@@ -133,7 +134,7 @@ def test_engines_that_hang_are_told_from_dead_ones_and_replaced(
 
 
 def test_engines_wake_as_they_were_and_one_that_dies_asleep_is_replaced_once_they_wake(
-    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
+    stack: Run, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
     shape = read_shape(Path(stack.experiment.model.path))
     state = state_bytes(shape, stack.experiment.trainer, stack.numerics, "torch", 0)
@@ -153,7 +154,7 @@ def test_engines_wake_as_they_were_and_one_that_dies_asleep_is_replaced_once_the
 
 
 def test_a_sync_in_which_a_bit_flips_is_done_again(
-    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
+    stack: Run, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
     """Connections that break and stall, and bits that flip every time, are `python -m lab.bench.faults wires`."""
     with engine_behind(stack, wire.flipped_in_memory(trainer_of(stack))):
@@ -165,13 +166,13 @@ def test_a_sync_in_which_a_bit_flips_is_done_again(
     assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
 
 
-def trainer_of(stack: Stack) -> int:
+def trainer_of(stack: Run) -> int:
     (pid,) = stack.trainer.apply(lambda trainer: os.getpid())
     return pid
 
 
 @contextmanager
-def engine_behind(stack: Stack, touch: wire.Touch) -> Iterator[None]:
+def engine_behind(stack: Run, touch: wire.Touch) -> Iterator[None]:
     """Weights reach engine 1 through a proxy."""
     slot = stack.engines.slots[1]
     true = slot.endpoint

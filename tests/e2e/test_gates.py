@@ -25,11 +25,11 @@ from fp8rl.rl.loop import train
 from fp8rl.rl.record.history import Event, read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.run.feed.feed import RolloutBatch, SampledFeed
+from fp8rl.rl.run.ending import finish
+from fp8rl.rl.run.feed.feed import SampledFeed
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.restarts import finish
-from fp8rl.rl.run.run import LiveRun
-from fp8rl.rl.run.stack import Stack
+from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
+from fp8rl.rl.run.run import Run, open_run
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Trajectory
 from fp8rl.weight_sync.transports.tensor import TensorTransport
@@ -59,11 +59,11 @@ GATES = [
 ]
 LATER_GATES = [{"metric": "mismatch/tis_clipfrac", "above": 0.5, "action": "tighten_tis"}]
 
-Before = Callable[[Stack], None]
+Before = Callable[[Run], None]
 After = Callable[[list[Trajectory]], list[Trajectory]]
 
 
-def corrupt_a_weight(stack: Stack) -> None:
+def corrupt_a_weight(stack: Run) -> None:
     """In the engine, after the verified sync: a tampered tensor, committed at the same version."""
     transport = Tampered(TensorTransport(1 << 20), flipped_bits)
     version = stack.trainer.weight_version
@@ -77,7 +77,7 @@ def flipped_bits(tensors: Iterable[Named]) -> Iterator[Named]:
         yield name, (tensor.view(torch.uint8) ^ 1).view(tensor.dtype) if name == MATRIX else tensor
 
 
-def score_with_other_scales(stack: Stack) -> None:
+def score_with_other_scales(stack: Run) -> None:
     """In the trainer alone, in its next pass."""
     trainer, numerics = stack.trainer, stack.numerics
     spec = numerics.spec.override({role: {"scale": "fp32"} for role in ("weight", "activation")})
@@ -93,7 +93,7 @@ def score_with_other_scales(stack: Stack) -> None:
     trainer.forward_backward = once  # type: ignore[method-assign]
 
 
-def at_each_engine(stack: Stack, use: Callable[[EngineClient], Any]) -> list[Any]:
+def at_each_engine(stack: Run, use: Callable[[EngineClient], Any]) -> list[Any]:
     async def run() -> list[Any]:
         answers = []
         for endpoint in stack.engines.up():
@@ -110,7 +110,7 @@ class OldWeights:
 
     folder: Path
 
-    def keep(self, stack: Stack) -> None:
+    def keep(self, stack: Run) -> None:
         shutil.copytree(stack.syncing.bridge.write_checkpoint(), self.folder)
 
     def load(self, age: int) -> Before:
@@ -142,7 +142,7 @@ def other_experts(answers: list[Trajectory]) -> list[Trajectory]:
     return [dataclasses.replace(a, routed_experts=(a.routed_experts + 1) % 8) for a in answers]
 
 
-def diverge(stack: Stack) -> None:
+def diverge(stack: Run) -> None:
     stack.trainer.apply(set_learning_rate, 3.0)  # from now on
 
 
@@ -155,7 +155,7 @@ class Faults:
     """Stands around the loop's sampling: what happens right before it in a step, and to what it returns."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, stack: Stack, before: dict[int, Before], after: dict[int, After], first: int
+        self, patch: pytest.MonkeyPatch, stack: Run, before: dict[int, Before], after: dict[int, After], first: int
     ) -> None:
         self.step = first - 1
         self.passes: dict[int, list[tuple[bool, float | None]]] = {}
@@ -181,7 +181,7 @@ class Faults:
         trajectories = iter(after([answer.trajectory for group in groups for answer in group]))
         return [[dataclasses.replace(answer, trajectory=next(trajectories)) for answer in group] for group in groups]
 
-    def _note_passes(self, stack: Stack) -> None:
+    def _note_passes(self, stack: Run) -> None:
         """Of each step, whether the routes were replayed and under which cap."""
         forward_backward = stack.trainer.forward_backward
 
@@ -223,10 +223,10 @@ def faulty(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, 
     }
     after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
     rig.only_ray()
-    with pytest.MonkeyPatch.context() as patch, LiveRun(settings, run) as live:
-        faults = Faults(patch, live.stack, before, after, first=1)
+    with pytest.MonkeyPatch.context() as patch, open_run(settings, run) as live:
+        faults = Faults(patch, live, before, after, first=1)
         stopped = train(live)
-        finish(live, stopped)
+        finish(live.record, stopped)
     assert stopped.startswith("checkpoint_and_stop: rollout/reward_mean")
     return run, faults
 
@@ -340,10 +340,10 @@ def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple
 
 def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir, stacks: None) -> None:
     settings = load_experiment(run.experiment, [f"gates={json.dumps(LATER_GATES)}"])
-    with pytest.MonkeyPatch.context() as patch, LiveRun(settings, run) as live:
-        faults = Faults(patch, live.stack, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)
+    with pytest.MonkeyPatch.context() as patch, open_run(settings, run) as live:
+        faults = Faults(patch, live, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)
         assert train(live) == ""
-        (report,) = at_each_engine(live.stack, EngineClient.report)
+        (report,) = at_each_engine(live, EngineClient.report)
         assert report.numerics["rollout"] == "bf16"
     assert [event.action for event in read_events(run.events) if event.step > STOPPED] == ["tighten_tis"]
     assert faults.passes == {TIGHTENED: [(True, 2.0), (True, 1.0)], LAST: [(True, 1.0)]}

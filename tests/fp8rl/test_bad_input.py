@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import fp8rl.diagnose.attribution
 import fp8rl.evaluating
-import fp8rl.rl.run.restarts
+import fp8rl.rl.run.run
 import fp8rl_certify.dump.command
 from fp8rl.cli import app
 from fp8rl.numerics.core.process import time_limit
@@ -52,7 +52,7 @@ def folder(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, da
     """A copy of it, where nothing is started: what would be raises `AcceptedError`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FP8RL_API_KEY", raising=False)
-    monkeypatch.setattr(fp8rl.rl.run.restarts, "run_with_restarts", _accept)
+    monkeypatch.setattr(fp8rl.rl.run.run, "open_run", _accept)
     monkeypatch.setattr(fp8rl.diagnose.attribution, "attribute_offline", _accept)
     monkeypatch.setattr(fp8rl.evaluating, "serve", _accept)
     monkeypatch.setattr(SGLangServer, "start", _accept)

@@ -55,7 +55,7 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
 @pytest.mark.slow
 def test_the_driver_never_imports_megatron_or_sglang() -> None:
     code = (
-        "import fp8rl.rl.experiment.preconditions, fp8rl.rl.run.run, fp8rl.rl.loop, fp8rl.rl.run.restarts; "
+        "import fp8rl.rl.experiment.preconditions, fp8rl.rl.run.run, fp8rl.rl.loop, fp8rl.rl.run.ending; "
         "import fp8rl.diagnose.doctor.pair, fp8rl.diagnose.attribution, sys; "
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'sglang', 'apex'}))"
     )

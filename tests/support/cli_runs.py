@@ -75,7 +75,7 @@ class StartedRun:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            dump = [FP8RL.with_name("py-spy"), "dump", "--pid", str(self.process.pid)]
+            dump = [FP8RL.with_name("py-spy"), "dump", "--pid", str(self.driver().pid)]
             threads = subprocess.run(dump, capture_output=True, text=True).stdout
             raise AssertionError(f"still running after {timeout_s:g} s:\n{self.console()}\n{threads}") from None
 
@@ -85,6 +85,10 @@ class StartedRun:
         for process in family:
             self._folders |= set(re.findall(r"/tmp/fp8rl-ray-\w+", command_of(process)))
         return family
+
+    def driver(self) -> psutil.Process:
+        """The run's own process, the child of the supervising one."""
+        return next(child for child in psutil.Process(self.process.pid).children() if "fp8rl" in command_of(child))
 
     def engine(self) -> psutil.Process:
         """The main process of the SGLang server."""

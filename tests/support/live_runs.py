@@ -5,8 +5,8 @@ from pathlib import Path
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.loop import train
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.run.restarts import finish
-from fp8rl.rl.run.run import LiveRun
+from fp8rl.rl.run.ending import finish
+from fp8rl.rl.run.run import open_run
 from tests.support.paths import EXAMPLES
 
 
@@ -21,6 +21,6 @@ def prepared(folder: Path, *settings: str, example: str = "arithmetic", name: st
 
 def finished(folder: Path, *settings: str, **options: str) -> RunDir:
     experiment, run = prepared(folder, *settings, **options)
-    with LiveRun(experiment, run) as live:
-        finish(live, train(live))
+    with open_run(experiment, run) as live:
+        finish(live.record, train(live))
     return run

@@ -15,7 +15,7 @@ from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibrati
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
 from fp8rl.rl.run.engines.serving import engine_adapter
-from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rl.run.run import Run, open_pair
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.trainer.config import TrainerSection
@@ -65,7 +65,7 @@ def attribute_offline(subject: Subject, *, say: Callable[[str], object]) -> Attr
 
 
 @contextmanager
-def _stack_of(subject: Subject, say: Callable[[str], object]) -> Iterator[Stack]:
+def _stack_of(subject: Subject, say: Callable[[str], object]) -> Iterator[Run]:
     """An engine and a trainer of one rank each with the subject's weights.
 
     `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout. Nothing is judged

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8rl.diagnose.measure import difference, sampled_batch
 from fp8rl.diagnose.report import Difference, Finding, shown_number
 from fp8rl.numerics.config import Mode, NumericsConfig
-from fp8rl.rl.run.stack import Stack
+from fp8rl.rl.run.run import Run
 from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
 from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.step.batch import TokenBatch
@@ -72,7 +72,7 @@ def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> list[Finding]:
     return checks
 
 
-def sampler_temperature(stack: Stack, batch: TokenBatch, measured: Difference) -> Finding:
+def sampler_temperature(stack: Run, batch: TokenBatch, measured: Difference) -> Finding:
     """Check that the engine's log-probabilities are those of the temperature that it was asked to sample with."""
     asked = batch.temperature
     others = {
@@ -100,12 +100,12 @@ ALONE = 8
 """Sequences that are scored one by one."""
 
 
-def against_trainer(stack: Stack, batch: TokenBatch) -> Difference:
+def against_trainer(stack: Run, batch: TokenBatch) -> Difference:
     """Compare trainer and engine on the tokens that the engine sampled."""
     return difference(stack.trainer.score(batch), batch.fields["rollout_logprobs"], batch.loss_mask)
 
 
-def prefill_against_decode(stack: Stack, batch: TokenBatch) -> Difference:
+def prefill_against_decode(stack: Run, batch: TokenBatch) -> Difference:
     """Compare the engine's log-probabilities of its own tokens: prefilled with their prompts, and as it sampled them.
 
     batch: sampled at temperature 1, the only one at which SGLang scores given tokens.
@@ -116,7 +116,7 @@ def prefill_against_decode(stack: Stack, batch: TokenBatch) -> Difference:
     return difference(scored, batch.fields["rollout_logprobs"], batch.loss_mask & known)
 
 
-def alone_against_together(stack: Stack, batch: TokenBatch) -> Difference:
+def alone_against_together(stack: Run, batch: TokenBatch) -> Difference:
     """Compare the tokens of the longest rows, prefilled row by row, with the same tokens prefilled all at once."""
     rows = batch.lengths.argsort(descending=True, stable=True)[:ALONE].tolist()
     longest = batch.select(rows)
@@ -128,14 +128,14 @@ def alone_against_together(stack: Stack, batch: TokenBatch) -> Difference:
     return difference(padded, together, known)
 
 
-def bf16_on_both_sides(stack: Stack, prompts: list[Prompt], answers: int) -> Difference:
+def bf16_on_both_sides(stack: Run, prompts: list[Prompt], answers: int) -> Difference:
     """Compare trainer and engine, both switched to BF16, on a sample of that engine. `stack` stays in BF16."""
     stack.switch(stack.numerics.in_bf16())
     stack.syncing.sync()
     return against_trainer(stack, sampled_batch(stack, prompts, answers, stack.experiment.rollout.temperature))
 
 
-def _scored(stack: Stack, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+def _scored(stack: Run, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Return prefilled log-probabilities [B, S], and a mask of those that exist: none at index 0, nor beyond the
     longest prompt that the engine takes."""
     longest = stack.experiment.rollout.context_length - SCORED_SHORT_OF

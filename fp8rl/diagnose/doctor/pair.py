@@ -17,7 +17,7 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.run.engines.serving import engine_adapter, expected_report
-from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rl.run.run import Run, open_pair
 from fp8rl.rollout.types import HandshakeError, Prompt
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import SyncError
@@ -79,7 +79,7 @@ def same_precision(experiment: Experiment) -> Finding:
     return judged("spec", "precision of both sides", ok, found, expected, SAME_PRECISION)
 
 
-def _examine(stack: Stack, found: Pair, say: Callable[[str], None]) -> None:
+def _examine(stack: Run, found: Pair, say: Callable[[str], None]) -> None:
     say("syncing the weights")
     equal = "every tensor's digest equal in trainer and engine"
     try:
@@ -117,7 +117,7 @@ def _examine(stack: Stack, found: Pair, say: Callable[[str], None]) -> None:
         found.findings.append(Finding("not seen", said, grade="note", names=tuple(lacking)))
 
 
-def _sightings(stack: Stack, batch: TokenBatch, prompts: Sequence[Prompt]) -> list[Sighting]:
+def _sightings(stack: Run, batch: TokenBatch, prompts: Sequence[Prompt]) -> list[Sighting]:
     """Return what both sides were seen to hold and to compute. Afterwards the trainer has learnt from a step.
 
     Its loss is the likelihood of the answers: it needs no rewards, and no format depends on it.

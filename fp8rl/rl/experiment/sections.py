@@ -42,7 +42,7 @@ class RunSection(Section):
     steps: int = Field(default=60, ge=1)
     """Number of steps. In each step a batch is sampled, judged, trained on and synced."""
     restarts: int = Field(default=2, ge=0)
-    """How often a run restarts by itself from its last checkpoint after the loss of a trainer rank."""
+    """How often the command starts a run again from its last checkpoint, after the loss of a trainer rank or of Ray."""
 
 
 class ClusterSection(Section):

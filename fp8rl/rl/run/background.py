@@ -72,17 +72,16 @@ class Background:
         """Cancel all coroutines and end the thread; a blocked one ends with the process. A second call does nothing."""
         if self._closed:
             return
-        left = [f"the thread {self._thread.name}"]
         if self.takes_turns():
             with suppress(TimeoutError):
-                left = self.run(_end_all(), 2 * GRACE_S)
+                self.run(_end_all(), 2 * GRACE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_TURN_SECONDS)
-            if not self._thread.is_alive():
-                self._loop.close()
         self._closed = True
-        if left:
-            logging.getLogger(__name__).warning("found no end of %s, although it is cancelled", ", ".join(left))
+        if self._thread.is_alive():
+            logging.getLogger(__name__).warning("found no end of the thread %s", self._thread.name)
+        else:
+            self._loop.close()
 
 
 def begun(
@@ -127,8 +126,5 @@ def blocking_with_events(
     return run
 
 
-async def _end_all() -> list[str]:
-    """Cancel all coroutines, and return the names of those that do not end."""
-    running = asyncio.current_task()
-    left = await end(*(task for task in asyncio.all_tasks() if task is not running))
-    return [repr(task) for task in left]
+async def _end_all() -> None:
+    await end(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))

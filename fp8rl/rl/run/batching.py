@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +14,6 @@ from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.rollout.types import Trajectory
-
-PAD_TOKEN = 0
-"""The id of padding; any valid id would do. Padding is masked, and on the right, where no real token attends to it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ def batch_from_trajectories(
                 f"trajectory {row}: found {len(trajectory.logprobs)} logprobs, "
                 f"expected {len(trajectory.token_ids) - told}, one per sampled token"
             )
-    batch = _pad([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], temperature)
+    batch = TokenBatch.of([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], temperature)
     for row, trajectory in enumerate(trajectories):
         for begin, end in trajectory.environment_spans:  # nothing is learnt from an environment's words
             batch.loss_mask[row, len(trajectory.prompt_ids) + begin : len(trajectory.prompt_ids) + end] = False
@@ -82,7 +78,7 @@ def batch_from_examples(examples: Sequence[SftExample]) -> TokenBatch:
     for row, example in enumerate(examples):
         if not example.target_ids:
             raise ValueError(f"example {row}: found no target token, expected at least one (the EOS)")
-    return _pad([e.prompt_ids for e in examples], [e.target_ids for e in examples], temperature=1.0)
+    return TokenBatch.of([e.prompt_ids for e in examples], [e.target_ids for e in examples])
 
 
 def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
@@ -121,20 +117,3 @@ def _seeds(trajectories: Sequence[Trajectory], redraws: int) -> Tensor:
     for row in (index * len(trajectories) // count for index in range(count)):
         seeds[row] = trajectories[row].seed
     return seeds
-
-
-def _pad(prompts: Sequence[list[int]], targets: Sequence[list[int]], temperature: float) -> TokenBatch:
-    if not prompts:
-        raise ValueError("found an empty batch, expected at least one sequence")
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"sequence {row}: found an empty prompt, expected at least one token (such as a BOS)")
-    rows = [prompt + target for prompt, target in zip(prompts, targets, strict=True)]
-    lengths = torch.tensor([len(row) for row in rows])
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    position = torch.arange(int(lengths.max()))
-    real = position < lengths[:, None]
-    tokens = torch.full(real.shape, PAD_TOKEN, dtype=torch.int64)
-    tokens[real] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)  # row after row
-    loss_mask = (position >= prompt_lengths[:, None]) & real
-    return TokenBatch(tokens, lengths, loss_mask, temperature)

@@ -1,5 +1,4 @@
-"""Checkpoints of a run: when they are written, which of them are kept, what a resumed run may start from, and how to
-resume a run that has ended early."""
+"""Checkpoints of a run: when they are written, which of them are kept, and what a resumed run may start from."""
 
 from __future__ import annotations
 
@@ -15,19 +14,17 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError, say_error, shown, typed, user_error
+from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.files import flush_to_disk
 from fp8rl.numerics.core.reading import RESTORE
 from fp8rl.numerics.core.section import dotted, validated
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.guard import GateState
-from fp8rl.rl.record.console import CONSOLE
 from fp8rl.rl.record.history import read_events
-from fp8rl.rl.record.metrics_log import metrics_found, read_metrics
+from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.feed.state import FeedState
-from fp8rl.rl.run.interrupts import STOPPED
 from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
 from fp8rl.trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
 
@@ -237,40 +234,3 @@ def _kept(experiment: Experiment) -> dict[str, Any]:
 def _kv(numerics: NumericsConfig) -> str | None:
     """Return the format of keys and values; None for BF16, which checkpoints without this key have."""
     return None if numerics.kv == "bf16" else f"fp8, scales {numerics.key_scale:g} and {numerics.value_scale:g}"
-
-
-# What is said of a run that ends before its last step although neither its input nor its code is wrong.
-
-
-def say_failed(files: RunDir, error: object) -> None:
-    """Print what failed, where its logs are, and how to resume the run."""
-    say_error(f"error: {error}")
-    if not files.experiment.is_file():
-        say_error(f"{files.path} is gone: put it back for --resume, or begin again")
-        return
-    say_error(f"logs     {files.log}, {files.path}/engine_*.log")
-    say_error(how_to_go_on(files))
-
-
-def end_without_ray(files: RunDir, why: str) -> None:
-    """Print why, and end this process at once: without Ray nothing can be unwound. Its children end with it."""
-    CONSOLE.error(why)
-    say_failed(files, why)
-    os._exit(STOPPED)
-
-
-def resume_command(files: RunDir) -> str:
-    """Return the line that says how to resume a run."""
-    return f"resume   {typed('fp8rl')} train {files.experiment} --resume"
-
-
-def how_to_go_on(files: RunDir) -> str:
-    """Return the line that says how to go on after an interrupt."""
-    if steps := files.checkpoint_steps():
-        rows, _ = metrics_found(files.metrics)
-        lost = int(rows[-1]["step"]) - steps[-1] if rows else 0
-        after = f"; {lost} later step{'s are' if lost > 1 else ' is'} lost" if lost > 0 else ""
-        return f"saved    step {steps[-1]}, from which a resume continues{after}\n{resume_command(files)}"
-    if files.begun:
-        return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
-    return "the run had not begun: the same command begins again"

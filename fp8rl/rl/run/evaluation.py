@@ -19,10 +19,10 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.run.batching import batch_from_trajectories
-from fp8rl.rl.run.feed.feed import to_prompts
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling
-from fp8rl.rl.run.interrupts import ShutdownStack
+from fp8rl.rl.run.interrupts import BoundedExitStack
 from fp8rl.rollout.engine.actor import check_versions
 from fp8rl.rollout.tasks.chat import end_ids
 from fp8rl.rollout.tasks.data import load_problems
@@ -86,7 +86,7 @@ def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iter
 class Evaluation:
     """Evaluates a run's weights; one evaluation at a time."""
 
-    def __init__(self, experiment: Experiment, sampling: Sampling, closing: ShutdownStack) -> None:
+    def __init__(self, experiment: Experiment, sampling: Sampling, closing: BoundedExitStack) -> None:
         """closing: ends the judges of sets with rewards of their own."""
         self._experiment, self._sampling, self._closing = experiment, sampling, closing
         self._sets = list(held_out(experiment, sampling.tokenizer))

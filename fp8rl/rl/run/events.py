@@ -13,6 +13,8 @@ Progress = Callable[[int, int], object]
 ENGINES_REPLACED = "rollout/engines_replaced"
 STALE_RESYNCS = "gates/stale_resyncs"
 SYNCS_REPEATED = "sync/repeated"
+REWARD_FAILURES = "rollout/reward_failures"
+ENVIRONMENT_FAILURES = "rollout/environment_failures"
 
 
 class Events:
@@ -60,6 +62,10 @@ FIRST = 8
 
 class TooManyFailuresError(RuntimeError):
     """Functions that the spec names have failed more often than it allows."""
+
+
+class FilterError(RuntimeError):
+    """The algorithm keeps too few groups to fill a batch."""
 
 
 class Failures:

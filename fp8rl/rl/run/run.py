@@ -1,281 +1,294 @@
-"""A live run: the stack that computes, the record of the run, and the changes that gates have made."""
+"""A run: trainer and engines of an experiment, the syncs between them, and the record of what they do."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from transformers import AutoTokenizer
+
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.contents import contents
-from fp8rl.rl.guard.capsule import cut_capsules, export_weights, remove_superfluous, write_capsule
-from fp8rl.rl.guard.guard import GateState, Verdict
-from fp8rl.rl.record.console import CONSOLE, StepConsole, run_log
-from fp8rl.rl.record.history import Event, append_event, append_session, cut_events, this_session
+from fp8rl.rl.experiment.budget.fit import with_own_cache
+from fp8rl.rl.guard.capsule import export_weights, remove_superfluous, write_capsule
+from fp8rl.rl.guard.guard import Verdict
+from fp8rl.rl.record.console import CONSOLE
+from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import Tracked
-from fp8rl.rl.record.trackers.to_wandb import leet
-from fp8rl.rl.record.tracking import BackgroundTrackers, RunTracker, Samples
-from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, check_contents, end_without_ray, with_older
-from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
-from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
-from fp8rl.rl.run.feed.judging import REWARD_FAILURES
-from fp8rl.rl.run.feed.state import FeedState
-from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.stack import Stack
+from fp8rl.rl.run.checkpoints import with_older
+from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
+from fp8rl.rl.run.cluster.reservations import Reservations
+from fp8rl.rl.run.ending import say_lost
+from fp8rl.rl.run.engines.canary import canary_of
+from fp8rl.rl.run.engines.engines import Engines
+from fp8rl.rl.run.engines.serving import engine_adapter, engine_maker
+from fp8rl.rl.run.engines.slot import Serving
+from fp8rl.rl.run.engines.teacher import Teacher
+from fp8rl.rl.run.events import (
+    ENGINES_REPLACED,
+    ENVIRONMENT_FAILURES,
+    REWARD_FAILURES,
+    STALE_RESYNCS,
+    SYNCS_REPEATED,
+    Events,
+)
+from fp8rl.rl.run.feed.conversations import Conversations
+from fp8rl.rl.run.feed.judging import Judge
+from fp8rl.rl.run.feed.sampling import Sampling
+from fp8rl.rl.run.interrupts import BoundedExitStack
+from fp8rl.rl.run.record import Record
 from fp8rl.rl.run.step import StepPass
+from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
+from fp8rl.rollout.tasks.environments import SINGLE_TURN
+from fp8rl.rollout.types import NO_WEIGHTS
+from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
-from fp8rl.weight_sync.bridge import SyncReport
+from fp8rl.trainer.config import TrainerSpec
+from fp8rl.weight_sync.bridge import Bridge, SyncReport
+from fp8rl.weight_sync.frozen import write_base
+from fp8rl.weight_sync.served import write_description
 
-RESUMED = "tracking/resumed"
-TRACKER_LOST = "tracking/tracker_lost"
-BEFORE_THE_FIRST = -1
-"""In place of the step to resume after, if there is no checkpoint: everything is repeated, also the row of step 0."""
 _WORST = 8
 """How many worst sequences a capsule has. For a value that is not finite, all rows that it came from precede them."""
-_ACTIONS = {
-    ENGINES_REPLACED: "replace_engine",
-    STALE_RESYNCS: "resync",
-    SYNCS_REPEATED: "resync",
-    RESUMED: "resume",
-    ENVIRONMENT_FAILURES: "go_on",
-    REWARD_FAILURES: "go_on",
-    TRACKER_LOST: "go_on",
-}
 
 
-class LiveRun:
-    """A run from its start to its end."""
+class Run:
+    """Trainer and engines, which run the same numerics and change them together. See `open_run` and `open_pair`."""
+
+    record: Record
+    """The record of a run that trains; a pair has none."""
 
     def __init__(
         self,
         experiment: Experiment,
-        files: RunDir,
-        outer: ShutdownStack | None = None,
-        stack: Stack | None = None,
-        lost: str = "",
-        notes: Sequence[str] = (),
+        numerics: NumericsConfig,
+        folder: Path,
+        closing: BoundedExitStack,
+        say: Callable[[str], object],
+        record: Record | None = None,
+        lost: Callable[[str], object] = end_at_once,
     ) -> None:
-        """Start all parts; on a failure end the parts that were started. A run with checkpoints resumes from the last.
+        """Start Ray and both sides, which `closing` ends. Engines may still be starting: see `wait_for_engines`.
 
-        outer: closes the stack, if it is to outlive the run. stack: of an earlier attempt, whose trainer was lost.
-        lost: why it was lost, in words. notes: remarks on the input, for log and report.
+        folder: for engines' logs, and for the checkpoint that they start from. say: prints progress. record: gets the
+        events of engines and sampling. lost: see `ray_cluster`.
+
+        Raises:
+            UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
         """
-        self.experiment, self.files = experiment, files
-        self.manifest: Path | None = None
-        """Digests of the weights that the engines hold, as the last sync verified them."""
-        self.recoveries: Counter[str] = Counter()
-        """Counts of recoveries in this step, by metric: engines replaced, syncs repeated, failed user functions."""
-        with ShutdownStack() as closing:
-            closing.enter_context(run_log(files.log))
-            resume_step = max(files.checkpoint_steps(), default=None)
-            if stack is not None and resume_step is None:
-                resume_step = BEFORE_THE_FIRST
-            self.step = step = max(resume_step or 0, 0)
-            """The step that is under way, 0 before the first."""
-            self.console = console = StepConsole(experiment.run.steps, done=step, limit=experiment.rollout.limit)
-            held = contents(experiment)
-            changed = check_contents(files, held, accept=True) if stack is not None and step else []
-            self._greet(closing.enter_context(console), notes, changed)
-            self.gate_state = GateState.of_checkpoint(files, step or None)
-            """Changes that gates have made."""
-            events = Events() if stack is None else stack.events
-            events.subscribe(lambda metric, count, text: console.note(text))
-            numerics = self.gate_state.numerics(experiment.numerics_config())
-            if stack is None:
-                lost_ray = partial(end_without_ray, files)
-                stack = Stack(experiment, numerics, files.path, outer or closing, console.note, events, lost_ray)
-            else:
-                console.note("starting another trainer beside the engines")
-                stack.restart_trainer(numerics)
-            self.stack = stack
-            self._load(resume_step)
-            trackers = self._start_trackers(resume_step is not None)
-            every = experiment.tracking.rollouts == "all"
-            tracker = RunTracker(files, trackers, all_rollouts=every, resume_step=resume_step)
-            self.tracker = closing.enter_context(tracker)
-            self.checkpoints = closing.enter_context(Checkpoints(files, experiment, held))
-            self.feed = FeedState.of_checkpoint(files.checkpoint(step)) if step else None
-            """The feed's state in the checkpoint that the run goes on from."""
-            self._directory, self._began, self.session = files.path.stat(), time.monotonic(), this_session(notes)
-            append_session(files.sessions, self.session)
-            events.subscribe(self.note, console.progress)
-            if resume_step is not None:
-                why = f"lost the trainer ({lost}), and " if lost else ""
-                anew = begins_anew(files, step) if step else ""
-                self.note(RESUMED, 1, f"{why}resumed after step {step}{anew}")
-            self._closing = closing.pop_all()
+        if (sized := with_own_cache(experiment)) is not experiment:
+            say(f"an engine caches {sized.rollout.max_total_tokens:,} tokens, for which its GPU has room")
+            experiment = sized
+        self.experiment, self.folder, self.closing = experiment, folder, closing
+        self.numerics = numerics
+        """The present numerics of both sides."""
+        closing.enter_context(ray_cluster(folder / "ray_logs", lost))
+        say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
+        self.reservations = Reservations(experiment, folder, again=record is not None and record.again)
+        closing.callback(self.reservations.close)
+        closing.callback(shutil.rmtree, folder / "served", ignore_errors=True)
+        self.events, rollout = Events(), experiment.rollout
+        if record is not None:
+            self.record, self.events = record, record.events
+        self.engines = Engines.none()
+        """The policy's engines; empty in a run that samples nothing."""
+        if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
+            self.engines = Engines(rollout.engines, self._serving(), rollout, self.events, awake=not rollout.sleep)
+        closing.callback(self.engines.stop)
+        self.teacher = Teacher.start(experiment, self.reservations, folder, self.events)
+        """The model that the policy learns from, if there is one."""
+        if self.teacher is not None:
+            closing.callback(self.teacher.engines.stop)
+        self.trainer = TrainerGroup.start(trainer_spec(experiment, numerics), self.reservations.trainer())
+        closing.callback(self.trainer.shutdown)
+        if experiment.base_spec is not None:  # the trainer shares its frozen weights with engines
+            write_base(self.trainer, experiment.base_spec)
+        self.tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory, trust_remote_code=False)
+        judge = Judge(experiment.rewards, self.tokenizer, teach=None if self.teacher is None else self.teacher.logprobs)
+        closing.callback(judge.close)
+        conversations = None
+        if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
+            conversations = Conversations(
+                experiment.environment, self.tokenizer, self.engines.admit, rollout.context_length
+            )
+            closing.callback(conversations.close)
+        self.turns = DeviceTurns((self.engines, self.trainer) if rollout.sleep and self.engines else None)
+        canary = canary_of(experiment, numerics)
+        self.syncing = Syncing(self._bridge(), self.engines, self.events, self.turns, canary)
+        parts = (self.engines, conversations, judge, self.syncing, self.events, self.turns)
+        self.sampling = Sampling(rollout, self.tokenizer, *parts, experiment.carries_supports)
 
-    def _greet(self, console: StepConsole, notes: Sequence[str], changed: Sequence[str]) -> None:
-        """Print what the run is. notes: remarks on its input. changed: files of the input that differ from before."""
-        experiment = self.experiment
-        for note in notes:
-            CONSOLE.info(f"note: {note}")
-        digest = experiment.numerics_config().spec.digest()
-        for line in (
-            f"run {self.files.path}",
-            f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}",
-            experiment.formula,
-            *(f"note: {note}" for note in experiment.algorithm.notes()),
-            *changed,
-        ):
-            console.note(line)
-
-    def _start_trackers(self, resumed: bool) -> BackgroundTrackers:
-        """Start the trackers of the run, and say how to watch it in wandb."""
-        tracking, files = self.experiment.tracking, self.files
-        if "wandb" in tracking.recorded:
-            self.console.note(f"live     {leet(files)}    (in a second terminal)")
-        run = Tracked(
-            folder=str(files.path.absolute()),
-            name=files.name,
-            project=tracking.wandb.project,
-            config=self.experiment.to_dict(),
-            resumed=resumed,
-            last_step=self.experiment.run.steps,
-            online=tracking.wandb.mode == "online",
-        )
-        return BackgroundTrackers(tracking.recorded, run, lost=partial(self.stack.events.add, TRACKER_LOST, 1))
-
-    def _load(self, step: int | None) -> None:
-        """Load the checkpoint of the step that the run resumes from, cut later records, and wait for the engines."""
-        files, stack = self.files, self.stack
-        if step is not None and step > 0:
-            try:
-                stack.trainer.load(files.checkpoint(step))
-            except DamagedCheckpointError as error:
-                raise with_older(error, files, step) from None
-        last = BEFORE_THE_FIRST if step is None else step  # an earlier start in this directory may have reached no step
-        cut_events(files.events, last)
-        cut_capsules(files, last)
-        files.cut(last)
-        if stack.engines:
-            stack.wait_for_engines()
-            self.console.note("the engine is up; its report matches the spec")
-            if (teacher := self.experiment.teacher) is not None:
-                self.console.note(f"the teacher is up; it holds the quantized weights of {teacher.path}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is not None:
-                why = "an interrupt" if kind is KeyboardInterrupt else f"{kind.__name__}: {error}".splitlines()[0]
-                with suppress(OSError):  # of a full disk, which is what ends the run and what is said
-                    self.end(why)
-        finally:
-            self._closing.__exit__(kind, error, trace)
-
-    def end(self, why: str = "") -> None:
-        """Record the end of this session. why: the reason, before the last step. A second call does nothing."""
-        if self.session.ended is None:
-            self.session = replace(self.session, ended=self.session.started + time.monotonic() - self._began, why=why)
-            append_session(self.files.sessions, self.session)
-
-    def steps(self) -> Iterator[int]:
-        """Go from step to step, up to the last. Raises FileNotFoundError: the run's directory was deleted, renamed or
-        replaced before a step."""
-        while self.step < self.experiment.run.steps:
-            self.step += 1
-            check_directory(self.files.path, self._directory, self.step)
-            yield self.step
+    def wait_for_engines(self) -> None:
+        """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
+        if self.engines:
+            with self.turn("rollout"):
+                self.engines.wait()
+        if self.teacher is not None:
+            self.teacher.engines.wait()
 
     @property
-    def capsule(self) -> str:
-        """Return where this step's worst sequences are kept, below the run's directory."""
-        return str(self.files.capsule(self.step).relative_to(self.files.path))
+    def replays(self) -> bool:
+        """Return whether the experiment has the trainer take the engine's experts."""
+        return self.numerics.router_replay == "replay"
+
+    def turn(self, side: Side) -> AbstractContextManager[None]:
+        """Give the device to one side for a block; see `DeviceTurns.turn`."""
+        return self.turns.turn(side)
 
     def sync(self) -> SyncReport:
         """Send the trainer's weights to the engines, verified, and keep the step's manifest."""
-        self.manifest = self.files.manifest(self.step)
-        return self.stack.syncing.sync(self.manifest)
+        self.record.manifest = self.record.files.manifest(self.record.step)
+        return self.syncing.sync(self.record.manifest)
 
     def fall_back_to_bf16(self) -> None:
         """Change both sides to BF16 for the rest of the run. A sync has to follow."""
-        self.gate_state.bf16 = True
-        self.stack.switch(self.gate_state.numerics(self.stack.numerics))
+        self.record.gate_state.bf16 = True
+        self.switch(self.record.gate_state.numerics(self.numerics))
+
+    def switch(self, numerics: NumericsConfig) -> None:
+        """Change both sides to other numerics of the same mode: the trainer is kept, the engines are replaced.
+
+        The handshake checks the new engines' numerics. A sync has to bring them the weights.
+        """
+        self.trainer.set_numerics(numerics)
+        self.numerics = numerics
+        self.syncing.renew(self._bridge(), canary_of(self.experiment, numerics))
+        with self.turn("rollout"):
+            self.engines.switch(self._serving())
 
     def keep(self, verdict: Verdict, passed: StepPass | None) -> None:
         """Announce the events of a verdict, and if there are any, keep the pass's worst sequences as a capsule.
 
         The trainer must still have the weights that it scored with, and the engines must be synced to them.
         """
+        record, guard = self.record, self.experiment.guard
         scored = None if passed is None else passed.monitored
-        if verdict.events and passed is not None and scored is not None and self.manifest is not None:
+        if verdict.events and passed is not None and scored is not None and record.manifest is not None:
             faulty = () if passed.fault is None else passed.fault.rows
-            worst = scored.worst_rows(_WORST)
-            export = partial(export_weights, self.stack.trainer, self.experiment.adapter)
             write_capsule(
-                self.files.capsule(self.step),
+                record.files.capsule(record.step),
                 scored,
-                export if self.experiment.guard.capsule_weights else None,
-                step=self.step,
+                partial(export_weights, self.trainer, self.experiment.adapter) if guard.capsule_weights else None,
+                step=record.step,
                 why=verdict.why,
-                rows=list(dict.fromkeys([*faulty, *worst])),
-                numerics=self.stack.numerics,
-                experiment=self.files.experiment,
-                manifest=self.manifest,
-                held=self.stack.engines.held(),
+                rows=list(dict.fromkeys([*faulty, *scored.worst_rows(_WORST)])),
+                numerics=self.numerics,
+                experiment=record.files.experiment,
+                manifest=record.manifest,
+                held=self.engines.held(),
             )
-            remove_superfluous(self.files, self.experiment.guard.capsules)
+            remove_superfluous(record.files, guard.capsules)
         for event in verdict.events:
-            self.announce(event)
+            record.announce(event)
         if scored is not None and not bool(scored.fresh.any()):
             text = "found no token of the trainer's own weights to compare"
-            self.announce(Event(self.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
+            record.announce(Event(record.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
 
-    def record(self, metrics: Mapping[str, float], samples: Samples, checkpointed: bool) -> dict[str, float]:
-        """Log the step and return its metrics as logged. From then on a checkpoint of the step counts."""
-        written = self.tracker.log(self.step, metrics, samples)
-        self.console.step(self.step, written)
-        if checkpointed:
-            self.tracker.wait()
-        self.checkpoints.recorded()
-        self.stack.events.deliver()
-        return written
+    def metrics(self) -> dict[str, float]:
+        """Return `perf/...` of the engines, `memory/...` of turns, and counts of recoveries since the last call."""
+        counted = (ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES) if self.engines else ()
+        talks = () if self.sampling.conversations is None else (ENVIRONMENT_FAILURES,)
+        return self.record.recoveries((*counted, *talks)) | self.engines.metrics() | self.turns.metrics()
 
-    def note(self, metric: str, count: int, text: str) -> None:
-        """Announce an event of the stream, and count it for the step's row."""
-        self.recoveries[metric] += count
-        action = _ACTIONS[metric] if count else "go_on"
-        self.announce(Event(self.step, metric, float(count), "above 0", action, None, text))
+    def _serving(self) -> Serving:
+        """Write the served model without its weights, and return the settings to start engines from it."""
+        description = self.folder / "served" / "start"
+        write_description(self.experiment.model.directory, description, self.numerics.rollout_spec)
+        make = engine_maker(self.experiment, "policy", self.reservations, self.folder, self.numerics)
+        return Serving(make, description, NO_WEIGHTS)
 
-    def recovery_metrics(self) -> dict[str, float]:
-        """Return the counts of recoveries since the last call, as metrics."""
-        counts: dict[str, int] = {}
-        if self.stack.engines:
-            counts = dict.fromkeys((ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES), 0)
-        if self.stack.sampling.conversations is not None:
-            counts[ENVIRONMENT_FAILURES] = 0
-        counts |= self.recoveries
-        self.recoveries.clear()
-        return {name: float(count) for name, count in counts.items()}
-
-    def announce(self, event: Event) -> None:
-        """Show an event on the console, append it to events.jsonl, and tell the trackers."""
-        self.console.note(event.said, style="bold yellow")
-        append_event(self.files.events, event)
-        self.tracker.alert(event.said)
+    def _bridge(self) -> Bridge:
+        e, spec = self.experiment, self.numerics.rollout_spec
+        scratch, adapter = self.folder / "served", engine_adapter(e)
+        return Bridge(self.trainer, spec, e.sync, e.model.directory, scratch, e.rollout.sleep, adapter)
 
 
-def check_directory(path: Path, made: os.stat_result, step: int) -> None:
-    """Raise FileNotFoundError if the run's directory is not the one that was `made`: further records would be lost."""
-    try:
-        same = os.path.samestat(made, path.stat())
-    except FileNotFoundError:
-        same = False
-    if not same:
-        raise FileNotFoundError(
-            f"run.dir: found {path} deleted or renamed before step {step}, expected it in its place until the run "
-            "ends. What was trained since its last checkpoint is lost"
-        )
+@contextmanager
+def open_run(
+    experiment: Experiment, files: RunDir, notes: Sequence[str] = (), *, again: bool = False, left: int = 0
+) -> Iterator[Run]:
+    """Start all parts of a run, which goes on from its last checkpoint, if it has one; end them with the block.
+
+    notes: remarks on the input, for log and report. again: the run was lost and is started again. left: how often it
+    may be started again, if Ray's head is lost.
+    """
+
+    def end_without_ray(why: str) -> None:
+        """Without Ray nothing can be unwound; children end with this process."""
+        CONSOLE.error(why)
+        with suppress(OSError):
+            record.end(why)
+        os._exit(say_lost(files, why, left))
+
+    with BoundedExitStack() as closing:
+        record = Record(experiment, files, closing, notes, again)
+        numerics = record.gate_state.numerics(experiment.numerics_config())
+        run = Run(experiment, numerics, files.path, closing, record.console.note, record, end_without_ray)
+        if record.step:
+            try:
+                run.trainer.load(files.checkpoint(record.step))
+            except DamagedCheckpointError as error:
+                raise with_older(error, files, record.step) from None
+        if run.engines:
+            run.wait_for_engines()
+            record.console.note("the engine is up; its report matches the spec")
+        if experiment.teacher is not None:
+            record.console.note(f"the teacher is up; it holds the quantized weights of {experiment.teacher.path}")
+        record.begin()
+        try:
+            yield run
+        except BaseException as error:
+            why = "an interrupt" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+            with suppress(OSError):  # of a full disk, which is what ends the run and what is said
+                record.end(why.splitlines()[0])
+            raise
+
+
+@contextmanager
+def open_pair(
+    experiment: Experiment, numerics: NumericsConfig | None = None, say: Callable[[str], object] = print
+) -> Iterator[Run]:
+    """Start both sides, with one engine, until the block ends. The engine has passed the handshake, but is not synced.
+
+    There is no canary, since it would replace an engine that differs, and callers measure the difference.
+
+    numerics: None: those of the experiment.
+
+    Raises HandshakeError, and what the start of either side raises.
+    """
+    alone = {"engines": 1, "port": None}
+    changes = {
+        "rollout": experiment.rollout.model_copy(update=alone),
+        "sync": experiment.sync.model_copy(update={"canary": False}),
+        "teacher": None,
+    }
+    experiment = experiment.model_copy(update=changes)
+    with BoundedExitStack() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-pair-")))
+        run = Run(experiment, numerics or experiment.numerics_config(), folder, closing, say)
+        run.wait_for_engines()
+        yield run
+
+
+def trainer_spec(experiment: Experiment, numerics: NumericsConfig) -> TrainerSpec:
+    """Return the specification that each rank of the trainer starts from."""
+    algorithm = experiment.algorithm
+    return TrainerSpec(
+        experiment.model.directory,
+        experiment.trainer,
+        numerics,
+        seed=experiment.run.seed,
+        total_steps=algorithm.policy_updates(experiment.run.steps),
+        max_sequence_length=experiment.rollout.context_length,
+        reference=algorithm.needs.reference,
+        critic=algorithm.critic_config(experiment.trainer),
+        critic_steps=experiment.run.steps * algorithm.updates,
+        adapter=experiment.adapter,
+        shared_base=experiment.base_spec is not None,
+        architecture=experiment.model.architecture,
+    )

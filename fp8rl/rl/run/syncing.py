@@ -37,11 +37,6 @@ class DeviceTurns:
         self._metrics: dict[str, float] = {}
         self._first_behind: float | None = None
 
-    @property
-    def shared(self) -> bool:
-        """Return whether the sides are on the same GPUs."""
-        return self._sharing is not None
-
     @contextmanager
     def turn(self, side: Side) -> Iterator[None]:
         """Give the device to one side for the block. A side may take the device again inside its own turn.

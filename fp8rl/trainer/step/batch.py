@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +82,9 @@ def left_out(
 
 
 UNKNOWN = -1
-"""Stands for an expert or a drawn token that is not known."""
+"""The value in place of an expert or a draw that is not known."""
+PAD_TOKEN = 0
+"""The id of padding; any valid id would do. Padding is masked, and on the right, where no real token attends to it."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,25 @@ class TokenBatch:
     supports: KeptTokenPool | None = None
     """The tokens that truncation kept for each draw, with `at` [B, S]. None: the kept tokens are computed from the
     trainer's logits."""
+
+    @classmethod
+    def of(cls, prompts: Sequence[list[int]], targets: Sequence[list[int]], temperature: float = 1.0) -> TokenBatch:
+        """Make a batch with a row for each prompt and the target behind it, whose tokens are the targets of the loss.
+        Raises ValueError: there is no row, or a prompt is empty."""
+        if not prompts:
+            raise ValueError("found an empty batch, expected at least one sequence")
+        for row, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"sequence {row}: found an empty prompt, expected at least one token (such as a BOS)")
+        rows = [prompt + target for prompt, target in zip(prompts, targets, strict=True)]
+        lengths = torch.tensor([len(row) for row in rows])
+        prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+        position = torch.arange(int(lengths.max()))
+        real = position < lengths[:, None]
+        tokens = torch.full(real.shape, PAD_TOKEN, dtype=torch.int64)
+        tokens[real] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)  # row after row
+        loss_mask = (position >= prompt_lengths[:, None]) & real
+        return cls(tokens, lengths, loss_mask, temperature)
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or 0 in self.tokens.shape:

@@ -27,6 +27,9 @@ RUNS: tuple[Callable[[Lab], Found], ...] = (
     processes.interrupted,
     processes.interrupted_while_ray_starts,
     processes.interrupted_while_both_sides_start,
+    processes.hung_end,
+    processes.terminal_closed,
+    processes.run_killed,
     processes.driver_killed,
     processes.driver_killed_within_a_checkpoint,
     processes.everything_killed,
@@ -44,7 +47,7 @@ RUNS: tuple[Callable[[Lab], Found], ...] = (
 )
 """Faults of whole runs, each by its name."""
 WIRES = "wires"
-"""Stands for the faults between trainer and engine, which share one stack."""
+"""Stands for the faults between trainer and engine, which share one pair."""
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.events import ENGINES_REPLACED
-from fp8rl.rl.run.run import RESUMED
+from fp8rl.rl.run.record import RESUMED
 from lab.bench.measure import Result
 from lab.bench.runs import timeless
 from tests.support.cli_runs import SMALL, StartedRun, wait_until_gone

@@ -40,15 +40,17 @@ def trainer_killed(lab: Lab) -> Found:
     """SIGKILL of the trainer's rank."""
     run = lab.start_at(SAMPLING, "trainer_killed")
     since = time.monotonic()
-    processes_of(run, "ray::TrainerActor")[0].kill()
-    return Found("another trainer from the last checkpoint; the same bits", {"next step": lab.goes_on(run, since)})
+    run.member("TrainerActor").kill()
+    seconds = lab.goes_on(run, since)
+    expect("lost (TrainerDiedError: trainer rank 0" in run.console(), "found no word of the trainer")
+    return Found("the run starts again from the last checkpoint; the same bits", {"next step": seconds})
 
 
 def trainer_hung(lab: Lab) -> Found:
     """SIGSTOP of the trainer's rank."""
     run = lab.start_at(SAMPLING, "trainer_hung")
     since = time.monotonic()
-    processes_of(run, "ray::TrainerActor")[0].suspend()
+    run.member("TrainerActor").suspend()
     seconds = lab.goes_on(run, since)
     return Found("noticed after trainer.hung_after_s (6 s), then as a killed one", {"next step": seconds})
 
@@ -57,7 +59,7 @@ def trainer_lost_too_often(lab: Lab) -> Found:
     """SIGKILL of the trainer's rank where none may be started again; then --resume in another layout."""
     run = lab.start_at(SAMPLING, "trainer_lost_too_often", "run.restarts=0")
     since = time.monotonic()
-    processes_of(run, "ray::TrainerActor")[0].kill()
+    run.member("TrainerActor").kill()
     seconds = lab.stops(run, since, "trainer rank", "found its process ended")
     again = lab.start(run.path.name, "trainer.dp=2", "trainer.ep=2", "--resume", folder=run.path.parent)
     expect(again.ends() == 0, again.console())
@@ -86,6 +88,37 @@ def interrupted_while_ray_starts(lab: Lab) -> Found:
 def interrupted_while_both_sides_start(lab: Lab) -> Found:
     """SIGINT, four times, three seconds after the console said that the engine is started."""
     return _start_interrupted(lab, "interrupted_while_both_sides_start", "starting the engine", 3.0)
+
+
+def hung_end(lab: Lab) -> Found:
+    """SIGINT, with the run's own process stopped, and again three seconds later."""
+    run = lab.start_at(SAMPLING, "hung_end")
+    since = time.monotonic()
+    run.driver().suspend()
+    for _ in range(2):
+        run.signal_all(signal.SIGINT)
+        time.sleep(3.0)
+    expect(run.ends() == 130, run.console())
+    expect("interrupted again: killing every process that was started" in run.console(), run.console())
+    return _gone_and_resumed(lab, run, since)
+
+
+def terminal_closed(lab: Lab) -> Found:
+    """SIGHUP of `fp8rl train`, as from a terminal that closes."""
+    run = lab.start_at(SAMPLING, "terminal_closed")
+    since = time.monotonic()
+    run.signal_all(signal.SIGHUP)
+    expect(run.ends() == 130, run.console())
+    return _gone_and_resumed(lab, run, since)
+
+
+def run_killed(lab: Lab) -> Found:
+    """SIGKILL of the run's own process, the child of `fp8rl train`."""
+    run = lab.start_at(SAMPLING, "run_killed")
+    since = time.monotonic()
+    run.driver().kill()
+    expect(run.ends() == 137, run.console())
+    return _gone_and_resumed(lab, run, since)
 
 
 def driver_killed(lab: Lab) -> Found:
@@ -175,5 +208,6 @@ def _ray_killed(lab: Lab, name: str) -> Found:
     run = lab.start_at(SAMPLING, f"{name}_killed")
     since = time.monotonic()
     processes_of(run, name)[0].kill()
-    stopped = lab.stops(run, since, "Ray")
-    return Found("one sentence, exit code 3; --resume: the same bits", {"end": stopped, "resumed": lab.resumes(run)})
+    seconds = lab.goes_on(run, since)
+    expect("lost (found Ray's" in run.console(), "found no word of Ray")
+    return Found("the run starts again from the last checkpoint; the same bits", {"next step": seconds})

@@ -60,7 +60,7 @@ def memory_short(lab: Lab) -> Found:
     run = lab.start_at(3, "memory_short", environment={"RAY_memory_usage_threshold": f"{threshold / memory.total:.4f}"})
     actors = [*processes_of(run, "ray::TrainerActor"), *processes_of(run, "ray::Engine")]
     since = time.monotonic()
-    run.process.send_signal(signal.SIGSTOP)  # small steps would be over before the memory is taken
+    run.driver().send_signal(signal.SIGSTOP)  # small steps would be over before the memory is taken
     missing = threshold - (memory.total - psutil.virtual_memory().available)
     take = f"taken = b'x' * {max(missing, 0) + GIB // 2}; import time; time.sleep(600)"
     ballast = subprocess.Popen([sys.executable, "-c", take])
@@ -70,7 +70,7 @@ def memory_short(lab: Lab) -> Found:
     finally:
         ballast.kill()
         ballast.wait()
-        run.process.send_signal(signal.SIGCONT)
+        run.driver().send_signal(signal.SIGCONT)
     seconds = lab.goes_on(run, since)
     lost = "engine" if "is lost and replaced" in run.console() else "trainer"
     return Found(f"Ray ends the {lost}'s actor, and another takes its place; the same bits", {"next step": seconds})

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.run.feed.feed import to_groups, to_prompts
-from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rl.run.stack import Stack
+from fp8rl.rl.run.feed.feed import to_groups
+from fp8rl.rl.run.feed.problems import to_prompts
+from fp8rl.rl.run.interrupts import BoundedExitStack
+from fp8rl.rl.run.run import Run
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.types import Endpoint, Group, Trajectory
@@ -46,7 +47,7 @@ ROUNDS = 3
 class Pair:
     """A trainer and an engine, synced, and what the engine answers undisturbed."""
 
-    stack: Stack
+    stack: Run
     said: list[str]
     asked: list[Group]
     answers: list[Trajectory]
@@ -140,7 +141,7 @@ def run() -> dict[str, Outcome]:
         served_file_flipped,
         bits_flipped_in_a_message,
     ]
-    with ShutdownStack() as closing:
+    with BoundedExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
         return tried(faults, _open(folder, closing), partial(print, file=sys.stderr))
 
@@ -219,9 +220,9 @@ def served_file_flipped(pair: Pair) -> Found:
     return Found("the digests differ: the sync is retried and verified", {"verified": seconds})
 
 
-def _open(folder: Path, closing: ShutdownStack) -> Pair:
+def _open(folder: Path, closing: BoundedExitStack) -> Pair:
     experiment = load_experiment(EXAMPLES / "arithmetic.yaml", SETTINGS)
-    stack = Stack(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
+    stack = Run(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
     stack.engines.wait()
     stack.syncing.sync()
     said: list[str] = []

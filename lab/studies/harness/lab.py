@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from fp8rl.rl.run.interrupts import interruptible, is_ending
+from fp8rl.rl.run.interrupts import interruptible
 
 if TYPE_CHECKING:
     from fp8rl.trainer.config import TrainerSection
@@ -108,7 +108,7 @@ def _end_between_jobs(signum: int, frame: FrameType | None) -> None:
 
 
 def _run(job: Callable[[], T]) -> T:
-    if is_ending():  # it was queued here before this process was told
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:  # it was queued here before this process was told
         raise KeyboardInterrupt
     with interruptible():
         return job()

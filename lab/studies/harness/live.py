@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
     from transformers import PreTrainedTokenizerBase
 
-    from fp8rl.rl.run.stack import Stack
+    from fp8rl.rl.run.run import Run
     from fp8rl.trainer.distributed.layout import Layout
     from fp8rl.trainer.scorer import Scorer
     from fp8rl.trainer.trainer import Trainer
@@ -165,13 +165,13 @@ def _outcomes(asked: Sequence[SftExample], batch: TokenBatch, answers: int) -> O
 
 
 @contextmanager
-def beside_engine(model: Path, mode: str = "exact", settings: Sequence[str] = ()) -> Iterator[Stack]:
+def beside_engine(model: Path, mode: str = "exact", settings: Sequence[str] = ()) -> Iterator[Run]:
     """An FP8 trainer and a live FP8 engine, synced; without routing replay and gates.
 
     settings: further keys of the demo's spec, as the command takes them.
     """
     from fp8rl.rl.experiment import load_experiment
-    from fp8rl.rl.run.stack import open_pair
+    from fp8rl.rl.run.run import open_pair
 
     file = "arithmetic.yaml" if mode == "exact" else "arithmetic_native.yaml"
     own = [f"model.path={model.absolute()}", "numerics.router_replay=off", "gates=[]"]
@@ -180,7 +180,7 @@ def beside_engine(model: Path, mode: str = "exact", settings: Sequence[str] = ()
         yield stack
 
 
-def sampled_by_engine(stack: Stack, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> Sample:
+def sampled_by_engine(stack: Run, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> Sample:
     """Ask the engine what `sampled` asks: the same questions and seeds, so in exact mode the same tokens."""
     known = load_problems(Source(TRAIN))
     asked = [known[index] for index in _chosen(len(known), seed, prompts)]
@@ -188,11 +188,10 @@ def sampled_by_engine(stack: Stack, seed: int, prompts: int, answers: int, tempe
     return Sample(batch, _outcomes(chosen_chains(TRAIN, seed, prompts), batch, answers))
 
 
-def answered(
-    stack: Stack, problems: Sequence[Problem], seed: int, answers: int, temperature: float = 1.0
-) -> TokenBatch:
+def answered(stack: Run, problems: Sequence[Problem], seed: int, answers: int, temperature: float = 1.0) -> TokenBatch:
     """Ask the engine for `answers` to each problem; rows and field `rollout_logprobs` as a `Sample` has them."""
-    from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+    from fp8rl.rl.run.feed.feed import to_groups
+    from fp8rl.rl.run.feed.problems import to_prompts
 
     groups = to_groups(to_prompts(stack.tokenizer, problems), answers, run_seed=seed, step=0)
     return batch_from_trajectories(stack.sampling.sample(groups, temperature), temperature)

@@ -126,7 +126,7 @@ def test_the_critic_s_optimizer_is_the_policy_s_with_its_own_rate() -> None:
 
 @pytest.mark.parametrize("warmup", [0, 4, 20, 30])
 def test_the_policy_s_rate_decays_over_the_updates_that_it_takes(warmup: int) -> None:
-    from fp8rl.rl.run.stack import trainer_spec
+    from fp8rl.rl.run.run import trainer_spec
 
     values = {"model": {"path": "/m"}, "data": {"train": "/t"}, "run": {"steps": 20}}
     chosen = {"name": "ppo", "critic_warmup": warmup, "updates_per_batch": 2}

@@ -15,7 +15,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.metrics import describe
 from fp8rl.rl.run.evaluation import Evaluation, held_out, pass_at
 from fp8rl.rl.run.feed.judging import Judge
-from fp8rl.rl.run.interrupts import ShutdownStack
+from fp8rl.rl.run.interrupts import BoundedExitStack
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment
@@ -37,7 +37,7 @@ class Engines(Pool):
 
     def __init__(self, right: set[int]) -> None:
         super().__init__(lambda group: [self._said(group, seed) for seed in group.seeds], at_once=True)
-        self.right, self.closing, self.judge = right, ShutdownStack(), Judge(RewardsSection(), TOKENIZER)
+        self.right, self.closing, self.judge = right, BoundedExitStack(), Judge(RewardsSection(), TOKENIZER)
 
     def evaluation(self, settings: Experiment, version: int = 3) -> Evaluation:
         sampling = sampling_of(self, settings, TOKENIZER, self.judge)
@@ -86,7 +86,7 @@ def test_each_set_has_its_own_sampling_rewards_and_metrics(data: dict[str, str],
     settings = experiment(data=data, eval={"problems": 2, "sets": [{**hard, "pass_at": [1, 2, 4]}, own]})
     first, second = seeds_of(settings, "hard")
     engines = Engines(right={first[0], first[2], second[3]})
-    with engines.closing, ShutdownStack() as closing:
+    with engines.closing, BoundedExitStack() as closing:
         closing.callback(engines.judge.close)
         evaluation = engines.evaluation(settings)
         evaluation.begin(0)

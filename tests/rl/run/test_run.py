@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 
 import fp8rl.rl.experiment.preconditions
+import fp8rl.rl.loop as loop_module
 import fp8rl.rl.run.background as background_module
-import fp8rl.rl.run.restarts as restarts_module
-import fp8rl.rl.run.stack as stack_module
+import fp8rl.rl.run.ending as ending_module
+import fp8rl.rl.run.run as run_module
+from fp8rl import supervising
 from fp8rl.numerics.core.errors import UserError, typed
 from fp8rl.rl.record.history import Event, append_event, read_events
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.checkpoints import how_to_go_on
-from fp8rl.rl.run.restarts import commands_after_a_stop, run_with_restarts
-from fp8rl.rl.run.run import LiveRun, check_directory
+from fp8rl.rl.run.ending import commands_after_a_stop, how_to_go_on
+from fp8rl.rl.run.interrupts import BoundedExitStack
+from fp8rl.rl.run.record import Record, check_directory
+from fp8rl.rl.run.run import open_run
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from tests.support.commands import result_of
@@ -38,7 +41,7 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
         """A part whose start and end are noted."""
 
         class Part:
-            def __init__(self, *_: object, awake: bool = True) -> None:
+            def __init__(self, *_: object, **__: object) -> None:
                 events.append(name)
 
             def __enter__(self) -> None: ...
@@ -59,11 +62,11 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
         raise UserError("trainer: found no room")
 
     for name in ("ray_cluster", "Reservations", "Engines"):
-        monkeypatch.setattr(stack_module, name, part(name))
-    monkeypatch.setattr(stack_module, "write_description", lambda *_: (files.path / "served/start").mkdir(parents=True))
-    monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
+        monkeypatch.setattr(run_module, name, part(name))
+    monkeypatch.setattr(run_module, "write_description", lambda *_: (files.path / "served/start").mkdir(parents=True))
+    monkeypatch.setattr(run_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
-        LiveRun(experiment(run={"steps": 3}), files)
+        open_run(experiment(run={"steps": 3}), files).__enter__()
     begun = ["ray_cluster", "Reservations", "Engines"]
     assert events == [*begun, *(f"{name} ended" for name in reversed(begun))]
     assert not (files.path / "served").exists(), "the description is only for the start"
@@ -74,7 +77,8 @@ def test_a_run_has_no_record_of_a_start_before_it_that_reached_no_step(tmp_path:
     files = new_run(tmp_path / "it")
     append_event(files.events, Event(1, "train/loss", 2.0, "above 1", "warn", None, "train/loss is 2"))
     files.capsule(1).mkdir(parents=True)
-    LiveRun._load(SimpleNamespace(files=files, stack=SimpleNamespace(engines=())), None)  # type: ignore[arg-type]
+    with BoundedExitStack() as closing:
+        Record(experiment(tracking={"to": []}), files, closing, [], again=False).begin()
     assert read_events(files.events) == [] and files.capsule_steps() == []
 
 
@@ -91,31 +95,6 @@ def test_a_directory_that_goes_away_under_a_run_is_said_before_the_next_step(tmp
         path.mkdir()
     with pytest.raises(FileNotFoundError, match=r"run\.dir: found .*/it deleted or renamed before step 2"):
         check_directory(path, made, 2)
-
-
-class Opened:
-    """Stands in for `LiveRun`; notes what each attempt was opened with."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stack, self.attempts, self.finished = object(), [], []  # type: ignore[var-annotated]
-        monkeypatch.setattr(restarts_module, "LiveRun", self.open)
-        monkeypatch.setattr(restarts_module, "finish", lambda run, stopped: self.finished.append(stopped))
-
-    def open(self, experiment: Any, files: Any, outer: Any, stack: Any, lost: str, notes: Any) -> Any:
-        self.attempts.append((stack is self.stack, lost))
-        return contextlib.nullcontext(SimpleNamespace(stack=self.stack))
-
-
-def dying(times: int, error: Exception) -> Any:
-    left = [times]
-
-    def loop(run: Any) -> str:
-        if left[0]:
-            left[0] -= 1
-            raise error
-        return "why"
-
-    return loop
 
 
 def test_a_run_that_has_stopped_names_the_capsule_of_its_step_and_the_command_that_resumes(tmp_path: Path) -> None:
@@ -142,29 +121,38 @@ def test_an_interrupt_says_where_a_resume_continues_and_what_is_lost(done: int, 
     assert resume == f"resume   {typed('fp8rl')} train {files.experiment} --resume"
 
 
-@pytest.mark.parametrize(("error", "attempts"), [(TrainerDiedError("rank 1"), 2), (EngineError("no GPU"), 1)])
-def test_other_losses_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, attempts: int) -> None:
-    opened = Opened(monkeypatch)
-    with pytest.raises(type(error), match=str(error)):
-        run_with_restarts(experiment(run={"restarts": 1}), new_run(tmp_path / "it"), dying(5, error))
-    assert opened.attempts == [(False, ""), (True, "rank 1")][:attempts] and opened.finished == []
-
-
-@pytest.mark.parametrize(("reason", "code"), [("", 0), ("checkpoint_and_stop: because", 3), (None, 3)])
+@pytest.mark.parametrize(
+    ("ended", "restarts", "code"),
+    [
+        ("", None, 0),
+        ("checkpoint_and_stop: because", None, 3),
+        (TrainerDiedError("trainer rank 0: found its process ended"), None, 3),
+        (TrainerDiedError("trainer rank 0: found its process ended"), 1, 75),
+        (TrainerDiedError("trainer rank 0: found its process ended"), 2, 3),
+        (EngineError("found no GPU"), 1, 3),
+    ],
+)
 def test_a_run_that_was_stopped_or_lost_has_an_exit_code(
-    reason: str | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: str | Exception, restarts: int | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ended(*_: Any) -> str:
-        if reason is None:
-            raise TrainerDiedError("trainer rank 0: found its process ended, expected it to answer")
-        return reason
+    """A lost trainer is a loss that a supervised run mends, twice by default."""
+    if restarts:
+        new_run(tmp_path / "run").experiment.write_text(experiment(run={"dir": str(tmp_path)}).to_yaml())
+
+    def loop(run: Any) -> str:
+        if isinstance(ended, Exception):
+            raise ended
+        return ended
 
     monkeypatch.setattr(fp8rl.rl.experiment.preconditions, "check", lambda experiment, say: None)
-    monkeypatch.setattr(restarts_module, "run_with_restarts", ended)
-    result = result_of("train", EXAMPLES / "arithmetic.yaml", f"run.dir={tmp_path}")
+    monkeypatch.setattr(run_module, "open_run", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(record=None)))
+    monkeypatch.setattr(loop_module, "train", loop)
+    monkeypatch.setattr(ending_module, "finish", lambda record, stopped: None)
+    monkeypatch.setattr(supervising, "restarts", restarts)
+    result = result_of("train", EXAMPLES / "arithmetic.yaml", f"run.dir={tmp_path}", "run.name=run")
     assert result.exit_code == code and "Traceback" not in result.output
-    lost = "error: trainer rank 0: found its process ended" in result.output and "log.txt" in result.output
-    assert lost is (reason is None)
+    assert ("log.txt" in result.output) is (code == 3 and isinstance(ended, Exception))
+    assert ("the run starts again from its last checkpoint, at most 1 more times" in result.output) is (code == 75)
 
 
 def test_a_loop_that_is_held_up_keeps_no_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.exceptions import AuthenticationError
 
 from fp8rl.numerics.core.errors import UserError, say_error, user_error
-from fp8rl.rl.run.interrupts import STOPPED, bounded, is_ending
+from fp8rl.rl.run.interrupts import STOPPED, bounded
 from fp8rl.rollout.deadlines import kill_family
 from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, remove_scratch, sweep
 from fp8rl.rollout.loopback import reach_loopback
@@ -32,8 +32,6 @@ _PARENT = "/tmp"
 """Parent of a private cluster's folder. It is short, because paths of sockets must be short."""
 _ANSWER_SECONDS = 5.0
 _END_SECONDS = 120.0
-_SIGNALLED_SECONDS = 0.2
-"""Time after which this process has noticed a signal that also ended Ray. Half a second later, Ray would end it."""
 _HEAD = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
 """The processes without which a cluster of one node cannot go on, by Ray's names for them."""
 
@@ -139,7 +137,8 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
                 _shut_down(wait_for_processes=True)
                 logs = folder / "ray" / "session_latest" / "logs"
                 if logs.is_dir() and failure_logs.parent.is_dir():
-                    shutil.copytree(logs, failure_logs, dirs_exist_ok=True)
+                    with suppress(OSError):  # of a full disk, which may be what ended the block
+                        shutil.copytree(logs, failure_logs, dirs_exist_ok=True)
                 raise
             finally:
                 _shut_down(wait_for_processes=True)
@@ -157,8 +156,7 @@ def _head_watched(lost: Callable[[str], object]) -> Iterator[None]:
 
     def watch() -> None:
         ready, _, _ = select.select([*names, over], [], [])
-        # A signal to the whole foreground group ends the head, too, while this process unwinds by itself.
-        if over not in ready and not select.select([over], [], [], _SIGNALLED_SECONDS)[0] and not is_ending():
+        if over not in ready:
             lost(f"found Ray's {names[ready[0]]} ended (killed, or out of memory?), expected it to outlive the run")
 
     thread = threading.Thread(target=watch, name="ray-head", daemon=True)

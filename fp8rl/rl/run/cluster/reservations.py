@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -21,11 +21,11 @@ from fp8rl.rl.run.cluster.placement import (
     EnginePlacement,
     Node,
     NodeView,
+    Placement,
     nodes_up,
     own_capability,
     place,
     place_engine,
-    place_ranks,
     views,
 )
 from fp8rl.trainer.config import ActorPlacement
@@ -33,7 +33,7 @@ from fp8rl.trainer.config import ActorPlacement
 _RESERVE_SECONDS = 10.0
 """Seconds in which Ray has to reserve resources that a node has reported as free."""
 _ROOM_SECONDS = 60.0
-"""Seconds for which a trainer that was lost with its node waits for room on another node."""
+"""Seconds for which a run that was lost with a node waits for room on other nodes."""
 _AGAIN_SECONDS = 1.0
 _GIVING_BACK_SECONDS = 2.0
 _TOUCH = 0.001
@@ -56,17 +56,17 @@ class Reservations:
     If the whole run is on the driver's node, its processes use loopback; otherwise they use their nodes' addresses.
     """
 
-    def __init__(self, experiment: Experiment, folder: Path) -> None:
-        """Place and reserve all ranks and engines. folder: a folder that all nodes have to see.
+    def __init__(self, experiment: Experiment, folder: Path, again: bool = False) -> None:
+        """Place and reserve all ranks and engines. folder: a folder that all nodes have to see. again: the run was
+        lost, maybe with a node, and waits for room.
 
         Raises:
             UserError: the run does not fit on the nodes, or a node does not see the folder or a file.
-            NoRoomError: another run has reserved the GPUs first.
+            NoRoomError: another run has reserved the GPUs first, or a run that was lost finds no room.
         """
         self._experiment, self._folder = experiment, folder
         self._views: dict[str, NodeView] = {}
-        up = nodes_up()
-        placement = place(up, experiment)
+        up, placement = _placed(experiment, _ROOM_SECONDS if again else None)
         self._spans = {node.id for node in placement.nodes} != {up[0].id}
         self._look_at(placement.nodes)
         self._placements = dict(enumerate(placement.engines))
@@ -80,10 +80,7 @@ class Reservations:
             raise
 
     def trainer(self) -> list[ActorPlacement]:
-        """Return the placement of each rank. Raises NoRoomError."""
-        if not self._is_up(self._ranks.nodes):
-            remove_placement_group(self._ranks.group)
-            self._ranks = self._move_ranks()
+        """Return the placement of each rank."""
         return [
             self._actor_placement(node, self._ranks.group, rank, self._share(rank))
             for rank, node in enumerate(self._ranks.nodes)
@@ -92,7 +89,7 @@ class Reservations:
     def engine(self, role: Role, index: int) -> ActorPlacement:
         """Return the placement of the engine `index` of a role. Raises NoRoomError."""
         index = self._number(role, index)
-        placement = self._placement(index)
+        placement = self._placements[index]
         if not self._is_up([placement.node]):
             self._placements[index] = placement = self._move_engine(index)
         if placement.shares is not None:
@@ -107,7 +104,7 @@ class Reservations:
 
     def capability(self, role: Role, index: int) -> tuple[int, int] | None:
         """Return the compute capability of the GPU of the engine `index` of a role; None: it computes on a CPU."""
-        node = self._placement(self._number(role, index)).node
+        node = self._placements[self._number(role, index)].node
         return self._views[node.id].capability if self._spans else own_capability()
 
     def close(self) -> None:
@@ -147,14 +144,9 @@ class Reservations:
         if placement.shares is None and index not in self._engines:
             self._engines[index] = _reservation((placement.node,), self._experiment.engine_ranks[index])
 
-    def _placement(self, index: int) -> EnginePlacement:
-        """Return the placement of an engine. If it shares a rank's GPU, its node is the rank's present node."""
-        placement = self._placements[index]
-        return placement if placement.shares is None else replace(placement, node=self._ranks.nodes[placement.shares])
-
     def _move_engine(self, index: int) -> EnginePlacement:
         """Return a new placement for an engine whose node has left. Raises NoRoomError."""
-        old = self._placement(index)
+        old = self._placements[index]
         tensor = self._experiment.sync.transport == "tensor" and index < self._experiment.rollout.engines
         if (old.shares is not None or tensor) and not self._is_up(self._ranks.nodes):
             raise NoRoomError("the trainer's node has left, and this engine must be on it")
@@ -172,27 +164,25 @@ class Reservations:
             raise NoRoomError(f"no GPU is left on {placement.node.address} but the trainer's")
         return placement
 
-    def _move_ranks(self) -> _Reservation:
-        """Reserve a GPU for each rank on nodes that are up; wait for such nodes for a while."""
-        deadline = time.monotonic() + _ROOM_SECONDS
-        while True:
-            try:
-                with _no_room():
-                    nodes = place_ranks(nodes_up(), self._experiment)
-                    self._look_at(nodes)
-                return _reservation(nodes)
-            except NoRoomError as error:
-                if time.monotonic() > deadline:
-                    raise NoRoomError(
-                        f"a node of the trainer has left, and within {_ROOM_SECONDS:g} s none took its place: {error}"
-                    ) from None
-            time.sleep(_AGAIN_SECONDS)
-
     def _look_at(self, nodes: Sequence[Node]) -> None:
         """Check that these nodes see the folder and files of the run, unless it is on the driver's node alone."""
         new = [node for node in nodes if self._spans and node.id not in self._views]
         if new:
             self._views |= views(new, self._folder, [self._experiment.model.directory / "config.json"])
+
+
+def _placed(experiment: Experiment, patience_s: float | None) -> tuple[list[Node], Placement]:
+    """Place a run on the nodes that are up, and return these. patience_s: how long to wait for room, if at all."""
+    deadline = time.monotonic() + (patience_s or 0.0)
+    while True:
+        try:
+            return (up := nodes_up()), place(up, experiment)
+        except UserError as error:
+            if patience_s is None:
+                raise
+            if time.monotonic() > deadline:
+                raise NoRoomError(f"the run was lost, and has no room again within {patience_s:g} s: {error}") from None
+        time.sleep(_AGAIN_SECONDS)
 
 
 def _reservation(nodes: Sequence[Node], gpus: int = 1) -> _Reservation:

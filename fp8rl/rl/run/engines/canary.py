@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8rl.models import read_model
 from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import canary_seed
-from fp8rl.rl.run.batching import SftExample, batch_from_examples
+from fp8rl.rl.experiment import Experiment
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
 
@@ -58,7 +60,7 @@ class Canary:
     @property
     def batch(self) -> TokenBatch:
         """Return what the trainer scores."""
-        return batch_from_examples([SftExample(self.prompt_ids, self.answer_ids)])
+        return TokenBatch.of([self.prompt_ids], [self.answer_ids])
 
     def difference(self, answer: Trajectory, scored: Tensor) -> float:
         """Return the largest abs(d) of the answer's tokens, in nats; infinite if they are others, or d is not finite.
@@ -69,6 +71,15 @@ class Canary:
             return torch.inf
         d = scored[0, len(self.prompt_ids) :].double() - torch.tensor(answer.logprobs, dtype=torch.float32).double()
         return float(d.abs().nan_to_num(torch.inf).max())
+
+
+def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None:
+    """Choose the canary that engines in these numerics answer after each sync of a run; None: no canary."""
+    if not (experiment.sync.canary and experiment.needs_engines):
+        return None
+    vocabulary = read_model(experiment.model.directory).sizes.vocab_size
+    equal = numerics.mode == "exact" and numerics.trainer_spec == numerics.rollout_spec
+    return Canary.of(experiment.run.seed, vocabulary, experiment.rollout.context_length, equal)
 
 
 @dataclass(frozen=True)

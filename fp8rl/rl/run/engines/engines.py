@@ -18,8 +18,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.background import Background, begun, blocking_with_events, waited
 from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.canary import CanaryCheck, canary_metrics
-from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.engines.slot import EngineSlot, answered, call, end_engine
+from fp8rl.rl.run.engines.slot import EngineSlot, Serving, answered, call, end_engine
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end

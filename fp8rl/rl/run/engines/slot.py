@@ -5,25 +5,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from torch import Tensor
 
+from fp8rl.models.architecture import Role
 from fp8rl.rl.run.engines.canary import CanaryCheck
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
 from fp8rl.rollout.engine.actor import Slept
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Load
 from fp8rl.trainer.actor import TrainerDiedError
+from fp8rl.weight_sync.manifest import Manifest
 
 Result = TypeVar("Result")
 
 _STOP_SECONDS = 6.0
 _WORKING = 0.01
 """Least part of a core that a computing scheduler uses, even on a busy machine. A waiting scheduler uses none."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Settings that engines are started with."""
+
+    make: Callable[[int], Any]
+    """Starts the actor of the engine with this index, on a node with room; it may block."""
+    checkpoint: Path
+    """An HF directory in the served format."""
+    version: int = 0
+    """Version of the checkpoint's weights, or `NO_WEIGHTS`."""
+    manifest: Manifest | None = None
+    """Digests of the checkpoint's tensors: an engine works as soon as it holds the same. None: it waits for a sync."""
+    role: Role = "policy"
+    """The role of the engines' model."""
 
 
 @dataclass

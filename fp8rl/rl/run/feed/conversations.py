@@ -12,7 +12,7 @@ from contextlib import suppress
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.events import Failures
+from fp8rl.rl.run.events import ENVIRONMENT_FAILURES, Failures
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.functions import load_environment
@@ -20,7 +20,6 @@ from fp8rl.rollout.tasks.environments.harness import Harness
 from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, named_numbers
 from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeightsError, Trajectory
 
-ENVIRONMENT_FAILURES = "rollout/environment_failures"
 REWARD = "reward"
 """The name of the number, if an environment returns a single one without a name."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,16 +13,24 @@ from transformers import PreTrainedTokenizerBase
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.mismatch.logprobs import token_versions, tokens_by_age
-from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
+from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
+from fp8rl.rl.run.events import FilterError
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rl.run.feed.problems import to_prompts, training_problems
+from fp8rl.rl.run.feed.rollout_batch import (
+    RolloutBatch,
+    conversation_metrics,
+    dropped_metrics,
+    reward_metrics,
+    rollout_metrics,
+    teacher_logprobs,
+)
 from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling, done
 from fp8rl.rl.run.feed.state import FeedState, SavedGroup
 from fp8rl.rollout.tasks.chat import answer_ids
-from fp8rl.rollout.types import Group, Problem, Prompt, Trajectory, prompt_ids
+from fp8rl.rollout.types import Group, Prompt, Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
 
 FRESH_ANSWERS = 24
@@ -34,25 +41,6 @@ Meanwhile = Callable[[], object]
 
 
 def _nothing() -> None: ...
-
-
-class FilterError(RuntimeError):
-    """The algorithm keeps too few groups to fill a batch."""
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """A batch of sampled answers or of examples. A step trains on the batch, or only scores it."""
-
-    batch: TokenBatch
-    versions: Tensor | None = None
-    """int64 [B, S], the weight version that sampled each token; None where nothing was sampled."""
-    outcomes: Outcomes | None = None
-    """Rewards of the rows, for the advantages; None if the batch is only scored, or has examples."""
-    answers: tuple[JudgedAnswer, ...] = ()
-    """The answers by row of the batch; empty if the batch is only scored, or has examples."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """`rollout/...`."""
 
 
 class Feed:
@@ -296,11 +284,6 @@ class ExampleFeed(Feed):
         return RolloutBatch(batch_from_examples(examples))
 
 
-def to_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Prompt]:
-    """Return each problem with its question's tokens, rendered by the tokenizer's chat template."""
-    return [Prompt(problem, prompt_ids(tokenizer, problem)) for problem in problems]
-
-
 def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int) -> list[Group]:
     """Return a group of `size` answers for each prompt of `step`, in order, with the seeds that the step gives them."""
     return [Group(prompt, answer_seeds(run_seed, step, number, size)) for number, prompt in enumerate(prompts)]
@@ -309,77 +292,3 @@ def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int)
 def answer_seeds(run_seed: int, step: int, number: int, size: int) -> tuple[int, ...]:
     """Return the seeds of the `size` answers to prompt `number` of `step`."""
     return tuple(answer_seed(run_seed, step, number, answer) for answer in range(size))
-
-
-def rollout_metrics(
-    trajectories: Sequence[Trajectory], rewards: Tensor, groups: Tensor, version: int
-) -> dict[str, float]:
-    """`rollout/...` of a step. rewards, groups: [N], one per trajectory; version: the trainer's while sampling."""
-    lengths = [len(t.logprobs) for t in trajectories]
-    by_group: dict[int, list[float]] = {}
-    for group, reward in zip(groups.tolist(), rewards.tolist(), strict=True):
-        by_group.setdefault(group, []).append(reward)
-    equal = sum(all(reward == of_group[0] for reward in of_group) for of_group in by_group.values())
-    versions = torch.tensor([v for t in trajectories for v in t.weight_versions] or [version])
-    return {
-        "rollout/reward_mean": rewards.mean().item(),
-        "rollout/reward_std": rewards.std(correction=0).item(),
-        "rollout/equal_reward_groups": equal / len(by_group),
-        "rollout/finished_fraction": sum(t.finished for t in trajectories) / len(trajectories),
-        "rollout/response_tokens_mean": sum(lengths) / len(lengths),
-        "rollout/response_tokens_max": float(max(lengths)),
-        "rollout/tokens": float(sum(lengths)),
-        "rollout/trajectories": float(len(trajectories)),
-        "rollout/staleness_max": float(version - int(versions.min())),
-        **{f"rollout/tokens_age_{age}": float(count) for age, count in tokens_by_age(versions, version).items()},
-    }
-
-
-def reward_metrics(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
-    """Return the mean of each part of the reward over the answers that have it, if there are several parts."""
-    parts: dict[str, list[float]] = {}
-    for answer in answers:
-        for name, value in answer.parts.items():
-            parts.setdefault(name, []).append(value)
-    means = {f"{REWARD_PARTS}{name}": sum(values) / len(values) for name, values in parts.items()}
-    return means if len(means) > 1 else {}
-
-
-def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the `rollout/...` metrics of environments; a mean is over the answers that have the number."""
-    outcomes: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.outcome.items():
-            outcomes.setdefault(name, []).append(value)
-    told = [sum(end - begin for begin, end in trajectory.environment_spans) for trajectory in trajectories]
-    return {
-        "rollout/turns_mean": sum(len(each.environment_spans) + 1 for each in trajectories) / len(trajectories),
-        "rollout/environment_tokens_mean": sum(told) / len(told),
-        "rollout/branches": float(sum(trajectory.branch > 0 for trajectory in trajectories)),
-        **{f"{OUTCOMES}{name}": sum(values) / len(values) for name, values in outcomes.items()},
-    }
-
-
-def dropped_metrics(groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float]:
-    """Return the `rollout/dropped_...` metrics of the groups that the algorithm did not keep."""
-    lengths = [len(answer.trajectory.logprobs) for group in groups for answer in group]
-    rewards = [answer.reward for group in groups for answer in group]
-    metrics = {"rollout/dropped_groups": float(len(groups))}
-    if lengths:
-        metrics["rollout/dropped_tokens_mean"] = sum(lengths) / len(lengths)
-        metrics["rollout/dropped_reward_mean"] = sum(rewards) / len(rewards)
-    return metrics
-
-
-def teacher_logprobs(scored: Sequence[JudgedAnswer], batch: TokenBatch) -> Tensor:
-    """float32 [B, S]: the teacher's log-probability of each target token, 0 elsewhere. scored: the answers by row.
-
-    Raises ValueError: a row was not scored.
-    """
-    found = torch.zeros(batch.tokens.shape)
-    for row, each in enumerate(scored):
-        if each.teacher_logprobs is None:
-            raise ValueError(f"row {row}: found no log-probabilities of the teacher, expected one for each token")
-        begin = len(each.trajectory.prompt_ids)
-        found[row, begin : begin + len(each.teacher_logprobs)] = torch.tensor(each.teacher_logprobs)
-    return torch.where(batch.loss_mask, found, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -14,8 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.engines.teacher import Teacher
-from fp8rl.rl.run.events import Failures
+from fp8rl.rl.run.events import REWARD_FAILURES, Failures
 from fp8rl.rollout.deadlines import within
 from fp8rl.rollout.tasks.environments.conversation import Said, transcript
 from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, is_finite
@@ -24,7 +23,8 @@ from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from fp8rl.rollout.tasks.rewards.workers import RewardFailure, Workers
 from fp8rl.rollout.types import Problem, Prompt, Trajectory
 
-REWARD_FAILURES = "rollout/reward_failures"
+Teach = Callable[[Sequence[Trajectory]], Awaitable[list[list[float]]]]
+"""Asks for the teacher's log-probabilities of answers; see `Teacher.logprobs`."""
 
 
 class RewardError(RuntimeError):
@@ -60,10 +60,10 @@ class Judge:
         config: RewardsSection,
         tokenizer: PreTrainedTokenizerBase,
         key: str = "rewards",
-        teacher: Teacher | None = None,
+        teach: Teach | None = None,
     ) -> None:
-        """key: the key of the functions in the spec."""
-        self._config, self._tokenizer, self._teacher = config, tokenizer, teacher
+        """key: the key of the functions in the spec. teach: asks the teacher."""
+        self._config, self._tokenizer, self._teach = config, tokenizer, teach
         self._functions = [load_function(c, f"{key}.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
         self._background = Background("rewards")
@@ -75,7 +75,7 @@ class Judge:
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, taught: bool = False
     ) -> Future[list[JudgedAnswer]]:
         """Begin to judge the answers to a prompt; `wait` takes the future. taught: ask the teacher too, if any."""
-        return self._background.begin(self._judged(prompt, trajectories, self._teacher if taught else None))
+        return self._background.begin(self._judged(prompt, trajectories, self._teach if taught else None))
 
     def wait(self, verdict: Future[list[JudgedAnswer]]) -> list[JudgedAnswer]:
         """Wait for the answers of `begin` and return them.
@@ -108,11 +108,11 @@ class Judge:
     # The rest runs in the background.
 
     async def _judged(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], teacher: Teacher | None = None
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], teach: Teach | None = None
     ) -> list[JudgedAnswer]:
         """Judge the answers, in their order. An answer whose environment failed gets reward 0; no function sees it."""
-        if teacher is not None:
-            judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teacher.logprobs(trajectories))
+        if teach is not None:
+            judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teach(trajectories))
             return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
         sound = [trajectory for trajectory in trajectories if not trajectory.failed]
         verdicts = iter(await self._of_sound(prompt, sound) if sound else [])

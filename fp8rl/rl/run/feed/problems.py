@@ -16,10 +16,11 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rollout.tasks.data import load_problems
-from fp8rl.rollout.types import Problem
+from fp8rl.rollout.types import Problem, Prompt, prompt_ids
 
 T = TypeVar("T")
 
@@ -36,6 +37,11 @@ def training_problems(experiment: Experiment) -> Stream[Problem]:
         [own.weight for own in experiment.data.train],
         experiment.run.seed,
     )
+
+
+def to_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Prompt]:
+    """Return each problem with its question's tokens, rendered by the tokenizer's chat template."""
+    return [Prompt(problem, prompt_ids(tokenizer, problem)) for problem in problems]
 
 
 class Stream(Generic[T]):

@@ -10,21 +10,23 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 COMMAND = (sys.executable, "-I", "-S", __file__)
 """The beginning of this program's command line. The command that it supervises follows."""
 
-_PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
+DEATH_SIGNAL, SUBREAPER = 1, 36
+"""Of prctl(2): the signal that this process gets when its parent dies, and whether it adopts orphans."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(command: list[str]) -> None:
-    _prctl(_PDEATHSIG, signal.SIGTERM)
-    _prctl(_SUBREAPER, 1)  # what is left behind becomes a child of this process
+    prctl(DEATH_SIGNAL, signal.SIGTERM)
+    prctl(SUBREAPER, 1)  # what is left behind becomes a child of this process
     child = os.fork()
     if not child:
         os.setsid()
-        _prctl(_PDEATHSIG, signal.SIGKILL)
+        prctl(DEATH_SIGNAL, signal.SIGKILL)
         try:
             os.execvp(command[0], command)
         except OSError as error:
@@ -47,17 +49,40 @@ def _kill_all(child: int) -> None:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
         pass  # it ended before it had a session
-    while True:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            for pid in map(int, file.read().split()):
+    kill_children()
+
+
+def kill_children(grace_s: float = 0.0) -> None:
+    """Kill all children of this process, and the orphans that it adopts then. They may end by themselves before.
+
+    grace_s: seconds for that.
+    """
+    deadline = time.monotonic() + grace_s
+    while pids := _children():
+        if time.monotonic() >= deadline:
+            for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
+        if not reaped():
+            time.sleep(0.01)
 
 
-def _prctl(option: int, argument: int) -> None:
+def reaped() -> dict[int, int]:
+    """Return the exit codes of the children that have ended since the last call, by process; negative for a signal."""
+    ended = {}
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+    except ChildProcessError:
+        pass  # there is none
+    return ended
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [*map(int, file.read().split())]
+
+
+def prctl(option: int, argument: int) -> None:
     if _libc.prctl(option, argument, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 

@@ -91,11 +91,13 @@ def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeyp
         assert {placement.host for placement in given} == {far.address}
         assert {interface for *_, interface in found} == {interface_of(far.address)} != {None}
         cluster.remove_node(leaves)
-        with pytest.raises(NoRoomError, match=r"a node of the trainer has left, .*cluster.trainer_nodes: found 'far'"):
-            one.trainer()
+        one.close()
+        with pytest.raises(NoRoomError, match=r"the run was lost, .*cluster.trainer_nodes: found 'far'"):
+            Reservations(one._experiment, tmp_path, again=True)
         ((moved, *_),) = sees(other.engine("policy", 0))
         assert moved == here.id
         cluster.add_node(num_cpus=1, num_gpus=1, resources={"far": 1})
+        one = Reservations(one._experiment, tmp_path, again=True)
         ((again, *_),) = sees(*one.trainer())
         assert again not in (here.id, far.id)
     finally:

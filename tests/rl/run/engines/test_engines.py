@@ -23,7 +23,7 @@ import fp8rl.rl.run.engines.engines as engines_module
 from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.engines.serving import Serving
+from fp8rl.rl.run.engines.slot import Serving
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout import types
 from fp8rl.rollout.config import RolloutSection

@@ -16,15 +16,14 @@ import pytest
 import torch
 
 import fp8rl.rl.run.feed.sampling as sampling_module
-from fp8rl.rl import loop
-from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.loop import rollout_records
 from fp8rl.rl.record.metrics_log import StepClock
-from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
+from fp8rl.rl.run.events import FilterError
+from fp8rl.rl.run.feed.feed import SampledFeed
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
 from fp8rl.rl.run.feed.sampling import Sampling
 from fp8rl.rl.run.feed.state import FeedState, read_answered
-from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import EngineError, Group, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment
@@ -368,37 +367,3 @@ def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(da
     ahead = feed.ahead(StepClock())
     assert ahead is not None and ahead.batch.fields.keys() == {"rollout_logprobs"}, "nothing is learnt from them"
     engines.sampling.judge.close()
-
-
-def test_after_a_lost_trainer_nothing_is_asked_of_engines_that_still_hold_its_weights(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    feed, _ = open_feed(data, staleness=1, in_flight=True)
-    held = [10]  # of the trainer that was lost; the checkpoint of step 8 has version 8
-
-    def reply(group: Group) -> list[Trajectory]:
-        return [Trajectory(group.prompt.token_ids, [5], [-1.0], True, held[:], 0, seed) for seed in group.seeds]
-
-    sampling = sampling_of(Pool(reply, at_once=True), feed._experiment, Letters(), judge())
-    trainer = cast(Any, sampling.syncing.bridge.trainer)
-    trainer.weight_version = 8
-    trained: list[set[int]] = []
-
-    def forward_backward(trainer: Any, rollouts: Any, guard: Any) -> Any:
-        trained.append({version for each in rollouts.answers for version in each.trajectory.weight_versions})
-        raise InterruptedError
-
-    def sync() -> Any:
-        held[0] = 8
-        return SimpleNamespace(verified_tensors=1, bytes=1)
-
-    monkeypatch.setattr(loop, "forward_backward", forward_backward)
-    made = {"trainer": trainer, "sampling": sampling, "engines": [sampling.engines], "closing": ShutdownStack()}
-    stack = SimpleNamespace(**made, replays=False, metrics=dict, turn=sampling.turns.turn)
-    parts = {"console": SimpleNamespace(note=lambda *_: None), "tracker": SimpleNamespace(write=lambda: None)}
-    parts |= {"stack": stack, "gate_state": GateState(), "files": SimpleNamespace(metrics=tmp_path / "metrics.jsonl")}
-    state = FeedState(24, [16, 17, 18, 19, 20, 21], [])
-    run = SimpleNamespace(experiment=feed._experiment, step=8, feed=state, sync=sync, steps=lambda: iter([9]), **parts)
-    with pytest.raises(InterruptedError):
-        loop.train(cast(Any, run))
-    assert trained == [{8}]

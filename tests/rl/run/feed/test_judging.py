@@ -165,7 +165,7 @@ def test_an_answer_whose_environment_failed_is_worth_nothing_and_not_judged(make
 def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokenizer: Any) -> None:
     judge, scores = make("integer"), Future[list[list[float]]]()
     scores.set_result([[math.nan, math.nan]])
-    judge._teacher = Teacher(SimpleNamespace(score=lambda sequences: scores))  # type: ignore[arg-type]
+    judge._teach = Teacher(SimpleNamespace(score=lambda sequences: scores)).logprobs  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="found 2 log-probabilities of the teacher that are not finite.*teacher.path"):
         judge.wait(judge.begin(*group(tokenizer, "1"), taught=True))
 
