@@ -204,7 +204,7 @@ class ConfigFile:
         return next(iter(found.values()), default)
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
-        """Return how many channels of a head are rotated, from `partial_rotary_factor`, wherever the config has it."""
+        """Return how many channels of a head are rotated, from `partial_rotary_factor` in any place of the config."""
         places = {"": self._values}
         places |= {f"{name}.": self._rope(name) for name in _ROPE_PLACES}
         name = "partial_rotary_factor"

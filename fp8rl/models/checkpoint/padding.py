@@ -66,8 +66,8 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
 
 
 def unpadded(source: Path, out: Path, key: str) -> dict[str, Any]:
-    """Write a padded model in its former widths, and return these, by the keys of config.json. Raises UserError if the
-    model was not padded, or if its padding is no longer zero."""
+    """Write a padded model in its former widths. Return the widths by their keys in config.json. Raises UserError if
+    the model was not padded, or if its padding is no longer zero."""
     wider, values = read_model(source, key), ConfigFile.read(source, key).values
     before = values.get(UNPADDED)
     if not isinstance(before, dict):

@@ -101,8 +101,8 @@ def _function(text: str, directory: Path) -> str:
 SpecPath = Annotated[
     str, Field(min_length=1), AfterValidator(lambda text: check_path(text, "path") or text), Located("path", _path)
 ]
-"""A path that a file could have; a relative one is relative to the file that it is written in, and `~` is the home
-directory."""
+"""A path that a file could have. A relative path starts at the folder of the file that it is written in. `~` is the
+home directory."""
 
 SpecFunction = Annotated[str, Field(min_length=1), Located("name", _function)]
 """A name of ours, `package.module:name`, or `path/to/file.py:name`, whose path is a `SpecPath`."""

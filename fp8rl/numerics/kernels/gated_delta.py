@@ -45,7 +45,7 @@ def paged_gated_delta_rule(
     lengths: Tensor,
     begun: Tensor,
 ) -> Tensor:
-    """`numerics.ops.paged_gated_delta_rule`. Raises ValueError if a state of the cache is not contiguous."""
+    """Compute `numerics.ops.paged_gated_delta_rule`. Raises ValueError if a state of the cache is not contiguous."""
     heads, keys, values = v.shape[1], k.shape[2], v.shape[2]
     if cache.stride()[1:] != (keys * values, values, 1):
         raise ValueError(f"found states with the strides {cache.stride()}, expected each in one piece [heads, K, V]")

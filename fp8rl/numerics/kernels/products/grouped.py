@@ -23,7 +23,7 @@ _TOKENS = 64  # that one step of an unquantized gradient sums
 
 
 def grouped_gemm(a: Any, b: Any, tiles: Tiles, dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
-    """a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`, with the bits of `gemm`.
+    """Compute a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`, with the bits of `gemm`.
 
     b: [E, N, K], in blocks of 128 x 128; or a and b are both unquantized. Rows that belong to no tile are not written.
     plus: [T, N], as in `gemm`.
