@@ -181,7 +181,7 @@ def model_of(config: ConfigFile, *, served: bool = False) -> Model:
         config.refuse_quantized()
     sizes = architecture.sizes(config)
     if sizes.layers * max(1, sizes.experts) > MOST_EXPERTS:
-        expected = f"at most {MOST_EXPERTS} layers, or experts in all of them"
+        expected = f"at most {MOST_EXPERTS} layers, or experts in all layers"
         raise config.refusal("num_hidden_layers", sizes.layers, expected)
     if multimodal is not None:
         sizes = replace(sizes, kept=(*sizes.kept, *multimodal.towers), tower=multimodal.name, picture_tokens=pictures)

@@ -125,8 +125,8 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
     tensors: dict[str, Tensor] = {}
     with open_tensors(path / TENSORS, key) as file:
         if (digest := (file.metadata() or {}).get(BASE)) is not None and digest != (ours := base_digest(base, model)):
-            found = f"{path}, trained beside weights with the digest {digest}"
-            remedy = "Give the model that they were trained beside."
+            found = f"{path}, trained on weights with the digest {digest}"
+            remedy = "Give the model that they were trained on."
             raise _refusal(key, found, f"the digest {ours} of {base}", remedy)
         for row in adapted:
             for letter, name in zip("AB", pair_of(row, config), strict=True):

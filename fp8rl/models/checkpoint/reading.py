@@ -201,7 +201,7 @@ def _unexpected(key: str, name: str, shape: tuple[int, ...], model: Model) -> Us
         return _refusal(key, name, found, "no such tensor")
     return user_error(
         f"{key}: {name}",
-        found=f"{found} behind the {layers} layers and {model.sizes.draft_layers} draft layers of config.json",
+        found=f"{found} after the {layers} layers and {model.sizes.draft_layers} draft layers of config.json",
         expected="no such tensor",
         remedy="If it is of a draft layer (multi-token prediction), set num_nextn_predict_layers in config.json; if "
         "not, the weights are those of another architecture: put the config.json and the weights of one model into the "

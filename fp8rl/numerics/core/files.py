@@ -215,7 +215,7 @@ def code_digest(packages: Iterable[str], beside: str | None = None) -> str:
     for package in sorted(packages):
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ModuleNotFoundError(f"found no package {package}, expected it beside the others. Install fp8rl again")
+            raise ModuleNotFoundError(f"found no package {package}, expected it to be installed. Install fp8rl again")
         root = Path(spec.submodule_search_locations[0])
         for file in sorted(root.rglob("*.py")):
             total.update(f"{package}/{file.relative_to(root).as_posix()}\0".encode())

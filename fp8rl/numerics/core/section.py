@@ -16,9 +16,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.reading import at_home, check_path
 
 T = TypeVar("T")
-RELATIVE = (
-    "a relative one is relative to the spec file that it is written in, on the command line to the current directory"
-)
+RELATIVE = "a relative path starts at the folder of its spec file, or on the command line at the current directory"
 """The hint in messages on a path that leads nowhere."""
 
 

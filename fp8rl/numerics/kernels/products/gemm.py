@@ -60,7 +60,7 @@ def gemm(
         width = tile_width(n) if dtype == left.dtype and k_splits == 1 else NARROW
         depth, stages = 64, 3 if width == WIDE else 4
     if k % k_splits or (k_splits > 1 and k // k_splits % depth):
-        remedy = "Use the trainer's tensor-parallel size, and one that divides K so."
+        remedy = "Use the trainer's tensor-parallel size, and choose one that does."
         raise user_error("k_splits", k_splits, f"a number that cuts K = {k} into equal multiples of {depth}", remedy)
     if plus is None and (done := deepgemm.product(a, b, dtype, k_splits, tiles)) is not None:
         return done

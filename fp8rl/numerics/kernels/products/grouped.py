@@ -66,7 +66,7 @@ def grouped_wgrad_matmul(
     """`grouped_wgrad` of unquantized BF16 rows dy [T, N] and x [T, K]."""
     check_operands(dy, x)
     if dy.dtype != torch.bfloat16 or len(dy) != len(x):
-        expected = "bfloat16 and as many rows in either"
+        expected = "bfloat16, and as many rows in x as in dy"
         remedy = "Pass the gradient and the input of the same rows."
         raise user_error("grouped_wgrad_matmul", f"{dy.dtype}, {len(dy)} and {len(x)} rows", expected, remedy)
     dy, x = dy.contiguous(), x.contiguous()
