@@ -28,7 +28,7 @@ class AdapterSection(Section):
     # Strictness would refuse the list that YAML gives.
     targets: Literal["all"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all"
     """Matrices that get an adapter, by the last part of their names in the checkpoint (`q_proj`, ...); `all`: every
-    product of attention (the gates of linear attention among them), MLPs and experts. Routers, embedding and output
+    product of attention (also the gates of linear attention), MLPs and experts. Routers, embedding and output
     projection get none."""
     experts: Literal["per_expert", "shared", "none"] = "per_expert"
     """Adapters of the experts' matrices: one for each expert, one for all experts of a layer, or none."""
@@ -37,8 +37,8 @@ class AdapterSection(Section):
     alone. `merged`: the adapter is added to the weight before the weight is quantized, and a sync sends weights."""
 
     start: SpecPath | None = None
-    """Training begins with the adapter in this directory. It must be in PEFT's format, and have the same model, rank,
-    alpha and matrices. Null: A is random and B zero."""
+    """Training begins with the adapter in this directory, in PEFT's format. Its model, rank, alpha and matrices must be
+    the same. Null: A is random and B zero."""
 
     @property
     def scale(self) -> float:
@@ -53,7 +53,7 @@ class AdapterSection(Section):
 
 
 def matrix(row: TensorRow) -> str:
-    """Return the name that `targets` has for the matrix of a row."""
+    """Return the name by which `targets` selects the matrix of a row."""
     return row.name.split(".")[-2]
 
 

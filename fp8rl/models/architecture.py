@@ -26,7 +26,7 @@ from fp8rl.numerics.spec import ALL, QuantSpec
 # What a model is there for in a run: one word for trainer, engines, protocol and manifest.
 
 Role = Literal["policy", "reference", "critic", "teacher"]
-"""`policy`: samples and learns. `reference`: stays as the policy was, to measure how far the policy has moved.
+"""`policy`: samples and learns. `reference`: has earlier weights of the policy, to measure how far it has moved.
 `critic`: predicts rewards. `teacher`: another model that scores the policy's answers."""
 
 MOST_EXPERTS = 1 << 20
@@ -151,7 +151,7 @@ def _no_architecture(path: str, key: str, found: str) -> UserError:
 def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> Model:
     """Read the model of a Hugging Face directory, by its config.json; messages call the directory `key`.
 
-    served: the directory is one that an engine loads, with quantized weights.
+    served: the directory is for an engine, so its weights may be quantized.
 
     Raises:
         UserError: no readable config, an unknown architecture, or a variant that is not supported.
@@ -181,7 +181,7 @@ def model_of(config: ConfigFile, *, served: bool = False) -> Model:
         config.refuse_quantized()
     sizes = architecture.sizes(config)
     if sizes.layers * max(1, sizes.experts) > MOST_EXPERTS:
-        expected = f"at most {MOST_EXPERTS} layers, or experts in all of them"
+        expected = f"at most {MOST_EXPERTS} layers, or experts in all layers"
         raise config.refusal("num_hidden_layers", sizes.layers, expected)
     if multimodal is not None:
         sizes = replace(sizes, kept=(*sizes.kept, *multimodal.towers), tower=multimodal.name, picture_tokens=pictures)

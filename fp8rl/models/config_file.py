@@ -49,7 +49,7 @@ class ConfigFile:
         A key that occurs in both must have the same value in both."""
         values = self._values.get(name)
         if not isinstance(values, dict):
-            raise self.refusal(name, values, "the configuration of its model of text, a JSON object")
+            raise self.refusal(name, values, "the configuration of the text model, a JSON object")
         shared = {key: self._values[key] for key in with_keys if self._values.get(key) is not None}
         for key, value in shared.items():
             if values.get(key) not in (None, value):
@@ -99,7 +99,7 @@ class ConfigFile:
             if found is not None and not (
                 isinstance(found, dict) and _BLOCK_FP8.items() <= ({"fmt": "e4m3"} | found).items()
             ):
-                expected = f"none, for weights in BF16, or FP8 by blocks: {_BLOCK_FP8}"
+                expected = f"none if weights are in BF16, or FP8 in blocks: {_BLOCK_FP8}"
                 raise self.refusal(name, found, expected, "Use the BF16 checkpoint of this model.")
 
     def refuse_variants(
@@ -204,7 +204,7 @@ class ConfigFile:
         return next(iter(found.values()), default)
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
-        """Return how many channels of a head are rotated, from `partial_rotary_factor`, wherever the config has it."""
+        """Return how many channels of a head are rotated, from `partial_rotary_factor` in any place of the config."""
         places = {"": self._values}
         places |= {f"{name}.": self._rope(name) for name in _ROPE_PLACES}
         name = "partial_rotary_factor"

@@ -98,7 +98,7 @@ def _local(path: str, revision: str | None, key: str) -> Path:
 def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
     """Return the commit of a branch, a tag or the default branch (None) of a repository.
 
-    Without a network: the commit that the hub gave when it was last asked.
+    Without a network, return the commit that the hub gave when it was last asked.
 
     Raises:
         UserError: as `model_directory` does.
@@ -117,7 +117,7 @@ def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
 def _snapshot(
     path: str, kind: Kind, pinned: str, limits: Limits, wanted: list[str] | None, unwanted: list[str] | None = None
 ) -> Path:
-    """Return the folder of a commit with the files that match the patterns; without a network, with cached files."""
+    """Return the folder of a commit with the files that match the patterns; without a network, from the cache."""
     import httpx
     from huggingface_hub import HfApi, constants, errors, snapshot_download
     from huggingface_hub._tree_cache import read_tree_cache

@@ -1,4 +1,4 @@
-"""Reads multimodal checkpoints: a text model, which is trained, and an image encoder (tower), which is kept unchanged.
+"""Describes multimodal checkpoints: a text model, which is trained, and an image encoder (tower), kept unchanged.
 
 Such a checkpoint has another config.json and other names of tensors, and may stack experts. Files are read and written
 in its form; all other code sees only the text model.
@@ -33,8 +33,8 @@ class Multimodal:
     matrices in it."""
 
     def names(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
-        """Return the piece of the files that holds each tensor of the table. A tensor that is only kept has its own
-        name. stored: the shapes of the files' tensors, by name."""
+        """Return the piece of the files that holds each tensor, by the names of the table. A tensor that is only kept
+        has the files' name. stored: the shapes of the files' tensors, by name."""
         found: dict[str, Piece] = {}
         for name, shape in stored.items():
             text = name.replace(self.prefix, "model.", 1) if name.startswith(self.prefix) else name

@@ -116,7 +116,7 @@ Watch = Callable[[OpSite, Sequence[Tensor | None], Sequence[Tensor]], None]
 
 
 class Host(Protocol):
-    """What ops call: the engine or trainer that runs them. T: all sequences' tokens. A rank has its heads and
+    """What ops call: the engine or trainer that runs them. T: all sequences' tokens. A rank has only its own heads and
     experts."""
 
     sizes: ModelSizes
@@ -165,7 +165,8 @@ class Host(Protocol):
         with `rotates`, norm q and k before that."""
 
     def attend_rows(self, site: OpSite, q: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Return the attention of q [T, heads, D] to rows [T, D]: keys, whose first `rank` channels are the values."""
+        """Return the attention of q [T, heads, D] to rows [T, D]. A row is a key; its first `rank` channels are the
+        value."""
 
     def in_rows(self, x: Tensor) -> Tensor:
         """Reorder a value for `convolve` and `recur`, which go through each sequence token by token."""
@@ -180,8 +181,7 @@ class Host(Protocol):
         """Compute `ops.gated_delta_rule` of values in the order of `in_rows`. The result has the usual order again."""
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts, or replay a choice. route: a function like `ops.route` that takes only
-        `choose`."""
+        """Choose each token's experts, or replay a choice. route: a function of `choose`, such as `ops.route`."""
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Compute `ops.routed_experts`."""

@@ -108,8 +108,8 @@ class Shape:
 
     @cached_property
     def adapter_bytes(self) -> int:
-        """Bytes of adapters in an engine: all A and B. If a product fuses matrices, each B counts once more, in rows as
-        wide as the ranks of all the matrices together (`numerics.ops.low_rank`)."""
+        """Bytes of adapters in an engine: all A and B. If a product fuses matrices, their Bs are stored once more, in
+        rows as wide as the ranks of all these matrices together (`numerics.ops.low_rank`)."""
         fused: dict[tuple[str, int | None], list[TensorRow]] = {}
         for row in self.adapters:
             fused.setdefault((row.engine.parameter, row.engine.index), []).append(row)

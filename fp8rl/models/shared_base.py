@@ -84,7 +84,7 @@ class SharedBase:
     """The tensors of a model, quantized by a spec, as views of one piece of memory: uint8 [base_bytes]."""
 
     def __init__(self, flat: Tensor, model: Model, spec: QuantSpec) -> None:
-        """Cut `flat` into parameters. Raises ValueError if it has not the size of a base of this model and spec."""
+        """Cut `flat` into parameters. Raises ValueError if a base of this model and spec has another size."""
         found = parameter_spans(model, spec)
         if flat.numel() != (size := max(span.stop for span in found.values())):
             raise ValueError(f"found a base of {flat.numel()} bytes, expected {size}: another model, or another spec")

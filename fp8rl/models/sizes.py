@@ -71,7 +71,7 @@ class ModelSizes:
     shared_gate: bool = False
     """True if a gate of each token multiplies the output of the expert that every token takes."""
     kept: tuple[str, ...] = ()
-    """Beginnings of names of tensors that nothing here reads and that are written back as they are."""
+    """Beginnings of the names of tensors that no code reads, and that are written back unchanged."""
     kept_in_layers: tuple[str, ...] = ()
     """Parts of the names of such tensors in a layer, such as `.self_attn.indexer.`"""
     tower: str = ""
@@ -134,7 +134,7 @@ class ModelSizes:
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """Return the arguments of ModelSizes that architectures read in the same way: all except arguments for MLPs."""
+    """Return all arguments of ModelSizes but those for MLPs. Most architectures read them in the same way."""
     return {
         "layers": config.size("num_hidden_layers"),
         "hidden_size": config.size("hidden_size"),

@@ -150,7 +150,7 @@ class TensorTable:
 
         Each is (`EngineRank.label`, the parameter that holds it, the tensor as a view of the parameter). held: all or
         some parameters, by name. block: number of rows of a tensor that share a row of scales; the last row of scales
-        may have fewer.
+        may serve fewer.
         """
         for name, by_index in self.in_engine.items():
             for suffix, of_row in (("", 1), (SCALE_SUFFIX, block)):

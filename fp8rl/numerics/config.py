@@ -54,7 +54,7 @@ class NumericsConfig:
     `replay`: the trainer takes the engine's experts (R3)."""
     deepgemm: bool | None = None
     """Whether FP8 products run on DeepGEMM in exact mode. None: in each process where DeepGEMM gives the bits of our
-    kernels. True: the same, but a process where it cannot run refuses to start. False: in no process."""
+    kernels. True: as None, but a process in which it cannot run refuses to start. False: in no process."""
 
     def __post_init__(self) -> None:
         raise_first(self._refusals())

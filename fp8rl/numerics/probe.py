@@ -169,7 +169,7 @@ def allow_deepgemm(device: torch.device | str) -> str | None:
     if lacking := deepgemm_lacks(capability_of(device), has_deepgemm()):
         return f"no {lacking}"
     if dispatch.installed() is None:
-        return "no kernels for the spec, which the products could be compared with"
+        return "no kernels for the spec, so its products cannot be compared"
     from fp8rl.numerics.kernels.products import deepgemm
 
     deepgemm.allow(None)

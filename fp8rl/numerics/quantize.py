@@ -139,7 +139,7 @@ def quantize_many(
 
 
 def check_quantizable(x: Tensor, spec: TensorSpec) -> None:
-    """Raise `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized."""
+    """Raise `UserError` for a spec that does not quantize, or for a dtype or shape that cannot be quantized."""
     if not spec.quantized:
         raise UserError("quantize: found a bf16 tensor spec, expected an FP8 one; do not quantize this tensor")
     if x.dtype not in (torch.bfloat16, torch.float32):

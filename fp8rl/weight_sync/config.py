@@ -16,17 +16,16 @@ class SyncSection(Section):
     """How weights are sent from the trainer to the engines."""
 
     transport: Literal["tensor", "distributed", "disk"] = "tensor"
-    """How weights reach the engines. `tensor`: through memory that the engines map; they must compute on the trainer's
-    CPU or GPU. `distributed`: by a broadcast (NCCL, or gloo on a CPU) to engines with GPUs of their own. `disk`:
-    through safetensors files."""
+    """How weights reach the engines. `tensor`: memory that is mapped by engines on the trainer's CPU or GPU.
+    `distributed`: a broadcast (NCCL, or gloo on a CPU) to engines with their own GPUs. `disk`: safetensors files."""
     pause: Literal["retract", "abort", "in_place"] = "retract"
     """What happens to unfinished answers when weights change. `retract`: they wait, and continue after their prefix is
-    prefilled again. `abort`: they are aborted and continued by a new request, which takes a second longer. In these two
+    prefilled again. `abort`: they are aborted and continued by a new request, which takes a second longer. In both
     modes each token belongs to one weight version. `in_place`: they continue with the KV cache of the old weights, so
     that later tokens depend on old and new weights; native mode only."""
     delta: bool = False
-    """Send only the bytes that have changed. All bytes are sent if an engine does not hold the last version, or if the
-    proof finds a difference. Each trainer rank keeps a copy of what it sends."""
+    """Send only bytes that have changed. All bytes are sent if an engine lacks the last version, or if the proof finds
+    a difference. Each trainer rank keeps a copy of what it sends."""
     shared_base: bool = False
     """Let engines on the trainer's machine read the frozen weights from the trainer's read-only memory, so that they
     need no copies. The trainer then keeps no BF16 form of quantized weights. This needs `adapter` in mode `separate`

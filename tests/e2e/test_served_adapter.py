@@ -107,7 +107,7 @@ def test_an_adapter_of_another_base_is_refused_before_an_engine_starts(run: Path
     other = tmp_path / "other"
     serving.convert_checkpoint(Path(experiment.model.path), other, experiment.numerics_config().spec)
     write(run / "adapter", experiment, other)
-    with pytest.raises(UserError, match="trained beside weights with the digest .* Give the model that they were tra"):
+    with pytest.raises(UserError, match="trained on weights with the digest .* Give the model that they were tra"):
         with serving.serve(read_served(run, "exact", "fp8_block_pow2"), tmp_path / "engine.log", print):
             raise AssertionError("an engine was started")
     assert not (tmp_path / "engine.log").exists()

@@ -98,7 +98,7 @@ def test_draft_layers_that_the_config_does_not_count_are_told_from_another_model
     file = model / "model.safetensors"
     save_file(load_file(file) | {"model.layers.2.eh_proj.weight": torch.zeros(128, 256)}, file)
     message = refusal(model, read_model(model))
-    assert "model.layers.2.eh_proj.weight: found 'a tensor of shape [128, 256] behind the 2 layers" in message
+    assert "model.layers.2.eh_proj.weight: found 'a tensor of shape [128, 256] after the 2 layers" in message
     assert "set num_nextn_predict_layers in config.json" in message
 
 

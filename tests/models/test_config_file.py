@@ -172,7 +172,7 @@ OF_DEEPSEEK |= {"mscale_all_dim": 1.0}
 TWO_INTERVALS = {"full_attention_interval": 2, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2}
 UNTIED = TEXT | {"tie_word_embeddings": False}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (DENSE, {"quantization_config": {"quant_method": "fp8"}}, "or FP8 by blocks"),
+    (DENSE, {"quantization_config": {"quant_method": "fp8"}}, "or FP8 in blocks"),
     (DENSE, {"quantization_config": FP8 | {"weight_block_size": [64, 64]}}, "'weight_block_size': .128, 128."),
     (DENSE, {"quantization_config": FP8 | {"fmt": "e5m2"}}, "'fmt': 'e4m3'"),
     (DENSE, {"compression_config": {"format": "int-quantized"}}, "BF16 checkpoint"),
@@ -232,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (NEXT, {"layer_types": ["sliding_attention"] * 8}, "'linear_attention' or 'full_attention' in every"),
     (NEXT, {"attn_output_gate": False}, "attn_output_gate in .*: found False, expected True"),
     (NEXT, {"partial_rotary_factor": 0.001}, "partial_rotary_factor in .*expected one part of head_dim = 256"),
-    (WHOLE, {"text_config": None}, "text_config in .*: found None, expected the configuration of its model of text"),
+    (WHOLE, {"text_config": None}, "text_config in .*: found None, expected the configuration of the text model"),
     (WHOLE, {"model_type": "qwen3_vl_moe"}, "model_type in .*: found 'qwen3_vl_moe', expected 'qwen3_5_moe'"),
     (WHOLE, {"text_config": TEXT | {"model_type": "llama"}}, "model_type in text_config of .*: found 'llama'"),
     (WHOLE, {"text_config": UNTIED, "tie_word_embeddings": True}, "text_config.tie_word_.*expected True, as beside"),

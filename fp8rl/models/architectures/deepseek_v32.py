@@ -1,7 +1,7 @@
 """DeepSeek-V3.2: DeepSeek-V3 with an indexer that chooses `index_topk` keys for each query (sparse attention).
 
-In a row of at most `index_topk` tokens the indexer chooses every key, so that attention is DeepSeek-V3's. Longer rows
-are refused. The indexer's weights are not read, trained or served; a written model has them unchanged.
+In a row of at most `index_topk` tokens the indexer chooses every key, so attention is the same as in DeepSeek-V3.
+Longer rows are refused. The indexer's weights are not read, trained or served; a written model has them unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2 in other sizes, in which layers may share what an indexer has chosen."""
+"""GLM-5: DeepSeek-V3.2 in other sizes, in which several layers may share an indexer's choice."""
 
 from __future__ import annotations
 

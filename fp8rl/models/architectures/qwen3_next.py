@@ -37,8 +37,8 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
-    """Return the arguments of ModelSizes that this model and its successors read in the same way: all except arguments
-    for MLPs. joined: as in `GatedDelta`."""
+    """Return all arguments of ModelSizes but those for MLPs. This model and its successors read them in the same way.
+    joined: as in `GatedDelta`."""
     config.refuse_variants(VARIANTS, rotary_part=True, layers=(LINEAR, FULL), mrope=True)
     head_dim = config.size("head_dim", default=256)
     heads = config.size("num_attention_heads", default=16)
@@ -86,7 +86,7 @@ SHARED_EXPERT = "shared_expert"
 GATED_MOE = replace(
     mlp.MOE, kinds=(*mlp.MOE.kinds, *mlp.DENSE.kinds), tensors=partial(mlp.moe_tensors, shared=SHARED_EXPERT)
 )
-"""The family of experts, with the name that these checkpoints have for the expert that every token takes."""
+"""The family of experts, with the name that these checkpoints have for the shared expert."""
 ARCHITECTURE = Architecture(
     name="Qwen3NextForCausalLM",
     model_type="qwen3_next",

@@ -66,12 +66,12 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
 
 
 def unpadded(source: Path, out: Path, key: str) -> dict[str, Any]:
-    """Write a padded model in its former widths, and return these, by the keys of config.json. Raises UserError if the
-    model was not padded, or if its padding is no longer zero."""
+    """Write a padded model in its former widths. Return the widths by their keys in config.json. Raises UserError if
+    the model was not padded, or if its padding is no longer zero."""
     wider, values = read_model(source, key), ConfigFile.read(source, key).values
     before = values.get(UNPADDED)
     if not isinstance(before, dict):
-        expected = "the widths before, as `fp8rl convert --pad` writes them"
+        expected = "the former widths, which `fp8rl convert --pad` writes"
         remedy = "Leave out --unpad: the model was not padded."
         raise user_error(f"{key}: {UNPADDED} in {source / 'config.json'}", before, expected, remedy)
     absent = {UNPADDED, *(name for name, value in before.items() if value is None)}
@@ -147,8 +147,8 @@ def _refuse_other_norms(model: Model, wider: Model, key: str) -> None:
         others = list(rows)
     if others:
         raise UserError(
-            f"{key}: found the norm {others[0]}, whose mean or epsilon padding would change, expected norms of "
-            f"hidden_size = {model.sizes.hidden_size} values alone. Train this model in BF16 on both sides."
+            f"{key}: found the norm {others[0]}, whose mean or epsilon padding would change, expected only norms "
+            f"of hidden_size = {model.sizes.hidden_size} values. Train this model in BF16 on both sides."
         )
 
 

@@ -45,12 +45,12 @@ def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
 
 
 def base_digest(path: Path, model: Model) -> str:
-    """Return a digest, 32 hex digits, of a directory's weights in BF16, whatever the dtype in the files is."""
+    """Return a digest, 32 hex digits, of a directory's weights, in BF16 even if the files have another dtype."""
     return digest_of_all({name: tensor_digest(weight) for name, weight in starting_weights(path, model)})
 
 
 def digest_of_all(weights: Mapping[str, str]) -> str:
-    """Combine the digests of all weights, by name, into one of 32 hex digits."""
+    """Combine the digests of all weights, by name, into one digest of 32 hex digits."""
     return hashlib.blake2b(json.dumps(dict(weights), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -125,8 +125,8 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
     tensors: dict[str, Tensor] = {}
     with open_tensors(path / TENSORS, key) as file:
         if (digest := (file.metadata() or {}).get(BASE)) is not None and digest != (ours := base_digest(base, model)):
-            found = f"{path}, trained beside weights with the digest {digest}"
-            remedy = "Give the model that they were trained beside."
+            found = f"{path}, trained on weights with the digest {digest}"
+            remedy = "Give the model that they were trained on."
             raise _refusal(key, found, f"the digest {ours} of {base}", remedy)
         for row in adapted:
             for letter, name in zip("AB", pair_of(row, config), strict=True):
@@ -323,7 +323,7 @@ def _config_refusal(key: str, path: Path, name: str, given: dict[str, Any]) -> U
 
 
 def _of_changed_base(name: str) -> str:
-    """Return the remedy for an initialization that changed the weights. PEFT repeats some of them when it merges."""
+    """Return the remedy for an initialization that changed the weights. PEFT repeats some of these when it merges."""
     if name in ("pissa", "olora"):
         return f"{_CONVERT}, or merge it into its model (merge_and_unload), and start from that model."
     return f"{_CONVERT}." if name in ("corda", "lora_ga") or name.startswith("pissa") else MERGE

@@ -27,7 +27,7 @@ WHOLE_MODEL = "model.safetensors"
 _COPY_ALL = "Copy the index and the files of the model again."
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _SPARE = ("rotary_emb.inv_freq",)
-"""Endings of names of tensors that older files have and nothing reads."""
+"""Endings of the names of tensors in older files that no code reads."""
 
 
 def check_stored(
@@ -118,7 +118,7 @@ def _other_choice(coded: set[str], model: Model) -> str:
 
 
 def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
-    """Open the files of a directory, with the names that its model's table has."""
+    """Open the files of a directory. Tensors have the names of its model's table."""
     return WeightFiles(weight_files(path, key), key, multimodal_of(path, key))
 
 
@@ -201,7 +201,7 @@ def _unexpected(key: str, name: str, shape: tuple[int, ...], model: Model) -> Us
         return _refusal(key, name, found, "no such tensor")
     return user_error(
         f"{key}: {name}",
-        found=f"{found} behind the {layers} layers and {model.sizes.draft_layers} draft layers of config.json",
+        found=f"{found} after the {layers} layers and {model.sizes.draft_layers} draft layers of config.json",
         expected="no such tensor",
         remedy="If it is of a draft layer (multi-token prediction), set num_nextn_predict_layers in config.json; if "
         "not, the weights are those of another architecture: put the config.json and the weights of one model into the "

@@ -47,7 +47,7 @@ Ranks = Literal["context", "engine"]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A part of a decoder's layer in every model that has it."""
+    """A part of a decoder's layer, described for all models that have it."""
 
     name: str
     """The name of its file."""
@@ -91,7 +91,7 @@ def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int)
 
 @dataclass(frozen=True)
 class PartNames:
-    """How the names of the tensors in one part of a layer begin, in the checkpoint and on each side."""
+    """The beginnings of the tensors' names in one part of a layer: in the checkpoint, in Megatron, in the engine."""
 
     layer: int
     inside: str

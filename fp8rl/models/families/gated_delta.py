@@ -227,7 +227,7 @@ def _widths(sizes: ModelSizes) -> Widths:
 
 
 def _widths_apart(sizes: ModelSizes) -> Widths:
-    """Return the widths. Heads are reordered for Megatron, so each must be whole blocks."""
+    """Return the widths. Heads are reordered for Megatron, so each head must fill whole blocks."""
     own = sizes.of(GatedDelta)
     values = "linear_value_head_dim * linear_num_value_heads / linear_num_key_heads"
     return Widths({"linear_key_head_dim": own.key_dim, values: own.shares * own.value_dim})

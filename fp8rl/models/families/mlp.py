@@ -1,4 +1,4 @@
-"""MLPs with SwiGLU: a dense MLP in each layer, or routed experts, perhaps with experts that every token takes."""
+"""MLPs with SwiGLU: a dense MLP in each layer, or routed experts, with or without shared experts."""
 
 from __future__ import annotations
 

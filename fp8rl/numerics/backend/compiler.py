@@ -25,8 +25,7 @@ _enabled = False
 
 
 def enable_compiler() -> bool:
-    """Compile decorated functions from now on, if a small function compiles here. Return whether they will be
-    compiled."""
+    """Compile decorated functions from now on, if a small function compiles here. Return whether it does."""
     global _enabled
     import torch._dynamo.config as dynamo
     import torch._inductor.codecache as codecache

@@ -1,1 +1,1 @@
-"""The plumbing under all packages: errors of the user, files, sections of a spec, memory, processes. No numerics."""
+"""The plumbing under all packages: user errors, files, sections of a spec, memory, processes. No numerics."""

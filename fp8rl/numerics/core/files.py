@@ -72,7 +72,7 @@ def writing(path: Path, key: str) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file: temporary name, flush to disk, rename. Parent directories are made; a failure leaves no trace."""
+    """Write a file under a temporary name, flush it, and rename it. Directories are made; a failure leaves no trace."""
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.partial")
     with room_for(path):
@@ -170,7 +170,7 @@ def publish_directory(partial: Path, path: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """fsync a file, or a directory, whose renames then survive a power cut."""
+    """fsync a file, or a directory. The renames in a directory then survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -179,7 +179,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in 64 hex digits. It is read in parts, however large it is."""
+    """Return the SHA-256 of a file's bytes, in 64 hex digits. The file is read in parts, so it may be large."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -215,7 +215,7 @@ def code_digest(packages: Iterable[str], beside: str | None = None) -> str:
     for package in sorted(packages):
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ModuleNotFoundError(f"found no package {package}, expected it beside the others. Install fp8rl again")
+            raise ModuleNotFoundError(f"found no package {package}, expected it to be installed. Install fp8rl again")
         root = Path(spec.submodule_search_locations[0])
         for file in sorted(root.rglob("*.py")):
             total.update(f"{package}/{file.relative_to(root).as_posix()}\0".encode())

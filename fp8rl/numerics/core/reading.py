@@ -17,8 +17,7 @@ from fp8rl.numerics.core.errors import UserError, shown, user_error
 # Text that others wrote, as values: what would break a program further on is refused where it is read.
 
 DEEPEST = 100
-"""The deepest nesting of lists and objects. Python's stack has room for 1,000 calls; templates use several per
-level."""
+"""The deepest nesting of lists and objects. Python's stack holds 1,000 calls; templates use several per level."""
 _TOO_DEEP = f"lists and objects nested more than {DEEPEST} deep"
 
 _MOST_DIGITS = 300

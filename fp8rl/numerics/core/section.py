@@ -16,9 +16,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.reading import at_home, check_path
 
 T = TypeVar("T")
-RELATIVE = (
-    "a relative one is relative to the spec file that it is written in, on the command line to the current directory"
-)
+RELATIVE = "a relative path starts at the folder of its spec file, or on the command line at the current directory"
 """The hint in messages on a path that leads nowhere."""
 
 
@@ -101,8 +99,8 @@ def _function(text: str, directory: Path) -> str:
 SpecPath = Annotated[
     str, Field(min_length=1), AfterValidator(lambda text: check_path(text, "path") or text), Located("path", _path)
 ]
-"""A path that a file could have; a relative one is relative to the file that it is written in, and `~` is the home
-directory."""
+"""A path that a file could have. A relative path starts at the folder of the file that it is written in. `~` is the
+home directory."""
 
 SpecFunction = Annotated[str, Field(min_length=1), Located("name", _function)]
 """A name of ours, `package.module:name`, or `path/to/file.py:name`, whose path is a `SpecPath`."""

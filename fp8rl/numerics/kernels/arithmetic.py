@@ -46,7 +46,7 @@ def cast(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def load(pointers, exists, MASKED: tl.constexpr):
-    """Load from `pointers`, 0 where an element does not exist; without MASKED all exist."""
+    """Load from `pointers`, with 0 for elements that do not exist. Without MASKED all elements exist."""
     if MASKED:
         return tl.load(pointers, mask=exists, other=0.0)
     else:

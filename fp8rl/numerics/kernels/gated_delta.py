@@ -45,10 +45,10 @@ def paged_gated_delta_rule(
     lengths: Tensor,
     begun: Tensor,
 ) -> Tensor:
-    """`numerics.ops.paged_gated_delta_rule`. Raises ValueError if a state of the cache is not contiguous."""
+    """Compute `numerics.ops.paged_gated_delta_rule`. Raises ValueError if a state of the cache is not contiguous."""
     heads, keys, values = v.shape[1], k.shape[2], v.shape[2]
     if cache.stride()[1:] != (keys * values, values, 1):
-        raise ValueError(f"found states with the strides {cache.stride()}, expected each in one piece [heads, K, V]")
+        raise ValueError(f"found states with strides {cache.stride()}, expected each state contiguous [heads, K, V]")
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if out.numel():
         _rule_kernel[(len(lengths), heads, triton.cdiv(values, _VALUES))](

@@ -24,7 +24,7 @@ _OPTIONS = {"BLOCK": _BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
+    """Return log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
     logits BF16 or FP32 [..., V], tokens int64 [...], temperature a number or FP32 [...], one for each row. Returns FP32
     [...] twice, both with gradient. A token outside the vocabulary has log-probability NaN.
@@ -58,8 +58,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
-        """((1[token] - p) · grad of the logprob - p (log p + entropy) · grad of the entropy) / temperature, p the
-        softmax, in the dtype of the logits."""
+        """Return ((1[token] - p) · grad of the logprob - p (log p + entropy) · grad of the entropy) / temperature in
+        the dtype of the logits. p is the softmax."""
         logits, tokens, logsumexp, entropy, *each = ctx.saved_tensors
         dlogprobs, dentropy = grads
         dlogprobs = torch.zeros_like(logsumexp) if dlogprobs is None else dlogprobs.contiguous()

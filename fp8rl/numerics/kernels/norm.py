@@ -71,7 +71,7 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.norm.rms_norm_backward`. Deterministic: each program adds up its own rows in order."""
+    """Compute `numerics.ops.norm.rms_norm_backward`, deterministically: each program adds its own rows in order."""
     hidden = x.shape[-1]
     flat, dy = as_rows(x), as_rows(dy)
     dx = torch.empty_like(flat, memory_format=torch.contiguous_format)

@@ -40,8 +40,8 @@ def supports(spec: TensorSpec) -> bool:
 
 
 def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """`numerics.quantize.quantize`. Raises UserError for a granularity, group, scale or rounding that these kernels do
-    not support."""
+    """Compute `numerics.quantize.quantize`. Raises UserError for a granularity, group, scale or rounding that these
+    kernels do not support."""
     definitions.check_quantizable(x, spec)
     _check_supported(spec)
     return quantize_blocks(x, spec, out) if spec.granularity == "block" else quantize_rows(x, spec, out)
@@ -59,7 +59,7 @@ def _check_supported(spec: TensorSpec) -> None:
 def quantize_rows(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """Quantize x [..., K] in groups of 128 along K -> codes [..., K], scales [..., ceil(K / 128)].
 
-    out: contiguous tensors of these shapes, written to where given.
+    out: contiguous tensors of these shapes to write to; None: new tensors.
     """
     rows = as_rows(x)
     total, k = rows.shape
@@ -111,7 +111,7 @@ def quantize_blocks(weight: Tensor, spec: TensorSpec, out: QuantizedTensor | Non
 def quantize_many(
     weights: Sequence[Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
-    """`numerics.quantize.quantize_many`: in blocks, one launch for all matrices of a dtype."""
+    """Compute `numerics.quantize.quantize_many`. In blocks, all matrices of a dtype take one launch."""
     for weight in weights:
         definitions.check_quantizable(weight, spec)
     _check_supported(spec)

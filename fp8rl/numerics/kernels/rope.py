@@ -55,7 +55,7 @@ def rope_heads(
     norms: HeadNorms | None = None,
     cache: NewSlots | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.rope_heads`: a program has some heads of a token, queries or keys."""
+    """Compute `numerics.ops.rope_heads`. A program has some heads of a token, queries or keys."""
     (tokens, heads, dim), key_heads, rotary = q.shape, k.shape[1], rotary_dim or q.shape[2]
     q, k = dense_rows(q), dense_rows(k)
     q_out, k_out = (torch.empty(tokens, n, dim, dtype=q.dtype, device=q.device) for n in (heads, key_heads))

@@ -246,7 +246,7 @@ def _sigmoid(logits_ptr, token, expert, tokens, experts):
 
 @triton.jit
 def _kept(probs, bias_ptr, expert, experts, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """The scores that rank experts: sigmoid + bias, -inf outside the KEPT groups whose two best add up highest."""
+    """Return scores that rank experts: sigmoid + bias, -inf outside the KEPT groups whose two best add up highest."""
     order = _order(probs + tl.load(bias_ptr + expert, mask=expert < experts, other=0.0), expert, experts)
     if KEPT < GROUPS:
         size = experts // GROUPS
@@ -268,7 +268,7 @@ def _kept(probs, bias_ptr, expert, experts, GROUPS: tl.constexpr, KEPT: tl.const
 
 @triton.jit
 def _choose(order, chosen_ptr, real, expert, experts, TOP_K: tl.constexpr, GIVEN: tl.constexpr):
-    """The experts of each token, bool [TOKENS, EXPERTS]: the given experts, or the first TOP_K in order."""
+    """Return the experts of each token, bool [TOKENS, EXPERTS]: the given experts, or the first TOP_K in order."""
     chosen = tl.zeros(order.shape, tl.int1)
     for index in range(TOP_K):
         if GIVEN:
@@ -290,13 +290,13 @@ def _store(probs, chosen, probs_ptr, chosen_ptr, real, expert, GIVEN: tl.constex
 
 @triton.jit
 def _order(probs, expert, experts):
-    """The scores that rank experts: NaN comes first, as torch sorts it, and places behind the last expert come last."""
+    """Return the scores that rank experts. NaN comes first, as in torch; places after the last expert come last."""
     return tl.where(expert < experts, tl.where(probs == probs, probs, float("inf")), float("-inf"))
 
 
 @triton.jit
 def _take_best(order, expert, experts):
-    """The first expert of the highest score [TOKENS, 1], and the scores without this expert."""
+    """Return the first expert with the highest score [TOKENS, 1], and the scores without this expert."""
     highest = tl.max(order, 1, keep_dims=True)
     best = tl.min(tl.where(order == highest, expert, experts), 1, keep_dims=True)
     return best, tl.where(expert == best, float("-inf"), order)

@@ -25,7 +25,7 @@ def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None 
 def paged_causal_conv(
     x: Tensor, weight: Tensor, cache: Tensor, slots: Tensor, lengths: Tensor, begun: Tensor
 ) -> Tensor:
-    """`numerics.ops.paged_causal_conv`: a program reads the rows of a slot before it writes the new ones there."""
+    """Compute `numerics.ops.paged_causal_conv`. A program reads a slot's rows before it writes the new rows there."""
     x, out = dense_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         tiles = len(lengths) + triton.cdiv(len(x), _ROWS)

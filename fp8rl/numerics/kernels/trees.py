@@ -21,15 +21,15 @@ _BLOCK = 1024
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: float) -> Tensor:
-    """`numerics.ops.tree_attention`, without a wait for the device (`forward.packed_attention`). Raises UserError as
-    `forward.attention` does."""
+    """Compute `numerics.ops.tree_attention` without a wait for the device (as `forward.packed_attention`). Raises
+    UserError as `forward.attention` does."""
     check(q, k, v)
     rows = (dense_rows(x)[None] for x in (q, k, v))
     return Attention.apply(*rows, torch.arange(len(q), device=q.device)[None], scale, None, tree)[0]
 
 
 def add_by_token(total: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """`numerics.ops.add_by_token`, in place, without atomics and without a wait for the host.
+    """Compute `numerics.ops.add_by_token` in place, without atomics and without a wait for the host.
 
     Rows are sorted by token. The program at a token's first row adds all rows of the token, in their order; other
     programs have no work. No tensor of the vocabulary's size is made. Rows of `total` without a token stay as they are.

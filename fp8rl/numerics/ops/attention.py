@@ -73,10 +73,10 @@ class AttentionInputs:
 
 @op
 def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale) v over the keys t <= positions[b, i].
+    """Compute softmax(q k^T * scale) v over the keys t <= positions[b, i].
 
     q [B, Q, heads, D]; k [B, T, kv heads, D], key t at position t; v [B, T, kv heads, E]; positions int64 [B, Q].
-    Scores, softmax and sums in FP32, rounded once to q's dtype. Returns [B, Q, heads, E].
+    Scores, softmax and sums are in FP32. The result is rounded once to q's dtype. Returns [B, Q, heads, E].
     """
     return _Attention.apply(q, k, v, positions, scale)
 

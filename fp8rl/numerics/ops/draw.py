@@ -92,8 +92,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) 
 
     logits [..., V] of any float dtype, tokens int64 [...], temperature a number or a tensor [...], one for each row.
     Everything in FP32: one division, then log_softmax over the whole vocabulary in one reduction. A token of logit -inf
-    adds 0 to the entropy and to its gradient. Returns FP32 [...] twice, both with gradient. Where nobody asks for the
-    entropy's gradient, it costs no memory and changes no bit.
+    adds 0 to the entropy and to its gradient. Returns FP32 [...] twice, both with gradient. If the caller does not use
+    the entropy's gradient, it costs no memory and changes no bit.
     """
     divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).unsqueeze(-1)
     logps = (logits.float() / divisor).log_softmax(-1)

@@ -117,9 +117,9 @@ def experts(
 ) -> Tensor:
     """Run each expert's MLP on its own tokens: x [T, H] sorted by expert, counts int64 [experts], -> [T, H].
 
-    An expert's w13 is [2F, H], gate rows first; its w2 is [H, F]. Rounded to x's dtype after each of the two products
-    and after SwiGLU. Adapters are added as `numerics.ops.low_rank` says. The router's probability is applied by the
-    caller, after this. An expert may have no tokens.
+    An expert's w13 is [2F, H], gate rows first; its w2 is [H, F]. Results are rounded to x's dtype after each of the
+    two products and after SwiGLU. Adapters are added as `numerics.ops.low_rank` says. The router's probability is
+    applied by the caller, after this. An expert may have no tokens.
     """
     hidden = swiglu(adapted_grouped_linear(x, counts, w13, spec, backward))
     return adapted_grouped_linear(hidden, counts, w2, spec, backward)

@@ -88,7 +88,7 @@ def _serialize(bucket: Bucket) -> str:
 
 class _Mapped:
     """Wraps a tensor; unpickling gives the tensor. The pickle names a GPU by UUID, as processes may number GPUs
-    differently.  SGLang reads UUIDs (`monkey_patch_torch_reductions`). SGLang's code for sending is not used, because
+    differently. SGLang reads UUIDs (`monkey_patch_torch_reductions`). SGLang's code for sending is not used, because
     it patches torch for the whole process, which then fails to send tensors on the CPU.
     """
 

@@ -66,7 +66,7 @@ def test_a_cache_gives_the_bits_of_whole_sequences_in_pieces_and_single_tokens(d
 
 def test_a_cache_whose_states_do_not_lie_in_one_piece_is_refused():
     rows, cache = tokens(1), torch.zeros(2, 4, 24, 48, device=DEVICE).transpose(2, 3)
-    with pytest.raises(ValueError, match=r"strides \(4608, 1152, 1, 48\), expected each in one piece"):
+    with pytest.raises(ValueError, match=r"strides \(4608, 1152, 1, 48\), expected each state contiguous"):
         gated_delta.paged_gated_delta_rule(*rows, cache, lengths(1), lengths(1), lengths(1).bool())
 
 

@@ -28,7 +28,7 @@ _SEQUENCES = 16  # end to end, among which a program finds its own, at least: on
 
 
 def attention_dq(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.attention.attention_dq`. logsumexp: log2 of the sum of exp2(score * scale * LOG2_E)."""
+    """Compute `numerics.ops.attention.attention_dq`. logsumexp: log2 of the sum of exp2(score * scale * LOG2_E)."""
     dq = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
     delta = torch.empty_like(logsumexp)
     group = inputs.q.shape[2] // inputs.k.shape[2]

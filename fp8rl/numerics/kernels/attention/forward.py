@@ -62,7 +62,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) 
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Causal attention of sequences that are end to end; see `numerics.ops.attention.packed_attention`.
+    """Compute causal attention of sequences that are end to end (`numerics.ops.packed_attention`).
 
     Never waits for the device: as in `paged_attention` the grid is the largest that may be needed.
     """
@@ -140,7 +140,7 @@ def paged_attention(
     lengths: Tensor,
     scale: float,
 ) -> Tensor:
-    """Causal attention of new tokens over a paged cache; see `numerics.ops.attention.paged_attention`.
+    """Compute causal attention of new tokens over a paged cache (`numerics.ops.paged_attention`).
 
     Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, with as
     many keys as the table is wide. Programs without work end at once.
@@ -314,7 +314,7 @@ def _attend_chunk(
     q, q_tail, k_ptr, v_ptr, table_ptr, first, stop, whole, keys, position, table_column, k_token, v_token, scale,
     PAGED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Peak, total and out of the rows over the keys first to stop of one chunk."""
+    """Return peak, total and out of the rows over the keys first to stop of one chunk."""
     peak, total, out = no_keys(q.shape[0], D)
     whole = tl.minimum(tl.maximum(whole, first), stop // KEYS * KEYS)
     slot = key_slots(table_ptr, first, keys, table_column, PAGED, KEYS)
@@ -334,7 +334,7 @@ def _merge_split(
     q, q_tail, k_ptr, v_ptr, slot, start, keys, position, peak, total, out, k_token, v_token, scale,
     MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Keys start to start + KEYS. Without MASKED all of them exist and every row sees them."""
+    """Add keys start to start + KEYS. Without MASKED all of them exist, and every row sees them."""
     key = start + tl.arange(0, KEYS)
     exists = key < keys
     column, slot = tl.arange(0, D), slot.to(tl.int64)

@@ -33,8 +33,8 @@ from fp8rl.numerics.ops.attention import AttentionInputs, TokenTree
 
 
 def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scale: float) -> Tensor:
-    """`numerics.ops.latent_attention`. Raises UserError for a dtype other than BF16, or if the rank or the width of the
-    rotated part is no power of two."""
+    """Compute `numerics.ops.latent_attention`. Raises UserError for a dtype other than BF16, or if the rank or the
+    width of the rotated part is no power of two."""
     _check(q, rows, rank)
     return _Latent.apply(dense_rows(q), dense_rows(rows), positions, rank, scale)
 
@@ -301,8 +301,8 @@ def _dk_kernel(
 def _pairs(
     q_ptr, dout_ptr, q_token, q_head, dout_token, dout_head, start, last, HEADS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Pointers [2 ROWS, 1] for the rows from `start` on: for each row to its query, then to the gradient of its result.
-    The gradient has D channels; the numbers behind them belong to another row."""
+    """Return pointers [2 ROWS, 1] for the rows from `start` on: for each row to its query, then to its result's
+    gradient. The gradient has D channels; the numbers after them belong to another row."""
     pair = tl.arange(0, 2 * ROWS)
     row, first = tl.minimum(start + pair // 2, last), start // HEADS
     query, head = row // HEADS - first, row % HEADS  # within the tile, where 32 bits are enough

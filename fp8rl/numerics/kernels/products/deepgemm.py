@@ -1,8 +1,9 @@
 """Computes FP8 products by DeepGEMM, a library of kernels for Hopper, in place of ours.
 
-DeepGEMM's kernel sums each 128 of K from zero on the tensor core, scales the sum, and adds it in FP32, K ascending and
-never cut (`sm90_fp8_gemm_1d2d.cuh` of sgl-deep-gemm 0.1.7). That is the formula of `gemm`. No document promises equal
-bits, so nothing uses DeepGEMM before `numerics.probe.allow_deepgemm` has compared both on the machine at hand.
+DeepGEMM's kernel sums 128 products along K from zero on the tensor core, scales the sum, and adds it in FP32, K
+ascending and never cut (`sm90_fp8_gemm_1d2d.cuh` of sgl-deep-gemm 0.1.7). That is the formula of `gemm`. No document
+promises equal bits, so nothing uses DeepGEMM before `numerics.probe.allow_deepgemm` has compared both on the machine at
+hand.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def experts(
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
 ) -> Tensor:
-    """`numerics.ops.experts`. If all products are FP8, the kernel of SwiGLU also quantizes its result."""
+    """Compute `numerics.ops.experts`. If all products are FP8, the kernel of SwiGLU also quantizes its result."""
     fused = backward == "fp8" or not torch.is_grad_enabled()
     if spec is None or not fused or not _all_fp8(w13, w2):
         hidden = swiglu(adapted_grouped_linear(x, counts, w13, spec, backward))
@@ -52,8 +52,8 @@ def routed_experts(
     backward: Backward = "fp8",
     rows: QuantizedTensor | None = None,
 ) -> Tensor:
-    """`numerics.ops.routed_experts`. If all products are FP8 and nothing has a gradient, tokens are quantized before
-    they are laid out by expert, which takes one kernel."""
+    """Compute `numerics.ops.routed_experts`. If all products are FP8 and nothing has a gradient, tokens are quantized
+    first, and then one kernel sorts them by expert."""
     if spec is None or torch.is_grad_enabled() or not _all_fp8(w13, w2) or not len(x):
         return routed_in_steps(x, probs, chosen, w13, w2, spec, backward)
     experts = len(w13.weights)

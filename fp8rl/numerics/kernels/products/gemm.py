@@ -60,7 +60,7 @@ def gemm(
         width = tile_width(n) if dtype == left.dtype and k_splits == 1 else NARROW
         depth, stages = 64, 3 if width == WIDE else 4
     if k % k_splits or (k_splits > 1 and k // k_splits % depth):
-        remedy = "Use the trainer's tensor-parallel size, and one that divides K so."
+        remedy = "Use the trainer's tensor-parallel size, and choose one that does."
         raise user_error("k_splits", k_splits, f"a number that cuts K = {k} into equal multiples of {depth}", remedy)
     if plus is None and (done := deepgemm.product(a, b, dtype, k_splits, tiles)) is not None:
         return done
@@ -104,8 +104,7 @@ def check_operands(a: Any, b: Any, matrices: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def scales(a: Any, b: Any, width: int) -> tuple[Any, ...]:
-    """Return the kernels' arguments for scales: those of a and of b, a's strides (row, step), b's (matrix, row,
-    step)."""
+    """Return the kernels' arguments for scales: a's, b's, a's strides (row, step), b's strides (matrix, row, step)."""
     if not isinstance(b, QuantizedTensor):
         return (None,) * 2 + (0,) * 5
     b_scale = b.scale_inv
@@ -116,7 +115,7 @@ def scales(a: Any, b: Any, width: int) -> tuple[Any, ...]:
 
 
 def _side_by_side(scale_inv: Tensor, width: int) -> Tensor:
-    """scale_inv [N, groups] with the scales of neighbouring rows side by side, and memory for whole tiles of rows."""
+    """Return scale_inv [N, groups] with neighbouring rows' scales side by side, and memory for whole tiles of rows."""
     rows, groups = scale_inv.shape
     if rows % width == 0 and scale_inv.stride(0) == 1:
         return scale_inv
@@ -191,7 +190,7 @@ def sum_products(
     a_desc, b_desc, a_first, b_first, begin, end, slice_steps, a_scale, b_scale, a_step, b_step,
     SCALES: tl.constexpr, SPLIT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """FP32 [HEIGHT, WIDTH]: a's rows from a_first times b's rows from b_first, over steps `begin` to `end` along K.
+    """Return a's rows from a_first times b's rows from b_first, FP32 [HEIGHT, WIDTH], over steps begin to end of K.
 
     a_scale points to the first step's scales of a's rows, [HEIGHT, 1], b_scale to that of b's first row or block.
     """

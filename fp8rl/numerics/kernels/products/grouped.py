@@ -23,7 +23,7 @@ _TOKENS = 64  # that one step of an unquantized gradient sums
 
 
 def grouped_gemm(a: Any, b: Any, tiles: Tiles, dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
-    """a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`, with the bits of `gemm`.
+    """Compute a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`, with the bits of `gemm`.
 
     b: [E, N, K], in blocks of 128 x 128; or a and b are both unquantized. Rows that belong to no tile are not written.
     plus: [T, N], as in `gemm`.
@@ -66,7 +66,7 @@ def grouped_wgrad_matmul(
     """`grouped_wgrad` of unquantized BF16 rows dy [T, N] and x [T, K]."""
     check_operands(dy, x)
     if dy.dtype != torch.bfloat16 or len(dy) != len(x):
-        expected = "bfloat16 and as many rows in either"
+        expected = "bfloat16, and as many rows in x as in dy"
         remedy = "Pass the gradient and the input of the same rows."
         raise user_error("grouped_wgrad_matmul", f"{dy.dtype}, {len(dy)} and {len(x)} rows", expected, remedy)
     dy, x = dy.contiguous(), x.contiguous()

@@ -49,7 +49,7 @@ def weight_operand(quantized: QuantizedTensor, former: WeightOperand | None = No
 
 
 def trained_operand(weight: Tensor, spec: TensorSpec) -> WeightOperand:
-    """`numerics.ops.trained_operand`: codes and their transpose in one pass, of all experts in one launch."""
+    """Make `numerics.ops.trained_operand`: codes and their transpose in one pass, for all experts in one launch."""
     both = quantize_both_ways(weight if weight.dim() == 3 else weight[None], spec)
     if weight.dim() == 3:
         return WeightOperand(*both)
@@ -91,7 +91,7 @@ def norm_fp8_linear(
     spec: QuantSpec,
     backward: Backward = "fp8",
 ) -> Tensor:
-    """`numerics.ops.norm_fp8_linear`: the norm is quantized where it is computed, and computed anew for backward."""
+    """Compute `numerics.ops.norm_fp8_linear`. One kernel computes and quantizes the norm; the backward repeats it."""
     return _Fp8Linear.apply(x, norm_weight, weight, operand, spec, backward, x.dtype, 1, eps, None)
 
 
@@ -121,7 +121,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """The product of x, or of its norm where there is a norm_weight."""
+    """Computes the product of x, or of its norm if there is a norm_weight."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Maps the programs of a grouped product to rows sorted by expert, on the device and without a sync.
 
-An expert's rows are cut into tiles of 128 or 64 rows, from its first row on, so a row's tile depends on its expert
-alone.
+An expert's rows are cut into tiles of 128 or 64 rows, from its first row on. So a row's tile depends only on its
+expert.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ def spans(counts: Tensor, x: Tensor) -> Tiles:
 
 
 def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
-    """Return the tiles of `rows` rows, of which counts[e], an int tensor [experts], belong to expert e. A count may be
-    0.
+    """Return the tiles of `rows` rows. counts: an int tensor [experts], the number of rows of each expert, 0 or more.
 
     The number of tiles is the most that `rows` rows may fill. It follows from the shapes alone, so that a CUDA graph
     can hold them. The counts must sum to `rows` or less.
