@@ -65,11 +65,11 @@ class TrainerActor:
 
     @ray.method(concurrency_group=_WATCH)
     def pulse(self) -> int:
-        """Return the rank's process id. It runs in a separate thread, so it answers while the rank computes."""
+        """Return the rank's process id. The method has its own thread, so it answers while the rank computes."""
         return os.getpid()
 
     def open_rendezvous(self, host: str) -> int:
-        """Open the store through which ranks find each other, at `host`. Return its port. Called on rank 0 only."""
+        """Open, at `host`, the store through which ranks find each other. Return its port. Called on rank 0 only."""
         from fp8rl.trainer.distributed import parallel
 
         self._store = parallel.open_store(host, self.config.world_size)
@@ -226,7 +226,7 @@ class TrainerGroup:
         self.write(path)
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-        """Copy the contents of a checkpoint, which `write` then writes. The last staged one must be written already."""
+        """Copy the contents of a checkpoint, which `write` then writes. An earlier one must be written already."""
         self._all("stage", Path(path).absolute(), extra, texts)
 
     def write(self, path: Path) -> None:

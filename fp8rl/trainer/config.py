@@ -189,6 +189,6 @@ class ActorPlacement:
 
 
 def travels_in_fp8(spec: TensorSpec) -> bool:
-    """Return True if weights of this spec may be sent quantized (`weight_gather`). This needs a quantization that does
-    not change weights that it has rounded already."""
+    """Return True if weights of this spec may be sent quantized (`weight_gather`), because a second quantization of the
+    rounded values does not change them."""
     return spec.format == "e4m3" and spec.granularity == "block" and spec.scale == "pow2" and spec.rounding == "nearest"

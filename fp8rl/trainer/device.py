@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def claim(rank: int) -> torch.device:
-    """Make this rank's GPU the current device, and return it. The rank sees only its own GPU, or all of its node."""
+    """Make this rank's GPU the current device, and return it. A rank sees only its own GPU, or all GPUs of its node."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     return current()

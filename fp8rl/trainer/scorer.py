@@ -42,7 +42,7 @@ class Scorer:
     Attributes:
         definition: the description of the model, from its config. model: this rank's part of Megatron's model.
         cache: the quantized weights that the forward pass uses. Its version changes with the weights.
-        placed: the base that it shares with engines (`weight_sync.frozen.MappedBase`). None: its weights are its own.
+        placed: the base that it shares with engines (`weight_sync.frozen.MappedBase`). None: it shares no weights.
     """
 
     placed: Any = None

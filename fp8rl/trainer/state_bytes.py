@@ -69,8 +69,8 @@ def state_bytes(
     """Count the bytes that one rank keeps for `experts`, and for all other weights, `dense`.
 
     If the shape has adapters, they are trained in place of the weights. The weights then have only parameters and
-    operands. base: the rank reads the weights in the engines' memory (`sync.shared_base`), and has only those itself
-    that engines store in another form. The count is exact if each parameter's size is a multiple of 64 elements.
+    operands. base: the rank reads the weights in the engines' memory (`sync.shared_base`), except weights that engines
+    store in another form. The count is exact if each parameter's size is a multiple of 64 elements.
     """
     at, memory = Layout.of(rank, config), config.optimizer
     gpu = storage != "torch"  # where there is none, the host's memory is all there is

@@ -1,4 +1,4 @@
-"""Trains a model on one rank: the model, its optimizer and the state that a checkpoint has."""
+"""Trains a model on one rank. Holds the model, its optimizer and the other state of a checkpoint."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Trainer(Scorer):
 
     def export_adapter(self, path: Path, base: Path | None = None) -> None:
         """Write a directory in PEFT's format with the current adapters. base: the model directory that it names as its
-        base. None: the directory from which the run has its model."""
+        base. None: the model directory of the run."""
         self.weights.write_adapters(self.model, path, base)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:

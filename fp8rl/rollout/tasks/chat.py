@@ -123,7 +123,7 @@ def answer_ids(
 ) -> list[int]:
     """Tokenize an answer in the form that the template gives it after its prompt, up to the token that ends the turn.
 
-    If a template opens thoughts in the prompt, but omits those of answers, the answer's own text continues the prompt.
+    If a template opens thoughts in the prompt, but drops an answer's thoughts, the answer's text continues the prompt.
     """
     opened = render(tokenizer, history, options, answer=True)
     whole = render(tokenizer, [*history, {"role": "assistant", "content": answer}], options, answer=False)

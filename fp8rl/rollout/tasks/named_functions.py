@@ -18,10 +18,9 @@ from fp8rl.numerics.core.files import module_of_file
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function or class with this name: a short name of ours, `package.module:name`, or
-    `path/to/file.py:name`.
+    """Return the function or class with this name: a built-in name, `package.module:name`, or `path/to/file.py:name`.
 
-    built_in: for each short name of ours `package.module:name`.
+    built_in: for each built-in name `package.module:name`.
 
     Raises:
         UserError: there is no such function, or its module cannot be imported. The message names `key`.

@@ -50,7 +50,7 @@ class Optimizer:
         experts: Iterable[torch.nn.Parameter],
         in_fp8: wires.InFp8 = dict,
     ) -> None:
-        """experts: the parameters of experts. in_fp8: returns the parameters to gather in FP8, at each gather anew."""
+        """experts: the experts' parameters. in_fp8: returns the parameters to gather in FP8. Called at each gather."""
         self.model = wrap(model, lowering, experts)
         self.traffic = wires.install(self.model, config.gradient_wire, in_fp8)
         self._config = config
@@ -105,7 +105,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, norm: float) -> float:
-        """Clip the gradients, apply them, and return the learning rate. norm: the result of `grad_norm`, finite."""
+        """Clip the gradients, apply them, and return the learning rate. norm: the finite result of `grad_norm`."""
         self.host_copy.check_onloaded()
         with applied(CUDA_TYPES):
             for optimizer in self.inner.chained_optimizers:
@@ -214,8 +214,8 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: i
 
 
 def step_threads(offload: bool) -> int:
-    """Return the number of threads for this rank's optimizer step. If a GPU's optimizer is offloaded to the host, this
-    is the rank's share of the node's cores. Otherwise it is 1, with which CPU ops give a row the same bits always."""
+    """Return the number of threads for this rank's optimizer step: its share of the node's cores if the optimizer of a
+    GPU is offloaded, otherwise 1. CPU ops give a row the same bits in every batch only with one thread."""
     if not (offload and torch.cuda.is_available()):
         return 1
     ranks = all_gathered(platform.node()).count(platform.node())

@@ -114,7 +114,7 @@ def _wait_for_leaving(queue: dist.Store, place: int, what: str, patience: timede
     except dist.DistStoreError as error:
         rank = queue.get(f"rank/{place}").decode()
         raise TimeoutError(
-            f"{what}: found trainer rank {rank} at it for {patience.total_seconds():g} s, expected it to end its turn"
+            f"{what}: found trainer rank {rank} still busy after {patience.total_seconds():g} s, expected it to finish"
         ) from error
     for key in (f"left/{place}", f"rank/{place}"):
         queue.delete_key(key)

@@ -1,8 +1,8 @@
 """Sends gradients and updated weights between data-parallel ranks in the formats of the spec.
 
 Megatron keeps all gradients of a rank in a few flat buffers. Each rank sums and updates one part of every buffer.
-Megatron's reduce-scatter sums FP32 in transit. A narrower format cannot be summed in transit. Every rank then sends
-each part to the rank that sums it (an all-to-all), and this rank sums in FP32, in rank order.
+Megatron's reduce-scatter sums FP32 in transit. A narrower format cannot be summed in transit. With such a format every
+rank sends each part to the rank that sums it (an all-to-all). This rank sums in FP32, in rank order.
 
 Updated weights may be sent as FP8 codes, in the format that the products take. A part of a buffer may end within a
 block of 128 x 128. So the ranks first agree on each block's largest value (an all-reduce of four bytes per block), then

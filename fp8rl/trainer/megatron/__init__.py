@@ -1,1 +1,1 @@
-"""Builds Megatron's model, and changes what it needs in Megatron and TransformerEngine."""
+"""Builds Megatron's model, and makes the changes that it needs in Megatron and TransformerEngine."""

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def no_op(replaced: object = None) -> Callable[..., None]:
-    """Return a function that does nothing. It is new in each call, because torch.compile has one rule per function."""
+    """Return a new function that does nothing. It must be new, because torch.compile has one rule per function."""
     return lambda *args, **kwargs: None
 
 
@@ -87,7 +87,7 @@ def cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_sizes_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `maybe_move_tensor_to_cpu` that converts CPU tensors to NumPy too if asked to."""
+    """Return a replacement for `maybe_move_tensor_to_cpu` in which `as_numpy` also converts tensors on the CPU."""
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         moved = original(tensor, as_numpy, record_stream)

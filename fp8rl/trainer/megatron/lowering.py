@@ -3,7 +3,7 @@
 This is pure data. TransformerEngine 2.20's recipe `Float8BlockScaling` is the spec of `fp8_block_*`: activations and
 gradients in 1x128 groups, weights in 128x128 blocks, split accumulators. It reads an environment variable at import to
 choose FP32 or power-of-two scales. Megatron 0.16.1 passes only the format to the recipe. `MXFP8BlockScaling`, for
-Blackwell, has 1x32 groups for all three. Its scale is the power of two at which nothing clips.
+Blackwell, has 1x32 groups for all tensors. Its scale is the power of two at which nothing clips.
 """
 
 from __future__ import annotations

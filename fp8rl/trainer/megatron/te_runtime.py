@@ -115,7 +115,7 @@ def stored(parameter: Tensor) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def fill(parameter: Any, values: Tensor) -> None:
-    """Quantize BF16 `values` [N, K] into the parameter. It also keeps the values, from which its master is made."""
+    """Quantize BF16 `values` [N, K] into the parameter. It keeps the values until the optimizer makes its master."""
     parameter.quantize_(values)
     if hasattr(parameter, "get_high_precision_init_val"):
         # What it returns. TransformerEngine put there what it initialised the parameter with.

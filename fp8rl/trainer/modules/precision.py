@@ -62,7 +62,7 @@ class Adapter:
         return None if self.merges else ops.low_rank_of(x, self.low_rank, k_splits)
 
     def with_adapter_gradient(self, product: Tensor, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Return `product` unchanged. In the backward pass a merged adapter's A and B get gradients from it.
+        """Return `product` unchanged. In the backward pass its gradient also goes to a merged adapter's A and B.
 
         An adapter that is not merged gets its gradients through `term`.
         """

@@ -120,7 +120,7 @@ class OpWeights:
 
 def hold(layer: Held, rows: Sequence[TensorRow], table: TensorTable, inside: str = "") -> dict[str, OpWeights]:
     """Give a layer its uninitialised parameters and buffers, in modules with the tensors' names in Megatron. Return the
-    weights of each op. inside: the beginning of these names that means `layer` itself."""
+    weights of each op. inside: the prefix of these names that stands for `layer` itself."""
     held: dict[str, dict[str, list[TensorRow]]] = {}
     for row in rows:
         path, _, name = place(row, inside).rpartition(".")
@@ -149,7 +149,7 @@ def hold(layer: Held, rows: Sequence[TensorRow], table: TensorTable, inside: str
 
 
 def place(row: TensorRow, inside: str = "") -> str:
-    """Return the name, in the layer, of the parameter with this tensor. All experts are in the same parameter."""
+    """Return the name, in the layer, of the parameter with this tensor. All experts share one parameter."""
     name = row.megatron.parameter.removeprefix(f"decoder.layers.{row.layer}.{inside}")
     return name if row.expert is None else name.rstrip("0123456789")
 

@@ -91,7 +91,7 @@ PAD_TOKEN = 0
 class TokenBatch:
     """Right-padded sequences with data for each token. Index t of every [B, S] tensor belongs to the token at t.
 
-    The log-probability at t is that of `tokens[b, t]` given `tokens[b, :t]`. At index 0 there is none, and no target.
+    The log-probability at t is that of `tokens[b, t]` given `tokens[b, :t]`. Index 0 has none, and is never a target.
 
     Raises:
         ValueError: a field is not as its description says.

@@ -1,4 +1,4 @@
-"""The interface between the trainer and a loss, and the results of a pass. It has nothing of reinforcement learning."""
+"""The interface between the trainer and a loss, and the results of a pass. The trainer needs no other RL code."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RankPass:
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """moved: bytes that a rank has offloaded from its device. stays: bytes that are still there."""
+    """Bytes that a rank has moved off its device (`moved`), and bytes that it still has there (`stays`)."""
 
     moved: int
     stays: int

@@ -170,7 +170,7 @@ def build_tree(keys: np.ndarray, lengths: list[int]) -> tuple[TokenTree, Tensor,
 
 
 def plan_trees(keys: np.ndarray, lengths: list[int], dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
-    """Assign rows to ranks and micro-batches, as `plan_packed` does for packed rows. Count a shared prefix once.
+    """Assign rows to ranks and micro-batches, as `plan_packed` does for packed rows. A shared prefix counts once.
 
     Rows in lexicographic order are cut into as few runs as the budget allows, with about equal numbers of tokens. A
     run is a micro-batch. A prefix that rows on both sides of a cut share is in both runs.

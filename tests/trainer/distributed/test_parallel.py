@@ -406,7 +406,7 @@ def test_ranks_take_turns_and_say_for_whom_they_wait(outcome: Outcome) -> None:
     assert len(times) == 3 * len(outcome.ranks)
     assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))
     said = [rank["turns"]["said"] for rank in outcome.ranks[1:]]
-    assert "stuck: found trainer rank 0 at it for 0.1 s, expected it to end its turn" in said
+    assert "stuck: found trainer rank 0 still busy after 0.1 s, expected it to finish" in said
     assert all("found trainer rank" in text for text in said)
 
 

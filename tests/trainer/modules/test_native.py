@@ -119,7 +119,7 @@ def test_layers_at_the_ends_may_stay_in_bf16(mode, first, last, in_fp8, moe_path
 def test_another_mode_or_layout_is_refused_and_changes_nothing(moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8")
     numerics = trainer.numerics
-    with pytest.raises(UserError, match=r"numerics\.mode: found 'native', expected exact, which"):
+    with pytest.raises(UserError, match=r"numerics\.mode: found 'native', expected exact, for which"):
         trainer.set_numerics(replace(numerics, mode="native"))
     shared = numerics.spec.override({"weight": {"granularity": "tensor"}})
     with pytest.raises(UserError, match=r"numerics\.weight\.granularity"):

@@ -1,4 +1,4 @@
-"""Keeps SGLang's copies of kv_b_proj up to date. Its attention computes with them in native mode."""
+"""Keeps SGLang's copies of kv_b_proj up to date. SGLang's attention computes with them in native mode."""
 
 from __future__ import annotations
 

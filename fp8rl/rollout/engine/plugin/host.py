@@ -1,4 +1,4 @@
-"""The engine's side of the model's program (`models.program.Host`): gives the ops weights and SGLang's cache.
+"""The engine's side of the model's program (`models.program.Host`): gives ops their weights and SGLang's cache.
 
 Ranks exchange FP32 partial sums. Then each rank adds all of them, in the order in which a single rank would.
 """

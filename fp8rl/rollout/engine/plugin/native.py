@@ -25,7 +25,7 @@ SGLANGS = TensorSpec(scale="fp32")
 
 
 def never(*args: Any, **kwargs: Any) -> bool:
-    """Replaces a check of SGLang's by one that always returns False, such as whether a model has sparse attention."""
+    """Replaces a check of SGLang's, such as the one for sparse attention, by a check that always returns False."""
     return False
 
 
@@ -34,8 +34,8 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-    """Around `LlamaForCausalLM.load_weights`: also load the scales of FP8 blocks. SGLang itself looks for parameters
-    with a name that none has, and drops the scales without a message."""
+    """Around `LlamaForCausalLM.load_weights`: also load the scales of FP8 blocks. SGLang itself looks for the scales
+    under a name that no parameter has, and drops them without a message."""
     from sglang.srt.model_loader.auto_loader import STANDARD_STACKED_MAPPING
 
     parameters = dict(self.named_parameters())

@@ -47,7 +47,7 @@ def check_table(model: nn.Module, definition: Model) -> None:
     missing = sorted(expected - names)
     if spare or missing:
         raise RuntimeError(
-            f"fp8rl plugin: found additional parameters {spare[:5]} and no parameters {missing[:5]} in the engine, "
+            f"fp8rl plugin: found an engine with the additional parameters {spare[:5]} and without {missing[:5]}, "
             f"expected those of {definition.architecture.name} in models/. Install the locked version of sglang"
         )
 

@@ -36,7 +36,7 @@ def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
 
 
 def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> Tensor:
-    """Draw tokens, int64 [B], in exact mode. logits: `narrowed`, [B, V]. positions: [B], those of the last tokens."""
+    """Draw tokens, int64 [B], in exact mode. logits: [B, V], from `narrowed`. positions: [B], of each last token."""
     return _drawn(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
 
 
@@ -77,8 +77,8 @@ def draw_from_probabilities(
 ) -> Tensor:
     """Around `Sampler._sample_from_probs` in native mode: draw tokens int32 [B] from probs [B, V].
 
-    If a request of the batch has top-p, top-k or min-p, SGLang draws, without seeds. With seeds SGLang would stop the
-    scheduler, or draw from the remaining tokens without normalising their probabilities. Answers that are known
+    If a request of the batch has top-p, top-k or min-p, SGLang itself draws, without seeds. With seeds it would stop
+    the scheduler, or draw from the remaining tokens without normalising their probabilities. Answers that are known
     beforehand (`canary_seed`) are always drawn with their seeds.
     """
     seeds, ones = sampling_info.sampling_seed, torch.ones(len(probs), device=probs.device)

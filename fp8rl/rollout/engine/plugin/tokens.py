@@ -83,7 +83,8 @@ class Paged:
 
     @cached_property
     def states(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each sequence: slot of states int64 [B], number of new tokens int64 [B], has earlier tokens bool [B].
+        """Return for each sequence the slot of its states, int64 [B], its number of new tokens, int64 [B], and whether
+        it has earlier tokens, bool [B].
 
         Rows that pad the batch of a CUDA graph have no slot (-1). They get slot 0, which SGLang reserves.
         """
@@ -117,7 +118,7 @@ class Paged:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The whole sequences of a recording. Their keys are in a separate cache. In it token t has slot t."""
+    """Whole sequences of a recording. Their keys are in a separate cache, in which token t has slot t."""
 
     lengths: Tensor
     """int64 [sequences]"""

@@ -42,12 +42,12 @@ class State(Enum):
     """The state of one parameter.
 
     ======  ==========================================================  ==========================================
-    state   meaning                                                     left by
+    state   meaning                                                     event: next state
     ======  ==========================================================  ==========================================
     SERVED  its operand has the version of the weights                  `invalidate`: STALE, with adapters KEPT
-    KEPT    nothing of it was sent since the update began, and its      `load` of a part of it, `release`: STALE;
-            operand stays in use: a sync of adapters alone              `commit`: SERVED
-    STALE   an update may have written it                               `prepare`, once all of it has arrived: MADE;
+    KEPT    the update has sent no part of it, and its operand stays    `load` of a part of it, `release`: STALE;
+            in use, as in a sync that sends only adapters               `commit`: SERVED
+    STALE   an update may have written it                               `prepare`, after all of it has arrived: MADE;
                                                                         `commit`: SERVED
     MADE    its operand is made and its digests are taken               `load` of a part of it: STALE;
                                                                         `commit`: SERVED
@@ -301,7 +301,7 @@ class ServedWeights:
 
         Tensors are copied into their parameters, many in one launch. Tensors of other ranks are left out. SGLang's own
         loader compares each name with the names of all experts, and drops a tensor that arrives without its partner,
-        without a message. So it gets only names that the table does not have.
+        without a message. So this loader gets only names that the table does not have.
         """
         table, unknown = self.definition.tensors, []
         targets: list[Tensor] = []

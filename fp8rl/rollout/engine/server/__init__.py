@@ -145,7 +145,7 @@ class SGLangServer:
         """Raise EngineDiedError, with the end of the log, if the process has ended."""
         if self._process.poll() == -signal.SIGBUS:
             raise EngineDiedError(
-                f"the engine process {self.pid} ended by SIGBUS: found no room in /dev/shm, expected room for it. "
+                f"the engine process {self.pid} ended by SIGBUS: found /dev/shm full, expected room in it. "
                 "Remove old files there, or give the container more shared memory (docker run --shm-size=1g)"
             )
         if not self.alive():

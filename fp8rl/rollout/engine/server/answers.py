@@ -77,8 +77,8 @@ def _supports(meta: dict[str, Any], token_ids: list[int]) -> KeptTokens:
     said = len(masks) == len(token_ids) == len(meta.get("output_token_sampling_logprobs", []))
     if not said or any(mask is None or token not in mask for mask, token in zip(masks, token_ids)):
         raise EngineError(
-            f"request {meta['id']}: found {len(masks)} sets of tokens to draw from, expected one for each of the "
-            f"{len(token_ids)} generated tokens, with the token in it"
+            f"request {meta['id']}: found {len(masks)} sets of tokens to draw from, expected one set for each of the "
+            f"{len(token_ids)} generated tokens, which contains the token"
         )
     return KeptTokens.of(masks)
 

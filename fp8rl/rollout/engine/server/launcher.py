@@ -1,6 +1,6 @@
 """The main module of an engine process. It runs SGLang's HTTP server, which never outlives its owner (`engine.server`).
 
-Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys, which so appear
+Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys. So they appear
 neither in the process list nor in the environment. Then the pipe stays open. When the owner closes it or dies, the
 kernel ends the stream, and the watch kills the whole process group. The watch is a separate process. So it works also
 if the server is stopped, or is killed before its workers have asked for its death signal. (PR_SET_PDEATHSIG in the
@@ -54,7 +54,7 @@ def main() -> None:
     if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
         raise SystemExit(
             f"engine: found no two keys for an engine at {host}, expected one for generation and one for "
-            "administration, because without them anybody there could replace its weights. Give it both, or 127.0.0.1"
+            "administration, because without keys anybody could replace its weights. Give it both, or 127.0.0.1"
         )
     start_watch()
     # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.

@@ -55,7 +55,7 @@ class HarnessSection(Section):
 
 
 class EnvironmentSection(Section):
-    """The environment, which controls the conversation of an answer. A plain text means `function`."""
+    """The environment, which controls the conversation of an answer. A text is short for `{function: text}`."""
 
     shorthand: ClassVar[str] = "function"
 

@@ -95,7 +95,7 @@ class Recording:
         return Refusal(message, param, code="context_length_exceeded")
 
     async def wait(self) -> None:
-        """Wait until no request is being answered. So requests are recorded also if the program has not waited."""
+        """Wait until no request is being answered. So answers for which the program did not wait are recorded too."""
         async with self._tokenizing:  # whose request is under way, too
             pass
         await self._idle.wait()

@@ -59,7 +59,7 @@ class RewardSection(Section):
 
 
 class RewardsSection(Section):
-    """The reward of an answer: the weighted sum of these functions. A plain list means `functions`.
+    """The reward of an answer: the weighted sum of these functions. A list is short for `{functions: list}`.
 
     Evaluation uses only the first function, without its weight.
     """
