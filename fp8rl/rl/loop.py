@@ -85,7 +85,7 @@ def train(run: Run) -> str:
         if saves:
             with clock.phase("checkpoint"):
                 record.checkpoints.begin(trainer, record.gate_state, step, feed.state())
-        metrics |= run.metrics() | clock.lap()
+        metrics |= run.recoveries() | run.metrics() | clock.lap()
         metrics |= throughput(metrics, rollouts.batch)
         last_row = record.row(metrics, partial(step_records, first, passed.batch), saves)
         if verdict.stop:
@@ -106,7 +106,7 @@ def _first_sync(run: Run, evaluation: Evaluation, guard: Guard) -> None:
     """
     first, record = run.sync(), run.record
     record.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
-    run.engines.metrics(), run.turns.metrics()  # reset: what came before step 1 belongs to no row
+    run.metrics()  # reset: what came before step 1 belongs to no row
     if record.step == 0:
         evaluation.begin(0)
         evaluated, greedy = evaluation.finish()

@@ -189,11 +189,15 @@ class Run:
             text = "found no token of the trainer's own weights to compare"
             record.announce(Event(record.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
 
-    def metrics(self) -> dict[str, float]:
-        """Return `perf/...` of the engines, `memory/...` of turns, and counts of recoveries since the last call."""
+    def recoveries(self) -> dict[str, float]:
+        """Return the counts of recoveries since the last call."""
         counted = (ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES) if self.engines else ()
         talks = () if self.sampling.conversations is None else (ENVIRONMENT_FAILURES,)
-        return self.record.recoveries((*counted, *talks)) | self.engines.metrics() | self.turns.metrics()
+        return self.record.recoveries((*counted, *talks))
+
+    def metrics(self) -> dict[str, float]:
+        """Return `perf/...` of the engines and `memory/...` of turns since the last call."""
+        return self.engines.metrics() | self.turns.metrics()
 
     def _serving(self) -> Serving:
         """Write the served model without its weights, and return the settings to start engines from it."""

@@ -96,7 +96,7 @@ def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeyp
             Reservations(one._experiment, tmp_path, again=True)
         ((moved, *_),) = sees(other.engine("policy", 0))
         assert moved == here.id
-        cluster.add_node(num_cpus=1, num_gpus=1, resources={"far": 1})
+        cluster.add_node(num_cpus=1, num_gpus=2, resources={"far": 1})
         one = Reservations(one._experiment, tmp_path, again=True)
         ((again, *_),) = sees(*one.trainer())
         assert again not in (here.id, far.id)
