@@ -190,11 +190,11 @@ def test_a_second_signal_ends_a_process_that_stands_in_a_library() -> None:
 
 @pytest.mark.slow
 def test_an_end_that_hangs_says_what_it_waits_for_and_kills_what_was_started() -> None:
-    with stuck("3", "end") as process:
+    with stuck("1", "end") as process:
         child = int(process.stdout.readline())  # communicate() does not see what was read ahead with the line before
         _, wrong = process.communicate(timeout=20)
     assert process.returncode == 3 and not psutil.pid_exists(child)
-    assert wrong.startswith("error: found close not ended after 3 s, at ")
+    assert wrong.startswith("error: found close not ended after 1 s, at ")
 
 
 EXITS = """
