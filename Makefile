@@ -22,6 +22,8 @@ STUBS := $(shell find requirements/cpu_stubs/pyproject.toml requirements/cpu_stu
 
 # One thread per process: a second one is slower at these sizes, and several processes share the cores.
 export OMP_NUM_THREADS := 1
+# The tests start hundreds of processes: each would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu gpu-libraries demo real test suite beside-suite test-fast bench rehearse-gpu pages docs lint clean
