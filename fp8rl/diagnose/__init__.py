@@ -1,1 +1,1 @@
-"""Questions about a run before, during and after it: plan, doctor, preflight, audit, attribution and rescoring."""
+"""Questions about a run before and after it: doctor, preflight, audit and plan; explain."""

@@ -1,6 +1,6 @@
 """Architectures, one file each: sizes from config.json, their formula, the table of tensors, the ops. Imports numerics.
 
-Trainer, engine plugin, weight sync, converter, preconditions and attribution read them; nothing else knows a tensor's
+Trainer, engine plugin, weight sync, converter, preconditions and diagnoses read them; nothing else knows a tensor's
 name.
 """
 

@@ -1,4 +1,4 @@
-"""Trainer, engines and the bridge between them, for a run, a preflight or an attribution."""
+"""Trainer, engines and the bridge between them, for a run or a diagnosis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes the mismatch of a live trainer and a live engine, by what they compute for sampled tokens."""
+"""Compares a live trainer and a live engine op by op, and takes away one cause of their mismatch after another."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8rl.diagnose.attribution.attribution_report import Attribution, Cause
-from fp8rl.diagnose.attribution.compare import (
+from fp8rl.diagnose.explain.causes import SELF_FLOOR, Cause, Evidence, explains, rank
+from fp8rl.diagnose.explain.differences import (
+    ExpertDifference,
+    OpDifference,
     expert_differences,
     fit_temperature,
     op_differences,
-    position_differences,
     stream_differences,
 )
-from fp8rl.diagnose.attribution.findings import SELF_FLOOR, Evidence, explains, rank
+from fp8rl.diagnose.report import Finding
 from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
@@ -47,7 +48,26 @@ TRACED_TOKENS = 2048
 """The most tokens whose ops are compared: whole sequences, and first the sequences that disagree most."""
 
 
-def attribute(
+@dataclass(frozen=True)
+class Comparison:
+    """How trainer and engine differ. d is trainer minus rollout log-probability of a token, in nats."""
+
+    findings: tuple[Finding, ...]
+    """The likeliest cause first; none if both sides agree."""
+    abs_diff_mean: float
+    """Mean |d| of the `tokens` sampled tokens as they were recorded."""
+    tokens: int
+    live_abs_diff_mean: float
+    """Mean |d| between trainer and engine as they are now, over the `traced_tokens` that were traced."""
+    traced_tokens: int
+    ops: tuple[OpDifference, ...]
+    stream: tuple[float, ...]
+    """By layer, how far the engine's residual stream has drifted from the trainer's at its entry (relative RMS)."""
+    causes: tuple[Cause, ...]
+    experts: tuple[ExpertDifference, ...]
+
+
+def compare(
     trainer: TrainerGroup,
     endpoint: Endpoint,
     batch: TokenBatch,
@@ -56,7 +76,7 @@ def attribute(
     *,
     wrong: Sequence[str] | None = None,
     traced_tokens: int = TRACED_TOKENS,
-) -> Attribution:
+) -> Comparison:
     """Compare a trainer of one rank and an engine op by op, and take away one cause of mismatch after another.
 
     Args:
@@ -90,7 +110,7 @@ def attribute(
     rescored = _mean_abs((scored - trained)[batch.loss_mask])
     causes += _other_scales(trainer, batch, numerics, {"engine": views.reproduced, "trainer": rescored})
     ops = op_differences(model.forward, trace.tensors, answer.tensors)
-    experts = expert_differences(model.forward, trace.tensors, answer.tensors, views.live.abs(), views.sampled)
+    experts = expert_differences(model.forward, trace.tensors, answer.tensors)
     clues = Evidence(
         model=model,
         numerics=numerics,
@@ -102,7 +122,6 @@ def attribute(
         experts=experts,
         fit=fit,
         reproduced=views.reproduced,
-        rescored=rescored,
         live=views.live_mean,
         nonfinite=int((batch.loss_mask & ~recorded.isfinite()).sum()),
         settings={
@@ -113,11 +132,10 @@ def attribute(
         },
         causes=causes,
     )
-    return Attribution(
+    return Comparison(
         findings=rank(clues),
         abs_diff_mean=_mean_abs(d[batch.loss_mask]),
         tokens=int(batch.loss_mask.sum()),
-        positions=tuple(position_differences(d, batch.loss_mask)),
         live_abs_diff_mean=views.live_mean,
         traced_tokens=int(views.sampled.sum()),
         ops=tuple(ops),
@@ -130,11 +148,8 @@ def attribute(
 def check_exact(numerics: NumericsConfig) -> None:
     """Refuse native mode, in which both sides do not run one program."""
     if numerics.mode == "native":
-        expected = (
-            "exact, in which both sides run one program: native mode is compared by log-probabilities and tensors"
-        )
-        remedy = "See `fp8rl report` for log-probabilities, and `fp8rl audit` and the syncs' manifests for tensors."
-        raise user_error("numerics.mode", "native", expected, remedy)
+        remedy = "See `fp8rl report` for log-probabilities, and `fp8rl doctor SPEC` for tensors."
+        raise user_error("numerics.mode", "native", "exact, to compare one program op by op", remedy)
 
 
 @dataclass(frozen=True)
