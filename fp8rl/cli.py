@@ -27,7 +27,7 @@ _EXIT_SECONDS = 60.0
 """Longest time between the end of a command and the end of its process."""
 
 
-REPLACED = {"attribute": "explain", "rescore": "explain --quick"}
+REPLACED = {"preflight": "doctor", "audit": "doctor", "attribute": "explain", "rescore": "explain --quick"}
 """Commands of former releases, and what does the same now."""
 
 
@@ -59,7 +59,7 @@ app = typer.Typer(
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (init, runs.train, runs.demo, runs.submit, runs.report, runs.runs),
-    "Before a run": (diagnosis.doctor, diagnosis.plan, diagnosis.preflight, diagnosis.audit),
+    "Before a run": (diagnosis.doctor, diagnosis.plan),
     "After a run": (diagnosis.explain, models.eval, models.serve, models.convert),
 }
 """The commands, by the heading under which `--help` lists them."""

@@ -42,8 +42,6 @@ def with_precision_map(text: str) -> str:
             lines.append(f"| **{each.row}** | | | | |")
         last = each.row
         exact, native = _formats(each.exact), _formats(each.native)
-        if each.kernels != each.exact:
-            exact += f"; {_formats(each.kernels)} in Triton kernels"
         name = f"{each.tensors} (`{each.key}`)"
         lines.append(f"| {name} | {exact} | {native} | {_formats(each.document)} | {each.why} |")
     before, _, rest = text.partition(BEGIN)

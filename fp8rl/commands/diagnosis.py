@@ -1,4 +1,4 @@
-"""Commands that diagnose: doctor, plan, preflight and audit before a run, explain after it."""
+"""Commands that diagnose: doctor and plan before a run, explain after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands import AsJson, Overrides, SpecPath, finish, progress, show, user_errors
+from fp8rl.commands import AsJson, Overrides, finish, progress, show, user_errors
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
@@ -22,31 +22,23 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the test of the ops, which is slow.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Start nothing: skip the test of the ops and the comparison of both sides.")
+    ] = False,
 ) -> None:
-    """Check the installation, the GPUs, and the spec: how it would run, its data, its first prompt and its rewards.
+    """Check the installation, the GPUs and the spec, then start both sides once and compare them.
 
-    Exit code 0, 1 if it cannot run here, 2 for bad input.
+    It shows the data, the first prompt and its rewards. Trainer and engine must agree on spec, bytes, log-probabilities
+    and the format of every tensor.
+
+    Exit code 0, 1 if it cannot run here or something differs, 2 for bad input.
     """
-    with user_errors():
-        from fp8rl.diagnose.doctor import judge
-        from fp8rl.diagnose.doctor.doctor_report import reported
-        from fp8rl.diagnose.doctor.machine import gather
-        from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.contents import fetched
-        from fp8rl.rl.experiment.sections import NumericsSection
+    with user_errors(), redirect_stdout(sys.stderr):
+        from fp8rl.diagnose.doctor import examine
 
-        loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
-        numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
-        say = progress()
-        diagnosis = judge(gather(numerics, say, quick=quick), numerics)
-        if loaded:
-            say("checking model, data and sizes of the spec")
-            if all(each.found != "not installed" for each in diagnosis.findings if each.grade == "error"):
-                from fp8rl.diagnose.doctor.conditions import with_conditions
-
-                diagnosis = with_conditions(diagnosis, loaded)
-    finish(reported(diagnosis, "" if spec is None else str(spec)), as_json)
+        with interruptible():
+            found = examine(spec, overrides or [], quick=quick, say=progress())
+    finish(found, as_json)
 
 
 def warm(
@@ -116,43 +108,6 @@ def plan(
         else:
             made = make_plan(read_plan_subject(subject, overrides or []), gpu_named(gpu), gpus, length, bench)
     finish(reported(made), as_json)
-
-
-def preflight(
-    spec: SpecPath,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Skip the run with BF16 on both sides, which needs another engine.")
-    ] = False,
-) -> None:
-    """Start both sides once and say whether they agree: same spec, same bytes, same logprobs.
-
-    Exit code 0, 1 if they do not, 2 for bad input.
-    """
-    with user_errors(), redirect_stdout(sys.stderr):
-        from fp8rl.diagnose.preflight import preflight as examine
-        from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.contents import fetched
-
-        with interruptible():
-            found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
-    finish(found, as_json)
-
-
-def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Start both sides, watch one training step op by op, and say whether every tensor is in its planned format.
-
-    Exit code 0, 1 if one is not, 2 for bad input.
-    """
-    with user_errors(), redirect_stdout(sys.stderr):
-        from fp8rl.diagnose.audit import audit as examine
-        from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.contents import fetched
-
-        with interruptible():
-            found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())
-    finish(found, as_json)
 
 
 def explain(

@@ -1,1 +1,1 @@
-"""Questions about a run before and after it: doctor, preflight, audit and plan; explain."""
+"""Questions about a run: doctor before it, explain after it, and plan without one."""

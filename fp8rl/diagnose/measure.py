@@ -16,7 +16,6 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN
-from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
@@ -42,17 +41,6 @@ LONG_TOKENS = 320
 """Tokens of a long prompt: more than two key splits of attention, whose summation order short prompts never reach."""
 
 
-def check_has_engine(experiment: Experiment) -> None:
-    """Raise `UserError` for an experiment that samples nothing."""
-    if not experiment.needs_engines:
-        raise user_error(
-            "algorithm.name",
-            found="sft with eval.problems = 0",
-            expected="a run with an engine: there is nothing for its trainer to agree with",
-            remedy="Train it as it is, or set eval.problems.",
-        )
-
-
 def sync_weights(stack: Stack) -> None:
     """Send the trainer's weights to the engines. Raises `UserError`: an engine does not hold those weights."""
     try:
@@ -62,7 +50,7 @@ def sync_weights(stack: Stack) -> None:
             "sync",
             found=str(error),
             expected="engines that hold the trainer's weights",
-            remedy="`fp8rl preflight SPEC` names what differs; compare the versions of sglang on both sides.",
+            remedy="`fp8rl doctor SPEC` names what differs; compare the versions of sglang on both sides.",
         ) from error
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor
 
 from fp8rl.numerics import ops
+from fp8rl.numerics.backend import dispatch
 
 if TYPE_CHECKING:
     from fp8rl.models.sizes import ModelSizes
@@ -185,13 +186,15 @@ class Host(Protocol):
 
 def run(sites: Iterable[OpSite], host: Host, values: dict[str, Any], watch: Watch | None = None) -> dict[str, Any]:
     """Run ops in order, each on the values so far, and return all values. watch: called after each op."""
+    outside = dispatch.place
     for site in sites:
-        op = site.op
+        op, dispatch.place = site.op, site
         read = [values.get(name) for name in op.reads]
         written = op.form.compute(host, site, *read)
         if watch is not None:
             watch(site, read, written)
         values.update(zip(op.writes, written))
+    dispatch.place = outside
     return values
 
 

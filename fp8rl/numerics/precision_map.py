@@ -1,8 +1,8 @@
 """The precision map: each class of tensors of a training step and of an engine, its planned format, and why.
 
 The first twelve rows come from a map published for DeepSeek-V3. Rows for the router, adapters, data that ranks
-exchange inside a layer, and the engine follow. docs/exactness.md has the map as a table, and some reasons at length. An
-audit (`fp8rl audit`) compares the plan with what a live trainer and engine are found to do.
+exchange inside a layer, and the engine follow. docs/exactness.md has the map as a table, and some reasons at length.
+`fp8rl doctor SPEC` compares the plan with what a live trainer and engine are found to do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from fp8rl.numerics import kv
-from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import format_of
 
@@ -28,19 +27,17 @@ class TensorClass:
     """
 
     key: str
-    """The name of the class in audits."""
+    """The name of the class in reports."""
     row: str
     tensors: str
     """The tensors, in words."""
     exact: str
     native: str
-    kernels: str
-    """The format in exact mode where the ops are Triton kernels."""
     document: str
     """The format of the published map; empty where it says nothing."""
     why: str
     remedy: str
-    """What to do if an audit finds another format."""
+    """What to do if another format is found."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +46,19 @@ class Planned:
 
     formats: tuple[str, ...]
     """The allowed formats."""
-    hidden: bool = False
-    """True if a kernel computes the tensors in another format than the definition, where no audit can watch."""
 
 
 def precision_map(
     numerics: NumericsConfig,
     *,
-    implementation: Implementation = "torch",
     gradient_wire: str = "fp32",
     weight_gather: str = "bf16",
     own: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Planned]:
     """Return a run's plan for each class, by key.
 
-    implementation: how the ops are implemented on the run's device. gradient_wire, weight_gather: the formats between
-    data-parallel ranks. own: by key, formats of the model's ops that differ from the map.
+    gradient_wire, weight_gather: the formats between data-parallel ranks. own: by key, formats of the model's ops that
+    differ from the map.
     """
     spec, served = numerics.trainer_spec, numerics.rollout_spec.weight
     # A backward in BF16 takes gradients as they are.
@@ -80,12 +74,10 @@ def precision_map(
         "operand": format_of(spec.weight.dequantized_dtype),
         "dequantized": format_of(served.dequantized_dtype),
     }
-    by_kernels = numerics.mode == "exact" and implementation == "triton"
     planned = {}
     for row in CLASSES:
-        planned_format = row.kernels if by_kernels else getattr(row, numerics.mode)
-        formats = tuple(dict.fromkeys(own.get(row.key, planned_format).format(**names).split("|")))
-        planned[row.key] = Planned(formats, hidden=by_kernels and row.kernels != row.exact)
+        formats = own.get(row.key, getattr(row, numerics.mode)).format(**names).split("|")
+        planned[row.key] = Planned(tuple(dict.fromkeys(formats)))
     return planned
 
 
@@ -111,7 +103,6 @@ def _row(
     made = []
     for key, tensors, planned, published, why in classes:
         formats = {"exact": planned, "native": planned, "remedy": remedy} | other.get(key.replace(".", "_"), {})
-        formats.setdefault("kernels", formats["exact"])
         made.append(TensorClass(key=key, row=row, tensors=tensors, document=published, why=why, **formats))
     return tuple(made)
 
@@ -191,7 +182,7 @@ CLASSES: tuple[TensorClass, ...] = (
          "", "bf16", "The definition keeps FP32; tensor cores multiply BF16, as Megatron does."),
         ("attention.output", "output of the attention",
          "bf16", "bf16", "Rounded once, after the sum over all keys."),
-        softmax_output={"exact": "fp32", "native": "bf16", "kernels": "bf16"},
+        softmax_output={"exact": "fp32", "native": "bf16"},
     ),
     *_row(
         "residual stream",
@@ -250,10 +241,7 @@ CLASSES: tuple[TensorClass, ...] = (
          "fp32", "", "Nearly equal experts must not become equal."),
         ("router.probabilities", "probabilities that the router returns",
          "", "", "Exact mode and SGLang keep FP32; Megatron rounds to BF16."),
-        ("router.gradient", "operand of the sum that is the gradient of a probability",
-         "", "", "Exact mode weights experts' outputs in FP32."),
         router_probabilities={"exact": "fp32", "native": "bf16"},
-        router_gradient={"exact": "fp32", "native": "bf16"},
     ),
     *_row(
         "adapters",

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Trajectory
+from fp8rl.weight_sync.served import served_tensors, write_served_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.cli_runs import SMALL
 from tests.support.commands import by_the_command, result_of
@@ -112,7 +112,14 @@ class OldWeights:
     folder: Path
 
     def keep(self, stack: Stack) -> None:
-        shutil.copytree(stack.syncing.bridge.write_checkpoint(), self.folder)
+        bridge, folder = stack.syncing.bridge, self.folder
+        spec, source = bridge.spec, bridge.model_path
+
+        def write(trainer: Any) -> None:
+            tensors = served_tensors(trainer.export_weights(), spec, trainer.definition)
+            write_served_checkpoint(tensors, source, folder, spec)
+
+        stack.trainer.apply(write)
 
     def load(self, age: int) -> Before:
         """Under the trainer's version less `age`."""

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8rl.diagnose.audit import differences_of
-from fp8rl.diagnose.audit.observations import engine_sightings
+from fp8rl.diagnose.doctor.formats import differences_of
+from fp8rl.diagnose.doctor.watch import engine_holdings
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding
@@ -88,9 +88,9 @@ def test_an_engine_holds_what_the_precision_map_plans(rollout: str, rig: Rig, si
     (held,) = rig.run(inventory(sides.engines[rollout]))
     numerics = dataclasses.replace(FP8, rollout=rollout).numerics
     model = read_model(rig.models[FP8.model])
-    sightings = engine_sightings(held, model, numerics)
+    sightings = engine_holdings(held, model, numerics)
     assert differences_of(sightings) == []
-    other = engine_sightings(held, model, dataclasses.replace(numerics, mode="exact", kv="fp8"))
+    other = engine_holdings(held, model, dataclasses.replace(numerics, mode="exact", kv="fp8"))
     (cache,) = [each for each in differences_of(other) if each.key == "engine.kv_cache"]
     assert (cache.found, cache.expected) == ("bf16", "e4m3")
     assert cache.names == [f"{kind} of layer {layer}" for kind in "kv" for layer in range(MODEL.layers)]

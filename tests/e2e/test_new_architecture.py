@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fp8rl.diagnose.audit import differences_of
-from fp8rl.diagnose.audit.watch import watch_step
+from fp8rl.diagnose.doctor.formats import differences_of
+from fp8rl.diagnose.doctor.watch import watch_step
 from fp8rl.diagnose.explain.compare import ask_engine
 from fp8rl.diagnose.explain.differences import op_differences, stream_differences
 from fp8rl.models import architecture, read_shape, register

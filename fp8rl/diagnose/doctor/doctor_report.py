@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from fp8rl.diagnose.doctor.formats import map_table
 from fp8rl.diagnose.doctor.machine import Machine
 from fp8rl.diagnose.report import Finding, Report, grid
+
+if TYPE_CHECKING:
+    from fp8rl.diagnose.doctor.pair import Pair  # what it imports may not be installed
 
 Blocks = Literal["native", "by MX", "no"]
 ENDS = 1000
@@ -73,6 +77,8 @@ class Diagnosis:
     features: tuple[Features, ...]
     findings: tuple[Finding, ...]
     data: tuple[DataFound, ...] = ()
+    pair: Pair | None = None
+    """The comparison of both sides; None: they were not started."""
 
 
 def reported(diagnosis: Diagnosis, subject: str = "") -> Report:
@@ -85,12 +91,19 @@ def reported(diagnosis: Diagnosis, subject: str = "") -> Report:
         grid(("side", "precision", "device", "ops", "attention backend"), sides),
         *map(_data, diagnosis.data),
     ]
-    facts = {name: value for name, value in vars(diagnosis).items() if name != "findings"}
-    report = Report("doctor", subject, diagnosis.findings, facts, tables=tuple(tables))
-    verdict = "can run here" if report.ok else "cannot run here yet"
-    if report.ok and not machine.probed:
-        verdict += ", as far as checked; the ops were not tested (--quick)"
-    return replace(report, verdict=f"spec {diagnosis.spec_digest}, {diagnosis.mode} mode: {verdict}")
+    facts, findings = {**vars(diagnosis)}, diagnosis.findings
+    del facts["findings"], facts["pair"]
+    verdict = "can run here" if all(each.grade != "error" for each in findings) else "cannot run here yet"
+    if verdict == "can run here" and not machine.probed:
+        verdict += ", as far as checked; the ops were not tested, and the sides not started (--quick)"
+    if (pair := diagnosis.pair) is not None:
+        facts |= {name: value for name, value in vars(pair).items() if name != "findings"}
+        findings = (*findings, *pair.findings)
+        wrong = {each.key for each in pair.findings if each.grade == "error"}
+        tables += [map_table(pair.rows, wrong)] if pair.rows else []
+        verdict += f"; {pair.verdict}"
+    said = f"spec {diagnosis.spec_digest}, {diagnosis.mode} mode: {verdict}"
+    return Report("doctor", subject, findings, facts, tables=tuple(tables), verdict=said)
 
 
 def _installed(machine: Machine) -> RenderableType:

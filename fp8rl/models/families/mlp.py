@@ -58,7 +58,7 @@ SIGMOID_TOPK = OpForm(
     part="router",
     compute=_sigmoid_topk,
     formats={
-        **dict.fromkeys(("router.logits", "router.probabilities", "router.gradient"), "fp32"),
+        **dict.fromkeys(("router.logits", "router.probabilities"), "fp32"),
         "router.operands": "bf16|fp32",  # exact mode multiplies BF16 operands as BF16
     },
 )

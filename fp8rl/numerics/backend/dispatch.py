@@ -5,18 +5,27 @@ kernel, which has the definition's name and signature. A process chooses once, a
 spec (`numerics.backend.implementation`). Kernels of our ops are in `numerics.kernels`. The constant PROBES of a file of
 ops says how the start-up probe tries them (`numerics.probe`). A user's family of ops registers its kernels
 (`register_kernel`), and appends its probes to USERS_PROBES.
+
+Every call passes here, so here a process can be watched (`watched`): which op gets which tensors, at which place of the
+model. A definition also shows tensors that only it has (`note`), such as the scores of an attention.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Kernels = Mapping[str, Callable[..., Any]]
+
+
+Watcher = Callable[[str, Mapping[str, Any], Any], None]
+"""Gets the name of an op, its arguments by name, and what it has returned; or what `note` was given."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,9 @@ OPS: dict[str, Callable[..., Any]] = {}
 """The definitions of ops by name, once their modules are imported."""
 _kernels: Kernels | None = None
 _registered: dict[str, Callable[..., Any]] = {}
+_watcher: Watcher | None = None
+place: Any = None
+"""The op of a model's program that runs now (`models.program.OpSite`); None: no program runs."""
 USERS_PROBES: list[Probes] = []
 """Trials of a user's ops by the start-up probe of this process."""
 
@@ -70,19 +82,43 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
     name = definition.__name__
     OPS[name] = definition
 
-    @functools.wraps(definition)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def chosen() -> Callable[P, R]:
         if _kernels is None:
-            return definition(*args, **kwargs)
+            return definition
         kernel = _kernels.get(name) or _registered.get(name)
         if kernel is None:
             raise NotImplementedError(
                 f"numerics: found no kernel for the op {name}, expected one for every op where kernels run; its torch "
                 "definition would be another implementation than the other side's. Write the kernel, or use a CPU"
             )
-        return kernel(*args, **kwargs)  # type: ignore[no-any-return]
+        return kernel
+
+    @functools.wraps(definition)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        made = chosen()(*args, **kwargs)
+        if _watcher is not None:
+            _watcher(name, inspect.signature(definition).bind(*args, **kwargs).arguments, made)
+        return made
 
     return call
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Call the watcher after each op of this process inside the block."""
+    global _watcher
+    before, _watcher = _watcher, watcher
+    try:
+        yield
+    finally:
+        _watcher = before
+
+
+def note(key: str, *tensors: Any) -> None:
+    """Show a watcher tensors that no op takes or returns. key: their class in the precision map."""
+    if _watcher is not None:
+        for tensor in tensors:
+            _watcher(key, {}, tensor)
 
 
 def composed(definition: Callable[P, R]) -> Callable[P, R]:

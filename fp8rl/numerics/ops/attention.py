@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import note, op
 from fp8rl.numerics.kv import entries
 from fp8rl.numerics.ops.linear import FEWEST_ROWS
 
@@ -242,6 +242,9 @@ def _attend_chunk(
         peak, before = torch.maximum(peak, scores.amax(-1, keepdim=True)), peak
         shift = peak.masked_fill(peak == -torch.inf, 0.0)  # a row that sees no key has weights of 0
         weights, rescale = torch.exp(scores - shift), torch.exp(before - shift)
+        note("scores.output", scores)
+        note("softmax.reduction", scores - shift)
+        note("softmax.output", weights)
         padded = F.pad(weights, (0, KEY_SPLIT - weights.shape[-1]))  # so that a shorter split adds in the same order
         total = total * rescale + padded.sum(-1, keepdim=True)
         out = out * rescale + torch.bmm(weights, values[:, start:stop])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import note, op
 from fp8rl.numerics.ops.gates import sigmoid, swiglu
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import Backward
@@ -43,6 +43,7 @@ def route(
         that was chosen elsewhere changes nothing else.
     """
     probs = logits.float().softmax(-1)
+    note("router.softmax", probs)
     experts = choose(probs.detach(), top_k).sort(-1).values
     chosen = probs.gather(1, experts)
     return (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen), experts.to(ids)
@@ -74,6 +75,7 @@ def route_sigmoid(
     scores = sigmoid(logits.float())
     experts = choose(kept_scores(scores.detach() + bias, groups, kept_groups), top_k).sort(-1).values
     chosen = scores.gather(1, experts)
+    note("router.softmax", scores)
     chosen = chosen / (chosen.sum(-1, keepdim=True) + SMALLEST_SUM) if renormalize else chosen
     return chosen * factor, experts.to(ids)
 

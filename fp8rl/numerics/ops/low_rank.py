@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import composed, op
+from fp8rl.numerics.backend.dispatch import composed, note, op
 from fp8rl.numerics.ops.grouped import group_of_rows, one_product_is_faster, spans
 from fp8rl.numerics.ops.linear import linear, product, wide_mm
 
@@ -200,7 +200,9 @@ def merged(weight: Tensor, low_rank: LowRank) -> Tensor:
 
 def updates(low_rank: LowRank) -> Tensor:
     """Return scale * B A, FP64 [N, K]."""
-    return torch.mm(low_rank.b.double(), low_rank.a.double()).mul_(low_rank.scale)
+    a, b = low_rank.a.double(), low_rank.b.double()
+    note("adapter.merged", a, b)
+    return torch.mm(b, a).mul_(low_rank.scale)
 
 
 def with_adapter_gradient(product: Tensor, x: Tensor, low_rank: LowRank, counts: Tensor | None = None) -> Tensor:
@@ -259,5 +261,6 @@ class _WithAdapterGradient(torch.autograd.Function):
 
 def _gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of a [R, K] and b [N, R], in their dtype, from dy [T, N] and x [T, K]."""
+    note("adapter.operands", dy, x, a, b)
     dh, h = wide_mm(dy, b) * scale, wide_mm(x, a.t()) * scale
     return wide_mm(dh.t(), x).to(a.dtype), wide_mm(dy.t(), h).to(b.dtype)

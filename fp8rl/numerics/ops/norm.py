@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import composed, op
+from fp8rl.numerics.backend.dispatch import composed, note, op
 from fp8rl.numerics.quantize import fake_quantize_rows
 from fp8rl.numerics.spec import TensorSpec
 
@@ -25,6 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute `rms_norm` without a gradient, and 1 / rms(x), which its gradient needs."""
     wide = x.float()
+    note("norm.reduction", wide)
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse_rms * weight.float()).to(x.dtype), inverse_rms
 
@@ -35,6 +36,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor
     dy, normed = dy.float(), x.float() * inverse_rms
     dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
     dnormed = dy * weight.float()
+    note("norm.reduction", dnormed)
     dx = inverse_rms * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
     return dx.to(x.dtype), dweight
 

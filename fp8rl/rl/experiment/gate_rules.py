@@ -150,8 +150,8 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
         sides = f"numerics.mode={numerics.mode}, trainer={numerics.trainer}, rollout={numerics.rollout}"
         expected = "a bound above the difference that such a run always has; otherwise no batch is trained on"
         remedy = (
-            "Set a bound above the value that `fp8rl preflight` measures, or use exact mode with one precision on both "
-            "sides."
+            "Set a bound above the value that `fp8rl doctor SPEC` measures, or use exact mode with one precision on "
+            "both sides."
         )
         yield user_error(key, f"{action} on {gate.metric} {gate.bound} with {sides}", expected, remedy)
     cap, whole = gate.tis_cap or 1.0, e.algorithm.correction.tis_cap

@@ -24,6 +24,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, shard_buffer
 from torch import Tensor, nn
 
+from fp8rl.numerics.backend.dispatch import note
 from fp8rl.numerics.quantize import block_amax, dequantize, quantize, quantize_by, scale_shape
 from fp8rl.numerics.rounding import scale_from_amax
 from fp8rl.numerics.spec import TensorSpec
@@ -69,6 +70,7 @@ class BucketGroup(_ParamAndGradBucketGroup):
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         ranks = self.intra_distributed_optimizer_instance_group
         if self.wire == "fp32" or ranks.size() == 1:
+            note("gradient.wire", *(bucket.grad_data for bucket in self.buckets))
             self.traffic.gradients += sum(_sent(bucket.grad_data.nbytes, ranks) for bucket in self.buckets)
             super().start_grad_sync(force_all_reduce)
             return
@@ -82,6 +84,7 @@ class BucketGroup(_ParamAndGradBucketGroup):
         ranks = self.intra_distributed_optimizer_instance_group
         in_fp8 = self.in_fp8() if ranks.size() > 1 else {}
         if not any(parameter in in_fp8 for parameter in self.params):
+            note("wire.weights", *(bucket.param_data for bucket in self.buckets))
             self.traffic.weights += sum(_sent(bucket.param_data.nbytes, ranks) for bucket in self.buckets)
             super().start_param_sync(force_sync)
             return
@@ -106,6 +109,7 @@ def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) ->
         payloads = [quantized.data, quantized.scale_inv.contiguous()]
         codes, scale_inv = (_exchanged(payload, ranks) for payload in payloads)
         values = dequantize(codes, scale_inv, quantized.spec)
+    note("gradient.wire", payloads[0])
     total = values[0]
     for other in values[1:]:
         total = total + other
@@ -151,6 +155,7 @@ def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSp
     updated = parts[ranks.rank()]
     amaxes, sent = _agree_on_amaxes(weights, updated, ranks)
     codes = _quantize_own(weights, amaxes, updated)
+    note("wire.weights", *codes)
     sent += _exchange(buffer, weights, codes, parts, ranks)
     _dequantize_in_place(weights, amaxes, codes)
     return sent

@@ -8,10 +8,8 @@ between products.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,25 +43,6 @@ class OpsModule(Held):
             again = block.recomputed and self.training and torch.is_grad_enabled()
             values |= block.computed_again(host, values) if again else run(block.sites, host, values)
         return values
-
-    @contextmanager
-    def around_ops(self, around: Callable[[OpSite, Callable[[], Sequence[Any]]], Sequence[Any]]) -> Iterator[None]:
-        """Let a function call each op of a forward, also of one that a backward repeats, and return what it made."""
-
-        def called(site: OpSite) -> OpSite:
-            compute = site.op.form.compute
-
-            def call(host: Any, at: OpSite, *read: Any) -> Sequence[Any]:
-                return around(site, partial(compute, host, at, *read))
-
-            return replace(site, op=replace(site.op, form=replace(site.op.form, compute=call)))
-
-        plain = self.blocks
-        self.blocks = tuple(replace(block, sites=tuple(map(called, block.sites))) for block in plain)
-        try:
-            yield
-        finally:
-            self.blocks = plain
 
 
 class ProgramLayer(OpsModule):

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.files import write_atomically
 from lab.studies.document.findings import CATALOGUE, ClaimFinding, findings, link, place, standings
-from lab.studies.harness.keeping import KEPT, kept, kept_audit, kept_figures
+from lab.studies.document.published_map import Rows
+from lab.studies.harness.keeping import KEPT, kept, kept_figures, kept_formats
 from lab.studies.harness.page import claims_table, grid, markdown
 from lab.studies.harness.result import Result
-
-if TYPE_CHECKING:
-    from fp8rl.diagnose.report import Report
 
 HEAD = """# Studies
 
 What the field claims about FP8 training, measured by commands that anyone can run: `fp8rl study --all` and `fp8rl
-audit`, and calculated with the planner of `fp8rl plan`. `fp8rl study --all --keep` writes this page from
+doctor`, and calculated with the planner of `fp8rl plan`. `fp8rl study --all --keep` writes this page from
 `lab/docs/studies/`, and `python -m lab.studies.document` writes it again without measuring. Claims are numbered as in
 the four documents that the project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and
 FP32), 003 (unified FP8).
@@ -48,16 +45,16 @@ CHANGED = "**The claims were changed after they were measured.**"
 
 def write_docs() -> None:
     """Write `lab/docs/studies.md` from what is kept."""
-    write_atomically(PAGE, document(kept(), kept_audit()))
+    write_atomically(PAGE, document(kept(), kept_formats()))
 
 
-def document(results: Sequence[Result], audited: Report | None) -> str:
+def document(results: Sequence[Result], formats: Rows) -> str:
     """The whole page in Markdown.
 
     Args:
-        results: what is kept. audited: a kept audit, if there is one.
+        results: what is kept. formats: the kept table of formats; empty: there is none.
     """
-    found = findings(results, audited)
+    found = findings(results, formats)
     parts = (
         HEAD,
         ADVICE.read_text(encoding="utf-8").rstrip(),

@@ -1,5 +1,5 @@
 """The 82 claims of the source documents, everything that was found of them, by kept studies, by the planner and by a
-kept audit, and what became of each."""
+kept table of formats, and what became of each."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import yaml
 
 from lab.studies.document.calculated import answers
-from lab.studies.document.published_map import claims
+from lab.studies.document.published_map import Rows, claims
 from lab.studies.harness.page import found_of, verdict_of
 from lab.studies.harness.result import Result
 
-if TYPE_CHECKING:
-    from fp8rl.diagnose.report import Report
-
-PLAN, AUDIT = "plan", "audit"
+PLAN, FORMATS = "plan", "formats"
 """Sources beside the studies."""
 Outcome = Literal["confirmed", "contradicted", "equivalent", "undecided", "withheld", "waits for a GPU"]
 
@@ -30,7 +27,7 @@ class ClaimFinding:
     """One claim of one source."""
 
     source: str
-    """A study's name, `plan` or `audit`."""
+    """A study's name, `plan` or `formats`."""
     id: str
     """`003-16`, with a letter where a source has several claims of a number; or a control's name."""
     says: str
@@ -54,13 +51,13 @@ def number_of(id: str) -> str | None:
     return matched[1] if matched else None
 
 
-def findings(results: Sequence[Result], audited: Report | None) -> list[ClaimFinding]:
-    """Studies in their order, then the planner's and the audit's.
+def findings(results: Sequence[Result], formats: Rows) -> list[ClaimFinding]:
+    """Studies in their order, then the planner's and those of the table of formats.
 
     Args:
-        audited: a kept audit, if there is one.
+        formats: the kept table of formats; empty: there is none.
     """
-    return [*(found for result in results for found in _measured(result)), *_calculated(), *_audited(audited)]
+    return [*(found for result in results for found in _measured(result)), *_calculated(), *_seen(formats)]
 
 
 def _measured(result: Result) -> Iterator[ClaimFinding]:
@@ -78,9 +75,9 @@ def _calculated() -> Iterator[ClaimFinding]:
         yield ClaimFinding(PLAN, answer.id, f"{answer.claim}.", answer.figure, told, answer.verdict, answer.why)
 
 
-def _audited(report: Report | None) -> Iterator[ClaimFinding]:
-    for claim in claims(report) if report else ():
-        yield ClaimFinding(AUDIT, claim.id, "", claim.finding, claim.finding, claim.verdict, claim.finding)
+def _seen(rows: Rows) -> Iterator[ClaimFinding]:
+    for claim in claims(rows) if rows else ():
+        yield ClaimFinding(FORMATS, claim.id, "", claim.finding, claim.finding, claim.verdict, claim.finding)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Listed:
     """Document and number, `003-16`."""
     says: str
     by: tuple[str, ...] = ()
-    """Studies, `plan` and `audit`, which have a verdict on it."""
+    """Studies, `plan` and `formats`, which have a verdict on it."""
     shown: Shown | None = None
     waits: str = ""
     """What of it waits for a GPU, and why."""
@@ -159,8 +156,8 @@ def _outcomes(mine: Sequence[ClaimFinding]) -> str:
 
 def missing(source: str) -> str:
     """Say that a source has found nothing yet."""
-    if source == AUDIT:
-        return "no audit is kept yet"
+    if source == FORMATS:
+        return "no table of formats is kept yet"
     return f"`fp8rl study {source}` has no kept result yet"
 
 
@@ -168,8 +165,8 @@ def place(source: str, kept: bool = True) -> str:
     """A source as a link to what it found."""
     if source == PLAN:
         return "[plan](../../docs/plan.md)"
-    if source == AUDIT:
-        return "[audit](../../docs/exactness.md)"
+    if source == FORMATS:
+        return "[formats](../../docs/exactness.md)"
     return f"[{source}](#{source})" if kept else source
 
 

@@ -1,15 +1,16 @@
-"""The claims of the published precision map (002-15 to 002-19), answered from what an audit found alone."""
+"""The claims of the published precision map (002-15 to 002-19), from the formats that were seen in one step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from fp8rl.diagnose.report import Report
 from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 
 Verdict = Literal["confirmed", "contradicted", "undecided"]
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of the doctor's table (`diagnose.doctor.formats.Row`), as JSON values."""
 Found = Mapping[str, Mapping[str, int]]
 """Counts of each format that was seen, by class of the precision map."""
 
@@ -21,7 +22,7 @@ OPTIMIZER = ("master", "gain.master", "moment", "clipping.norm")
 
 
 @dataclass(frozen=True)
-class AuditClaim:
+class MapClaim:
     """An answer to one claim of the published precision map."""
 
     id: str
@@ -31,13 +32,13 @@ class AuditClaim:
     """Of this run alone."""
 
 
-def claims(report: Report) -> list[AuditClaim]:
-    """Give the verdicts of a whole audit."""
-    return answers({row["key"]: row["found"] for row in report.facts["rows"]})
+def claims(rows: Rows) -> list[MapClaim]:
+    """Give the verdicts of a table of formats."""
+    return answers({row["key"]: row["trainer"] for row in rows})
 
 
-def answers(found: Found) -> list[AuditClaim]:
-    """Give the verdict of one audit on each claim that an audit can answer."""
+def answers(found: Found) -> list[MapClaim]:
+    """Give the verdict on each claim that the formats of one step can answer."""
 
     def seen(*keys: str) -> set[str]:
         return {form for key in keys for form in found.get(key, {})}
@@ -53,42 +54,42 @@ def answers(found: Found) -> list[AuditClaim]:
 
     # 002-15: FP8 is a decision of kernels; results leave as BF16.
     if not FP8 & seen("product.activation") or not seen("product.output"):
-        leaves = AuditClaim("002-15", "no FP8 product was seen", "undecided")
+        leaves = MapClaim("002-15", "no FP8 product was seen", "undecided")
     else:
         outputs = ("product.output", "experts.output", "attention.output", "norm.output", "residual")
         finding = f"products take {said('product.activation')}, and what leaves modules is {said(*outputs)}"
-        leaves = AuditClaim("002-15", finding, "confirmed" if seen(*outputs) == {"bf16"} else "contradicted")
+        leaves = MapClaim("002-15", finding, "confirmed" if seen(*outputs) == {"bf16"} else "contradicted")
 
     # 002-17: backward and optimizer are uniformly FP32.
     unseen, others = otherwise(dict.fromkeys((*BACKWARD, *OPTIMIZER), "fp32"))
-    uniform = AuditClaim("002-17", "gradients, buffers, masters and moments are FP32", "confirmed")
+    uniform = MapClaim("002-17", "gradients, buffers, masters and moments are FP32", "confirmed")
     if unseen:
-        uniform = AuditClaim("002-17", f"not seen: {', '.join(unseen)}", "undecided")
+        uniform = MapClaim("002-17", f"not seen: {', '.join(unseen)}", "undecided")
     elif others:
-        uniform = AuditClaim("002-17", f"not FP32: {', '.join(others)}", "contradicted")
+        uniform = MapClaim("002-17", f"not FP32: {', '.join(others)}", "contradicted")
 
     # 002-18: softmax is the only op of the forward that escapes to FP32.
     escaped = [key for key in FORWARD if "fp32" in seen(key)]
-    softmax = AuditClaim("002-18", "nothing else of the forward was seen in FP32", "confirmed")
+    softmax = MapClaim("002-18", "nothing else of the forward was seen in FP32", "confirmed")
     if not seen("softmax.reduction"):
-        softmax = AuditClaim("002-18", "no softmax was seen", "undecided")
+        softmax = MapClaim("002-18", "no softmax was seen", "undecided")
     elif escaped:
-        softmax = AuditClaim("002-18", f"FP32 too: {', '.join(escaped)}", "contradicted")
+        softmax = MapClaim("002-18", f"FP32 too: {', '.join(escaped)}", "contradicted")
 
     # 002-19: RMSNorm and softmax reduce in FP32, AdamW updates FP32 masters, from which BF16 shadows are made.
     fp32 = ("norm.reduction", "softmax.reduction", "master", "gain.master", "moment")
     bf16 = ("gain.weight", "product.shadow")
     unseen, others = otherwise(dict.fromkeys(fp32, "fp32") | dict.fromkeys(bf16, "bf16"))
     all_well = "reductions, masters and moments are FP32, and weights of the forward BF16"
-    recipe = AuditClaim("002-19", all_well, "confirmed")
+    recipe = MapClaim("002-19", all_well, "confirmed")
     if unseen:
-        recipe = AuditClaim("002-19", f"not seen: {', '.join(unseen)}", "undecided")
+        recipe = MapClaim("002-19", f"not seen: {', '.join(unseen)}", "undecided")
     elif others:
-        recipe = AuditClaim("002-19", f"otherwise: {', '.join(others)}", "contradicted")
+        recipe = MapClaim("002-19", f"otherwise: {', '.join(others)}", "contradicted")
     return [leaves, _rows(found), uniform, softmax, recipe]
 
 
-def _rows(found: Found) -> AuditClaim:
+def _rows(found: Found) -> MapClaim:
     """002-16: the twelve rows of the map."""
     otherwise, unseen = [], []
     for row in DOCUMENTED:
@@ -100,7 +101,7 @@ def _rows(found: Found) -> AuditClaim:
             if set(found[each.key]) != {each.document}
         ]
     if unseen:
-        return AuditClaim("002-16", f"nothing was seen of {', '.join(unseen)}", "undecided")
+        return MapClaim("002-16", f"nothing was seen of {', '.join(unseen)}", "undecided")
     if otherwise:
-        return AuditClaim("002-16", "; ".join(otherwise), "contradicted")
-    return AuditClaim("002-16", "all twelve rows are as the map says", "confirmed")
+        return MapClaim("002-16", "; ".join(otherwise), "contradicted")
+    return MapClaim("002-16", "all twelve rows are as the map says", "confirmed")

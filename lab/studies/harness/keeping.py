@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import new_directory
@@ -14,12 +15,10 @@ from lab.studies.harness import result as results
 from lab.studies.harness.result import RESULTS, Result, read_result, result_of
 from lab.studies.harness.study import NAMES, load
 
-if TYPE_CHECKING:
-    from fp8rl.diagnose.report import Report
-
 KEPT = Path("lab/docs/studies")
-KEPT_AUDIT = KEPT / "audit.json"
-"""What `fp8rl audit examples/arithmetic.yaml --json` has printed on a clean checkout."""
+KEPT_FORMATS = KEPT / "formats.json"
+"""The table of formats that `fp8rl doctor examples/arithmetic.yaml --json` has printed on a clean checkout, as the fact
+`rows`."""
 
 
 def check(quick: bool) -> None:
@@ -84,12 +83,6 @@ def kept_figures(name: str) -> list[Path]:
     return sorted((KEPT / name).glob("*.svg"))
 
 
-def kept_audit() -> Report | None:
-    """The audit that is kept, if one is."""
-    from fp8rl.diagnose.report import Report
-
-    return (
-        Report.from_json(read_text(KEPT_AUDIT, "audit", "what fp8rl audit --json prints"))
-        if KEPT_AUDIT.is_file()
-        else None
-    )
+def kept_formats() -> list[dict[str, Any]]:
+    """The table of formats that is kept; empty: none is."""
+    return json.loads(read_text(KEPT_FORMATS, "formats", "a table of formats")) if KEPT_FORMATS.is_file() else []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fp8rl.diagnose.audit import differences_of
+from fp8rl.diagnose.doctor.formats import differences_of
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import stored_tensors
 from fp8rl.numerics.config import NumericsConfig
@@ -73,7 +73,7 @@ class Case:
     name: str
 
     def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-        from fp8rl.diagnose.audit.watch import watch_step
+        from fp8rl.diagnose.doctor.watch import watch_step
         from fp8rl.trainer.inventory import inventory, transfers
 
         out: dict[str, Any] = {}

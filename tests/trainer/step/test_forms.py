@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.audit import differences_of
-from fp8rl.diagnose.audit.watch import watch_step
+from fp8rl.diagnose.doctor.formats import differences_of
+from fp8rl.diagnose.doctor.watch import watch_step
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, TokenBatch

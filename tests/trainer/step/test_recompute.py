@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
+from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
 from tests.support.batches import Entropy, cross_entropy, random_batch, random_routes
@@ -43,14 +44,15 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
     places = {"attention": "attention", "delta": "attention", "experts": "experts", "gate_up": "experts"}
     with ExitStack() as stack:
         stack.callback(layer.register_forward_hook(counts["layer"]).remove)
-        if hasattr(layer, "around_ops"):
+        if hasattr(layer, "blocks"):
 
-            def around(site: Any, compute: Any) -> Any:
-                if site.op.name in places:
+            def watch(op: str, *_: Any) -> None:
+                kept = op in ("quantize", "weight_operand", "trained_operand")
+                site = None if kept else dispatch.place
+                if site is not None and site.layer == 0 and site.op.name in places:
                     counts[places[site.op.name]]()
-                return compute()
 
-            stack.enter_context(layer.around_ops(around))
+            stack.enter_context(dispatch.watched(watch))
         else:
             modules = {"attention": "self_attention.core_attention"}
             modules["experts"] = "mlp.experts" if hasattr(layer.mlp, "experts") else "mlp"

@@ -88,7 +88,7 @@ class CanaryCheck:
         return (
             f"its canary differs by {difference:.3g} nats from the trainer's at weight version {self.version}, expected"
             " 0: it holds the trainer's weights, and computes with something else.\nIf every engine does, the two "
-            "sides do not compute the same: fp8rl preflight says where. sync.canary=false goes on without"
+            "sides do not compute the same: fp8rl doctor SPEC says where. sync.canary=false goes on without"
         )
 
 

@@ -287,6 +287,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "map_base": map_base,
     "manifest": lambda runner: Held(entries=state().weights.manifest()),
     "probe": lambda runner, recording: op_probe.answer(runner, Path(recording)),
+    "formats": op_probe.formats,
     "report": report,
     "inventory": lambda runner: inventory(state().weights, runner),
     "memory": memory,

@@ -17,10 +17,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8rl.models.program import CHOSEN, LOGITS, LOGPROBS, RESIDUAL, TOKENS, OpSite, constants, run
+from fp8rl.models.formats import Recorder, Sighting, address, own_formats
+from fp8rl.models.lowering import lowered
+from fp8rl.models.program import CHOSEN, EMBED, LOGITS, LOGPROBS, RESIDUAL, TOKENS, OpSite, constants, run
 from fp8rl.models.trace import EACH, LENGTHS, TARGETS, inputs, recorded
+from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.core.files import file_sha256
+from fp8rl.numerics.precision_map import precision_map
 from fp8rl.rollout.engine.plugin.host import EngineHost
+from fp8rl.rollout.engine.plugin.state import state
 from fp8rl.rollout.engine.plugin.tokens import Recorded
 
 ANSWER = "engine.safetensors"
@@ -43,11 +48,7 @@ def answer(runner: Any, recording: Path) -> str:
     Raises:
         RuntimeError: the engine runs SGLang's own model, as in native mode.
     """
-    if not isinstance(host := runner.model, EngineHost):
-        raise RuntimeError(
-            "fp8rl plugin: found SGLang's own model, expected exact mode, in which both sides run one program. Compare "
-            "log-probabilities and tensors"
-        )
+    host = _host(runner)
     device = next(host.parameters()).device
     with safe_open(recording, framework="pt") as file:
         record = {name: file.get_tensor(name).to(device) for name in file.keys()}
@@ -105,3 +106,40 @@ def free_forward(host: EngineHost, tokens: Tensor) -> dict[str, Tensor]:
     found = {name: values[name] for name in (LOGITS, LOGPROBS.name)} | {"stream": torch.stack(list(streams.values()))}
     found[LOGITS] = found[LOGITS][:, : host.sizes.vocab_size]
     return found | ({CHOSEN: torch.stack(chosen, 1)} if chosen else {})
+
+
+@torch.no_grad()
+def formats(runner: Any, sequences: str) -> list[Sighting]:
+    """Run the program on some sequences, a JSON list of lists of tokens, and say in which formats its tensors are.
+
+    Raises RuntimeError as `answer` does.
+    """
+    host, rows = _host(runner), json.loads(sequences)
+    device, definition = next(host.parameters()).device, host.definition
+    tokens = torch.tensor([token for row in rows for token in row], device=device)
+    host.tokens = Recorded(torch.tensor([len(row) for row in rows], device=device), tokens, 1.0)
+    adapters = [state().weights.low_rank(parameter) for parameter in host.parameters()]
+    plan = precision_map(host.numerics, own=own_formats(definition))
+    recorder = Recorder(
+        definition, host.numerics, plan, "engine", {address(each.a) for each in adapters if each is not None}
+    )
+
+    def watch(site: OpSite, read: Read, written: Sequence[Tensor]) -> None:
+        values = dict(zip(site.op.writes, written))
+        if site.op.form is EMBED:
+            recorder.note("embedding.output", site.op.name, recorder.found("embedding.output", written[0]))
+        elif RESIDUAL in values:
+            recorder.note("residual", f"layers.{site.layer}", recorder.found("residual", values[RESIDUAL]))
+
+    with dispatch.watched(recorder):
+        run(lowered(definition, host.spec).sites(), host, {TOKENS: tokens}, watch)
+    return recorder.sightings()
+
+
+def _host(runner: Any) -> EngineHost:
+    if not isinstance(runner.model, EngineHost):
+        raise RuntimeError(
+            "fp8rl plugin: found SGLang's own model, expected exact mode, in which both sides run one program. Compare "
+            "log-probabilities and tensors"
+        )
+    return runner.model

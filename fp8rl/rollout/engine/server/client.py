@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 from pydantic import TypeAdapter
 
+from fp8rl.models.formats import Sighting
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.engine import protocol
 from fp8rl.rollout.engine.protocol import RELEASED, from_checksums, to_action
@@ -215,6 +216,11 @@ class EngineClient:
         """Run the engine's ops on the trainer's recording, a file that both sides see. Return the SHA-256 of the file
         with the results, `rollout.engine.plugin.op_probe.ANSWER` in the same directory."""
         return await self._agreed(str, "probe", recording=str(recording))
+
+    async def formats(self, sequences: Sequence[Sequence[int]]) -> list[list[Sighting]]:
+        """Return the formats of the tensors of a forward pass over these tokens, in each of the engine's ranks."""
+        answers = await self._ask_plugin("formats", sequences=json.dumps(sequences))
+        return [TypeAdapter(list[Sighting]).validate_json(each) for each in answers]
 
     async def report(self) -> protocol.EngineReport:
         """Return the report of the engine, in which all its ranks agree."""

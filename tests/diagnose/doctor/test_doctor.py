@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 
-import fp8rl.diagnose.doctor.machine
-from fp8rl.diagnose.doctor import judge
+import fp8rl.diagnose.doctor
 from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis, reported
+from fp8rl.diagnose.doctor.judge import judge
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine, parse_nvidia_smi
 from fp8rl.diagnose.report import Finding, Report
 from fp8rl.numerics.config import NumericsConfig
@@ -22,6 +23,8 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.commands import result_of
 from tests.support.paths import EXAMPLES
+from tests.support.preconditions import edit_config, write_lines
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 CPU_LIBRARIES: dict[str, str | None] = {
     "torch": "2.13.0+cpu", "triton": "3.7.1", "megatron-core": "0.16.1", "sglang": "0.5.19",
@@ -196,7 +199,7 @@ def test_this_machine_through_the_command() -> None:
 )  # fmt: skip
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
     lacking = CPU if override else with_libraries(CPU, ray=None)
-    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: lacking)
+    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: lacking)
     result = result_of("doctor", *([EXAMPLES / "arithmetic.yaml", override] if override else []))
     assert result.exit_code == 1 and said in result.output
 
@@ -246,12 +249,12 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
         "broken": "nothing: ValueError: no [/b] such thing",
         "asks": "not asked here, as it may ask a service",
     }
-    (note,) = [finding.found for finding in report.findings if finding.grade == "note"]
-    assert note.startswith("All 2 evaluated problems of data.eval are also trained on")
+    note, memory = [finding for finding in report.findings if finding.grade == "note"]
+    assert memory.key == "memory" and note.found.startswith("All 2 evaluated problems of data.eval are also trained on")
     page = " ".join(result_of("doctor", example, "--quick", *overrides).stdout.split())
     for said in ("3 problems in", "the first prompt, 10 tokens:", "| <|user|>[b]0+1=?<|assistant|>", "no [/b] such"):
         assert said in page
-    assert "can run here, as far as checked; the ops were not tested (--quick)" in page
+    assert "can run here, as far as checked; the ops were not tested, and the sides not started (--quick)" in page
 
 
 @pytest.mark.parametrize(
@@ -281,7 +284,7 @@ def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_
     kept: list[str], overrides: list[str], found: list[str], tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = replace(CPU, row_variant=("x",))
-    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: broken)
+    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: broken)
     for file in {file for pattern in kept for file in (EXAMPLES / "models/tiny_qwen3_moe").glob(pattern)}:
         shutil.copy(file, tmp_path)
     example = str(EXAMPLES / "arithmetic.yaml")
@@ -299,3 +302,30 @@ def test_supervised_data_have_no_reward_and_a_long_prompt_is_shown_at_its_ends()
     found = DataFound("data.train", "x", 1, "a" * 5000, 900, "b", {})
     page = console_text(replace(judge(CPU, EXACT), data=(found,)))
     assert "[... 3,000 characters ...]" in page and "1 problem in x" in page and "gives to" not in page
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "arguments", "said"),
+    [(TinyModel(hidden=192, heads=4, kv_heads=2), {}, [], "multiple of 128"),
+     (TinyModel(heads=4, kv_heads=2), {"num_hidden_layers": 3}, [], "model.layers.2.input_layernorm.weight: found"),
+     (TinyModel(heads=4, kv_heads=2), {}, ["algorithm.name=sft"], "can run here")],
+    ids=["misaligned", "of another architecture", "without an engine"],
+)  # fmt: skip
+def test_nothing_is_started_for_what_cannot_agree(shape, config, arguments, said, tmp_path, monkeypatch) -> None:
+    monkeypatch.delattr("fp8rl.diagnose.doctor.pair.open_pair")
+    machine = replace(CPU, row_variant=())
+    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: machine)
+    write_tiny_model(tmp_path / "model", shape)
+    edit_config(tmp_path / "model", **config)
+    write_lines(tmp_path / "train.jsonl", [("1+4=?", "#### 5")])
+    sections = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}, "eval": {"problems": 0}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(sections))
+    result = result_of("doctor", tmp_path / "spec.yaml", *arguments)
+    assert result.exit_code == (0 if arguments else 1) and said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("former", ["preflight", "audit"])
+def test_a_former_command_names_the_doctor_and_asks_it(former: str) -> None:
+    result = result_of(former, "examples/arithmetic.yaml", "numerics.modes=exact")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"`fp8rl {former}` is now `fp8rl doctor`" in result.stderr and "numerics.mode" in result.stderr

@@ -1,8 +1,9 @@
-"""The audit of a live trainer: nothing is found where nothing is planted, and what is planted is found by name."""
+"""A step of a live trainer: nothing is found where nothing is planted, and what is planted is found by name."""
 
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +12,38 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fp8rl.diagnose import audit
-from fp8rl.diagnose.audit import differences_of, reported, rows_of
-from fp8rl.diagnose.audit.observations import Grids, Observation, engine_sightings, stored
-from fp8rl.diagnose.audit.watch import watch_step
-from fp8rl.diagnose.report import Report
+from fp8rl.diagnose.doctor.formats import differences_of, map_table, rows_of, unseen
+from fp8rl.diagnose.doctor.watch import engine_holdings, watch_step
+from fp8rl.diagnose.report import plain
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
+from fp8rl.models.formats import Grids, Sighting, stored
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.numerics.precision_map import CLASSES
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
-from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.engine.plugin.state import WEIGHTS
-from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.config import TrainerSection
 from lab.studies.document.published_map import BACKWARD, OPTIMIZER, answers
 from lab.studies.document.published_map import claims as claims_of
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.commands import result_of
 from tests.support.models import LENGTH, write_model
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
+LIBRARIES = {
+    "head.operands", "head.logits", "norm.reduction", "norm.output", "scores.output", "softmax.reduction",
+    "softmax.output", "attention.output",
+}  # fmt: skip
+"""Classes that Megatron's and torch's own ops compute in native mode."""
 SPEC = QuantSpec.preset("fp8_block_pow2")
-ATTENTION = "decoder.layers.0.self_attention"
 FAMILIES, LINEAR = ("glm4_moe", "deepseek_v3"), "qwen3_5_moe_text"
 
 
 @pytest.fixture(scope="session")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("audited")
+    folder = tmp_path_factory.mktemp("watched")
     for family in (*FAMILIES, LINEAR):
         write_tiny_model(folder / family, TinyModel(hidden=256, experts=4, groups=1, family=family))
     return {
@@ -69,12 +69,12 @@ def plan(mode: str, **changes: Any) -> NumericsConfig:
     return replace(NumericsConfig(mode=mode, spec=SPEC), **changes)
 
 
-def watched(trainer: Any, numerics: NumericsConfig, rows: int = 4) -> list[Observation]:
+def watched(trainer: Any, numerics: NumericsConfig, rows: int = 4) -> list[Sighting]:
     batch = random_batch(rows=rows, longest=40)
     return watch_step(trainer, batch, cross_entropy(batch), numerics, trainer.config)
 
 
-def found(sightings: list[Observation]) -> dict[str, set[str]]:
+def found(sightings: list[Sighting]) -> dict[str, set[str]]:
     formats: dict[str, set[str]] = {}
     for sighting in sightings:
         formats.setdefault(sighting.key, set()).add(sighting.found)
@@ -88,21 +88,23 @@ def found(sightings: list[Observation]) -> dict[str, set[str]]:
 def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: Callable[..., Any]) -> None:
     numerics = plan(mode)
     sightings = watched(make(numerics, kind), numerics, rows=8)  # in several micro-batches
-    assert differences_of(sightings) == [] and report(*sightings).facts["unseen"] == []
+    assert differences_of(sightings) == []
+    assert set(unseen(rows_of(sightings))) == (LIBRARIES if mode == "native" else set())
     held = {row.key: row.bytes for row in rows_of(sightings)}
     masters = held["master"] + held["gain.master"]
     if kind != LINEAR:  # whose vectors in FP32 are their own masters
         assert held["moment"] == 2 * masters == 2 * held["gradient.buffer"]
     keys = {each.key for each in sightings}
     assert ({"experts.activation", "experts.weight", "experts.gradient", "experts.output"} <= keys) == (kind != "dense")
-    assert ("router" in {row.row for row in rows_of(sightings) if row.found}) == (kind != "dense")
+    assert any(row.key.startswith("router.") for row in rows_of(sightings) if row.trainer) == (kind != "dense")
     formats = found(sightings)
-    assert formats["product.activation"] == formats["product.weight"] == formats["product.gradient"] == {"e4m3"}
-    attention = {"fp32" if mode == "exact" else "bf16"}
-    assert formats["scores.output"] == formats["softmax.output"] == attention
+    gates = {"bf16"} if kind == LINEAR and mode == "exact" else set()  # which no spec quantizes
+    assert formats["product.activation"] == formats["product.weight"] == formats["product.gradient"] == {"e4m3"} | gates
+    if mode == "exact":
+        assert formats["scores.output"] == formats["softmax.output"] == {"fp32"}
     assert formats["gradient.buffer"] == formats["gradient.wire"] == {"fp32"}
     assert formats["gain.weight"] == ({"bf16", "fp32"} if kind == LINEAR else {"bf16"})
-    claims = {claim.id: claim for claim in claims_of(Report.from_json(report(*sightings).to_json()))}
+    claims = {claim.id: claim for claim in claims_of(plain(rows_of(sightings)))}
     if (kind, mode) == ("moe", "exact"):
         confirmed = {"002-15", "002-19"}
         assert {id for id, claim in claims.items() if claim.verdict == "confirmed"} == confirmed
@@ -115,7 +117,7 @@ def test_an_engine_holds_each_weight_in_what_the_architecture_says(paths: dict[s
     for family, router in (("glm4_moe", "fp32"), ("deepseek_v3", "bf16")):
         found = {"model.layers.1.mlp.gate.weight": router, "model.layers.1.mlp.gate.e_score_correction_bias": "fp32"}
         held = [Holding(name, WEIGHTS, form, (1,), 4) for name, form in (found | {"model.norm.weight": "fp32"}).items()]
-        (difference,) = differences_of(engine_sightings(held, read_model(paths[family]), plan("exact")))
+        (difference,) = differences_of(engine_holdings(held, read_model(paths[family]), plan("exact")))
         assert (difference.names, difference.expected, difference.found) == (("model.norm.weight",), "bf16", "fp32")
 
 
@@ -140,7 +142,7 @@ def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(kind, merged
     monkeypatch.setattr("fp8rl.numerics.ops.low_rank.low_rank_term", coarse)
     differences = differences_of(watched(trainer, numerics))
     assert [(each.key, each.found) for each in differences] == [("adapter.operands", "e4m3")]
-    assert all(name.startswith("decoder.layers.") for name in differences[0].names)
+    assert all(name.startswith("layers.") for name in differences[0].names)
 
 
 @pytest.mark.slow
@@ -182,18 +184,18 @@ def test_a_layer_that_stays_in_bf16_is_planned_so_and_found_where_it_is_not(make
     assert differences_of(watched(trainer, ends)) == []
     (difference, *_) = differences_of(watched(trainer, plan("exact")))
     assert (difference.key, difference.found) == ("product.activation", "bf16")
-    assert all(name.startswith("decoder.layers.0.") for name in difference.names)
+    assert all(name.startswith("layers.0.") for name in difference.names)
 
 
 # What is planted is planted in the live trainer, after the plan.
 
 
-def fp8_router(trainer: Any) -> None:
+def fp8_router(trainer: Any, _: Any) -> None:
     router = trainer.model.decoder.layers[1].mlp.router
     router.forward = lambda x: fp8_product(x, router.weight)
 
 
-def fp8_head(trainer: Any) -> None:
+def fp8_head(trainer: Any, _: Any) -> None:
     head = trainer.model.output_layer
     head._forward_impl = lambda input, weight, **_: fp8_product(input, weight)
 
@@ -202,7 +204,7 @@ def fp8_product(x: Tensor, weight: Tensor) -> Tensor:
     return ops.fp8_linear(x, weight, ops.trained_operand(weight.detach(), SPEC.weight), SPEC)
 
 
-def bf16_masters(trainer: Any) -> None:
+def bf16_masters(trainer: Any, _: Any) -> None:
     """What an optimizer on BF16 weights keeps: every update is rounded as it lands."""
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         optimizer.optimizer.register_step_post_hook(round_masters)
@@ -215,43 +217,47 @@ def round_masters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             master.copy_(master.bfloat16())
 
 
-def e5m2_gradients(trainer: Any) -> None:
+def e5m2_gradients(trainer: Any, _: Any) -> None:
     trainer.set_numerics(replace(trainer.numerics, spec=SPEC.override({"gradient": {"format": "e5m2"}})))
 
 
-def bf16_softmax(trainer: Any) -> None:
-    trainer.model.decoder.layers[0].self_attention.core_attention.scale_mask_softmax.softmax_in_fp32 = False
+def bf16_softmax(_: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("fp8rl.numerics.ops.attention")
+    for name in ("_fold_queries", "_fold_keys"):
+        fold = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *x, fold=fold: fold(*x).bfloat16())
 
 
-def fp8_residual(trainer: Any) -> None:
+def fp8_residual(trainer: Any, _: Any) -> None:
     coarse = lambda _, __, out: (fake_quantize(out[0], SPEC.activation), *out[1:])  # noqa: E731
     trainer.model.decoder.layers[0].register_forward_hook(coarse)
 
 
+SOFTMAX = "scores.output", "softmax.output"
 PLANTS = {
-    "FP8 router": ("exact", fp8_router, "router.operands", "e4m3", "bf16", "decoder.layers.1.router"),
-    "FP8 head": ("native", fp8_head, "head.operands", "e4m3", "bf16", "output_layer"),
+    "FP8 router": ("exact", fp8_router, "router.operands", "e4m3", "bf16", "layers.1.router"),
+    "FP8 head": ("native", fp8_head, "head.operands", "e4m3", "bf16", "lm_head"),
     "BF16 masters": ("native", bf16_masters, "master", "bf16", "fp32", "embedding.word_embeddings.weight"),
-    "E5M2 gradients": ("exact", e5m2_gradients, "product.gradient", "e5m2", "e4m3", "decoder.layers.0.qkv"),
-    "BF16 softmax": ("native", bf16_softmax, "softmax.reduction", "bf16", "fp32", f"{ATTENTION}.core_attention"),
-    "FP8 residual": ("native", fp8_residual, "residual", "e4m3", "bf16", "decoder.layers.0"),
+    "E5M2 gradients": ("exact", e5m2_gradients, "product.gradient", "e5m2", "e4m3", "layers.0.qkv"),
+    "BF16 softmax": ("exact", bf16_softmax, "softmax.reduction", "bf16", "fp32", "layers.0.attention"),
+    "FP8 residual": ("native", fp8_residual, "residual", "e4m3", "bf16", "layers.0"),
 }
 """The fifth, a cache of keys and values in another format, is the engine's: tests/e2e/test_native.py."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", PLANTS)
-def test_what_is_planted_is_found_and_named(planted: str, make: Callable[..., Any]) -> None:
+def test_what_is_planted_is_found_and_named(planted: str, make: Callable[..., Any], monkeypatch: Any) -> None:
     mode, plant, key, wrong, planned, name = PLANTS[planted]
     numerics = plan(mode)
     trainer = make(numerics)
-    plant(trainer)
+    plant(trainer, monkeypatch)
     differences = differences_of(watched(trainer, numerics))
     found = {difference.key: difference for difference in differences}
     assert key in found and (found[key].found, found[key].expected) == (wrong, planned)
     assert name in found[key].names and found[key].remedy
     # And nothing else, but for what goes with it: gains have masters, too, and experts gradients.
-    assert planted == "FP8 residual" or found.keys() <= {key, "gain.master", "experts.gradient"}
+    assert planted == "FP8 residual" or found.keys() <= {key, "gain.master", "experts.gradient", *SOFTMAX}
 
 
 # Formats by value
@@ -295,37 +301,19 @@ def test_fp32_numbers_that_are_all_bf16_are_bf16() -> None:
 # The map, the report and the claims
 
 
-@pytest.mark.slow
-def test_where_kernels_run_their_roundings_are_not_taken_from_the_definitions(make: Callable[..., Any]) -> None:
-    """Kernels are played by the definitions themselves, so that the step runs on a CPU."""
-    trainer = make(plan("exact"), "dense")
-    dispatch.install(dict(dispatch.OPS))
-    try:
-        seen = watched(trainer, plan("exact"))
-    finally:
-        dispatch.install(None)
-    found = {sighting.key for sighting in seen}
-    assert "softmax.output" not in found and {"scores.output", "softmax.reduction"} <= found
-    assert "softmax.output" in report(*seen).facts["unseen"] and not differences_of(seen)
-
-
-def report(*sightings: Observation) -> Report:
-    return reported("a spec", plan("exact"), sightings, tokens=10)
-
-
-def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
-    wrong = Observation("engine.kv_cache", "k of layer 0", "e4m3", ("bf16",), bytes=7)
-    seen = report(wrong, replace(wrong, name="v of layer 0"), Observation("master", "w", "fp32", ("fp32",), bytes=4))
-    assert Report.from_json(seen.to_json()).findings == seen.findings and not seen.ok
-    only, unseen = seen.findings
+def test_tensors_of_one_class_are_one_finding_and_one_line() -> None:
+    wrong = Sighting("engine.kv_cache", "k of layer 0", "e4m3", ("bf16",), bytes=7, side="engine")
+    seen = [wrong, replace(wrong, name="v of layer 0"), Sighting("master", "w", "fp32", ("fp32",), bytes=4)]
+    (only,) = differences_of(seen)
     assert (only.key, only.names) == ("engine.kv_cache", ("k of layer 0", "v of layer 0"))
     assert (only.expected, only.found) == ("bf16", "e4m3") and "--kv-cache-dtype" in only.remedy
-    assert unseen.grade == "note" and "softmax.reduction" in unseen.names
-    assert not {"master", "router.logits"} & {*seen.facts["unseen"]}
+    rows = rows_of(seen)
+    assert "softmax.reduction" in unseen(rows) and not {"master", "router.logits"} & {*unseen(rows)}
     console = Console(width=200, file=io.StringIO())
-    console.print(seen)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "engine.kv_cache: found e4m3, expected bf16 (k of layer 0, v of layer 0)." in text and "audit failed" in text
+    console.print(map_table(rows, {"engine.kv_cache"}))
+    *_, master, _, cache = console.file.getvalue().strip().splitlines()  # type: ignore[attr-defined]
+    assert master.split()[:3] == ["pass", "master", "fp32"]
+    assert cache.split() == ["FAIL", "engine.kv_cache", "bf16", "e4m3", "x", "2", "14"]
 
 
 @pytest.mark.parametrize(
@@ -338,23 +326,3 @@ def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
 )  # fmt: skip
 def test_a_claim_is_judged_by_what_was_seen(seen: dict[str, dict[str, int]], claim: str, verdict: str) -> None:
     assert [each.verdict for each in answers(seen) if each.id == claim] == [verdict]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["numerics.modes=exact"], "numerics.mode"),
-     (["algorithm.name=sft", "eval.problems=0", "gates=[]"], "expected a run with an engine")],
-)  # fmt: skip
-def test_bad_input_is_refused_before_anything_starts(arguments, said, monkeypatch) -> None:
-    monkeypatch.delattr(audit, "open_pair")
-    result = result_of("audit", "examples/arithmetic.yaml", *arguments)
-    assert result.exit_code == 2 and result.stdout == "" and said in result.stderr
-
-
-def test_an_engine_that_is_refused_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise HandshakeError("kv_cache_dtype: found 'float8_e4m3fn', expected 'bfloat16'")
-
-    monkeypatch.setattr(audit, "open_pair", refused)
-    found = audit.audit(load_experiment("examples/arithmetic.yaml"), say=lambda text: None)
-    assert not found.ok and "kv_cache_dtype: found 'float8_e4m3fn'" in found.findings[0].found

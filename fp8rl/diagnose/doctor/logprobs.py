@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp8rl.diagnose.measure import difference, sampled_batch
-from fp8rl.diagnose.preflight.same_spec import SAME_PRECISION, judged
 from fp8rl.diagnose.report import Difference, Finding, shown_number
 from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.rl.run.stack import Stack
@@ -17,12 +17,19 @@ from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
 from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.step.batch import TokenBatch
 
+Agreement = Literal["spec", "bytes", "logprobs"]
+SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics.rollout=fp8, or bf16 for both."
 NATIVE_LIMIT = 6.0
 """The largest mean abs(d) in native mode, in multiples of the mean of BF16/BF16. Measured with FP8 on both sides: 4.2
 on the example, 3.6 on a 4-layer model. On that model FP8 rollout with a BF16 trainer had 7.3, and unequal scale formats
 9.7."""
 OTHER_TEMPERATURES = (0.8, 1.25)
 """Factors of the spec's temperature: these temperatures must explain the log-probabilities worse than the spec's."""
+
+
+def judged(agreement: Agreement, name: str, ok: bool, found: str, expected: str, remedy: str = "") -> Finding:
+    """Make the finding of a check of one agreement."""
+    return Finding(f"same {agreement}, {name}", found, expected, remedy, "ok" if ok else "error")
 
 
 def trainer_against_engine(numerics: NumericsConfig, measured: Difference, bf16: Difference | None) -> Finding:

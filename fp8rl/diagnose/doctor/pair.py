@@ -1,0 +1,137 @@
+"""Starts both sides of a spec once, and compares spec, bytes, log-probabilities, and the format of every tensor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fp8rl.diagnose.doctor import logprobs
+from fp8rl.diagnose.doctor.formats import Row, differences_of, rows_of, unseen
+from fp8rl.diagnose.doctor.logprobs import SAME_PRECISION, judged
+from fp8rl.diagnose.doctor.watch import engine_holdings, watch_step
+from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, sampled_batch
+from fp8rl.diagnose.report import Difference, Finding
+from fp8rl.models.formats import Sighting
+from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions import read_model
+from fp8rl.rl.run.engines.serving import engine_adapter, expected_report
+from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rollout.types import HandshakeError, Prompt
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.manifest import SyncError
+
+BF16 = "BF16 on both sides"
+
+
+@dataclass
+class Pair:
+    """What was read and measured of a live trainer and a live engine."""
+
+    findings: list[Finding] = field(default_factory=list)
+    """The findings in the order in which they were made. What comes after a failed start or sync is missing."""
+    differences: dict[str, Difference] = field(default_factory=dict)
+    """The differences that were measured, by name: `trainer against engine` and the floors."""
+    rows: Sequence[Row] = ()
+    """The precision map, with what was seen."""
+    tokens: int = 0
+    """Tokens of the training step that was watched."""
+    seconds: float = 0.0
+    """Seconds of all this."""
+
+    @property
+    def verdict(self) -> str:
+        said = []
+        for each in ("spec", "bytes", "logprobs"):
+            made = [finding.grade == "ok" for finding in self.findings if finding.key.startswith(f"same {each},")]
+            said.append(f"same {each} {'was not reached' if not made else 'holds' if all(made) else 'does not hold'}")
+        wrong = {each.key for each in self.findings if each.grade == "error"} & {row.key for row in self.rows}
+        formats = "were not reached" if not self.rows else "are not as planned" if wrong else "are as planned"
+        return f"{', '.join(said)}, formats {formats}, in {self.seconds:.0f} s"
+
+
+def compare(experiment: Experiment, *, say: Callable[[str], None] = print) -> Pair:
+    """Compare trainer and engine of a spec that can run here. Afterwards both have ended."""
+    began, found = time.monotonic(), Pair([same_precision(experiment)])
+    wanted = "an engine that reports the trainer's spec, numerics and hooks"
+    try:
+        with open_pair(experiment, say=say) as stack:
+            adapter, architecture = engine_adapter(experiment), experiment.model.architecture
+            report = expected_report(stack.numerics, adapter, architecture)
+            versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+            same = f"spec {report.spec_digest}, {len(report.hooks)} hooks, {versions}"
+            found.findings.append(judged("spec", "handshake", True, same, wanted))
+            _examine(stack, found, say)
+    except HandshakeError as error:
+        remedy = "Start the engine from this spec, in this environment."
+        found.findings.append(judged("spec", "handshake", False, str(error), wanted, remedy))
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def same_precision(experiment: Experiment) -> Finding:
+    """Check that both sides run the spec, or both BF16."""
+    trainer, rollout = experiment.numerics.trainer, experiment.numerics.rollout
+    ok = (trainer == "bf16") == (rollout == "bf16")
+    found = f"numerics.trainer={trainer}, numerics.rollout={rollout}"
+    expected = "FP8 on both sides or BF16 on both sides"
+    return judged("spec", "precision of both sides", ok, found, expected, SAME_PRECISION)
+
+
+def _examine(stack: Stack, found: Pair, say: Callable[[str], None]) -> None:
+    say("syncing the weights")
+    equal = "every tensor's digest equal in trainer and engine"
+    try:
+        sync = stack.syncing.sync()
+    except SyncError as error:
+        remedy = "Compare the versions of sglang and of this distribution in both environments."
+        found.findings.append(judged("bytes", "manifest", False, str(error), equal, remedy))
+        return  # generation stays paused
+    said = f"{sync.verified_tensors} tensors equal, {sync.bytes} bytes in {sync.seconds:.2f} s"
+    found.findings.append(judged("bytes", "manifest", sync.verified_tensors > 0, said, equal))
+    say("sampling and scoring the calibration batch")
+    prompts = calibration_prompts(stack)
+    batch = sampled_batch(stack, prompts, ANSWERS, stack.experiment.rollout.temperature)
+    measured = found.differences["trainer against engine"] = logprobs.against_trainer(stack, batch)
+    temperature = logprobs.sampler_temperature(stack, batch, measured)
+    plain = batch if batch.temperature == 1.0 else sampled_batch(stack, prompts, ANSWERS, 1.0)
+    floors = {
+        "prefill against decode": logprobs.prefill_against_decode(stack, plain),
+        "alone against together": logprobs.alone_against_together(stack, plain),
+    }
+    say("watching a training step and a forward pass of the engine, op by op")
+    seen = _sightings(stack, batch, prompts)
+    numerics = stack.numerics
+    if numerics.mode == "native" and (numerics.trainer, numerics.rollout) != ("bf16", "bf16"):
+        say("starting a BF16 engine, by which native mode is judged")
+        floors[BF16] = logprobs.bf16_on_both_sides(stack, prompts, ANSWERS)
+    found.differences |= floors
+    found.findings.append(logprobs.trainer_against_engine(numerics, measured, floors.get(BF16)))
+    found.findings.append(temperature)
+    found.findings.extend(logprobs.noise_floor(numerics.mode, floors))
+    found.rows, found.tokens = rows_of(seen), int(batch.real_tokens().sum())
+    found.findings.extend(differences_of(seen))
+    if lacking := unseen(found.rows):
+        said = "inside a kernel, or inside an op of a library: as everything is that native mode leaves to one"
+        found.findings.append(Finding("not seen", said, grade="note", names=tuple(lacking)))
+
+
+def _sightings(stack: Stack, batch: TokenBatch, prompts: Sequence[Prompt]) -> list[Sighting]:
+    """Return what both sides were seen to hold and to compute. Afterwards the trainer has learnt from a step.
+
+    Its loss is the likelihood of the answers: it needs no rewards, and no format depends on it.
+    """
+    experiment, numerics = stack.experiment, stack.experiment.numerics_config()
+    model = read_model(experiment.model.directory).adapted(engine_adapter(experiment))
+    seen: list[Sighting] = []
+    for held in stack.engines.ask(lambda client: client.inventory()):
+        seen += engine_holdings(held, model, numerics)
+    if numerics.mode == "exact":
+        tokens = [prompt.token_ids for prompt in prompts]
+        for rank in stack.engines.ask(lambda client: client.formats(tokens)):
+            seen += rank
+    with stack.turn("train"):
+        ranks = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), numerics, experiment.trainer)
+        stack.trainer.weight_version += 1  # of the update, which its ranks made by themselves
+    return [*(sighting for rank in ranks for sighting in rank), *seen]

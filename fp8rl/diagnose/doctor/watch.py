@@ -1,0 +1,196 @@
+"""Watches one training step of the live trainer and one forward pass of an engine, and lists what both hold.
+
+The ops' dispatcher shows each shared op with its tensors (`models.formats`), in exact mode all ops of the model. Native
+mode's other ops are the libraries' own: what is inside them is not seen, nor what is inside a Triton kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fp8rl.models import Model
+from fp8rl.models.formats import Recorder, Sighting, address, own_formats, part_of, stored
+from fp8rl.models.program import OpSite
+from fp8rl.models.tensors import TensorRow, base_name
+from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.memory import Holding, format_of
+from fp8rl.numerics.precision_map import Planned, precision_map
+from fp8rl.rollout.engine.plugin.state import DERIVED, KV_CACHE, SCALES, STATES
+from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective
+
+if TYPE_CHECKING:
+    from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
+
+FLOATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
+
+
+def watch_step(
+    trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig, config: TrainerSection
+) -> list[Sighting]:
+    """Train on `batch`, and report all tensors of the precision map. All ranks take part.
+
+    numerics, config: the planned ones, which the trainer may no longer run.
+    """
+    from fp8rl.trainer.inventory import transfers
+    from fp8rl.trainer.modules.native import megatron_families
+    from fp8rl.trainer.modules.weights import named_weights
+
+    definition, own = trainer.definition, own_formats(trainer.definition)
+    if numerics.mode == "native":
+        own |= {key: it for family in megatron_families(definition) for key, it in family.formats.items()}
+    wires = {"gradient_wire": config.gradient_wire, "weight_gather": config.weight_gather}
+    plan = precision_map(numerics, **wires, own=own)
+    rows = {name: held[0] for name, held in trainer.weights.rows(trainer.model).items()}
+    adapters = {address(weight) for name, weight in named_weights(trainer.model) if rows[name].adapts is not None}
+    recorder = Recorder(definition, numerics, plan, "trainer", adapters)
+    trainer.weights_changed()  # so that the operands of products are made within the step
+    with _placed(trainer), _outside_ops(trainer, recorder), dispatch.watched(recorder), transfers(trainer) as sent:
+        trainer.forward_backward(batch, objective)
+    for each in sent:
+        # Others are counts, norms, and what the wires have told already.
+        if each.kind == "rest" and each.format in FLOATS and len(each.shape) > 1:
+            recorder.note("wire.layer", f"{each.collective} of {each.ranks} ranks", each.format, size=each.bytes)
+    for optimizer in trainer.optimizer.inner.chained_optimizers:
+        for gradient in optimizer.get_main_grads_for_grad_norm():
+            recorder.note("clipping.norm", "gradients", format_of(gradient.dtype))
+    keys = {name: class_of(definition, row) for name, row in rows.items()}
+    held = list(_held_in_pass(trainer, keys, plan))
+    with dispatch.watched(recorder):
+        trainer.update()
+    return [*recorder.sightings(), *held, *_held_by_optimizer(trainer, keys, plan)]
+
+
+# Where an op of the trainer runs, and what Megatron computes itself.
+
+
+@contextmanager
+def _placed(trainer: Trainer) -> Iterator[None]:
+    """Tell the dispatcher which op a module of Megatron's computes: one at the ends of the model, and in native mode
+    one in a layer. Layers of exact mode run the program, which tells it itself."""
+    rows = trainer.definition.tensors.in_layer
+    layers = {layer.layer_number - 1: f"decoder.layers.{at}." for at, layer in enumerate(trainer.model.decoder.layers)}
+    exact, modules = trainer.numerics.mode == "exact", dict(trainer.model.named_modules())
+    sites: dict[str, OpSite] = {}
+    for site in trainer.definition.forward.sites():
+        outside = site.layer is None
+        if site.op.megatron and (outside or (not exact and site.layer in layers)):
+            path = ("" if outside else layers[site.layer]) + site.op.megatron  # type: ignore[index]
+            has_product = any(row.op == site.op.name and row.product for row in rows.get(site.layer, ()))
+            if path in modules and (has_product or path not in sites):  # of a norm and the product behind it
+                sites[path] = site
+    outer: list[Any] = []
+
+    def entering(site: OpSite) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            outer.append(dispatch.place)
+            dispatch.place = site
+
+        return enter
+
+    def leave(*_: Any) -> None:
+        dispatch.place = outer.pop()
+
+    with ExitStack() as undo:
+        for path, site in sites.items():
+            undo.callback(modules[path].register_forward_pre_hook(entering(site)).remove)
+            undo.callback(modules[path].register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def _outside_ops(trainer: Trainer, recorder: Recorder) -> Iterator[None]:
+    """Note what no shared op takes or returns: embeddings, the residual stream and its gradient, weights' gradients."""
+
+    def result(key: str, name: str) -> Callable[..., None]:
+        def note(_: Any, __: Any, out: Any) -> None:
+            x = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            recorder.note(key, name, recorder.grids.format(x, "activation"))
+            if key == "residual" and x.requires_grad:
+                x.register_hook(
+                    lambda grad: recorder.note("gradient.stream", name, recorder.grids.format(grad, "gradient"))
+                )
+
+        return note
+
+    def gradient(name: str) -> Callable[[Tensor | None], None]:
+        """grad: None if a product has added the gradient to the buffer itself."""
+        return lambda grad: recorder.note("gradient.weight", name, None if grad is None else format_of(grad.dtype))
+
+    with ExitStack() as undo:
+        for layer in trainer.model.decoder.layers:
+            note = result("residual", f"layers.{layer.layer_number - 1}")
+            undo.callback(layer.register_forward_hook(note).remove)
+        if (embedding := getattr(trainer.model, "embedding", None)) is not None:
+            undo.callback(embedding.register_forward_hook(result("embedding.output", "embed")).remove)
+        for name, weight in trainer.model.named_parameters():
+            if weight.requires_grad:
+                undo.callback(weight.register_hook(gradient(name)).remove)
+        yield
+
+
+# What stands in a rank's memory between two ops of a step.
+
+
+def class_of(definition: Model, row: TensorRow) -> str:
+    """Return the class of a tensor as the forward reads it."""
+    if row.kind is not None or row.adapts is not None:
+        return "product.shadow"
+    parts = {part_of(s) for s in definition.forward.sites() if (s.layer, s.op.name) == (row.layer, row.op)}
+    for part in ("embedding", "head", "router"):
+        if part in parts and (row.product or part == "embedding"):
+            return f"{part}.weight"
+    return "product.shadow" if row.product else "gain.weight"
+
+
+def _held_in_pass(trainer: Trainer, keys: Mapping[str, str], plan: Mapping[str, Planned]) -> Iterator[Sighting]:
+    """Yield what is held after a backward: weights, the operands made of them, and gradients."""
+    from fp8rl.trainer.inventory import inventory
+
+    for each in inventory(trainer):
+        if each.name in keys:  # not padding
+            of = {"parameters": keys[each.name], "operands": "product.cached", "gradients": "gradient.buffer"}
+            if key := of.get(each.kind):
+                yield Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes)
+
+
+def _held_by_optimizer(trainer: Trainer, keys: Mapping[str, str], plan: Mapping[str, Planned]) -> Iterator[Sighting]:
+    """Yield what the optimizer holds after an update, with formats judged by value.
+
+    Before an update masters have the checkpoint's values. A master whose moments are zero was never updated, so its
+    format is its dtype.
+    """
+    from fp8rl.trainer.inventory import optimizer_state
+
+    held = [(name.partition(":")[0], name, kind, tensor) for name, kind, tensor in optimizer_state(trainer)]
+    updated = {parameter for parameter, _, kind, tensor in held if kind == "moments" and tensor.any()}
+    for parameter, name, kind, tensor in held:
+        if kind != "rest":
+            gain = keys[parameter] == "gain.weight"
+            key = "moment" if kind == "moments" else "gain.master" if gain else "master"
+            found = stored(tensor) if parameter in updated else format_of(tensor.dtype)
+            yield Sighting(key, name, found, plan[key].formats, bytes=tensor.nbytes)
+
+
+def engine_holdings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
+    """Return what one rank of an engine holds, from its inventory (`rollout.engine.plugin.state.inventory`). numerics:
+    as planned."""
+    plan = precision_map(numerics)
+    kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache", STATES: "engine.state"}
+    found = []
+    for each in held:
+        key = kinds.get(each.kind)
+        if key is None:
+            row = model.tensors[base_name(each.name)[0]]
+            key = "engine.weight" if model.quantizes(row, numerics.rollout_spec) else "engine.leftover"
+        # A router or an expert's bias may be in FP32.
+        formats = (format_of(row.served),) if key == "engine.leftover" else plan[key].formats
+        found.append(Sighting(key, each.name, each.format, formats, bytes=each.bytes, side="engine"))
+    return found
