@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8rl.diagnose.explain import compare
+from fp8rl.diagnose.explain.compare import compare
 from fp8rl.diagnose.report import Finding
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection

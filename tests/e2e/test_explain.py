@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl.diagnose.explain import Comparison, compare
+from fp8rl.diagnose.explain.causes import Comparison
+from fp8rl.diagnose.explain.compare import compare
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import write_capsule

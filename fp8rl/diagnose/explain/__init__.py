@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from rich.console import RenderableType
 from rich.text import Text
 
-from fp8rl.diagnose.explain.compare import Comparison, check_exact, compare
+from fp8rl.diagnose.explain.causes import Comparison
+from fp8rl.diagnose.explain.compare import check_exact, compare
 from fp8rl.diagnose.explain.rescore import Rescored, recorded, rescore
 from fp8rl.diagnose.measure import (
     ANSWERS,
@@ -23,7 +24,7 @@ from fp8rl.diagnose.measure import (
     sampled_batch,
     sync_weights,
 )
-from fp8rl.diagnose.report import Finding, Report, grid, plain
+from fp8rl.diagnose.report import Finding, Report, grid
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
 from fp8rl.numerics.core.errors import UserError, user_error
@@ -82,7 +83,7 @@ def reported(subject: Subject, again: Rescored | None, compared: Comparison | No
         findings.append(again.finding)
         tables.append(again.table())
     if compared is not None:
-        facts["compared"] = {name: value for name, value in plain(compared).items() if name != "findings"}
+        facts["compared"] = compared.facts()
         tables += [Text(_headline(subject, compared)), *_tables(compared)]
     elif not quick:
         try:

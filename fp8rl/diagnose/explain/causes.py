@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from fp8rl.diagnose.explain.differences import ExpertDifference, OpDifference, TemperatureFit
 from fp8rl.diagnose.report import Finding
@@ -62,8 +62,8 @@ class Cause:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
-    """The observations that are ranked."""
+class Comparison:
+    """What was seen of a trainer and an engine. d is trainer minus rollout log-probability of a token, in nats."""
 
     model: Model
     numerics: NumericsConfig
@@ -77,20 +77,36 @@ class Evidence:
     """The fit of the engine's own logits to the record; None without a record."""
     wrong: Sequence[str] | None = None
     """Tensors that differed from the trainer's in the engine that sampled the batch; None: not known."""
-    reproduced: float = 0.0
-    """Mean |d| between engine and record."""
-    live: float = 0.0
-    """Mean |d| between trainer and engine, over the same sampled tokens."""
+    tokens: int = 0
+    abs_diff_mean: float = 0.0
+    """Mean |d| of the `tokens` sampled tokens as they were recorded."""
     nonfinite: int = 0
     """Recorded log-probabilities that are not finite."""
+    traced_tokens: int = 0
+    live_abs_diff_mean: float = 0.0
+    """Mean |d| between trainer and engine as they are now, over the `traced_tokens` that were traced."""
+    reproduced: float = 0.0
+    """Mean |d| between engine and record, over the same tokens."""
     ops: Sequence[OpDifference] = ()
     experts: Sequence[ExpertDifference] = ()
+    stream: Sequence[float] = ()
+    """By layer, how far the engine's residual stream has drifted from the trainer's at its entry (relative RMS)."""
     settings: dict[str, tuple[str, float, float]] = dataclasses.field(default_factory=dict)
     """For each op with a constant that differs: the constant's name, the trainer's value, the engine's value."""
     causes: Sequence[Cause] = ()
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The likeliest cause first; none if both sides agree."""
+        return rank(self)
 
-def rank(clues: Evidence) -> tuple[Finding, ...]:
+    def facts(self) -> dict[str, Any]:
+        """Return what a report has of it: all but what the subject says already."""
+        left_out = ("model", "numerics", "expected", "held", "temperature")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+
+def rank(clues: Comparison) -> tuple[Finding, ...]:
     """Return the findings, whose keys are those of `REMEDIES`, the likeliest cause first; none if both sides agree."""
     by_owner: dict[Owner, list[str]] = defaultdict(list)
     for name in sorted(clues.expected.mismatched(clues.held) | {base_name(label)[0] for label in clues.wrong or ()}):
@@ -120,7 +136,7 @@ def _finding(cause: str, found: str, names: Iterable[str] = ()) -> Finding:
     return Finding(cause, found, remedy=REMEDIES[cause], names=tuple(names))
 
 
-def _scales(clues: Evidence) -> Iterator[Finding]:
+def _scales(clues: Comparison) -> Iterator[Finding]:
     """Yield a finding for each choice of scales, other than the spec's, that reproduces a side's record."""
     for cause in clues.causes:
         if cause.name == "scales" and cause.after <= SELF_FLOOR:
@@ -128,7 +144,7 @@ def _scales(clues: Evidence) -> Iterator[Finding]:
             yield _finding("scales", f"{text} (mean |d| {cause.before:.3g} without them, {cause.after:.3g} with them)")
 
 
-def _weights(clues: Evidence, by_owner: dict[Owner, list[str]]) -> Iterator[Finding]:
+def _weights(clues: Comparison, by_owner: dict[Owner, list[str]]) -> Iterator[Finding]:
     """Yield a finding for each op or expert with weights that differ, or one finding for all if they are many."""
     version, are = clues.expected.version, "were" if clues.wrong else "are"
     if len(by_owner) > NAMED_OWNERS:
@@ -146,7 +162,7 @@ def _weights(clues: Evidence, by_owner: dict[Owner, list[str]]) -> Iterator[Find
         yield _finding("weights", text, by_owner[owner])
 
 
-def _record(clues: Evidence) -> Iterator[Finding]:
+def _record(clues: Comparison) -> Iterator[Finding]:
     """Yield a finding on a record of another temperature, or on a record that the engine does not reproduce. The record
     counts only if the engine as it is now agrees better with the trainer than with the record."""
     fit, given = clues.fit, clues.temperature
@@ -161,7 +177,7 @@ def _record(clues: Evidence) -> Iterator[Finding]:
     said = ""
     if clues.nonfinite:
         said = f"{clues.nonfinite} recorded log-probabilities are not finite"
-    elif clues.reproduced > max(clues.live / CLOSER, SELF_FLOOR):
+    elif clues.reproduced > max(clues.live_abs_diff_mean / CLOSER, SELF_FLOOR):
         said = f"the engine does not reproduce the recorded log-probabilities (mean |d| {clues.reproduced:.3g})"
     by = "other weights, stale operands of former weights or another sampler produced these tokens"
     if clues.wrong == [] and not clues.nonfinite:
@@ -170,10 +186,10 @@ def _record(clues: Evidence) -> Iterator[Finding]:
             "weights, or with stale keys, values or states, or another sampler produced these tokens"
         )
     if said:
-        yield _finding("state", f"{said}, and trainer and engine agree to {clues.live:.3g} now: {by}")
+        yield _finding("state", f"{said}, and trainer and engine agree to {clues.live_abs_diff_mean:.3g} now: {by}")
 
 
-def _ops(clues: Evidence, explained: Iterable[Owner]) -> Iterator[Finding]:
+def _ops(clues: Comparison, explained: Iterable[Owner]) -> Iterator[Finding]:
     """Yield a finding for each op that differs in layers where no weight explains it, with all these layers, the
     largest difference first. Products that only one side quantizes are one finding together."""
     known = {(layer, op) for layer, op, _ in explained}

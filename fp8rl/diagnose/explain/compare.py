@@ -17,16 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8rl.diagnose.explain.causes import SELF_FLOOR, Cause, Evidence, explains, rank
-from fp8rl.diagnose.explain.differences import (
-    ExpertDifference,
-    OpDifference,
-    expert_differences,
-    fit_temperature,
-    op_differences,
-    stream_differences,
-)
-from fp8rl.diagnose.report import Finding
+from fp8rl.diagnose.explain.causes import SELF_FLOOR, Cause, Comparison, explains
+from fp8rl.diagnose.explain.differences import expert_differences, fit_temperature, op_differences, stream_differences
 from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
@@ -46,25 +38,6 @@ if TYPE_CHECKING:
 
 TRACED_TOKENS = 2048
 """The most tokens whose ops are compared: whole sequences, and first the sequences that disagree most."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How trainer and engine differ. d is trainer minus rollout log-probability of a token, in nats."""
-
-    findings: tuple[Finding, ...]
-    """The likeliest cause first; none if both sides agree."""
-    abs_diff_mean: float
-    """Mean |d| of the `tokens` sampled tokens as they were recorded."""
-    tokens: int
-    live_abs_diff_mean: float
-    """Mean |d| between trainer and engine as they are now, over the `traced_tokens` that were traced."""
-    traced_tokens: int
-    ops: tuple[OpDifference, ...]
-    stream: tuple[float, ...]
-    """By layer, how far the engine's residual stream has drifted from the trainer's at its entry (relative RMS)."""
-    causes: tuple[Cause, ...]
-    experts: tuple[ExpertDifference, ...]
 
 
 def compare(
@@ -109,39 +82,31 @@ def compare(
         causes.append(_without_routing(trainer, traced, views, views.chosen))
     rescored = _mean_abs((scored - trained)[batch.loss_mask])
     causes += _other_scales(trainer, batch, numerics, {"engine": views.reproduced, "trainer": rescored})
-    ops = op_differences(model.forward, trace.tensors, answer.tensors)
-    experts = expert_differences(model.forward, trace.tensors, answer.tensors)
-    clues = Evidence(
+    sides = trace.tensors, answer.tensors
+    return Comparison(
         model=model,
         numerics=numerics,
         expected=expected,
         held=held,
-        wrong=wrong,
         temperature=batch.temperature,
-        ops=ops,
-        experts=experts,
         fit=fit,
-        reproduced=views.reproduced,
-        live=views.live_mean,
+        wrong=wrong,
+        tokens=int(batch.loss_mask.sum()),
+        abs_diff_mean=_mean_abs(d[batch.loss_mask]),
         nonfinite=int((batch.loss_mask & ~recorded.isfinite()).sum()),
+        traced_tokens=int(views.sampled.sum()),
+        live_abs_diff_mean=views.live_mean,
+        reproduced=views.reproduced,
+        ops=tuple(op_differences(model.forward, *sides)),
+        experts=tuple(expert_differences(model.forward, *sides)),
+        stream=tuple(stream_differences(model.forward, *sides)),
         settings={
             site.op.name: (name, trace.settings[name], answer.settings[name])
             for site in model.forward.sites()
             for name in site.op.form.constants
             if trace.settings[name] != answer.settings[name]
         },
-        causes=causes,
-    )
-    return Comparison(
-        findings=rank(clues),
-        abs_diff_mean=_mean_abs(d[batch.loss_mask]),
-        tokens=int(batch.loss_mask.sum()),
-        live_abs_diff_mean=views.live_mean,
-        traced_tokens=int(views.sampled.sum()),
-        ops=tuple(ops),
-        stream=tuple(stream_differences(model.forward, trace.tensors, answer.tensors)),
         causes=tuple(causes),
-        experts=tuple(experts),
     )
 
 
@@ -172,7 +137,7 @@ class _Views:
     """The engine's experts [T, L, k], None if dense."""
 
     @classmethod
-    def of(cls, batch: TokenBatch, trace: OpTrace, answer: EngineAnswer) -> _Views:
+    def of(cls, batch: TokenBatch, trace: OpTrace, answer: OpTrace) -> _Views:
         return cls(
             trainer=trace.tensors["logprobs:out.logprobs"].double(),
             engine=answer.tensors["free.logprobs"].double(),
@@ -205,7 +170,7 @@ def _trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
     return trace_ops(trainer, batch)
 
 
-async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[dict[str, str], EngineAnswer]:
+async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[dict[str, str], OpTrace]:
     """Ask for the digests that the engine holds, and for its answer."""
     async with EngineClient(endpoint) as client:
         return (await client.manifest()).entries, await ask_engine(client, trace, temperature)
@@ -279,17 +244,7 @@ def _mean_abs(values: Tensor) -> float:
     return finite.abs().mean().item() if finite.numel() else 0.0
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
-    """An engine's answer to a recorded forward pass."""
-
-    tensors: dict[str, Tensor]
-    """See `rollout.engine.plugin.op_probe.ANSWER`."""
-    settings: dict[str, float]
-    """Constants of the engine's ops, such as `rope_theta`."""
-
-
-async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> EngineAnswer:
+async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> OpTrace:
     """Run the engine's own ops on the trainer's inputs, and its own forward pass on the tokens, over a shared disk.
     Raises EngineError: the engine failed, or its answer is damaged."""
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
@@ -301,4 +256,4 @@ async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -
             raise EngineError(f"{path}: found other bytes than the engine wrote. Look for a full disk, and try again.")
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            return EngineAnswer(tensors, json.loads(file.metadata()["settings"]))
+            return OpTrace(tensors, json.loads(file.metadata()["settings"]))

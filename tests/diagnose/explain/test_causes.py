@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from fp8rl.diagnose.explain import reported
-from fp8rl.diagnose.explain.causes import Cause, Evidence, rank
-from fp8rl.diagnose.explain.compare import Comparison, check_exact
+from fp8rl.diagnose.explain.causes import Cause, Comparison, rank
+from fp8rl.diagnose.explain.compare import check_exact
 from fp8rl.diagnose.explain.differences import (
     ExpertDifference,
     OpDifference,
@@ -25,7 +25,6 @@ from fp8rl.diagnose.explain.differences import (
     relative_rms,
 )
 from fp8rl.diagnose.explain.rescore import recorded
-from fp8rl.diagnose.report import Finding
 from fp8rl.diagnose.subject import newest_run, read_subject
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
@@ -52,10 +51,10 @@ NORM = "model.norm.weight"
 ENTRIES = {DOWN: "a@7", DOWN.replace("down", "gate"): "b@7", QUERY: "c@7", NORM: "d"}
 
 
-def clues(**changes: object) -> Evidence:
+def clues(**changes: object) -> Comparison:
     """Both sides agree on everything but `changes`."""
     ops = [OpDifference(layer, op, 0.0, 0.0, 0.0) for layer, op in SITES]
-    same = Evidence(
+    same = Comparison(
         MODEL, EXACT, Manifest("7", "digest", ENTRIES), dict(ENTRIES), 1.0, TemperatureFit(1.0, 0.0), ops=ops
     )
     return replace(same, **changes)
@@ -189,16 +188,18 @@ def test_a_finding_names_its_tensors_or_the_places_of_its_ops() -> None:
 
 
 def test_a_difference_that_is_not_finite_is_null_in_the_report(tmp_path: Path) -> None:
-    found = Comparison(
-        (Finding("op", "[b]"),), 0.1, 9, 0.1, 9, (OpDifference(0, "rope", 1.0, math.inf, 1.0),), (), (), ()
-    )
+    found = clues(ops=[OpDifference(0, "[b]", 1.0, math.inf, 1.0)], abs_diff_mean=0.1, tokens=9)
     path = CapsuleRun.make(tmp_path).write(4, ["planted"], scored_batch([0.5, 1.0], [0.25]), [0, 1])
     report = reported(read_subject(path), None, found)
     assert json.loads(report.to_json())["facts"]["compared"]["ops"][0]["relative_rms"] is None and not report.ok
     console = Console(width=120, file=io.StringIO())
     console.print(report)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "mean |d| is 1.00e-01 on 9 sampled tokens" in said and "op: [b]" in said and "something differs" in said
+    assert (
+        "mean |d| is 1.00e-01 on 9 sampled tokens" in said
+        and "op: the op [b] differs" in said
+        and "something differs" in said
+    )
 
 
 def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) -> None:
