@@ -15,6 +15,7 @@ import typer.core
 import fp8rl
 from fp8rl.commands import diagnosis, models, runs
 from fp8rl.commands.runs import init
+from fp8rl.numerics.core.errors import say_error
 from fp8rl.numerics.core.reading import at_home
 from fp8rl.rl.run.interrupts import end_on_signal
 from fp8rl.rollout.loopback import reach_loopback
@@ -25,13 +26,12 @@ try:
 except ModuleNotFoundError:
     certify = diagnosis.certify_elsewhere  # type: ignore[assignment]
 
-_SUPERVISED = {
-    *("train", "demo", "doctor", "eval", "serve", "convert", "study"),
-    *("preflight", "audit", "attribute", "rescore", "warm"),
-}
-"""Commands that run for long, most of them with engines: each in a child process, see `supervising`."""
 _EXIT_SECONDS = 60.0
 """Longest time between the end of a command and the end of its process."""
+REPLACED = {"preflight": "doctor", "audit": "doctor", "attribute": "explain", "rescore": "explain --quick"}
+"""Commands of former releases, and what does the same now."""
+_SUPERVISED = {"train", "demo", "doctor", "explain", "eval", "serve", "convert", "warm", "study", *REPLACED}
+"""Commands that run for long, most of them with engines: each in a child process, see `supervising`."""
 
 
 class Commands(typer.core.TyperGroup):
@@ -39,6 +39,12 @@ class Commands(typer.core.TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [_at_home(arg) for arg in args])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (now := REPLACED.get(args[0])) is not None:
+            say_error(f"`fp8rl {args[0]}` is now `fp8rl {now}`, and goes with the next release")
+            args = [*now.split(), *args[1:]]
+        return super().resolve_command(ctx, args)
 
 
 def _at_home(argument: str) -> str:
@@ -51,20 +57,22 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Also: certify (test an engine or a dump), warm (compile kernels ahead), study (claims about FP8).",
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (init, runs.train, runs.demo, runs.submit, runs.report, runs.runs),
-    "Before a run": (diagnosis.doctor, diagnosis.warm, diagnosis.plan),
-    "After a run": (diagnosis.attribute, diagnosis.rescore, models.eval, models.serve),
-    "Other tools": (certify, models.convert, runs.study),
+    "Before a run": (diagnosis.doctor, diagnosis.plan),
+    "After a run": (diagnosis.explain, models.eval, models.serve, models.convert),
 }
 """The commands, by the heading under which `--help` lists them."""
+BESIDE: tuple[Callable[..., None], ...] = (certify, diagnosis.warm, runs.study)
+"""Commands for few, which `--help` names in its last line."""
 
 for heading, commands in COMMANDS.items():
     for command in commands:
         app.command(rich_help_panel=heading)(command)
-for command in (diagnosis.preflight, diagnosis.audit):
+for command in BESIDE:
     app.command(hidden=True)(command)
 
 

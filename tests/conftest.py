@@ -69,7 +69,7 @@ hypothesis.settings.load_profile("fp8rl")
 
 LONGEST = "tests/e2e/test_agreement.py"
 """The first worker begins with it, on a rig of its own."""
-RIG = [f"tests/e2e/test_{name}.py" for name in ("turns", "updates_in_flight", "attribution", "native")]
+RIG = [f"tests/e2e/test_{name}.py" for name in ("turns", "updates_in_flight", "explain", "native")]
 """The second worker begins with these: they share its rig, in an order in which neighbours share an engine, too."""
 STACKS = [f"tests/e2e/test_{name}.py" for name in ("engine_faults", "gates", "doctor", "teacher", "cli_lifecycle")]
 """They come next, since they need the Ray of either rig."""

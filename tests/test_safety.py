@@ -11,7 +11,7 @@ from tests.test_architecture import python_files
 pytestmark = pytest.mark.slow
 
 REMOVALS = {
-    "fp8rl/diagnose/attribution/attribute.py": {"TemporaryDirectory"},  # operands of one op, in the system's
+    "fp8rl/diagnose/explain/compare.py": {"TemporaryDirectory"},  # operands of one op, in the system's
     "certify/fp8rl_certify/dump/__init__.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
     "fp8rl/commands/models.py": {"TemporaryDirectory"},  # an engine's log
     "fp8rl/commands/runs.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`

@@ -1,4 +1,4 @@
-"""Commands that diagnose: doctor and plan before a run, attribute and rescore after it."""
+"""Commands that diagnose: doctor and plan before a run, explain after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands import AsJson, Overrides, SpecPath, end, finish, progress, show, user_errors
+from fp8rl.commands import AsJson, Overrides, finish, progress, show, user_errors
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
@@ -110,67 +110,29 @@ def plan(
     finish(reported(made), as_json)
 
 
-def preflight(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Do what `fp8rl doctor SPEC` does."""
-    progress()("`fp8rl doctor SPEC` does this now, and more.")
-    doctor(spec, overrides, as_json)
-
-
-def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Do what `fp8rl doctor SPEC` does."""
-    preflight(spec, overrides, as_json)
-
-
-def attribute(
-    subject: Annotated[Path, typer.Argument(metavar="RUN|CAPSULE", help="E.g. runs/demo, runs/demo/capsules/step_7.")],
-    as_json: AsJson = False,
-    out: Annotated[Path | None, typer.Option(help="Page to write; its numbers are written beside it as .json.")] = None,
-) -> None:
-    """Start both sides and find out where their mismatch comes from: by op, by cause, by expert and by position."""
-    with user_errors(), redirect_stdout(sys.stderr):
-        from fp8rl.diagnose import attribution
-        from fp8rl.diagnose.attribution.attribution_report import rendered, write_page
-        from fp8rl.diagnose.subject import read_subject
-        from fp8rl.numerics.core.files import check_page, writing
-
-        given = read_subject(subject, "attribute")
-        page, key = out or attribution.page_of(given), "--out" if out else "report"
-        check_page(page, key)
-        numbers = page.with_suffix(".json")
-        if numbers == page or (os.path.lexists(numbers) and not page.exists()):
-            said = f"{numbers}, which is no page and would be replaced by numbers"
-            raise user_error(key, said, "a name of which neither .html nor .json exists", "Give another name.")
-        with interruptible():
-            found = attribution.attribute_offline(given, say=progress())
-        compared = attribution.compared(given)
-        with writing(page, key):
-            write_page(found, given.name, page, compared)
-    if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
-        return
-    show(rendered(found, compared), f"\nreport   {page}", soft_wrap=True)
-
-
-def rescore(
-    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="Directory, e.g. runs/demo/capsules/step_7.")],
-    model: Annotated[Path | None, typer.Option(help="BF16 weights to use instead of the capsule's own.")] = None,
+def explain(
+    subject: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN|CAPSULE", help="E.g. runs/demo/capsules/step_7; without one, the newest run."),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="BF16 weights to use instead of a capsule's own.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only score a capsule again, without Ray or an engine.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Score again the sequences that a gate has kept in a capsule, without Ray or an engine.
+    """Say where trainer and engine differ, and why: score a capsule again, start both sides, compare them op by op.
 
-    Exit codes: 0 reproduced, 1 not reproduced, 2 bad input.
+    Exit codes: 0 nothing differs, 1 something does, 2 bad input.
     """
-    with user_errors():
-        from fp8rl.diagnose.rescore import print_rescored
-        from fp8rl.diagnose.rescore import rescore as score_again
-        from fp8rl.rl.record.console import PlainConsole
+    with user_errors(), redirect_stdout(sys.stderr):
+        from fp8rl.diagnose.explain import explain as examine
+        from fp8rl.diagnose.subject import newest_run, read_subject
 
-        result = score_again(capsule, model)
-        if as_json:
-            print(json.dumps(result.to_dict(), indent=1))
-        else:
-            print_rescored(result, PlainConsole())
-    end(result.reproduced)
+        given = read_subject(subject or newest_run(Path("runs")), model)
+        with interruptible():
+            found = examine(given, quick=quick, say=progress())
+    finish(found, as_json)
 
 
 def certify_elsewhere(

@@ -1,1 +1,1 @@
-"""Questions about a run before, during and after it: plan, doctor, attribution and rescoring."""
+"""Questions about a run: doctor before it, explain after it, and plan without one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,12 +18,11 @@ from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.experiment.loading import compose_experiment
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
-from fp8rl.rl.guard.capsule import read_capsule
+from fp8rl.rl.guard.capsule import Capsule, read_capsule
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rollout.tasks.tool_calls import parsers
-from fp8rl.trainer.step.batch import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,8 @@ class Subject:
     """The numerics that were in force."""
     checkpoint: Path | None = None
     """A checkpoint whose weights are loaded over the weights of the model's directory."""
-    batch: TokenBatch | None = None
-    """The tokens; None: they are still to be sampled. A capsule's batch has the field `train_logprobs`."""
-    version: int = 0
-    """The version of the weights, unless a checkpoint gives it."""
-    wrong: Sequence[str] | None = None
-    """See `Capsule.wrong`."""
+    capsule: Capsule | None = None
+    """The capsule, whose tokens are looked at; None: tokens are still to be sampled."""
     tool_parser: str | None = None
     """The format in which a served model calls tools."""
 
@@ -61,31 +55,33 @@ class Subject:
         return replace(self, tool_parser=tool_parser)
 
 
-def read_subject(path: Path, key: str) -> Subject:
-    """Read a run's folder, at its newest weights, or a capsule. key: what messages call the argument. Raises UserError:
-    `path` is neither a run nor a capsule, has no weights, or is damaged."""
-    check_path(path, key)
+_RUN_OR_CAPSULE = "RUN|CAPSULE"
+
+
+def newest_run(folder: Path) -> Path:
+    """Return the run of a folder that has made a step last. Raises UserError: no run of it has made one."""
+    found = sorted(folder.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        remedy = "Name the directory of a run or of a capsule."
+        raise user_error(
+            _RUN_OR_CAPSULE, found=str(folder), expected="a folder with a run that made a step", remedy=remedy
+        )
+    return found[-1].parent
+
+
+def read_subject(path: Path, model: Path | None = None) -> Subject:
+    """Read a run's folder, at its newest weights, or a capsule. model: weights in place of a capsule's own. Raises
+    UserError: `path` is neither a run nor a capsule, has no weights, or is damaged."""
+    check_path(path, _RUN_OR_CAPSULE)
     path = Path(path).absolute()
     if (path / "capsule.json").is_file():
-        capsule = read_capsule(path)
-        load_architecture_of(capsule.experiment)
-        if capsule.weights is None:
-            raise user_error(
-                key,
-                found=f"{path} without weights",
-                expected="a capsule with its weights",
-                remedy="Set guard.capsule_weights=true in runs to come, or attribute the run.",
-            )
-        experiment = capsule.beginning(capsule.weights)
-        name, scored = f"{experiment.run.name} {path.name}", capsule.scored
-        fields = scored.batch.fields | {"train_logprobs": scored.logprobs}
-        batch = replace(scored.batch, loss_mask=scored.fresh, fields=fields)  # older weights' tokens differ rightly
-        return Subject(
-            name, path, experiment, capsule.numerics, batch=batch, version=scored.version, wrong=capsule.wrong
-        )
+        return _of_capsule(read_capsule(path), model)
+    if model is not None:
+        expected = "none beside a run, which has its own weights"
+        raise user_error("--model", found=str(model), expected=expected, remedy="Leave it out.")
     run, experiment = open_run(
         path,
-        key=key,
+        key=_RUN_OR_CAPSULE,
         found=str(path),
         expected="the directory of a run or of a capsule",
         remedy="Give for example runs/demo, or runs/demo/capsules/step_7.",
@@ -94,14 +90,30 @@ def read_subject(path: Path, key: str) -> Subject:
     trained = _trained(run, experiment) if step is None else experiment
     if trained is None:
         raise user_error(
-            key,
+            _RUN_OR_CAPSULE,
             found=f"{run.path} without model/, adapter/ or a checkpoint",
             expected="weights to compare",
-            remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
+            remedy="Let the run reach its first checkpoint, or name one of its capsules.",
         )
     return Subject(
         run.name, run.path, trained, last_numerics(run, experiment), None if step is None else run.checkpoint(step)
     )
+
+
+def _of_capsule(capsule: Capsule, model: Path | None) -> Subject:
+    load_architecture_of(capsule.experiment)
+    if model is not None:
+        check_path(model, "--model")
+    if (weights := model or capsule.weights) is None:
+        raise user_error(
+            "--model",
+            found="nothing, for a capsule without weights",
+            expected=f"the weights of version {capsule.scored.version} as a Hugging Face directory",
+            remedy="Give --model DIR, or set guard.capsule_weights=true in runs to come.",
+        )
+    experiment = capsule.beginning(weights)
+    name = f"{experiment.run.name} {capsule.path.name}"
+    return Subject(name, capsule.path, experiment, capsule.numerics, capsule=capsule)
 
 
 def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) -> tuple[RunDir, Experiment]:

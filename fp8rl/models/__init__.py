@@ -1,6 +1,6 @@
 """Describes architectures, one file each: the sizes from config.json, the table of tensors, and the ops.
 
-Trainer, engine plugin, weight sync, converter, preconditions and attribution read these descriptions. No other code
+Trainer, engine plugin, weight sync, converter, preconditions and diagnoses read these descriptions. No other code
 knows a tensor's name. This package imports `numerics` only.
 """
 

@@ -26,7 +26,6 @@ from fp8rl.trainer.megatron.lowering import lower
 from fp8rl.trainer.megatron.model import build_model
 from fp8rl.trainer.megatron.model_checks import check_layout, check_rows
 from fp8rl.trainer.modules.precision import Precision
-from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.head import Head, HeadOutput, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
@@ -127,15 +126,6 @@ class Scorer:
         te_runtime.switch(self.lowering, lower(numerics, self.lowering.transformer_engine), self.model.config)
         self.numerics = self._precision.numerics = numerics
         self.weights_changed()
-
-    def quantized_parameters(self) -> list[str]:
-        """Return the `named_weights` names of the weights that the last forward pass multiplied in FP8."""
-        if self.lowering.transformer_engine:
-            in_fp8 = self.model.config.fp8 is not None
-            return [name for name, p in self.model.named_parameters() if in_fp8 and te_runtime.is_quantized(p)]
-        used = {id(weight) for weight in self.cache.weights()}
-        asked = ((name, p) for name, p in self.model.named_parameters() if id(p) in used)
-        return [matrix for name, parameter in asked for matrix, _ in matrices(name, parameter)]
 
     def _finish(self, model: GPTModel) -> None:
         """Change the model after its weights are loaded. A subclass may override this."""

@@ -29,7 +29,7 @@ from fp8rl.weight_sync.buckets import Named, changes
 from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncSection
 from fp8rl.weight_sync.frozen import Contents, FrozenBase, check_frozen, exported, give_base, reads
 from fp8rl.weight_sync.manifest import Manifest, Recorder, ShardDigests, SyncError, some_of
-from fp8rl.weight_sync.served import served_tensors, write_served_checkpoint
+from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports import Transport, make_transport
 
 if TYPE_CHECKING:
@@ -84,12 +84,6 @@ class Bridge:
     """The run's adapters. A sync sends only the adapters if the engines hold the frozen weights."""
     base: FrozenBase = dataclasses.field(default_factory=FrozenBase)
     """The frozen weights that the engines hold in addition to adapters."""
-
-    def write_checkpoint(self) -> Path:
-        """Write the current weights as a directory that an engine can start from, and return its path."""
-        path = self.scratch / "served_checkpoint"
-        self.trainer.apply(_write, self.spec, self.model_path, path)
-        return path
 
     def sync(
         self, endpoints: Sequence[Endpoint], manifest_path: Path | None = None, *, whole: bool = False
@@ -274,8 +268,3 @@ def _as_sync_error(version: int) -> Iterator[None]:
             f"sync to weight version {version}: found {error!r} on the way, expected every engine to load and verify "
             "the weights; generation stays paused. Sync again, and replace an engine that died"
         ) from error
-
-
-def _write(trainer: Trainer, spec: QuantSpec, model_path: Path, path: Path) -> None:
-    weights = trainer.export_weights()
-    write_served_checkpoint(served_tensors(weights, spec, trainer.definition), model_path, path, spec)

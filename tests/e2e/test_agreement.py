@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8rl.diagnose.attribution import attribute
-from fp8rl.diagnose.attribution.attribution_report import Finding
+from fp8rl.diagnose.explain.compare import compare
+from fp8rl.diagnose.report import Finding
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import architectures
@@ -167,9 +167,8 @@ def not_sent_is_named(
     pipeline.resume()  # nobody looked
     first = first_finding(pipeline, pipeline.sample(1.0, count=len(ALONE)))
     pipeline.sync()
-    assert (first.cause, first.op, first.layers) == ("weights", op, (layer,))
-    assert {name.removesuffix("_scale_inv") for name in first.tensors} == names
-    assert f"layer {layer} {op}" in first.text and first.experts == ((5,) if op == "experts" else ())
+    assert first.key == "weights" and {name.removesuffix("_scale_inv") for name in first.names} == names
+    assert f"layer {layer} {op}" in first.found and ("expert 5" in first.found) == (op == "experts")
 
 
 def definition_is_named(
@@ -182,7 +181,8 @@ def definition_is_named(
         first = first_finding(pipeline, batch)
     finally:
         pipeline.trainer.apply(restored)
-    assert (first.cause, first.op, first.layers) == ("op", op, layers) and says in first.text
+    assert (first.key, first.names) == ("op", tuple(f"layers.{layer}.{op}" for layer in layers))
+    assert says in first.found
 
 
 def replay_brings_a_trainer_with_another_router_closer(pipeline: Pipeline, *_: object) -> None:
@@ -274,7 +274,7 @@ BESIDE: dict[str, tuple[Setup, Callable[[Pipeline, pytest.MonkeyPatch, Path], No
     "expert": (LATENT, partial(not_sent_is_named, faults.missed_expert, "experts", 1, OF_EXPERT)),
     "YaRN": (LATENT, partial(definition_is_named, wrong_yarn, "attention", (0, 1, 2), YARN)),
     "talk-with-states": (LINEAR, a_conversation_agrees_and_what_the_model_is_told_has_no_loss),
-    "rows": (LINEAR, partial(definition_is_named, late_rows, "conv", (0, 2), "conv differs in every layer")),
+    "rows": (LINEAR, partial(definition_is_named, late_rows, "conv", (0, 2), "the op conv differs on equal inputs")),
     "changes": (DENSE, only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything),
 }
 """What else is shown with a setup's engine. Attribution names a planted fault first: its op, its layers and what it
@@ -296,7 +296,7 @@ def test_every_sampled_token_agrees_and_what_is_planted_is_named(
 
 def first_finding(pipeline: Pipeline, batch: TokenBatch) -> Finding:
     numerics = pipeline.setup.numerics
-    return attribute(pipeline.trainer, pipeline.endpoint, batch, numerics, pipeline.definition).findings[0]
+    return compare(pipeline.trainer, pipeline.endpoint, batch, numerics, pipeline.definition).findings[0]
 
 
 def failed_sync(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any]) -> str:

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8rl.diagnose.report import Report
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import read_capsule
@@ -32,6 +32,7 @@ from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
 from fp8rl.rl.run.run import Run, open_run
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Trajectory
+from fp8rl.weight_sync.served import served_tensors, write_served_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.cli_runs import SMALL
 from tests.support.commands import by_the_command, result_of
@@ -111,7 +112,14 @@ class OldWeights:
     folder: Path
 
     def keep(self, stack: Run) -> None:
-        shutil.copytree(stack.syncing.bridge.write_checkpoint(), self.folder)
+        bridge, folder = stack.syncing.bridge, self.folder
+        spec, source = bridge.spec, bridge.model_path
+
+        def write(trainer: Any) -> None:
+            tensors = served_tensors(trainer.export_weights(), spec, trainer.definition)
+            write_served_checkpoint(tensors, source, folder, spec)
+
+        stack.trainer.apply(write)
 
     def load(self, age: int) -> Before:
         """Under the trainer's version less `age`."""
@@ -297,15 +305,20 @@ def test_a_diverging_run_is_stopped_in_order(run: RunDir) -> None:
 
 
 def rescored(capsule: Path) -> str:
-    result = result_of("rescore", capsule, "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
+    result = result_of("explain", "--quick", capsule, "--json")
+    assert result.exit_code == 0, result.output
     return result.stdout
 
 
 @pytest.mark.parametrize("step", [CORRUPTED, STOPPED], ids=["fp8", "bf16"])
 def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_path: Path, step: int) -> None:
-    facts = json.loads(in_a_fork(tmp_path, partial(rescored, run.capsule(step))))
-    assert facts["reproduced"] and facts["mode"] == "exact" and facts["sequences"] == 8
+    report = Report.from_json(in_a_fork(tmp_path, partial(rescored, run.capsule(step))))
+    facts = report.facts["scored_again"]
+    assert (
+        [(each.key, each.grade) for each in report.findings] == [("trainer", "ok")]
+        and facts["mode"] == "exact"
+        and facts["sequences"] == 8
+    )
     assert facts["equal_tokens"] == facts["tokens"] >= 8 and facts["largest_change"] == 0
     assert all(values["recorded"] == values["rescored"] for values in facts["metrics"].values())
     recorded = {name: values["recorded"] for name, values in facts["metrics"].items()}
@@ -316,15 +329,19 @@ def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_p
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (CORRUPTED, "layer 0 qkv: in the engine, k_proj were not those of version 2"),
+        (CORRUPTED, "weights: layer 0 qkv: weights in the engine were not those of version 2"),
         (SCALED, "scales: fp32 scales of weight and activation in the trainer, where the numerics say pow2"),
     ],
 )
-def test_a_capsule_is_attributed_by_the_command(run: RunDir, stacks: None, step: int, says: str) -> None:
-    found, recorded = by_the_command(run.capsule(step)), read_capsule(run.capsule(step)).metrics
+def test_a_capsule_is_explained_by_the_command(run: RunDir, stacks: None, step: int, says: str) -> None:
+    report, recorded = by_the_command(run.capsule(step)), read_capsule(run.capsule(step)).metrics
+    found = report.facts["compared"]
     mean = recorded["mismatch/train_rollout_logprob_abs_diff_mean"]
     assert mean > 0 and found["abs_diff_mean"] == pytest.approx(mean)
-    assert found["findings"][0]["text"].startswith(says)
+    assert str(report.findings[0]).startswith(says)
+    assert step != CORRUPTED or report.findings[0].names == (MATRIX,)
+    trainer = report.findings[-1]
+    assert (trainer.key, trainer.grade) == ("trainer", "error" if step == SCALED else "ok")
     assert found["live_abs_diff_mean"] == 0
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fp8rl.diagnose.attribution.attribute import ask_engine
-from fp8rl.diagnose.attribution.compare import op_differences, stream_differences
 from fp8rl.diagnose.doctor.formats import differences_of
 from fp8rl.diagnose.doctor.watch import watch_step
+from fp8rl.diagnose.explain.compare import ask_engine
+from fp8rl.diagnose.explain.differences import op_differences, stream_differences
 from fp8rl.models import architecture, read_shape, register
 from fp8rl.models.architectures import qwen3_moe
 from fp8rl.numerics.config import NumericsConfig

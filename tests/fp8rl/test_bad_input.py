@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 from typer.testing import CliRunner
 
-import fp8rl.diagnose.attribution
+import fp8rl.diagnose.explain
 import fp8rl.evaluating
 import fp8rl.rl.run.run
 import fp8rl_certify.dump.command
@@ -53,7 +53,7 @@ def folder(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, da
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FP8RL_API_KEY", raising=False)
     monkeypatch.setattr(fp8rl.rl.run.run, "open_run", _accept)
-    monkeypatch.setattr(fp8rl.diagnose.attribution, "attribute_offline", _accept)
+    monkeypatch.setattr(fp8rl.diagnose.explain, "explain", _accept)
     monkeypatch.setattr(fp8rl.evaluating, "serve", _accept)
     monkeypatch.setattr(SGLangServer, "start", _accept)
     monkeypatch.setattr(fp8rl_certify.dump.command, "certify_dump", _read_only)
@@ -260,8 +260,10 @@ def test_runs_with_damaged_files(run: Path) -> None:
             else:
                 path.unlink()
                 kinds[number % len(kinds)](path)
-            every: list[Command] = [["report", run], ["runs", "--dir", run.parent], ["attribute", run], ["serve", run]]
-            yield draw.choice([*every, ["train", run / "spec.yaml", "--resume"], ["rescore", run], ["certify", run]])
+            every: list[Command] = [["report", run], ["runs", "--dir", run.parent], ["explain", run], ["serve", run]]
+            yield draw.choice(
+                [*every, ["train", run / "spec.yaml", "--resume"], ["explain", "--quick", run], ["certify", run]]
+            )
 
     check(commands())
 
@@ -285,8 +287,7 @@ def test_places_where_nothing_can_be_written(run: Path, tmp_path: Path) -> None:
             yield ["init", place]
             yield ["convert", MODEL, place]
             yield ["runs", "--dir", run.parent, "--page", place]
-            yield ["attribute", run, "--out", place]
-            yield [["certify", "report", "rescore", "plan", "serve"][len(str(place)) % 5], place]
+            yield [["certify", "report", "explain", "plan", "serve"][len(str(place)) % 5], place]
 
     check(commands())
     assert (tmp_path / "file").read_text() == (tmp_path / "full/x").read_text() == "mine"
@@ -299,14 +300,12 @@ def test_a_page_replaces_nothing_else(run: Path, tmp_path: Path, kind: str) -> N
     before = os.lstat(run / "report.html")
     check(iter([["report", run]]))
     assert result_of("report", run).exit_code == 2 and os.lstat(run / "report.html").st_ino == before.st_ino
-    dump, own = tmp_path / "dump.jsonl", tmp_path / "dump.json"
-    own.write_text("{}")
+    dump = tmp_path / "dump.jsonl"
     dump.write_text('{"prompt_ids": [1], "response_ids": [2], "logprobs": [-1.0]}\n')
     for command, mine in (
         (["runs", run, run, "--page"], run / "metrics.jsonl"), (["certify", dump, "--page"], dump),
-        (["attribute", run, "--out"], run / "spec.yaml"), (["attribute", run, "--out", dump.with_suffix(".html")], own),
     ):  # fmt: skip
-        whole, result = mine.read_bytes(), result_of(*command, *[mine] * (mine != own))
+        whole, result = mine.read_bytes(), result_of(*command, mine)
         assert result.exit_code == 2 and "which is no page" in result.output and mine.read_bytes() == whole
 
 

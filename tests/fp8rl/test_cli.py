@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8rl.cli import COMMANDS
+from fp8rl.cli import BESIDE, COMMANDS
 from fp8rl.commands import runs
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
@@ -36,8 +36,10 @@ def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(tmp_pa
 
 @pytest.mark.slow
 def test_every_command_explains_itself() -> None:
-    names = [command.__name__ for commands in COMMANDS.values() for command in commands]
-    assert len(names) == len(set(names)) == 16
+    shown = [command.__name__ for commands in COMMANDS.values() for command in commands]
+    names = shown + [command.__name__ for command in BESIDE]
+    assert len(names) == len(set(names)) == 15
+    assert all(f"{name} (" in invoke("--help")[1] for name in names[len(shown) :])
     for number, name in enumerate(names):
         code, printed = invoke(name, "--help" if number % 2 else "-h")
         assert code == 0 and f"fp8rl {name}" in printed.replace("root", "fp8rl")
@@ -56,7 +58,7 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
 def test_the_driver_never_imports_megatron_or_sglang() -> None:
     code = (
         "import fp8rl.rl.experiment.preconditions, fp8rl.rl.run.run, fp8rl.rl.loop, fp8rl.rl.run.ending; "
-        "import fp8rl.diagnose.doctor.pair, fp8rl.diagnose.attribution, sys; "
+        "import fp8rl.diagnose.doctor.pair, fp8rl.diagnose.explain, sys; "
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'sglang', 'apex'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -110,12 +110,12 @@ def test_doctor_reads_its_tokenizer(experiment: Experiment) -> None:
     assert next(each.problems for each in data_found(experiment)) > 0
 
 
-def test_an_attribution_of_a_run_takes_the_model_that_it_left(experiment: Experiment, tmp_path: Path) -> None:
+def test_an_explanation_of_a_run_takes_the_model_that_it_left(experiment: Experiment, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "demo")
     run.path.mkdir()
     run.experiment.write_text(experiment.to_yaml())
     shutil.copytree(MODEL, run.model)
-    assert read_subject(run.path, "attribute").experiment.model.directory == run.model
+    assert read_subject(run.path).experiment.model.directory == run.model
 
 
 def test_a_capsule_begins_with_its_own_weights(experiment: Experiment, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from fp8rl.diagnose import attribution
+from fp8rl.diagnose import explain
 from fp8rl.diagnose.subject import read_served
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
@@ -82,8 +82,8 @@ def plant_model(path: Path, code: Path, ran: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [*("report RUN", "runs --dir RUN/..", "runs RUN RUN", "certify RUN", "rescore RUN/capsules/step_2"),
-     *("attribute RUN/capsules/step_2", "serve RUN", "serve RUN/model", "eval RUN/model --set DATA"),
+    [*("report RUN", "runs --dir RUN/..", "runs RUN RUN", "certify RUN", "explain --quick RUN/capsules/step_2"),
+     *("explain RUN/capsules/step_2", "serve RUN", "serve RUN/model", "eval RUN/model --set DATA"),
      *("convert RUN/model RUN/../out", "certify RUN/model/pytorch_model.bin --model RUN/model"),
      "certify RUN/checkpoints/step_2/state/.metadata --model RUN/model"],
 )  # fmt: skip
@@ -116,14 +116,14 @@ def test_who_looks_at_a_run_does_not_import_its_architecture(command, forged, ra
     assert ran.exists(), "what computes with its model imports it"
 
 
-def test_an_attribution_starts_with_nothing_that_a_run_names(forged, ran, monkeypatch) -> None:
+def test_an_explanation_starts_with_nothing_that_a_run_names(forged, ran, monkeypatch) -> None:
     started = []
 
     def refused(experiment: Experiment, *_: object) -> None:
         started.append(experiment)
         raise UserError("nothing is started here")
 
-    monkeypatch.setattr(attribution, "open_pair", refused)
-    assert invoke("attribute", forged.path)[0] == 2 and not ran.exists()
+    monkeypatch.setattr(explain, "open_pair", refused)
+    assert invoke("explain", forged.path)[0] == 2 and not ran.exists()
     (experiment,) = started
     assert str(ran.parent / "code.py") not in json.dumps([experiment.rewards, experiment.environment], default=str)

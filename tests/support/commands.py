@@ -1,6 +1,5 @@
 """A command in this process."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
+from fp8rl.diagnose.report import Report
 
 
 def result_of(*arguments: object, **options: Any) -> Result:
@@ -21,9 +21,8 @@ def invoke(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def by_the_command(capsule: Path) -> dict[str, Any]:
-    """The JSON that `fp8rl attribute` prints of a capsule."""
-    result = result_of("attribute", capsule, "--json")
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+def by_the_command(capsule: Path) -> Report:
+    """What `fp8rl explain` finds on a capsule in which something differs."""
+    result = result_of("explain", capsule, "--json")
+    assert result.exit_code == 1, result.output
+    return Report.from_json(result.stdout)

@@ -15,7 +15,7 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.objective import ObjectiveOutput
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import reference
-from tests.support.trainers import POW2, SIZES, Models, in_order
+from tests.support.trainers import POW2, SIZES, Models, in_fp8, in_order
 
 pytestmark = pytest.mark.slow
 
@@ -125,10 +125,10 @@ def test_policy_and_critic_go_on_from_a_checkpoint_bit_for_bit_and_the_reference
     assert torch.equal(held.score(start)[1], frozen)
     # The critic computes in the trainer's numerics.
     critic, policy = (straight.models[role] for role in ("critic", "policy"))
-    in_fp8, _ = critic.score(start)[1], policy.score(start)
-    assert critic.quantized_parameters() == policy.quantized_parameters() != []
+    coarse, _ = critic.score(start)[1], policy.score(start)
+    assert in_fp8(critic) == in_fp8(policy) != []
     straight.set_numerics(numerics("bf16"))
-    assert not torch.equal(critic.score(start)[1], in_fp8) and critic.quantized_parameters() == []
+    assert not torch.equal(critic.score(start)[1], coarse) and in_fp8(critic) == []
 
 
 def test_the_critic_s_rate_decays_over_its_own_steps(moe_path: Path, layout: Layout) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.attribution.compare import minimize
+from fp8rl.diagnose.explain.differences import minimize
 from fp8rl.numerics.sampling import Truncation
 from fp8rl_certify.dump.floor import OUTLIER, SLOPE, USUAL, Side, floors, mean
 from fp8rl_certify.dump.reference import Reference, answer, entropies, logprobs, untruncated

@@ -158,7 +158,7 @@ def read_run(path: Path, model: Path | None = None) -> Dump:
             "DUMP",
             found=f"{run.path}, which trains adapters",
             expected="a run that trains the weights themselves",
-            remedy="Use fp8rl rescore on one of its capsules.",
+            remedy="Use fp8rl explain on one of its capsules.",
         )
     files = [path] if path.is_file() else [run.rollouts(step) for step in reversed(run.rollout_steps())]
     missing: UserError | None = None

@@ -39,12 +39,12 @@ def trainer_against_engine(numerics: NumericsConfig, measured: Difference, bf16:
     """
     ok, expected = measured.zero, "d == 0 on every token"
     remedy = (
-        "Both sides run one precision, so an op or a weight differs: train a few steps and ask `fp8rl attribute RUN` "
+        "Both sides run one precision, so an op or a weight differs: train a few steps and ask `fp8rl explain RUN` "
         "which."
     )
     if numerics.mode == "native":
         remedy = (
-            "Compare the scale formats of both sides, or take numerics.mode=exact; `fp8rl attribute RUN` says where "
+            "Compare the scale formats of both sides, or take numerics.mode=exact; `fp8rl explain RUN` says where "
             "the difference comes from."
         )
         ok = measured.nonfinite == 0 and measured.mean is not None

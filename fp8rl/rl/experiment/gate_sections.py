@@ -90,4 +90,4 @@ class GuardSection(Section):
     capsules: int = Field(default=5, ge=2)
     """Largest number of capsules that stay on disk: the first of the run, and the newest ones."""
     capsule_weights: bool = True
-    """Whether a capsule also has the trainer's weights. Without them, `fp8rl rescore` needs `--model`."""
+    """Whether a capsule also has the trainer's weights. Without them, `fp8rl explain` needs `--model`."""

@@ -186,7 +186,7 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
             f"{path / _ABOUT}: format",
             found=values["format"],
             expected=str(FORMAT),
-            remedy="Rescore it with the version of fp8rl that wrote it.",
+            remedy="Explain it with the version of fp8rl that wrote it.",
         )
     about = validated(_About.model_validate, values, str(path / _ABOUT), _COPY)
     numerics = NumericsConfig.from_dict(about.numerics)

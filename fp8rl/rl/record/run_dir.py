@@ -82,12 +82,8 @@ class RunDir:
         return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")
 
     def cut(self, step: int) -> None:
-        """Remove the rollouts, manifests and attributions of steps after `step`, which a resumed run repeats."""
-        for names in (
-            r"rollouts/(?:step|ahead)_(\d+)\.(?:jsonl|certify\.html)",
-            r"manifests/step_(\d+)\.json",
-            r"capsules/step_(\d+)\.attribution\.html",
-        ):
+        """Remove the rollouts and manifests of steps after `step`, which a resumed run repeats."""
+        for names in (r"rollouts/(?:step|ahead)_(\d+)\.(?:jsonl|certify\.html)", r"manifests/step_(\d+)\.json"):
             for file in self.path.glob(f"{names.partition('/')[0]}/*"):
                 found = re.fullmatch(names, str(file.relative_to(self.path)))
                 if found and int(found[1]) > step:

@@ -42,18 +42,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts side by side. A chart has `traces` (curves), `series` (bars or histograms), or a `kind` (bars or heat)."""
+    """Charts side by side: curves (`traces`), bars or histograms of several sides (`series`)."""
 
     charts: Sequence[dict[str, Any]]
     form: ClassVar[str] = "charts"
-
-
-@dataclass(frozen=True)
-class Sentences:
-    """A numbered list."""
-
-    lines: Sequence[str]
-    form: ClassVar[str] = "list"
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ class Svg:
 class Section:
     """A heading and the blocks below it. A section without blocks is left out."""
 
-    def __init__(self, title: str, *blocks: Table | Charts | Sentences | Paragraph | Code | Svg) -> None:
+    def __init__(self, title: str, *blocks: Table | Charts | Paragraph | Code | Svg) -> None:
         self.title, self.blocks = title, blocks
 
 

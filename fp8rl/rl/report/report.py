@@ -117,7 +117,7 @@ def _steps_of(spec: str) -> int | None:
 def _events(title: str, events: Sequence[Event], run: RunDir) -> Section:
     columns: list[Column] = [("Step", "n"), ("Action", "code"), ("Why", ""), ("Capsule", "code")]
     rows = [
-        (event.step, event.action, event.text, f"fp8rl rescore {run.path}/{event.capsule}" if event.capsule else "")
+        (event.step, event.action, event.text, f"fp8rl explain {run.path}/{event.capsule}" if event.capsule else "")
         for event in events
     ]
     return Section(title, Table(columns, rows, "When, what and why")) if rows else Section(title)

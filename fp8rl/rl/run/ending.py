@@ -73,7 +73,7 @@ def finish(record: Record, stopped: str = "") -> None:
 
 def commands_after_a_stop(files: RunDir, step: int) -> list[str]:
     """Return the commands that explain a stop, if its step left a capsule, and that resume the run."""
-    why = [f"why      {typed('fp8rl')} attribute {files.capsule(step)}"] if step in files.capsule_steps() else []
+    why = [f"why      {typed('fp8rl')} explain {files.capsule(step)}"] if step in files.capsule_steps() else []
     return [*why, resume_command(files)]
 
 

@@ -61,7 +61,7 @@ def test_exact_mode_asks_for_zero_and_nothing_less() -> None:
     assert not passed(trainer_against_engine(EXACT, made(0.0, nonfinite=1), None))
     nothing = made(None, tokens=0, exact_frac=None)
     assert not passed(trainer_against_engine(EXACT, nothing, None))
-    assert "fp8rl attribute" in trainer_against_engine(EXACT, made(1e-9), None).remedy
+    assert "fp8rl explain" in trainer_against_engine(EXACT, made(1e-9), None).remedy
     mixed = dataclasses.replace(EXACT, trainer="bf16")
     assert "numerics.trainer=fp8" in trainer_against_engine(mixed, made(1e-3), None).remedy
 

@@ -328,4 +328,4 @@ def test_nothing_is_started_for_what_cannot_agree(shape, config, arguments, said
 def test_a_former_command_names_the_doctor_and_asks_it(former: str) -> None:
     result = result_of(former, "examples/arithmetic.yaml", "numerics.modes=exact")
     assert result.exit_code == 2 and result.stdout == ""
-    assert "fp8rl doctor SPEC" in result.stderr and "numerics.mode" in result.stderr
+    assert f"`fp8rl {former}` is now `fp8rl doctor`" in result.stderr and "numerics.mode" in result.stderr

@@ -67,18 +67,15 @@ def test_what_a_resumed_run_repeats_is_removed_and_nothing_else(tmp_path: Path) 
             write_atomically(path, "{}")
     for name in ("step_6.certify.html", "step_7.certify.html", "step_7.notes", "step_8.jsonl.old"):
         write_atomically(run.path / "rollouts" / name, "")
-    for step in (5, 6):
-        write_atomically(run.capsules / f"step_{step}.attribution.html", "")
     run.cut(5)
     kept = ["rollouts/ahead_0.jsonl", "rollouts/ahead_5.jsonl", "rollouts/step_0.jsonl", "rollouts/step_5.jsonl"]
     others = ["rollouts/step_7.notes", "rollouts/step_8.jsonl.old"]
     assert files(run.path) == [
-        *["capsules", "capsules/step_5.attribution.html"],
         *["manifests", "manifests/step_0.json", "manifests/step_5.json", "rollouts"],
         *sorted(kept + others),
     ]
     run.cut(-1)
-    left = ["capsules", "manifests", "rollouts", *others]
+    left = ["manifests", "rollouts", *others]
     assert files(run.path) == left, "as a run without a checkpoint begins again"
 
 

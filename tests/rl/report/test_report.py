@@ -141,7 +141,7 @@ def test_interventions_are_listed_with_their_capsules(tmp_path: Path) -> None:
     append_event(run.events, Event(1, "train/loss", None, "not finite", "skip_step", "capsules/step_1", "because <b>"))
     page = page_of(run)
     assert "1 intervention, 0 steps not trained on. The first, step 1: because &lt;b&gt;." in page
-    assert f"fp8rl rescore {run.path}/capsules/step_1" in page
+    assert f"fp8rl explain {run.path}/capsules/step_1" in page
 
 
 def test_a_run_that_ended_early_says_so_and_where_it_ran(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_run_that_has_stopped_names_the_capsule_of_its_step_and_the_command_th
     files.capsule(3).mkdir(parents=True)
     fp8rl = typed("fp8rl")
     resume = f"resume   {fp8rl} train {files.experiment} --resume"
-    assert commands_after_a_stop(files, 3) == [f"why      {fp8rl} attribute {files.capsule(3)}", resume]
+    assert commands_after_a_stop(files, 3) == [f"why      {fp8rl} explain {files.capsule(3)}", resume]
     assert commands_after_a_stop(files, 4) == [resume], "an older capsule says nothing about this step"
 
 

@@ -21,7 +21,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import POW2, trainer_on
+from tests.support.trainers import POW2, in_fp8, trainer_on
 
 NARROW = ("bf16", "e4m3", "e5m2")
 BATCH: dict[str, Any] = {"rows": 6, "longest": 40}
@@ -109,7 +109,7 @@ class Case:
             out[f"sent {step}"] = sent["broadcast"] + sent["all_reduce"]
             out[f"scores {step}"] = trainer.score(batch)
         out["weights"] = {name: p.detach().clone() for name, p in named_weights(trainer.model)}
-        out["in fp8"] = trainer.quantized_parameters()
+        out["in fp8"] = in_fp8(trainer)
         saved = self.folder / config.weight_gather
         trainer.save(saved, {})
         resumed = trainer_on(layout, config, self.moe_path)

@@ -17,7 +17,7 @@ from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer, Models, in_order, trainer_on
+from tests.support.trainers import MakeTrainer, Models, in_fp8, in_order, trainer_on
 
 pytestmark = pytest.mark.slow
 
@@ -104,16 +104,16 @@ def test_a_live_trainer_changes_its_precision_and_changes_it_back(mode, moe, moe
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
-@pytest.mark.parametrize(("first", "last", "in_fp8"), [(1, 0, {"1"}), (0, 1, {"0"}), (0, 0, {"0", "1"})])
-def test_layers_at_the_ends_may_stay_in_bf16(mode, first, last, in_fp8, moe_path, make_trainer) -> None:
+@pytest.mark.parametrize(("first", "last", "layers"), [(1, 0, {"1"}), (0, 1, {"0"}), (0, 0, {"0", "1"})])
+def test_layers_at_the_ends_may_stay_in_bf16(mode, first, last, layers, moe_path, make_trainer) -> None:
     trainer = make_trainer(moe_path, "fp8", mode=mode)
     spec = trainer.numerics.spec.override({"first_layers_bf16": first, "last_layers_bf16": last})
     trainer.set_numerics(replace(trainer.numerics, spec=spec))
     trainer.train_step(random_batch(), cross_entropy(random_batch()))
     trainer.score(random_batch())
-    used = [name.split(".") for name in trainer.quantized_parameters()]
-    assert {parts[parts.index("layers") + 1] for parts in used} == in_fp8
-    assert len(used) == (2 + 2 * EXPERTS) * len(in_fp8)  # qkv, o_proj, and gate_up and down of each expert
+    used = [name.split(".") for name in in_fp8(trainer)]
+    assert {parts[parts.index("layers") + 1] for parts in used} == layers
+    assert len(used) == (2 + 2 * EXPERTS) * len(layers)  # qkv, o_proj, and gate_up and down of each expert
 
 
 def test_another_mode_or_layout_is_refused_and_changes_nothing(moe_path: Path, make_trainer: MakeTrainer) -> None:

@@ -50,30 +50,8 @@
     },
   });
 
-  // Bars of one thing, and maps of decades.
-  const bars = (chart) => ({
-    traces: [{ type: "bar", x: chart.x, y: chart.y, marker: { color: css("--c0") }, hovertemplate: "%{x}: %{y:.4~g}<extra></extra>" }],
-    layout: {
-      ...layout(), height: 262, xaxis: category(),
-      yaxis: { ...axis(), title: { text: "mean |d| in nats", standoff: 8 }, rangemode: "tozero" },
-    },
-  });
-  const decades = [-6, -5, -4, -3, -2, -1, 0];
-  const heat = (chart) => ({
-    traces: [{
-      type: "heatmap", x: chart.x, y: chart.y, z: chart.z, text: chart.text, zmin: -6, zmax: 0, xgap: 1, ygap: 1,
-      hovertemplate: "%{y} %{x}: %{text}<extra></extra>", hoverongaps: false,
-      colorscale: [[0, css("--line")], [0.5, css("--c1")], [1, css("--bad")]],
-      colorbar: { thickness: 10, outlinewidth: 0, tickvals: decades, ticktext: decades.map((k) => `1e${k}`) },
-    }],
-    layout: {
-      ...layout(), height: Math.max(180, 110 + 22 * chart.y.length), xaxis: category(),
-      yaxis: { ...category(), autorange: "reversed" },
-    },
-  });
-
   // Each chart is drawn, and again where the colours of the page change.
-  const figure = (chart) => chart.traces ? curves(chart) : chart.series ? groups(chart) : { bars, heat }[chart.kind](chart);
+  const figure = (chart) => chart.traces ? curves(chart) : groups(chart);
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const all = () => charts.forEach((chart, i) => {
     const place = document.getElementById(`chart-${i}`);

@@ -1,4 +1,4 @@
-"""Compares two recordings of the same ops: by op, by expert, by position. Pure functions on tensors."""
+"""Compares two recordings of the same ops, by op and by expert, and finds the temperature of recorded tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.attribution.attribution_report import ExpertDifference, OpDifference, PositionDifference
 from fp8rl.models.program import CHOSEN, RESIDUAL, Forward
 from fp8rl.models.trace import EACH, output
 from fp8rl.numerics import ops
 
-SHORTEST_BUCKET = 32
-
-
 Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class OpDifference:
+    """How the engine's op differs from the trainer's, on the trainer's inputs."""
+
+    layer: int | None
+    """The layer's number; None for an op outside the layers."""
+    op: str
+    differing: float
+    """Fraction of output elements that are not equal."""
+    relative_rms: float
+    """||trainer - engine|| / ||trainer||, infinite if one side alone is not finite."""
+    largest: float
+    """The largest absolute difference."""
+
+    @property
+    def place(self) -> str:
+        """The op's place in the model, such as `layers.1.qkv`."""
+        return self.op if self.layer is None else f"layers.{self.layer}.{self.op}"
+
+
+@dataclass(frozen=True)
+class ExpertDifference:
+    """How one expert's output differs between trainer and engine, on the trainer's inputs."""
+
+    layer: int
+    expert: int
+    tokens: int
+    """Tokens that the trainer sent to the expert."""
+    relative_rms: float
+
+    @property
+    def place(self) -> str:
+        return f"layers.{self.layer}.experts.{self.expert}"
 
 
 def op_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[OpDifference]:
@@ -50,13 +81,8 @@ def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> l
     return [relative_rms(ours, theirs) for ours, theirs in zip(streams.values(), engine["free.stream"], strict=True)]
 
 
-def expert_differences(
-    forward: Forward, trainer: Tensors, engine: Tensors, abs_d: Tensor, used: Tensor
-) -> list[ExpertDifference]:
-    """Compare every expert of every layer, by the trainer's routing.
-
-    abs_d: float64 [T], |d| of the token after each token. used: bool [T], whether that |d| counts.
-    """
+def expert_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[ExpertDifference]:
+    """Compare every expert of every layer, by the trainer's routing."""
     found = []
     for site in forward.sites():
         if site.layer is None or site.key(EACH) not in trainer:
@@ -65,39 +91,9 @@ def expert_differences(
         ours, theirs = trainer[site.key(EACH)], engine[site.key(EACH)]
         for expert in range(trainer[site.key("in.probs")].shape[1]):
             here = chosen == expert
-            routed = here.any(1)
-            found.append(
-                ExpertDifference(
-                    layer=site.layer,
-                    expert=expert,
-                    tokens=int(routed.sum()),
-                    relative_rms=relative_rms(ours[here], theirs[here]),
-                    abs_diff_mean=_mean(abs_d[used & routed]),
-                    abs_diff_rest=_mean(abs_d[used & ~routed]),
-                )
-            )
+            tokens = int(here.any(1).sum())
+            found.append(ExpertDifference(site.layer, expert, tokens, relative_rms(ours[here], theirs[here])))
     return found
-
-
-def position_differences(d: Tensor, mask: Tensor) -> list[PositionDifference]:
-    """Return mean |d| by position, in buckets that double in length; d float [B, S], mask bool [B, S].
-
-    Tokens whose d is not finite are left out, and so are buckets without tokens.
-    """
-    positions = torch.arange(d.shape[1]).expand_as(d)
-    used = mask & d.isfinite()
-    found = []
-    start, stop = 0, SHORTEST_BUCKET
-    while start < d.shape[1]:
-        values = d[used & (positions >= start) & (positions < stop)].abs().double()
-        if values.numel():
-            found.append(PositionDifference(start, stop, values.numel(), values.mean().item()))
-        start, stop = stop, 2 * stop
-    return found
-
-
-def _mean(values: Tensor) -> float:
-    return values.mean().item() if values.numel() else math.nan
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> Tensor:

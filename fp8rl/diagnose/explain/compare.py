@@ -1,4 +1,4 @@
-"""Attributes the mismatch of a live trainer and a live engine, by what they compute for sampled tokens."""
+"""Compares a live trainer and a live engine op by op, and takes away one cause of their mismatch after another."""
 
 from __future__ import annotations
 
@@ -17,15 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8rl.diagnose.attribution.attribution_report import Attribution, Cause
-from fp8rl.diagnose.attribution.compare import (
-    expert_differences,
-    fit_temperature,
-    op_differences,
-    position_differences,
-    stream_differences,
-)
-from fp8rl.diagnose.attribution.findings import SELF_FLOOR, Evidence, explains, rank
+from fp8rl.diagnose.explain.causes import SELF_FLOOR, Cause, Comparison, explains
+from fp8rl.diagnose.explain.differences import expert_differences, fit_temperature, op_differences, stream_differences
 from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
@@ -47,7 +40,7 @@ TRACED_TOKENS = 2048
 """The most tokens whose ops are compared: whole sequences, and first the sequences that disagree most."""
 
 
-def attribute(
+def compare(
     trainer: TrainerGroup,
     endpoint: Endpoint,
     batch: TokenBatch,
@@ -56,7 +49,7 @@ def attribute(
     *,
     wrong: Sequence[str] | None = None,
     traced_tokens: int = TRACED_TOKENS,
-) -> Attribution:
+) -> Comparison:
     """Compare a trainer of one rank and an engine op by op, and take away one cause of mismatch after another.
 
     Args:
@@ -89,52 +82,39 @@ def attribute(
         causes.append(_without_routing(trainer, traced, views, views.chosen))
     rescored = _mean_abs((scored - trained)[batch.loss_mask])
     causes += _other_scales(trainer, batch, numerics, {"engine": views.reproduced, "trainer": rescored})
-    ops = op_differences(model.forward, trace.tensors, answer.tensors)
-    experts = expert_differences(model.forward, trace.tensors, answer.tensors, views.live.abs(), views.sampled)
-    clues = Evidence(
+    sides = trace.tensors, answer.tensors
+    return Comparison(
         model=model,
         numerics=numerics,
         expected=expected,
         held=held,
-        wrong=wrong,
         temperature=batch.temperature,
-        ops=ops,
-        experts=experts,
         fit=fit,
-        reproduced=views.reproduced,
-        rescored=rescored,
-        live=views.live_mean,
+        wrong=wrong,
+        tokens=int(batch.loss_mask.sum()),
+        abs_diff_mean=_mean_abs(d[batch.loss_mask]),
         nonfinite=int((batch.loss_mask & ~recorded.isfinite()).sum()),
+        traced_tokens=int(views.sampled.sum()),
+        live_abs_diff_mean=views.live_mean,
+        reproduced=views.reproduced,
+        ops=tuple(op_differences(model.forward, *sides)),
+        experts=tuple(expert_differences(model.forward, *sides)),
+        stream=tuple(stream_differences(model.forward, *sides)),
         settings={
             site.op.name: (name, trace.settings[name], answer.settings[name])
             for site in model.forward.sites()
             for name in site.op.form.constants
             if trace.settings[name] != answer.settings[name]
         },
-        causes=causes,
-    )
-    return Attribution(
-        findings=rank(clues),
-        abs_diff_mean=_mean_abs(d[batch.loss_mask]),
-        tokens=int(batch.loss_mask.sum()),
-        positions=tuple(position_differences(d, batch.loss_mask)),
-        live_abs_diff_mean=views.live_mean,
-        traced_tokens=int(views.sampled.sum()),
-        ops=tuple(ops),
-        stream=tuple(stream_differences(model.forward, trace.tensors, answer.tensors)),
         causes=tuple(causes),
-        experts=tuple(experts),
     )
 
 
 def check_exact(numerics: NumericsConfig) -> None:
     """Refuse native mode, in which both sides do not run one program."""
     if numerics.mode == "native":
-        expected = (
-            "exact, in which both sides run one program: native mode is compared by log-probabilities and tensors"
-        )
-        remedy = "See `fp8rl report` for log-probabilities; `fp8rl doctor SPEC` and manifests of syncs for tensors."
-        raise user_error("numerics.mode", "native", expected, remedy)
+        remedy = "See `fp8rl report` for log-probabilities, and `fp8rl doctor SPEC` for tensors."
+        raise user_error("numerics.mode", "native", "exact, to compare one program op by op", remedy)
 
 
 @dataclass(frozen=True)
@@ -157,7 +137,7 @@ class _Views:
     """The engine's experts [T, L, k], None if dense."""
 
     @classmethod
-    def of(cls, batch: TokenBatch, trace: OpTrace, answer: EngineAnswer) -> _Views:
+    def of(cls, batch: TokenBatch, trace: OpTrace, answer: OpTrace) -> _Views:
         return cls(
             trainer=trace.tensors["logprobs:out.logprobs"].double(),
             engine=answer.tensors["free.logprobs"].double(),
@@ -190,7 +170,7 @@ def _trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
     return trace_ops(trainer, batch)
 
 
-async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[dict[str, str], EngineAnswer]:
+async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[dict[str, str], OpTrace]:
     """Ask for the digests that the engine holds, and for its answer."""
     async with EngineClient(endpoint) as client:
         return (await client.manifest()).entries, await ask_engine(client, trace, temperature)
@@ -264,17 +244,7 @@ def _mean_abs(values: Tensor) -> float:
     return finite.abs().mean().item() if finite.numel() else 0.0
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
-    """An engine's answer to a recorded forward pass."""
-
-    tensors: dict[str, Tensor]
-    """See `rollout.engine.plugin.op_probe.ANSWER`."""
-    settings: dict[str, float]
-    """Constants of the engine's ops, such as `rope_theta`."""
-
-
-async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> EngineAnswer:
+async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> OpTrace:
     """Run the engine's own ops on the trainer's inputs, and its own forward pass on the tokens, over a shared disk.
     Raises EngineError: the engine failed, or its answer is damaged."""
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
@@ -286,4 +256,4 @@ async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -
             raise EngineError(f"{path}: found other bytes than the engine wrote. Look for a full disk, and try again.")
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            return EngineAnswer(tensors, json.loads(file.metadata()["settings"]))
+            return OpTrace(tensors, json.loads(file.metadata()["settings"]))

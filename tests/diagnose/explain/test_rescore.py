@@ -1,4 +1,4 @@
-"""The command `fp8rl rescore` and the exit code of a stopped run; real rescorings are in tests/e2e/test_gates.py."""
+"""What is said of a capsule that was scored again; real capsules are in tests/e2e/test_gates.py."""
 
 import dataclasses
 import io
@@ -8,7 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from fp8rl.diagnose.rescore import Rescored, print_rescored
+from fp8rl.diagnose.explain import reported
+from fp8rl.diagnose.explain.rescore import Rescored
+from fp8rl.diagnose.report import Report
+from fp8rl.diagnose.subject import Subject
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
 from tests.support.commands import invoke
 from tests.support.scored_batches import CapsuleRun, scored_batch
@@ -29,10 +32,16 @@ def rescored(capsule: Capsule, change: float = 0.0, mode: str = "exact") -> Resc
     return Rescored(capsule, seen, seen.metrics())
 
 
+def report_of(again: Rescored) -> Report:
+    capsule = again.capsule
+    subject = Subject("demo step_4", capsule.path, capsule.experiment, capsule.numerics, capsule=capsule)
+    return reported(subject, again, None, quick=True)
+
+
 def test_exact_mode_accepts_no_difference_at_all(capsule: Capsule) -> None:
     assert rescored(capsule).reproduced
     ulp = rescored(capsule, change=1e-6)
-    assert not ulp.reproduced and ulp.to_dict()["equal_tokens"] == 3
+    assert not ulp.reproduced and ulp.facts()["equal_tokens"] == 3
     metrics = dict(capsule.metrics, **{"mismatch/exact_frac": 0.75})
     assert not rescored(dataclasses.replace(capsule, metrics=metrics)).reproduced
 
@@ -48,25 +57,29 @@ def test_a_logprob_that_is_no_number_is_reproduced_by_none_else(capsule: Capsule
     broken = dataclasses.replace(capsule, scored=seen, metrics=seen.metrics())
     assert rescored(broken).reproduced
     lost = Rescored(capsule, seen, seen.metrics())
-    assert not lost.reproduced and lost.to_dict()["largest_change"] is None
-    json.dumps(lost.to_dict(), allow_nan=False)
+    assert not lost.reproduced
+    facts = json.loads(report_of(lost).to_json())["facts"]
+    assert facts["scored_again"]["largest_change"] is None and facts["compared"] is None
 
 
 def test_the_table_begins_with_the_worst_token(capsule: Capsule) -> None:
     output = io.StringIO()
-    print_rescored(rescored(capsule, change=0.25), Console(width=120, file=output))
+    Console(width=200, file=output).print(report := report_of(rescored(capsule, change=0.25)))
     said = output.getvalue()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
     assert [(row[0], row[1], row[-1]) for row in rows[:2]] == [("1", "3", "-1.00e+00"), ("1", "2", "5.00e-01")]
-    assert "because" in said and "NOT reproduced: 3 of 4 trainer logprobs" in said
+    assert "because" in said and "error  trainer: found 3 of 4 recorded log-probabilities come out again" in said
+    assert not report.ok and report_of(rescored(capsule)).ok
     assert "mismatch/train_rollout_logprob_abs_diff_mean: recorded" in said
 
 
 def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path) -> None:
-    code, said = invoke("rescore", tmp_path)
-    assert code == 2 and said.startswith("error: capsule: found ") and said.count("\n") == 1
-    code, said = invoke("rescore", capsule.path)
-    assert code == 2 and said.startswith("error: --model: found 'nothing, for a capsule without weights'")
+    code, said = invoke("explain", "--quick", tmp_path)
+    assert code == 2 and said.startswith("error: RUN|CAPSULE: found ") and said.count("\n") == 1
+    code, said = invoke("rescore", capsule.path)  # its former name
+    first, second = said.splitlines()
+    assert first == "`fp8rl rescore` is now `fp8rl explain --quick`, and goes with the next release"
+    assert code == 2 and second.startswith("error: --model: found 'nothing, for a capsule without weights'")
     (capsule.path / "tensors.safetensors").unlink()
-    code, said = invoke("rescore", capsule.path, "--json")
+    code, said = invoke("explain", capsule.path, "--json")
     assert code == 2 and "tensors.safetensors: found 'no such file'" in said

@@ -1,0 +1,174 @@
+"""Explains a run or a capsule: is the trainer's side right, which op or tensor differs, and what would explain it.
+
+A run's newest weights answer problems anew. A capsule has its own tokens, which the trainer scores again first. Then
+trainer and engine, started here, are compared op by op; `compare` asks a pair that is live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from fp8rl.diagnose.explain.causes import Comparison
+from fp8rl.diagnose.explain.compare import check_exact, compare
+from fp8rl.diagnose.explain.rescore import Rescored, recorded, rescore
+from fp8rl.diagnose.measure import (
+    ANSWERS,
+    LONG_PROMPTS,
+    LONG_TOKENS,
+    calibration_prompts,
+    one_trainer,
+    sampled_batch,
+    sync_weights,
+)
+from fp8rl.diagnose.report import Finding, Report, grid
+from fp8rl.diagnose.subject import Subject
+from fp8rl.models import read_model
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.rl.record.console import format_difference
+from fp8rl.rl.run.engines.serving import engine_adapter
+from fp8rl.rl.run.run import Run, open_pair
+from fp8rl.rollout.tasks.environments import EnvironmentSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
+from fp8rl.trainer.config import TrainerSection
+
+SHOWN_OPS = 12
+SHOWN_EXPERTS = 8
+
+
+def explain(subject: Subject, *, quick: bool = False, say: Callable[[str], object]) -> Report:
+    """Explain a run or a capsule; everything that is started ends with the call.
+
+    Args:
+        quick: only score a capsule again, in this process, without Ray or an engine.
+        say: called with what is going on.
+
+    Raises:
+        UserError: a run in native mode; `quick` for a run; weights that are not the capsule's; or what both sides
+            refuse at their start, or a sync.
+    """
+    capsule = subject.capsule
+    if capsule is None:
+        if quick:
+            remedy = "Name one of the run's capsules, or leave --quick out."
+            raise user_error("--quick", str(subject.path), "a capsule, whose tokens are scored again", remedy)
+        check_exact(subject.numerics)
+        return reported(subject, None, _compared(subject, say)[1])
+    if quick or subject.numerics.mode == "native":
+        say("scoring the capsule's sequences again")
+        with one_trainer(
+            subject.experiment.model.directory,
+            subject.numerics,  # they carry the reduction order of the run's layout
+            micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens,
+            longest=subject.experiment.rollout.context_length,
+            adapter=subject.experiment.adapter,
+        ) as trainer:
+            again = rescore(capsule, lambda function, *args: [function(trainer, *args)])
+        return reported(subject, again, None, quick)
+    return reported(subject, *_compared(subject, say))
+
+
+def reported(subject: Subject, again: Rescored | None, compared: Comparison | None, quick: bool = False) -> Report:
+    """Make the report: what was scored again and compared, the likeliest causes of a difference, and the verdict.
+
+    again: None for a run. compared: None for a capsule that was only scored again. quick: that was asked for.
+    """
+    findings: list[Finding] = [] if compared is None else [*compared.findings]
+    tables: list[RenderableType] = []
+    facts = {"scored_again": None if again is None else again.facts(), "compared": None}
+    if again is not None:
+        findings.append(again.finding)
+        tables.append(again.table())
+    if compared is not None:
+        facts["compared"] = compared.facts()
+        tables += [Text(_headline(subject, compared)), *_tables(compared)]
+    elif not quick:
+        try:
+            check_exact(subject.numerics)
+        except UserError as error:
+            findings.append(Finding(error.key, error.found, error.expected, error.remedy, "note"))
+    differing = sum(finding.grade == "error" for finding in findings)
+    verdict = "something differs: the first finding is the likeliest cause" if differing else "nothing differs"
+    return Report("explain", str(subject.path), tuple(findings), facts, tables=tuple(tables), verdict=verdict)
+
+
+def _headline(subject: Subject, compared: Comparison) -> str:
+    """Say what was compared."""
+    batch = "sampled tokens"
+    if subject.capsule is None:  # whose |d| differs from that of the run's own batches
+        batch = (
+            f"tokens sampled now, at the newest weights: answers to problems of the run, and to {LONG_PROMPTS} prompts "
+            f"of up to {LONG_TOKENS} tokens made of several of them"
+        )
+    mean, now = format_difference(compared.abs_diff_mean), format_difference(compared.live_abs_diff_mean)
+    return (
+        f"mean |d| is {mean} on {compared.tokens:,} {batch}; trainer and engine computed those again that differ most: "
+        f"{now} on {compared.traced_tokens:,} tokens"
+    )
+
+
+def _tables(compared: Comparison) -> Iterator[RenderableType]:
+    """Render the causes that were taken away, and the ops and experts that differ most."""
+    d = format_difference
+    causes = [(each.name, d(each.before), d(each.after), each.note) for each in compared.causes]
+    ops = [
+        ("" if op.layer is None else str(op.layer), op.op, d(op.relative_rms), f"{op.differing:.1%}", d(op.largest))
+        for op in sorted(compared.ops, key=lambda op: -op.relative_rms)[:SHOWN_OPS]
+        if op.relative_rms
+    ]
+    experts = [
+        (str(each.layer), str(each.expert), str(each.tokens), d(each.relative_rms))
+        for each in sorted(compared.experts, key=lambda expert: -expert.relative_rms)[:SHOWN_EXPERTS]
+        if each.relative_rms
+    ]
+    for title, columns, rows in (
+        ("one cause at a time", ("cause", "mean |d| before", "after", "what was changed"), causes),
+        ("ops on equal inputs", ("layer", "op", "relative RMS", "elements", "largest"), ops),
+        ("experts on equal inputs", ("layer", "expert", "tokens", "relative RMS"), experts),
+    ):
+        if rows:
+            yield grid(columns, rows, title=title)
+
+
+def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored | None, Comparison]:
+    """Start both sides; score a capsule again, and compare both sides op by op.
+
+    A run's batch is sampled anew: problems of its data, at its temperature, from its last weights.
+    """
+    capsule, again = subject.capsule, None
+    with _pair_of(subject, say) as stack:
+        if capsule is None:
+            say("sampling a calibration batch")
+            batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
+        else:
+            say("scoring the capsule's sequences again")
+            again, batch = rescore(capsule, stack.trainer.apply), recorded(capsule)
+        say("comparing op by op, then one cause at a time")
+        (endpoint,) = stack.engines.up()
+        model = read_model(subject.experiment.model.directory).adapted(engine_adapter(subject.experiment))
+        wrong = None if capsule is None else capsule.wrong
+        return again, compare(stack.trainer, endpoint, batch, subject.numerics, model, wrong=wrong)
+
+
+@contextmanager
+def _pair_of(subject: Subject, say: Callable[[str], object]) -> Iterator[Run]:
+    """An engine and a trainer of one rank each with the subject's weights.
+
+    `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout. Nothing is judged
+    and nobody converses, so that no code is imported which the subject names.
+    """
+    trainer = TrainerSection(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
+    rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
+    plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
+    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
+    with open_pair(experiment, subject.numerics, say) as stack:
+        if subject.checkpoint is not None:
+            with stack.turn("train"):
+                stack.trainer.load(subject.checkpoint)
+        elif subject.capsule is not None:
+            stack.trainer.weight_version = subject.capsule.scored.version
+        sync_weights(stack)
+        yield stack

@@ -1,0 +1,219 @@
+"""Ranks the causes that the clues support, and says what to do about each.
+
+Proof comes first. The order is: scales that reproduce a record; a weight whose digest differs; a temperature that
+explains the record; a record that its side does not reproduce; ops that differ on equal inputs, the largest difference
+first; causes that were switched off one at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from fp8rl.diagnose.explain.differences import ExpertDifference, OpDifference, TemperatureFit
+from fp8rl.diagnose.report import Finding
+from fp8rl.models import Model
+from fp8rl.models.tensors import base_name
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.weight_sync.manifest import Manifest
+
+NAMED_OWNERS = 8
+"""If weights of more ops or experts than this differ, they are one finding."""
+
+CLOSER = 0.5
+"""A cause is a finding if without it mean |d| is at most this fraction of what it was."""
+
+SELF_FLOOR = 1e-5
+"""Mean |d|, about an ulp, up to which a side counts as reproducing its own record. A temperature that leaves a larger
+mean explains nothing: some temperature always flattens the differences of a broken engine."""
+
+TEMPERATURE_STEP = 0.005
+"""Relative difference below which two temperatures count as the same."""
+
+Owner = tuple[int | None, str, int | None]
+"""Layer, op and expert that a tensor is a weight of."""
+
+EXPERTS = "experts"
+"""The op whose weights belong to experts."""
+
+REMEDIES: dict[str, str] = {
+    "scales": "Give both sides the scales of the run's spec.",
+    "weights": "Sync again (gate action `resync`); if it comes back, compare the versions of sglang of both sides.",
+    "sampler": "Correct the temperature of the request to the engine, or of the batch.",
+    "state": "Keep sync.canary on, which replaces such an engine, and compare the versions of sglang of both sides.",
+    "quantization": "Set numerics.trainer=fp8, or numerics.rollout=bf16: a BF16 trainer and an FP8 engine never agree.",
+    "op": "Compare the op's constants in both configs, and its weights with those that were synced.",
+    "routing": "Set numerics.router_replay=replay.",
+}
+"""By cause, what to do about it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """One cause taken away: mean |d| before and after, on the same tokens."""
+
+    name: Literal["sampler", "routing", "scales"]
+    before: float
+    after: float
+    note: str
+    """The change that takes the cause away."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What was seen of a trainer and an engine. d is trainer minus rollout log-probability of a token, in nats."""
+
+    model: Model
+    numerics: NumericsConfig
+    expected: Manifest
+    """The weights that the engine must hold."""
+    held: dict[str, str]
+    """Digests of the weights that the engine holds."""
+    temperature: float
+    """Temperature of the batch."""
+    fit: TemperatureFit | None = None
+    """The fit of the engine's own logits to the record; None without a record."""
+    wrong: Sequence[str] | None = None
+    """Tensors that differed from the trainer's in the engine that sampled the batch; None: not known."""
+    tokens: int = 0
+    abs_diff_mean: float = 0.0
+    """Mean |d| of the `tokens` sampled tokens as they were recorded."""
+    nonfinite: int = 0
+    """Recorded log-probabilities that are not finite."""
+    traced_tokens: int = 0
+    live_abs_diff_mean: float = 0.0
+    """Mean |d| between trainer and engine as they are now, over the `traced_tokens` that were traced."""
+    reproduced: float = 0.0
+    """Mean |d| between engine and record, over the same tokens."""
+    ops: Sequence[OpDifference] = ()
+    experts: Sequence[ExpertDifference] = ()
+    stream: Sequence[float] = ()
+    """By layer, how far the engine's residual stream has drifted from the trainer's at its entry (relative RMS)."""
+    settings: dict[str, tuple[str, float, float]] = dataclasses.field(default_factory=dict)
+    """For each op with a constant that differs: the constant's name, the trainer's value, the engine's value."""
+    causes: Sequence[Cause] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The likeliest cause first; none if both sides agree."""
+        return rank(self)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a report has of it: all but what the subject says already."""
+        left_out = ("model", "numerics", "expected", "held", "temperature")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+
+def rank(clues: Comparison) -> tuple[Finding, ...]:
+    """Return the findings, whose keys are those of `REMEDIES`, the likeliest cause first; none if both sides agree."""
+    by_owner: dict[Owner, list[str]] = defaultdict(list)
+    for name in sorted(clues.expected.mismatched(clues.held) | {base_name(label)[0] for label in clues.wrong or ()}):
+        row = clues.model.tensors.get(name)  # none of the adapters' scale
+        by_owner[(None, name, None) if row is None else (row.layer, row.op, row.expert)].append(name)
+    return (
+        *_scales(clues),
+        *_weights(clues, by_owner),
+        *_record(clues),
+        *_ops(clues, explained=() if clues.wrong else by_owner.keys()),
+        *(
+            _finding("routing", f"{cause.note} takes mean |d| from {cause.before:.3g} to {cause.after:.3g}")
+            for cause in clues.causes
+            if cause.name == "routing" and 0 < cause.before and cause.after <= CLOSER * cause.before
+        ),
+    )
+
+
+def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: float) -> bool:
+    """Return whether a fit leaves only noise, and differs from `temperature`, which leaves `abs_diff_mean`."""
+    if fit is None or abs(fit.temperature / temperature - 1) < TEMPERATURE_STEP:
+        return False
+    return fit.abs_diff_mean <= min(CLOSER * abs_diff_mean, SELF_FLOOR)
+
+
+def _finding(cause: str, found: str, names: Iterable[str] = ()) -> Finding:
+    return Finding(cause, found, remedy=REMEDIES[cause], names=tuple(names))
+
+
+def _scales(clues: Comparison) -> Iterator[Finding]:
+    """Yield a finding for each choice of scales, other than the spec's, that reproduces a side's record."""
+    for cause in clues.causes:
+        if cause.name == "scales" and cause.after <= SELF_FLOOR:
+            text = f"{cause.note}, where the numerics say {clues.numerics.spec.weight.scale}, give its record"
+            yield _finding("scales", f"{text} (mean |d| {cause.before:.3g} without them, {cause.after:.3g} with them)")
+
+
+def _weights(clues: Comparison, by_owner: dict[Owner, list[str]]) -> Iterator[Finding]:
+    """Yield a finding for each op or expert with weights that differ, or one finding for all if they are many."""
+    version, are = clues.expected.version, "were" if clues.wrong else "are"
+    if len(by_owner) > NAMED_OWNERS:
+        names = [name for group in by_owner.values() for name in group]
+        of = f"{len(names)} of {len(clues.expected.entries)} weights in the engine"
+        yield _finding("weights", f"{of} {are} not those of version {version}", names)
+        return
+    sizes: dict[Owner, float] = {(each.layer, each.op, None): each.relative_rms for each in clues.ops}
+    sizes |= {(each.layer, EXPERTS, each.expert): each.relative_rms for each in clues.experts}
+    for owner in sorted(by_owner, key=lambda owner: -sizes.get(owner, 0.0)):
+        layer, op, expert = owner
+        subject = (op if layer is None else f"layer {layer} {op}") + ("" if expert is None else f", expert {expert}")
+        differs = f"{subject} differs (relative RMS {sizes[owner]:.2g})" if sizes.get(owner) else subject
+        text = f"{differs}: weights in the engine {are} not those of version {version}"
+        yield _finding("weights", text, by_owner[owner])
+
+
+def _record(clues: Comparison) -> Iterator[Finding]:
+    """Yield a finding on a record of another temperature, or on a record that the engine does not reproduce. The record
+    counts only if the engine as it is now agrees better with the trainer than with the record."""
+    fit, given = clues.fit, clues.temperature
+    if fit is not None and explains(fit, given, clues.reproduced):
+        yield _finding(
+            "sampler",
+            f"the rollout's log-probabilities are those of temperature {fit.temperature:.4g}, and the batch says "
+            f"{given:.4g} (mean |d| between engine and record {clues.reproduced:.3g}, and {fit.abs_diff_mean:.3g} at "
+            f"{fit.temperature:.4g})",
+        )
+        return
+    said = ""
+    if clues.nonfinite:
+        said = f"{clues.nonfinite} recorded log-probabilities are not finite"
+    elif clues.reproduced > max(clues.live_abs_diff_mean / CLOSER, SELF_FLOOR):
+        said = f"the engine does not reproduce the recorded log-probabilities (mean |d| {clues.reproduced:.3g})"
+    by = "other weights, stale operands of former weights or another sampler produced these tokens"
+    if clues.wrong == [] and not clues.nonfinite:
+        by = (
+            "the engine held the right weights, by their digests, so it computed with stale operands of former "
+            "weights, or with stale keys, values or states, or another sampler produced these tokens"
+        )
+    if said:
+        yield _finding("state", f"{said}, and trainer and engine agree to {clues.live_abs_diff_mean:.3g} now: {by}")
+
+
+def _ops(clues: Comparison, explained: Iterable[Owner]) -> Iterator[Finding]:
+    """Yield a finding for each op that differs in layers where no weight explains it, with all these layers, the
+    largest difference first. Products that only one side quantizes are one finding together."""
+    known = {(layer, op) for layer, op, _ in explained}
+    groups: dict[str, list[OpDifference]] = defaultdict(list)
+    for each in sorted(clues.ops, key=lambda each: -each.relative_rms):
+        if each.relative_rms > 0 and (each.layer, each.op) not in known:
+            groups[each.op].append(each)
+    trainer, engine = ("BF16" if each == "bf16" else "FP8" for each in (clues.numerics.trainer, clues.numerics.rollout))
+    quantizable = {row.op for row in clues.model.tensors.rows.values() if row.kind} if trainer != engine else set()
+    products = [groups.pop(op) for op in list(groups) if op in quantizable]
+    if products:
+        named = ", ".join(f"{group[0].op} by {group[0].relative_rms:.2g}" for group in products)
+        text = f"the trainer multiplies in {trainer} and the engine in {engine} (relative RMS of {named})"
+        yield _finding(
+            "quantization", text, (each.place for each in clues.ops if any(each in group for group in products))
+        )
+    for op, group in groups.items():
+        worst, layers = group[0], {each.layer for each in group}
+        text = f"the op {op} differs on equal inputs (relative RMS {worst.relative_rms:.2g}, "
+        text += f"{worst.differing:.0%} of the elements)"
+        if op in clues.settings:
+            name, ours, theirs = clues.settings[op]
+            text += f": {name} is {ours:g} in the trainer and {theirs:g} in the engine"
+        seen = [each for each in clues.experts if each.layer in layers and each.tokens] if op == EXPERTS else []
+        differing = [each for each in seen if each.relative_rms > 0]
+        few = differing if 2 * len(differing) <= len(seen) else []  # experts are named if most are spared
+        yield _finding("op", text, (each.place for each in few or clues.ops if each in few or each in group))

@@ -1,0 +1,149 @@
+"""Scores the sequences of a capsule again, and compares with what the trainer recorded: is the trainer's side right?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from torch import Tensor
+
+from fp8rl.diagnose.measure import score_recorded
+from fp8rl.diagnose.report import Finding, grid
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.rl.guard.capsule import Capsule
+from fp8rl.rl.guard.scored_batch import ScoredBatch
+from fp8rl.rl.record.console import format_difference
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Scored
+from fp8rl.weight_sync.frozen import would_hold
+from fp8rl.weight_sync.manifest import Manifest
+
+NATIVE_TOLERANCE = 0.01
+"""Mean difference in nats up to which native log-probabilities count as the same, since the libraries' own ops round
+differently in another batch. BF16 against BF16 was measured at 0.01 between trainer and engine."""
+
+WORST_TOKENS = 12
+Apply = Callable[..., list[Any]]
+"""Calls `function(trainer, *args)` on every rank of a trainer; returns the results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rescored:
+    """A capsule, and its sequences scored again.
+
+    rescored: the capsule's sequences with the new scores. metrics: the `mismatch/...` metrics of the new scores.
+    """
+
+    capsule: Capsule
+    rescored: ScoredBatch
+    metrics: dict[str, float]
+
+    @property
+    def changes(self) -> Tensor:
+        """abs(rescored - recorded trainer logprob) of each sampled token, float64 [tokens]; NaN equals NaN."""
+        mask = self.capsule.scored.batch.loss_mask
+        recorded, rescored = self.capsule.scored.logprobs[mask], self.rescored.logprobs[mask]
+        same = (recorded == rescored) | (recorded.isnan() & rescored.isnan())
+        change = (recorded.double() - rescored.double()).abs().nan_to_num(torch.inf, torch.inf)
+        return torch.where(same, 0.0, change)
+
+    @property
+    def reproduced(self) -> bool:
+        """Exact mode: every logprob and every metric is equal. Native mode: the mean change is within tolerance."""
+        if self.capsule.numerics.mode == "exact":
+            return not bool(self.changes.any()) and self.capsule.metrics.items() <= self.metrics.items()
+        return self.changes.mean().item() <= NATIVE_TOLERANCE
+
+    @property
+    def finding(self) -> Finding:
+        """Say whether the trainer gives its recorded log-probabilities again."""
+        changes = self.changes
+        equal, tokens = int((changes == 0).sum()), changes.numel()
+        found = f"{equal:,} of {tokens:,} recorded log-probabilities come out again bit for bit"
+        if equal < tokens:
+            found += f"; mean change {changes.mean().item():.3g}, largest {changes.max().item():.3g}"
+        bound = f"a mean change of at most {NATIVE_TOLERANCE:g}"
+        return Finding(
+            key="trainer",
+            found=found,
+            expected="all of them, and the metrics over them" if self.capsule.numerics.mode == "exact" else bound,
+            remedy="Look for what changed the trainer's numerics or weights during the run.",
+            grade="ok" if self.reproduced else "error",
+        )
+
+    def facts(self) -> dict[str, Any]:
+        capsule, changes = self.capsule, self.changes
+        return {
+            "step": capsule.step,
+            "why": capsule.why,
+            "mode": capsule.numerics.mode,
+            "weight_version": capsule.scored.version,
+            "sequences": len(capsule.rows),
+            "tokens": changes.numel(),
+            "equal_tokens": int((changes == 0).sum()),
+            "mean_change": changes.mean().item(),
+            "largest_change": changes.max().item(),
+            "metrics": {
+                name: {"recorded": capsule.metrics.get(name), "rescored": self.metrics.get(name)}
+                for name in dict.fromkeys([*capsule.metrics, *self.metrics])
+            },
+        }
+
+    def table(self) -> RenderableType:
+        """Render why the capsule was written, the worst tokens, and the metrics that differ."""
+        capsule, scored, rescored = self.capsule, self.capsule.scored, self.rescored
+        rows = []
+        size = scored.abs_differences()
+        sampled = ((row, at) for row, at in scored.batch.loss_mask.nonzero().tolist())
+        for row, position in sorted(sampled, key=lambda where: -size[where])[:WORST_TOKENS]:
+            token, mine = int(scored.batch.tokens[row, position]), scored.logprobs[row, position].item()
+            theirs = scored.batch.fields["rollout_logprobs"][row, position].item()
+            again = rescored.logprobs[row, position].item()
+            numbers = (f"{theirs:.6f}", f"{mine:.6f}", f"{again:.6f}", format_difference(mine - theirs))
+            rows.append((str(capsule.rows[row]), str(position), str(token), *numbers))
+        columns = ("row", "position", "token", "rollout", "trainer", "again", "d")
+        return Group(
+            f"capsule of step {capsule.step}, weight version {scored.version}, {capsule.numerics.mode} mode",
+            *(f"  {line}" for line in capsule.why),
+            grid(columns, rows, title="largest |d|"),
+            *(
+                f"{name}: recorded {each['recorded']}, again {each['rescored']}"
+                for name, each in self.facts()["metrics"].items()
+                if each["recorded"] != each["rescored"]
+            ),
+        )
+
+
+def rescore(capsule: Capsule, apply: Apply) -> Rescored:
+    """Score a capsule's sequences with a trainer of one rank, in the capsule's numerics. Raises UserError: it does not
+    hold the weights in the capsule's manifest."""
+    _check_weights(capsule, apply)
+    scored: Scored = apply(score_recorded, capsule.scored.batch)[0]
+    rescored = dataclasses.replace(capsule.scored, logprobs=scored.logprobs, routes=scored.routes, draws=scored.draws)
+    return Rescored(capsule, rescored, rescored.metrics() | rescored.drift())
+
+
+def recorded(capsule: Capsule) -> TokenBatch:
+    """Return a capsule's tokens with both sides' log-probabilities. Tokens of older weights have no loss, as they
+    differ rightly."""
+    scored = capsule.scored
+    fields = scored.batch.fields | {"train_logprobs": scored.logprobs}
+    return dataclasses.replace(scored.batch, loss_mask=scored.fresh, fields=fields)
+
+
+def _check_weights(capsule: Capsule, apply: Apply) -> None:
+    """Check that the weights, quantized as they were for the engine, have the manifest's digests."""
+    manifest, spec = capsule.manifest, capsule.numerics.rollout_spec
+    sent = apply(would_hold, spec, capsule.experiment.rollout.tp)
+    found = Manifest.merged(int(manifest.version), spec, sent)
+    differing = sorted(manifest.mismatched(found.entries))
+    if differing:
+        raise user_error(
+            "weights",
+            found=f"{len(differing)} tensors of other digests, {differing[0]} among them",
+            expected=f"the {len(manifest.entries)} digests of the manifest, weight version {manifest.version}",
+            remedy="Give the weights that scored these sequences, in BF16, with --model DIR.",
+        )
