@@ -87,7 +87,7 @@ def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
 
 
 def test_no_file_outside_the_families_folders_knows_a_family() -> None:
-    """A family of ops is a file on each floor; tables, builders, checks and audits are loops over them."""
+    """A family of ops is a file on each floor; tables, builders, checks and formats are loops over them."""
     names = {path.stem for path in python_files("fp8rl/models/families")} - {"__init__"}
     assert len(names) >= 3
     of_one = {f"fp8rl.{home}.{name}" for home in FAMILIES for name in (*names, "experts")}

@@ -1,4 +1,4 @@
-"""A new family of ops is one file, and edits none: it loads, syncs, traces, is planned and audited."""
+"""A new family of ops is one file, and edits none: it loads, syncs, traces, is planned and watched."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_family_says_what_its_cache_takes_and_what_a_budget_counts(model: Pa
     assert held["KV cache"]["rollout"] == 100 * shape.kv_bytes()
 
 
-def test_an_audit_finds_its_formats_as_planned(model: Path, layout: Layout) -> None:
+def test_its_formats_are_as_planned(model: Path, layout: Layout) -> None:
     trainer, batch = make_trainer(model, layout), random_batch(rows=4, longest=40)
     sightings = watch_step(trainer, batch, cross_entropy(batch), NUMERICS, trainer.config)
     assert differences_of(sightings) == []

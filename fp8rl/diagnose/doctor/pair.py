@@ -113,8 +113,8 @@ def _examine(stack: Run, found: Pair, say: Callable[[str], None]) -> None:
     found.rows, found.tokens = rows_of(seen), int(batch.real_tokens().sum())
     found.findings.extend(differences_of(seen))
     if lacking := unseen(found.rows):
-        said = "inside a kernel, or inside an op of a library: as everything is that native mode leaves to one"
-        found.findings.append(Finding("not seen", said, grade="note", names=tuple(lacking)))
+        said = "inside a kernel, or inside an op of a library, to which native mode leaves most of them"
+        found.findings.append(Finding("formats not seen", said, grade="note", names=tuple(lacking)))
 
 
 def _sightings(stack: Run, batch: TokenBatch, prompts: Sequence[Prompt]) -> list[Sighting]:

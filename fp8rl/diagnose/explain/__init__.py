@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -29,6 +30,7 @@ from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.record.console import format_difference
+from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.run import Run, open_pair
 from fp8rl.rollout.tasks.environments import EnvironmentSection
@@ -85,12 +87,20 @@ def reported(subject: Subject, again: Rescored | None, compared: Comparison | No
     if compared is not None:
         facts["compared"] = compared.facts()
         tables += [Text(_headline(subject, compared)), *_tables(compared)]
+        if all(each.grade != "error" for each in findings) and compared.differs:
+            remedy = "Explain other capsules of the run, and report it with what --json prints."
+            findings.append(
+                Finding("unexplained", "the log-probabilities differ, and no op or tensor does", "", remedy)
+            )
     elif not quick:
         try:
             check_exact(subject.numerics)
         except UserError as error:
-            findings.append(Finding(error.key, error.found, error.expected, error.remedy, "note"))
-    differing = sum(finding.grade == "error" for finding in findings)
+            findings.append(replace(Finding.of_error(error), grade="note"))
+    if subject.capsule is None and (steps := RunDir(subject.path).capsule_steps()):
+        found, remedy = f"{len(steps)} of this run", f"`fp8rl explain {RunDir(subject.path).capsule(max(steps))}`."
+        findings.append(Finding("capsules", f"{found}, with the tokens that a gate saw", remedy=remedy, grade="note"))
+    differing = any(each.grade == "error" for each in findings)
     verdict = "something differs: the first finding is the likeliest cause" if differing else "nothing differs"
     return Report("explain", str(subject.path), tuple(findings), facts, tables=tuple(tables), verdict=verdict)
 

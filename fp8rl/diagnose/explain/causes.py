@@ -100,6 +100,11 @@ class Comparison:
         """The likeliest cause first; none if both sides agree."""
         return rank(self)
 
+    @property
+    def differs(self) -> bool:
+        """The recorded log-probabilities, or those of now, are not the same. Records under truncation are rounded."""
+        return self.live_abs_diff_mean > 0 or self.abs_diff_mean > SELF_FLOOR or self.nonfinite > 0
+
     def facts(self) -> dict[str, Any]:
         """Return what a report has of it: all but what the subject says already."""
         left_out = ("model", "numerics", "expected", "held", "temperature")

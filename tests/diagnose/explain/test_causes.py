@@ -202,6 +202,18 @@ def test_a_difference_that_is_not_finite_is_null_in_the_report(tmp_path: Path) -
     )
 
 
+def test_a_difference_without_a_cause_is_said_and_so_are_a_run_s_capsules(tmp_path: Path) -> None:
+    capsule = CapsuleRun.make(tmp_path).write(4, ["planted"], scored_batch([0.5, 1.0], [0.25]), [0, 1])
+    of_capsule = read_subject(capsule)
+    assert reported(of_capsule, None, clues(abs_diff_mean=1e-6)).findings == ()
+    for seen in ({"abs_diff_mean": 0.1}, {"live_abs_diff_mean": 1e-9}):
+        (finding,) = reported(of_capsule, None, clues(**seen)).findings
+        assert (finding.key, finding.grade) == ("unexplained", "error")
+    of_run = replace(of_capsule, capsule=None, path=capsule.parents[1])
+    (note,) = reported(of_run, None, clues()).findings
+    assert (note.key, note.grade) == ("capsules", "note") and f"fp8rl explain {capsule}" in note.remedy
+
+
 def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     run.mkdir()

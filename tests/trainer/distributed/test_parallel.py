@@ -106,7 +106,7 @@ class Case:
         out["inventory"] = inventory(trainer), sent
         trainer.save(self.saved, {"layout": config.model_dump()})
         batch = random_batch(rows=4, longest=16)
-        out["audit"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, config)
+        out["formats"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, config)
         out["non-finite"] = self._non_finite(trainer)
         out["reference"] = self._frozen(layout, trainer)
         out["critic"] = valued(layout, trainer, self.paths["moe"])
@@ -435,8 +435,8 @@ def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, pat
 
 
 def test_every_rank_computes_as_the_precision_map_plans(outcome: Outcome) -> None:
-    assert [differences_of(rank["audit"]) for rank in outcome.ranks] == [[], []]
-    seen = {each.key for rank in outcome.ranks for each in rank["audit"]}
+    assert [differences_of(rank["formats"]) for rank in outcome.ranks] == [[], []]
+    seen = {each.key for rank in outcome.ranks for each in rank["formats"]}
     config = outcome.config
     assert ("wire.layer" in seen) == (max(config.tp, config.ep, config.pp, config.cp) > 1)
     assert {"gradient.wire", "wire.weights", "product.gradient", "softmax.reduction", "loss.reduction"} <= seen

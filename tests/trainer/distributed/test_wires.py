@@ -65,7 +65,7 @@ class Case:
             "sums": {wire: self._sum(layout, wire) for wire in NARROW},
             "steps": {wire: self._step(layout, keys(gradient_wire=wire)) for wire in ("fp32", *NARROW)},
             "gathers": {form: self._gathered(layout, keys(weight_gather=form)) for form in ("bf16", "e4m3")},
-            "audits": {"narrow": self._watched(layout, narrow, narrow), "wide": self._watched(layout, narrow, config)},
+            "formats": {"narrow": self._watched(layout, narrow, narrow), "wide": self._watched(layout, narrow, config)},
         }
 
     def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection):
@@ -192,8 +192,8 @@ def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(
         torch.testing.assert_close(coded["bf16 trainer"][name], weight, rtol=0.02, atol=2e-2)
 
 
-def test_an_audit_finds_what_a_wire_carries(ranks: Any) -> None:
+def test_the_format_on_a_wire_is_seen(ranks: Any) -> None:
     for rank in ranks:
-        assert differences_of(rank["audits"]["narrow"]) == []
-        found = {each.key: (each.found, each.expected) for each in differences_of(rank["audits"]["wide"])}
+        assert differences_of(rank["formats"]["narrow"]) == []
+        found = {each.key: (each.found, each.expected) for each in differences_of(rank["formats"]["wide"])}
         assert found == {"gradient.wire": ("e5m2", "fp32"), "wire.weights": ("e4m3", "bf16")}
