@@ -132,10 +132,10 @@ def code(node: ast.AST) -> str | None:
 
 
 PRINTS = {
-    "certify/fp8rl_certify/cli.py": "JSON", "fp8rl/cli.py": "the version", "fp8rl/commands/diagnosis.py": "JSON",
-    "fp8rl/commands/models.py": "JSON", "fp8rl/numerics/core/errors.py": "what was made printable",
-    "fp8rl/rollout/tasks/rewards/workers.py": "JSON", "lab/studies/benefit.py": "lines of ours",
-    "lab/studies/prototypes/gated_delta.py": "numbers",
+    "certify/fp8rl_certify/cli.py": "JSON", "fp8rl/cli.py": "the version", "fp8rl/commands/__init__.py": "JSON",
+    "fp8rl/commands/diagnosis.py": "JSON", "fp8rl/commands/models.py": "JSON",
+    "fp8rl/numerics/core/errors.py": "what was made printable", "fp8rl/rollout/tasks/rewards/workers.py": "JSON",
+    "lab/studies/benefit.py": "lines of ours", "lab/studies/prototypes/gated_delta.py": "numbers",
 }  # fmt: skip
 """Each file that prints by itself, and what. All other lines go through `numerics.core.errors` or `PlainConsole`."""
 
