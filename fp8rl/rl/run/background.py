@@ -29,12 +29,12 @@ class Background:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
-        self._closed = False
+        self.closed = False
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Start a coroutine, and return a future of its result; after `close`, a cancelled future."""
         try:
-            if not self._closed:
+            if not self.closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
             if not self._loop.is_closed():
@@ -56,10 +56,6 @@ class Background:
             begun.cancel()
             raise
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def takes_turns(self) -> bool:
         """Return whether a new coroutine gets its turn; a coroutine that never awaits would block it."""
         try:
@@ -70,14 +66,14 @@ class Background:
 
     def close(self) -> None:
         """Cancel all coroutines and end the thread; a blocked one ends with the process. A second call does nothing."""
-        if self._closed:
+        if self.closed:
             return
         if self.takes_turns():
             with suppress(TimeoutError):
                 self.run(_end_all(), 2 * GRACE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_TURN_SECONDS)
-        self._closed = True
+        self.closed = True
         if self._thread.is_alive():
             logging.getLogger(__name__).warning("found no end of the thread %s", self._thread.name)
         else:

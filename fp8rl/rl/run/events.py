@@ -15,6 +15,8 @@ STALE_RESYNCS = "gates/stale_resyncs"
 SYNCS_REPEATED = "sync/repeated"
 REWARD_FAILURES = "rollout/reward_failures"
 ENVIRONMENT_FAILURES = "rollout/environment_failures"
+COUNTED = (ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES)
+"""Metrics that each row of a run with engines has, also where nothing was counted."""
 
 
 class Events:

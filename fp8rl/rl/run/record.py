@@ -30,14 +30,7 @@ from fp8rl.rl.record.trackers import Tracked
 from fp8rl.rl.record.trackers.to_wandb import leet
 from fp8rl.rl.record.tracking import BackgroundTrackers, RunTracker, Samples
 from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew
-from fp8rl.rl.run.events import (
-    ENGINES_REPLACED,
-    ENVIRONMENT_FAILURES,
-    REWARD_FAILURES,
-    STALE_RESYNCS,
-    SYNCS_REPEATED,
-    Events,
-)
+from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.state import FeedState
 from fp8rl.rl.run.interrupts import BoundedExitStack
 
@@ -45,15 +38,8 @@ RESUMED = "tracking/resumed"
 TRACKER_LOST = "tracking/tracker_lost"
 BEFORE_THE_FIRST = -1
 """In place of the step to resume after, if there is no checkpoint: everything is repeated, also the row of step 0."""
-_ACTIONS = {
-    ENGINES_REPLACED: "replace_engine",
-    STALE_RESYNCS: "resync",
-    SYNCS_REPEATED: "resync",
-    RESUMED: "resume",
-    ENVIRONMENT_FAILURES: "go_on",
-    REWARD_FAILURES: "go_on",
-    TRACKER_LOST: "go_on",
-}
+_ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", SYNCS_REPEATED: "resync", RESUMED: "resume"}
+"""What a run does after an event of this metric; after others it goes on."""
 
 
 class Record:
@@ -174,7 +160,7 @@ class Record:
     def note(self, metric: str, count: int, text: str) -> None:
         """Announce an event of the stream, and count it for the step's row."""
         self._recoveries[metric] += count
-        action = _ACTIONS[metric] if count else "go_on"
+        action = _ACTIONS.get(metric, "go_on") if count else "go_on"
         self.announce(Event(self.step, metric, float(count), "above 0", action, None, text))
 
     def recoveries(self, always: Sequence[str]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,21 +29,14 @@ from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import engine_adapter, engine_maker
 from fp8rl.rl.run.engines.slot import Serving
 from fp8rl.rl.run.engines.teacher import Teacher
-from fp8rl.rl.run.events import (
-    ENGINES_REPLACED,
-    ENVIRONMENT_FAILURES,
-    REWARD_FAILURES,
-    STALE_RESYNCS,
-    SYNCS_REPEATED,
-    Events,
-)
+from fp8rl.rl.run.events import COUNTED, ENVIRONMENT_FAILURES, Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.feed.sampling import Sampling
 from fp8rl.rl.run.interrupts import BoundedExitStack
 from fp8rl.rl.run.record import Record
 from fp8rl.rl.run.step import StepPass
-from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
+from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup
@@ -118,6 +111,7 @@ class Run:
             )
             closing.callback(conversations.close)
         self.turns = DeviceTurns((self.engines, self.trainer) if rollout.sleep and self.engines else None)
+        self.turn = self.turns.turn
         canary = canary_of(experiment, numerics)
         self.syncing = Syncing(self._bridge(), self.engines, self.events, self.turns, canary)
         parts = (self.engines, conversations, judge, self.syncing, self.events, self.turns)
@@ -135,10 +129,6 @@ class Run:
     def replays(self) -> bool:
         """Return whether the experiment has the trainer take the engine's experts."""
         return self.numerics.router_replay == "replay"
-
-    def turn(self, side: Side) -> AbstractContextManager[None]:
-        """Give the device to one side for a block; see `DeviceTurns.turn`."""
-        return self.turns.turn(side)
 
     def sync(self) -> SyncReport:
         """Send the trainer's weights to the engines, verified, and keep the step's manifest."""
@@ -191,9 +181,8 @@ class Run:
 
     def recoveries(self) -> dict[str, float]:
         """Return the counts of recoveries since the last call."""
-        counted = (ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES) if self.engines else ()
         talks = () if self.sampling.conversations is None else (ENVIRONMENT_FAILURES,)
-        return self.record.recoveries((*counted, *talks))
+        return self.record.recoveries((*(COUNTED if self.engines else ()), *talks))
 
     def metrics(self) -> dict[str, float]:
         """Return `perf/...` of the engines and `memory/...` of turns since the last call."""
