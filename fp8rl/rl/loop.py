@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from fp8rl.rl.guard.bias import BiasWindow
 from fp8rl.rl.guard.gates import late_metrics
 from fp8rl.rl.guard.guard import Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
@@ -38,7 +39,7 @@ def train(run: LiveRun) -> str:
     rows = read_metrics(run.files.metrics)
     last_row: dict[str, float] = rows[-1] if rows else {}
 
-    clock = StepClock()
+    clock, bias = StepClock(), BiasWindow()
     for step in run.steps():
         rollouts = feed.take(step, trainer.weight_version, clock, run.tracker.write)
         with stack.turn("train"), clock.phase("train"):
@@ -51,6 +52,7 @@ def train(run: LiveRun) -> str:
         with stack.turn("train"), clock.phase("monitor"):
             first = passed = passed.with_ahead(trainer, ahead)
             metrics = rollouts.metrics | first.train_metrics | first.mismatch | stack.engines.canaries()
+            metrics |= bias.add(first.monitored)
             capsule = None if first.monitored is None else run.capsule
             verdict = guard.judge(step, late_metrics(last_row) | metrics, first.fault, capsule)
             run.keep(verdict, first)
