@@ -163,7 +163,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
                 said=list(answer.said) if trajectory.environment_spans else [],
                 outcome=trajectory.outcome,
                 teacher_logprobs=answer.teacher_logprobs,
-                supports=None if trajectory.supports is None else trajectory.supports.lists(),
+                supports=None if (kept := trajectory.supports) is None or kept.logprobs is not None else kept.lists(),
             )
         )
     return records

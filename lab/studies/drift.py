@@ -45,7 +45,11 @@ ALGORITHMS: dict[str, Settings] = {
     "REINFORCE below zero": {"algorithm": f"{{name: '{REINFORCE}', baseline: 1.0}}"},
     "REINFORCE": {"algorithm": f"{{name: '{REINFORCE}'}}"},
     "PPO, not whitened": {"algorithm": "{name: ppo, whiten_advantages: false, critic: {lr: 1.0e-3}}"},
-    "distillation": {"algorithm": "{name: opd}", "teacher.path": RUNS.resolve() / "GRPO_exact_0/model"},
+    "distillation": {
+        "algorithm": "{name: opd}",
+        "rollout.temperature": 1.0,
+        "teacher.path": RUNS.resolve() / "GRPO_exact_0/model",
+    },
     "GRPO, one step off": {"rollout.staleness": 1, "algorithm.ratio": "recompute"},
     "GRPO, three steps off": {"rollout.staleness": 3, "algorithm.ratio": "recompute"},
 }
@@ -88,9 +92,11 @@ FIRST = (
     "REINFORCE below zero: head offset",
     "REINFORCE below zero: exact",
     "GRPO: head offset",
+    "REINFORCE below zero: head offset, centering",
+    "REINFORCE below zero: head offset, TIS",
     "REINFORCE: head offset",
     "REINFORCE: exact",
-    "REINFORCE below zero: head offset, TIS",
+    "REINFORCE below zero: BF16 trainer",
     "REINFORCE below zero: 4 bits",
 )
 """Runs that decide whether anything collapses."""
@@ -104,7 +110,7 @@ def arms() -> Iterator[tuple[str, Settings, Bias | None]]:
         algorithm, _, arm = name.partition(": ")
         own, bias = ARMS[arm]
         # Keys of the algorithm come after the algorithm, of whose settings they are.
-        yield name, {**ALGORITHMS[algorithm], **BASE, **own}, bias
+        yield name, {**ALGORITHMS[algorithm], **BASE, **ALGORITHMS[algorithm], **own}, bias
 
 
 def jobs(seeds: Sequence[int], folder: Path = RUNS, kept: Path = KEPT, steps: int = STEPS) -> list[Job]:
