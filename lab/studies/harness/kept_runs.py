@@ -59,7 +59,7 @@ class Job:
         often = min(self.steps, EVALUATED_EVERY)
         settings = {"checkpoint.every": often, "eval.every": often, **self.settings}
         settings |= {"run.seed": self.seed, "run.steps": self.steps}
-        resume = (self.folder / self.name).exists()
+        resume = any((self.folder / self.name / "checkpoints").glob("*"))
         spec = live.EXAMPLES / "arithmetic.yaml"
         trained(spec, self.folder, self.name, settings, resume=resume, environment=environment(self.bias))
         self.kept.parent.mkdir(parents=True, exist_ok=True)

@@ -140,7 +140,8 @@ def trained(
     Raises:
         RuntimeError: it failed.
     """
-    command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec), *(["--resume"] if resume else [])]
+    begun = "--resume" if resume else "--overwrite"
+    command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec), begun]
     own = {"run.dir": folder, "run.name": name, "tracking.wandb.mode": "disabled"}
     command += [f"{key}={value}" for key, value in (own | dict(settings)).items()]
     out: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
