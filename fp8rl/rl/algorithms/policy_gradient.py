@@ -72,10 +72,11 @@ class PolicyObjective:
             losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
         losses = torch.where(kept, losses * weight, 0.0)
         if self.algorithm.centering is not None:
+            centered = accepted
             if self.correction.rejection == "icepop":  # its tokens have the weight 0: the expectation is over them, too
-                accepted = Correction(veto=self.correction.veto)(old, fields["rollout_logprobs"], used)[1]
+                centered = Correction(veto=self.correction.veto)(old, fields["rollout_logprobs"], used)[1]
             score = expected_score(fields[OWN_LIKELY], fields[LIKELY_LOGPROBS], used, self.correction)
-            losses = losses + torch.where(accepted & learnt, advantages * score, 0.0)
+            losses = losses + torch.where(centered & learnt, advantages * score, 0.0)
         if self.entropy:
             losses = losses - self.entropy * torch.where(kept, entropy, 0.0)
         loss = self.aggregate(losses, used)
@@ -211,8 +212,8 @@ class PolicyGradient(AlgorithmConfig):
             if found := next((each for each, holds in wrong.items() if holds), ""):
                 return (
                     f"found centering={self.centering} with {found}, expected one update of a batch, ratio=recompute "
-                    "and weights of tokens: the expected score is that of the first update. Remove "
-                    "algorithm.centering, or set these"
+                    "and weights of tokens: the expected score is that of the first update. Change that setting, or "
+                    "remove algorithm.centering"
                 )
         if self.kl.reward.coefficient and not self.token_rewards:
             return (
