@@ -105,17 +105,17 @@ def draw_drift(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return the SVG of reward, entropy and bias in runs of the study `drift`: the means over the seeds there are."""
     drawn = figure("A bias of the engine, under advantages that do or do not average to zero", columns=3, width=9.0)
     for axes, metric in zip(drawn.axes, ("reward", "entropy", "bias"), strict=True):
-        for index, arm in enumerate(DRIFTING):
+        for index, arm in enumerate(arm for arm in DRIFTING if any(line["arm"] == arm for line in lines)):
             curves = [
                 {name: value for name, value in line["outcome"].items() if name.startswith(f"{metric}/")}
                 for line in lines
                 if line["arm"] == arm
             ]
             points = [fmean(values) for values in zip(*(found.values() for found in curves), strict=True)]
-            steps = [int(name.partition("/")[2]) for name in curves[0]] if curves else []
+            steps = [int(name.partition("/")[2]) for name in curves[0]]
             curve(axes, steps, [(value, value, value) for value in points], name=arm, index=index, band=False)
         axes.set(xlabel="step", ylabel=metric, xlim=(0, drift.STEPS))
-    legend(drawn.axes[0], columns=2)
+    legend(drawn.axes[-1], columns=3)
     return to_svg(drawn, DRIFT)
 
 

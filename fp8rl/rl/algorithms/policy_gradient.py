@@ -144,9 +144,8 @@ class PolicyGradient(AlgorithmConfig):
     On tokens that the trainer's current weights have sampled both are equal, in exact mode bit for bit. Null: `bypass`
     with `rollout.staleness`, else `recompute`."""
     centering: int | None = Field(default=None, ge=1, le=256)
-    """Centre each token's score over this number of the engine's likeliest tokens (score centering, arXiv 2609.20807),
-    so that a persistent bias between the two sides does not add up. Null: off. In exact mode it changes nothing on
-    tokens of the trainer's current weights."""
+    """Centre each token's score over this number of the engine's likeliest tokens (arXiv 2609.20807), so that a bias
+    between the two sides does not add up. Null: off. On tokens of the trainer's weights exact mode needs none."""
     tis_cap: float | None = Field(default=2.0, ge=1.0)
     """Cap of the importance weight trainer / rollout. Null: no importance weight. With the rejections `icepop` and
     `mis`, which have their own weight, the default is null: their weight has no cap."""
