@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.report.summary import evaluated_at
-from lab.studies import benefit
+from lab.studies import benefit, drift
 from lab.studies.harness.figures import curve, figure, legend, to_svg
 
 KEPT, FIGURES = Path("lab/docs/results"), Path("docs/images")
@@ -33,6 +35,19 @@ COMPARED = ("BF16 trainer", "BF16 trainer, TIS", "exact FP8")
 OUTLIERS = (
     "The study benefit (docs/results.md): a model of 1.0M parameters, GRPO with four updates a batch, an FP8 rollout. "
     "Both sides of exact FP8 agree on every token. For each step, the largest norm of the five seeds, before clipping."
+)
+
+DRIFTING = (
+    "GRPO: exact",
+    "GRPO: head offset",
+    "REINFORCE below zero: exact",
+    "REINFORCE below zero: head offset",
+    "REINFORCE below zero: head offset, TIS",
+    "REINFORCE below zero: head offset, centering",
+)
+DRIFT = (
+    "The study drift (docs/results.md): a model of 1.0M parameters, 64 answers a step at temperature 2, means of 20 "
+    "steps. The engine's logits have a fixed offset; the trainer is exact."
 )
 
 
@@ -86,6 +101,24 @@ def draw_gradients(norms: Mapping[str, list[list[float]]]) -> str:
     return to_svg(drawn, OUTLIERS)
 
 
+def draw_drift(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the SVG of reward, entropy and bias in runs of the study `drift`: the means over the seeds there are."""
+    drawn = figure("A bias of the engine, under advantages that do or do not average to zero", columns=3, width=9.0)
+    for axes, metric in zip(drawn.axes, ("reward", "entropy", "bias"), strict=True):
+        for index, arm in enumerate(arm for arm in DRIFTING if any(line["arm"] == arm for line in lines)):
+            curves = [
+                {name: value for name, value in line["outcome"].items() if name.startswith(f"{metric}/")}
+                for line in lines
+                if line["arm"] == arm
+            ]
+            points = [fmean(values) for values in zip(*(found.values() for found in curves), strict=True)]
+            steps = [int(name.partition("/")[2]) for name in curves[0]]
+            curve(axes, steps, [(value, value, value) for value in points], name=arm, index=index, band=False)
+        axes.set(xlabel="step", ylabel=metric, xlim=(0, drift.STEPS))
+    legend(drawn.axes[-1], columns=3)
+    return to_svg(drawn, DRIFT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=Path, help="Folders of runs.")
@@ -97,6 +130,8 @@ def main() -> None:
     if options.benefit:
         keep_gradients(options.benefit)
     (FIGURES / "curves.svg").write_text(draw_runs())
+    kept = [json.loads(line) for line in drift.KEPT.read_text().splitlines()]
+    (FIGURES / "drift.svg").write_text(draw_drift(kept))
     (FIGURES / "gradients.svg").write_text(draw_gradients(json.loads(GRADIENTS.read_text())))
 
 

@@ -87,6 +87,7 @@ CODE = {
     "fp8rl/numerics/core/files.py": {"exec_module"},  # files of Python that a spec names
     "fp8rl/rollout/tasks/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/study.py": {"import_module"},  # names of studies
+    "lab/studies/harness/engine_hook/sitecustomize.py": {"exec_module"},  # our own module
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
     "fp8rl/trainer/actor.py": {"loads"},  # what another rank has written, by Ray
     "fp8rl/trainer/checkpoint/pickles.py": {"Unpickler"},  # which knows a few classes
@@ -135,7 +136,7 @@ PRINTS = {
     "certify/fp8rl_certify/cli.py": "JSON", "fp8rl/cli.py": "the version", "fp8rl/commands/__init__.py": "JSON",
     "fp8rl/commands/diagnosis.py": "JSON", "fp8rl/commands/models.py": "JSON",
     "fp8rl/numerics/core/errors.py": "what was made printable", "fp8rl/rollout/tasks/rewards/workers.py": "JSON",
-    "lab/studies/benefit.py": "lines of ours", "lab/studies/prototypes/gated_delta.py": "numbers",
+    "lab/studies/harness/kept_runs.py": "lines of ours", "lab/studies/prototypes/gated_delta.py": "numbers",
 }  # fmt: skip
 """Each file that prints by itself, and what. All other lines go through `numerics.core.errors` or `PlainConsole`."""
 

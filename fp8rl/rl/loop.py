@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from fp8rl.rl.guard.bias import BiasWindow
 from fp8rl.rl.guard.gates import late_metrics
 from fp8rl.rl.guard.guard import Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
@@ -38,7 +39,7 @@ def train(run: Run) -> str:
         feed.restore(record.feed)
     last_row = record.last_row
 
-    clock = StepClock()
+    clock, bias = StepClock(), BiasWindow()
     for step in record.steps():
         rollouts = feed.take(step, trainer.weight_version, clock, record.tracker.write)
         with run.turn("train"), clock.phase("train"):
@@ -51,6 +52,7 @@ def train(run: Run) -> str:
         with run.turn("train"), clock.phase("monitor"):
             first = passed = passed.with_ahead(trainer, ahead)
             metrics = rollouts.metrics | first.train_metrics | first.mismatch | run.engines.canaries()
+            metrics |= bias.add(first.monitored)
             capsule = None if first.monitored is None else record.capsule
             verdict = guard.judge(step, late_metrics(last_row) | metrics, first.fault, capsule)
             run.keep(verdict, first)
@@ -161,7 +163,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
                 said=list(answer.said) if trajectory.environment_spans else [],
                 outcome=trajectory.outcome,
                 teacher_logprobs=answer.teacher_logprobs,
-                supports=None if trajectory.supports is None else trajectory.supports.lists(),
+                supports=None if (kept := trajectory.supports) is None or kept.logprobs is not None else kept.lists(),
             )
         )
     return records

@@ -61,25 +61,30 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The tokens that truncation (top-p, top-k or min-p) kept for each of M draws."""
+    """Tokens of the vocabulary for each of M draws: those that top-p, top-k or min-p kept, or the likeliest ones."""
 
     counts: Tensor
     """int32 [M], the number of tokens kept for each draw."""
     ids: Tensor
     """int32 [counts.sum()], the ids of the kept tokens, draw after draw."""
+    logprobs: Tensor | None = field(default=None, repr=False)
+    """float32 [counts.sum()], the engine's log-probabilities of the likeliest tokens; None for those that were kept."""
 
     @classmethod
-    def of(cls, lists: Sequence[Sequence[int]]) -> KeptTokens:
+    def of(cls, lists: Sequence[Sequence[int]], logprobs: Sequence[float] | None = None) -> KeptTokens:
         ids = torch.tensor([token for kept in lists for token in kept], dtype=torch.int32)
-        return cls(torch.tensor([len(kept) for kept in lists], dtype=torch.int32), ids)
+        counts = torch.tensor([len(kept) for kept in lists], dtype=torch.int32)
+        return cls(counts, ids, None if logprobs is None else torch.tensor(logprobs, dtype=torch.float32))
 
     def then(self, rest: KeptTokens) -> KeptTokens:
-        return KeptTokens(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]))
+        both = None if self.logprobs is None or rest.logprobs is None else torch.cat([self.logprobs, rest.logprobs])
+        return KeptTokens(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]), both)
 
     def first(self, count: int) -> KeptTokens:
         """Return the kept tokens of the first `count` draws."""
         counts = self.counts[:count]
-        return KeptTokens(counts, self.ids[: int(counts.sum())])
+        ids = int(counts.sum())
+        return KeptTokens(counts, self.ids[:ids], None if self.logprobs is None else self.logprobs[:ids])
 
     def lists(self) -> list[list[int]]:
         """Return the ids of each draw."""
@@ -123,7 +128,9 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     supports: bool = False
-    """Whether the engine is to return, for each token, the set of tokens from which it was drawn."""
+    """Whether the engine is to return, for each token, the set of tokens that it was drawn from."""
+    likeliest: int = 0
+    """How many of the likeliest tokens the engine is to return for each token, with their log-probabilities."""
 
     def to_request(self, seed: int | None = None, spent: int = 0) -> dict[str, Any]:
         """Return SGLang's `sampling_params` for an answer that already has `spent` tokens.
@@ -164,7 +171,7 @@ class Completion:
     aborted: bool = False
     """Whether a pause for an update ended the answer."""
     supports: KeptTokens | None = field(default=None, repr=False)
-    """The tokens from which each of the T tokens was drawn. None if they were not requested."""
+    """The tokens that each of the T tokens was drawn from, or the likeliest; None if they were not requested."""
 
     def then(self, rest: Completion) -> Completion:
         """Join this aborted answer with the engine's continuation after its last token."""
@@ -208,7 +215,7 @@ class Trajectory:
     branch: int = 0
     """The number of this row among the rows of its conversation. Row 0 ended the conversation."""
     supports: KeptTokens | None = field(default=None, repr=False)
-    """The tokens from which each of the M tokens was drawn. None if they were not requested."""
+    """The tokens that each of the M tokens was drawn from, or the likeliest; None if they were not requested."""
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,25 @@ another machine. `fp8rl study benefit` judges the finished runs, once none is mi
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from fp8rl.numerics.core.files import append_line
-from fp8rl.rl.record.metrics_log import Row, read_metrics
+from fp8rl.rl.record.metrics_log import Row
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
-from lab.studies.harness.lab import Lab, trained
+from lab.studies.harness.kept_runs import Job, Settings, by_arm, go_on
+from lab.studies.harness.lab import Lab
 from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
 
 RUNS = Path("runs/benefit")
 KEPT = Path("lab/docs/studies/benefit.jsonl")
 STEPS, QUICK_STEPS = 300, 2
-EVALUATED_EVERY = 20
 SEEDS = 5
 COLLAPSE = 0.5
 """A run has collapsed if its held-out accuracy falls to this share of its best."""
 
-Settings = Mapping[str, object]
 NATIVE: Settings = {"numerics.mode": "native", "gates": "[]"}
 MIXED: Settings = {**NATIVE, "numerics.trainer": "bf16"}
 BF16: Settings = {"numerics.trainer": "bf16", "numerics.rollout": "bf16"}
@@ -51,39 +46,6 @@ UPDATES: dict[str, Settings] = {"one update": {}, "four updates": {"algorithm.up
 QUICK_ARMS = ("exact FP8", "exact FP8, again", "native FP8")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run: an arm with one seed."""
-
-    arm: str
-    """`UPDATES: ARM`."""
-    seed: int
-    steps: int
-    folder: Path
-    """Its own folder lies here."""
-    kept: Path
-    """The file that has a line for each finished run."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm}_{self.seed}".replace(": ", "_").replace(", ", "_").replace(" ", "_")
-
-    def rows(self) -> list[Row]:
-        """The metrics of its steps so far."""
-        return read_metrics(self.folder / self.name / "metrics.jsonl")
-
-    def outcome(self) -> dict[str, float] | None:
-        """What the run came to, as it is kept; None if it is not finished."""
-        lines = self.kept.read_text().splitlines() if self.kept.is_file() else []
-        kept = {(line["arm"], line["seed"]): line["outcome"] for line in map(json.loads, lines)}
-        return kept.get((self.arm, self.seed))
-
-    def keep(self) -> None:
-        """Add what the run came to as a line."""
-        self.kept.parent.mkdir(parents=True, exist_ok=True)
-        append_line(self.kept, json.dumps({"arm": self.arm, "seed": self.seed, "outcome": outcome(self.rows())}))
-
-
 def arms() -> Iterator[tuple[str, Settings]]:
     """All arms with their settings; controls have one update a batch."""
     for updates, own in UPDATES.items():
@@ -93,23 +55,7 @@ def arms() -> Iterator[tuple[str, Settings]]:
 
 def jobs(seeds: Sequence[int], folder: Path = RUNS, kept: Path = KEPT, steps: int = STEPS) -> list[Job]:
     """Every run; a seed's runs of all arms come before the next seed's."""
-    return [Job(arm, seed, steps, folder, kept) for seed in seeds for arm, _ in arms()]
-
-
-def make(job: Job, until: float) -> None:
-    """Begin a run, or resume it, unless it is finished or the time, in seconds as `time.time` counts, is over."""
-    if job.outcome() is not None or time.time() > until:
-        return
-    settings = {
-        **dict(arms())[job.arm],
-        "run.seed": job.seed,
-        "run.steps": job.steps,
-        "checkpoint.every": min(job.steps, EVALUATED_EVERY),
-        "eval.every": min(job.steps, EVALUATED_EVERY),
-    }
-    resume = (job.folder / job.name).exists()
-    trained(live.EXAMPLES / "arithmetic.yaml", job.folder, job.name, settings, resume=resume)
-    job.keep()
+    return [Job(arm, seed, steps, folder, kept, outcome, own) for seed in seeds for arm, own in arms()]
 
 
 def measure(lab: Lab) -> Measurement:
@@ -120,17 +66,8 @@ def measure(lab: Lab) -> Measurement:
         chosen = [f"one update: {arm}" for arm in QUICK_ARMS]
         quick = jobs(lab.seeds, lab.scratch, lab.scratch / "runs.jsonl", QUICK_STEPS)
         known = [job for job in quick if job.arm in chosen]
-        lab.each(make, [(job, time.time() + 3600) for job in known], "runs")
-    by_arm: dict[str, dict[int, dict[str, float] | None]] = {}
-    for job in known:
-        by_arm.setdefault(job.arm, {})[job.seed] = job.outcome()
-    values, missing = {}, []
-    for arm, mine in by_arm.items():
-        found = [one for one in mine.values() if one is not None]
-        if len(found) < len(mine):
-            missing.append(f"{arm}, seeds {', '.join(str(seed) for seed, one in mine.items() if one is None)}")
-            continue
-        values[arm] = {metric: [one[metric] for one in found] for metric in found[0]}
+        lab.each(Job.make, [(job, time.time() + 3600) for job in known], "runs")
+    values, missing = by_arm(known)
     steps = QUICK_STEPS if lab.quick else STEPS
     subject = f"M, 1.0M parameters, {steps} GRPO steps, answers of up to 20 tokens, no KL"
     return Measurement(values=values, subject=subject, missing=missing)
@@ -199,21 +136,5 @@ STUDY = Study(
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make or resume runs of the study `benefit`.")
-    parser.add_argument("--hours", type=float, required=True, help="No run begins after this time.")
-    hours = parser.parse_args().hours
-    todo = [job for job in jobs(range(SEEDS)) if job.outcome() is None]
-    until = time.time() + 3600 * hours
-    print(f"{len(todo)} runs are to be made or resumed in {RUNS}", flush=True)
-    Lab(False, (), RUNS, lambda _: None).each(_make_aloud, [(job, until) for job in todo], "runs")
-
-
-def _make_aloud(job: Job, until: float) -> None:
-    make(job, until)
-    if job.outcome() is not None:
-        print(f"{job.arm}, seed {job.seed}: finished", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    go_on("benefit", jobs(range(SEEDS)))

@@ -25,11 +25,13 @@ from fp8rl.models.architecture import architectures
 from fp8rl.models.tensors import base_name
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import PRESETS
+from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.run.batching import batch_from_trajectories
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import Group, SamplingParams
-from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, UNKNOWN, TokenBatch
 from fp8rl.trainer.step.objective import PassResult, Scored
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.bridge import SyncReport
@@ -132,6 +134,24 @@ def test_every_token_agrees_under_top_p_top_k_and_min_p(rig: Rig, cut: Truncatio
     carried = pipeline.sample(0.9, count=6, cut=cut, supports=True)
     assert carried.tokens.equal(batch.tokens) and carried.supports is not None
     assert_agree(pipeline.trainer.score_routed(carried), carried)
+
+
+def test_the_likeliest_tokens_have_the_trainers_bits_and_centering_changes_none(rig: Rig) -> None:
+    pipeline = rig.open(GLM)
+    batch = pipeline.sample(0.9, count=6, likeliest=5)
+    batch = batch.with_fields(advantages=torch.where(batch.loss_mask, -1.0, 0.0))
+    assert batch.fields[LIKELY_IDS].shape == (*batch.tokens.shape, 5)
+    probabilities = batch.fields[LIKELY_LOGPROBS][batch.loss_mask].exp()
+    assert (probabilities.diff(dim=-1) <= 0).all() and (probabilities.sum(-1) < 1).all()
+    chosen = (Grpo(centering=5, tis_cap=None), Grpo(tis_cap=None), Grpo(centering=5))
+    passes = [
+        pipeline.trainer.forward_backward(batch, each.resolved(RolloutSection()).objective(batch)) for each in chosen
+    ]
+    assert_agree(passes[0], batch)
+    assert len({(each.loss, each.grad_norm) for each in passes}) == 1 and passes[0].grad_norm > 0
+    moved = dict(batch.fields, **{LIKELY_LOGPROBS: batch.fields[LIKELY_LOGPROBS] - 0.1})
+    other = replace(batch, fields=moved)
+    assert pipeline.trainer.forward_backward(other, chosen[0].objective(other)).grad_norm != passes[0].grad_norm
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ KEPT = Path(__file__).with_name("kept")
 SEEN_ON = "seen on"
 """The key of a file under which stand the models of processors that have had its digests."""
 _TIMELY = ("perf/", "memory/")
+_LATER = ("mismatch/bias", "mismatch/context_bias")
+"""Metrics that came after the digests were kept."""
 _SHORT = ("run.steps=3", "eval.problems=16", "rollout.prompts_per_step=8", "tracking.wandb.mode=disabled")
 
 
@@ -131,5 +133,5 @@ def _timeless(row: dict[str, float]) -> dict[str, float]:
     return {
         name: value
         for name, value in sorted(row.items())
-        if not name.startswith(_TIMELY) and "seconds" not in name and "bytes" not in name
+        if not name.startswith((*_TIMELY, *_LATER)) and "seconds" not in name and "bytes" not in name
     }

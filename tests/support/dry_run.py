@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Outcomes
-from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_LOGPROBS, OWN_LIKELY, TokenBatch
 
 LENGTHS = (4, 8, 8, 1, 3, 6)
 """Tokens of the answers."""
@@ -59,6 +59,9 @@ def _scored(algorithm: AlgorithmConfig) -> tuple[TokenBatch, Tensor]:
     given = {"rollout_logprobs": algorithm.samples, "old_logprobs": needs.old_logprobs, "values": needs.critic}
     given |= {"reference_logprobs": needs.reference, "teacher_logprobs": needs.teacher}
     fields = {name: logprobs + 0.3 * torch.randn(mask.shape, generator=draw) for name, each in given.items() if each}
+    if algorithm.likeliest:
+        scores = torch.randn(2, *mask.shape, 2 * algorithm.likeliest, generator=draw).log_softmax(-1)
+        fields[LIKELY_LOGPROBS], fields[OWN_LIKELY] = scores[..., : algorithm.likeliest]
     return TokenBatch(torch.ones(mask.shape, dtype=torch.int64), lengths + _PROMPT, mask, 1.0, fields), logprobs
 
 

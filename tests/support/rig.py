@@ -255,10 +255,11 @@ class Pipeline:
 
     def sample(
         self, temperature: float, seed: int = 0, count: int | None = None, cut: Truncation = EVERY_TOKEN,
-        supports: bool = False, answers: int = 2,
+        supports: bool = False, answers: int = 2, likeliest: int = 0,
     ) -> TokenBatch:  # fmt: skip
         """So many answers to each of the first `count` prompts, as the loop would batch them."""
-        sampling = SamplingParams(NEW_TOKENS, temperature, **dataclasses.asdict(cut), supports=supports)
+        asked = {"supports": supports, "likeliest": likeliest}
+        sampling = SamplingParams(NEW_TOKENS, temperature, **dataclasses.asdict(cut), **asked)
         groups = to_groups(prompts(seed)[:count], answers, run_seed=seed, step=1)
         trajectories = self.generate(groups, sampling)
         return batch_from_trajectories(trajectories, temperature, redraws=len(trajectories), truncation=cut)

@@ -80,6 +80,11 @@ class AlgorithmConfig(Section):
         return self
 
     @property
+    def likeliest(self) -> int:
+        """How many of its likeliest tokens the engine reports for each token that it samples."""
+        return 0
+
+    @property
     def updates(self) -> int:
         """Optimizer steps that a batch gets."""
         return 1

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import per_token, whitened
+from fp8rl.rl.algorithms.parts.centering import expected_score
 from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
 from fp8rl.rl.algorithms.parts.penalties import ESTIMATORS, KlSection, OverlongSection, k3
 from fp8rl.rl.algorithms.parts.surrogates import Aggregation, AggregationMode, Surrogate, clipped, token_ratio
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_LOGPROBS, OWN_LIKELY, TokenBatch
 from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 # The loss of an update by the policy gradient: what a surrogate, a KL term and an entropy bonus add up to.
@@ -35,8 +36,8 @@ LEARNT_FROM = "learnt_from"
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of an update: the mean over tokens of (surrogate + KL term) · w - entropy bonus. A rejected or filtered
-    token counts as 0.
+    """The loss of an update: the mean over tokens of (surrogate + KL term) · w - entropy bonus, which is 0 for rejected
+    and filtered tokens. With centering the token's advantage times its expected score is added.
 
     old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
     detached. The KL term needs `fields["reference_logprobs"]`. `rl.algorithms.parts.corrections` computes the weight w
@@ -59,9 +60,10 @@ class PolicyObjective:
         term = self.algorithm.surrogate(logprobs, old, advantages, used, batch)
         corrects = self.correction.weighs or self.correction.rejects
         weight, accepted = self.correction(old, fields["rollout_logprobs"] if corrects else old, used)
-        kept = accepted
-        if LEARNT_FROM in fields:  # a logprob that is not finite is never filtered
-            kept = accepted & ((fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite())
+        learnt = used
+        if LEARNT_FROM in fields:  # what is not finite is never hidden
+            learnt = (fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite()
+        kept = accepted & learnt
         losses, kl = term.losses, self.kl
         reference = fields.get("reference_logprobs")
         x = None if reference is None else torch.where(used, logprobs - reference, 0.0)
@@ -69,6 +71,12 @@ class PolicyObjective:
             sampled_by = token_ratio(logprobs, old, used).detach()
             losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
         losses = torch.where(kept, losses * weight, 0.0)
+        if self.algorithm.centering is not None:
+            centered = accepted
+            if self.correction.rejection == "icepop":  # its tokens have the weight 0: the expectation is over them, too
+                centered = Correction(veto=self.correction.veto)(old, fields["rollout_logprobs"], used)[1]
+            score = expected_score(fields[OWN_LIKELY], fields[LIKELY_LOGPROBS], used, self.correction)
+            losses = losses + torch.where(centered & learnt, advantages * score, 0.0)
         if self.entropy:
             losses = losses - self.entropy * torch.where(kept, entropy, 0.0)
         loss = self.aggregate(losses, used)
@@ -94,7 +102,7 @@ class PolicyObjective:
         return ObjectiveOutput(loss, metrics)
 
 
-RatioSource = Literal["recompute", "bypass", "on_policy"]
+RatioSource = Literal["recompute", "bypass"]
 
 
 class PolicyGradient(AlgorithmConfig):
@@ -133,8 +141,11 @@ class PolicyGradient(AlgorithmConfig):
     """Where the old log-probabilities of the policy ratio come from. `recompute`: from the trainer, before the first
     update of the batch. With one update they are the training pass's own, and the ratio is 1. `bypass`: from the
     engine, so that the clip acts on the change of the policy since a token was sampled; no importance weight is used.
-    `on_policy`: the ratio is 1 by definition. On tokens that the trainer's current weights have sampled all three are
-    equal, in exact mode bit for bit. Null: `bypass` with `rollout.staleness`, else `recompute`."""
+    On tokens that the trainer's current weights have sampled both are equal, in exact mode bit for bit. Null: `bypass`
+    with `rollout.staleness`, else `recompute`."""
+    centering: int | None = Field(default=None, ge=1, le=256)
+    """Centre each token's score over this number of the engine's likeliest tokens (arXiv 2609.20807), so that a bias
+    between the two sides does not add up. Null: off. On tokens of the trainer's weights exact mode needs none."""
     tis_cap: float | None = Field(default=2.0, ge=1.0)
     """Cap of the importance weight trainer / rollout. Null: no importance weight. With the rejections `icepop` and
     `mis`, which have their own weight, the default is null: their weight has no cap."""
@@ -156,7 +167,10 @@ class PolicyGradient(AlgorithmConfig):
     @model_validator(mode="before")
     @classmethod
     def _published_weights(cls, values: Any) -> Any:
-        """Set `tis_cap` to null for `icepop` and `mis`, whose bound limits their weights, unless the spec sets it."""
+        """Set `tis_cap` to null for `icepop` and `mis`, whose bound limits their weights, unless the spec sets it. Old
+        specs have the ratio `on_policy`, which is `recompute` with one update."""
+        if isinstance(values, dict) and values.get("ratio") == "on_policy":
+            values = values | {"ratio": "recompute"}
         rejection = values.get("rejection") if isinstance(values, dict) else None
         name = rejection.get("name") if isinstance(rejection, dict) else getattr(rejection, "name", None)
         return {"tis_cap": None} | values if name in OWN_WEIGHT else values
@@ -187,12 +201,19 @@ class PolicyGradient(AlgorithmConfig):
                 f"found loss_length={self.loss_length} with loss_aggregation={self.loss_aggregation}, expected "
                 "seq_mean_token_sum_norm, the only mode that divides by it. Remove algorithm.loss_length"
             )
-        if self.ratio == "on_policy" and self.updates > 1:
-            return (
-                f"found updates_per_batch={self.updates_per_batch} and epochs={self.epochs} with ratio=on_policy, "
-                "expected 1 and 1, because in later updates the policy is no longer the one that sampled. Set "
-                "algorithm.ratio=recompute"
-            )
+        if self.centering is not None:
+            sequence = self.tis_level == "sequence" or (rejection is not None and rejection.name == "mis")
+            wrong = {
+                f"updates_per_batch={self.updates_per_batch} and epochs={self.epochs}": self.updates > 1,
+                "ratio=bypass": self.ratio == "bypass",
+                "weights of whole sequences (tis_level=sequence, rejection mis)": sequence,
+            }
+            if found := next((each for each, holds in wrong.items() if holds), ""):
+                return (
+                    f"found centering={self.centering} with {found}, expected one update of a batch, ratio=recompute "
+                    "and weights of tokens: the expected score is that of the first update. Change that setting, or "
+                    "remove algorithm.centering"
+                )
         if self.kl.reward.coefficient and not self.token_rewards:
             return (
                 f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: it compares "
@@ -213,13 +234,14 @@ class PolicyGradient(AlgorithmConfig):
             f"R less {kl.reward.coefficient:g} KL to the reference": kl.reward.coefficient > 0,
             f"plus {kl.loss.coefficient:g} {kl.loss.estimator} of the KL to the reference": kl.loss.coefficient > 0,
             **dict.fromkeys(self.correction.summary, True),
+            f"scores centred over {self.centering} tokens": self.centering is not None,
             f"less {self.entropy:g} entropy": self.entropy > 0,
             self.loss_aggregation: True,
         }
         return "; ".join([super().loss_summary, *(said for said, holds in parts.items() if holds)])
 
     def resolved(self, rollout: RolloutSection) -> Self:
-        stale = rollout.staleness > 0 and not self._rejects
+        stale = rollout.staleness > 0 and not self._rejects and self.centering is None
         found: dict[str, Any] = {"ratio": self.ratio or ("bypass" if stale else "recompute")}
         if self.loss_aggregation == "seq_mean_token_sum_norm":
             found["loss_length"] = self.loss_length or rollout.max_new_tokens
@@ -237,6 +259,10 @@ class PolicyGradient(AlgorithmConfig):
 
     def keeps_group(self, rewards: Tensor) -> bool:
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())
+
+    @property
+    def likeliest(self) -> int:
+        return self.centering or 0
 
     @property
     def updates(self) -> int:

@@ -52,6 +52,10 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
         remedy = f"Set rollout.tp=1 or trainer.tp=1. On GPUs rollout.tp is 1; on CPUs it may be {e.trainer.tp}, too."
         yield user_error("rollout.tp", found, expected, remedy)
     if isinstance(algorithm, PolicyGradient):
+        if algorithm.centering is not None and rollout.truncation.cuts:
+            expected = "no top-p, top-k or min-p: the expectation is over the whole vocabulary"
+            remedy = "Remove rollout.top_p, top_k and min_p, or algorithm.centering."
+            yield user_error("algorithm.centering", f"{algorithm.centering} with truncation", expected, remedy)
         prompts = rollout.prompts_per_step
         if algorithm.updates_per_batch > prompts:
             found = f"{algorithm.updates_per_batch} with rollout.prompts_per_step={prompts}"

@@ -67,6 +67,7 @@ SECTIONS: dict[str, dict[str, ChartStyle]] = {
             "fraction",
             "share",
         ),
+        "Bias": ChartStyle("The part of d that persists over steps and adds up in the weights.", "nats", "floor"),
         "Routing": ChartStyle("Experts of the sampled tokens, trainer against engine.", "fraction", "share"),
         "Rejected": ChartStyle("Not trained on, because of the mismatch.", "fraction of the batch", "floor"),
     },

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.sampling import EVERY_TOKEN, GREEDY, Truncation
-from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, UNKNOWN, KeptTokenPool, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.rollout.types import Trajectory
@@ -36,6 +36,7 @@ def batch_from_trajectories(
     batch has the engine's routes if it reported them.
 
     The field `rollout_logprobs` is the engine's logprob of each target as received (NaN and inf included), 0 elsewhere.
+    If the engine reported its likeliest tokens, there are `LIKELY_IDS` and `LIKELY_LOGPROBS`, too.
 
     Args:
         trajectories: a trajectory without sampled tokens gives a row without targets.
@@ -63,7 +64,7 @@ def batch_from_trajectories(
     rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
     return replace(
         batch,
-        fields={"rollout_logprobs": rollout_logprobs},
+        fields={"rollout_logprobs": rollout_logprobs, **_likeliest(trajectories, batch)},
         routes=_routes(trajectories, batch),
         replay=replay,
         seeds=_seeds(trajectories, redraws) if redraws else None,
@@ -99,7 +100,7 @@ def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | N
 def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> KeptTokenPool | None:
     """Return the tokens that each sampled token was drawn from, for rows that have them; None if no trajectory has."""
     reported = [t.supports for t in trajectories if t.supports is not None]
-    if not reported:
+    if not reported or reported[0].logprobs is not None:
         return None
     for row, t in enumerate(trajectories):
         if t.supports is not None and len(t.supports.counts) != len(t.logprobs):
@@ -108,6 +109,22 @@ def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> KeptToke
     has = torch.tensor([t.supports is not None for t in trajectories])
     counts, ids = torch.cat([each.counts for each in reported]), torch.cat([each.ids for each in reported])
     return KeptTokenPool.of(batch.loss_mask & has[:, None], counts, ids)
+
+
+def _likeliest(trajectories: Sequence[Trajectory], batch: TokenBatch) -> dict[str, Tensor]:
+    """The fields of the likeliest tokens, float32 [B, S, k], 0 where nothing was sampled; none if none are reported."""
+    reported = [t.supports for t in trajectories if t.supports is not None and t.supports.logprobs is not None]
+    if not reported:
+        return {}
+    counts, targets = torch.cat([each.counts for each in reported]), int(batch.loss_mask.sum())
+    if len(counts) != targets or bool((counts != counts[0]).any()):
+        raise ValueError(f"likeliest: found those of {len(counts)} tokens, expected as many for each of {targets}")
+    ids, logprobs = (torch.zeros(*batch.tokens.shape, int(counts[0])) for _ in range(2))
+    ids[batch.loss_mask] = torch.cat([each.ids for each in reported]).float().view(targets, -1)
+    logprobs[batch.loss_mask] = torch.cat([each.logprobs for each in reported if each.logprobs is not None]).view(
+        targets, -1
+    )
+    return {LIKELY_IDS: ids, LIKELY_LOGPROBS: logprobs}
 
 
 def _seeds(trajectories: Sequence[Trajectory], redraws: int) -> Tensor:

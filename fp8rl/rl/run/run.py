@@ -115,7 +115,8 @@ class Run:
         canary = canary_of(experiment, numerics)
         self.syncing = Syncing(self._bridge(), self.engines, self.events, self.turns, canary)
         parts = (self.engines, conversations, judge, self.syncing, self.events, self.turns)
-        self.sampling = Sampling(rollout, self.tokenizer, *parts, experiment.carries_supports)
+        asked = experiment.carries_supports, experiment.algorithm.likeliest
+        self.sampling = Sampling(rollout, self.tokenizer, *parts, *asked)
 
     def wait_for_engines(self) -> None:
         """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""

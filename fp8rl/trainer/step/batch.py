@@ -81,6 +81,9 @@ def left_out(
     return out
 
 
+LIKELY_IDS, LIKELY_LOGPROBS, OWN_LIKELY = "likely_ids", "likely_logprobs", "own_likely_logprobs"
+"""Fields [B, S, k] of the engine's k likeliest tokens at each target: their ids, exact as float32, and the engine's and
+the trainer's log-probabilities of them. The trainer adds the last one, with gradient, for the objective."""
 UNKNOWN = -1
 """The value in place of an expert or a draw that is not known."""
 PAD_TOKEN = 0
@@ -106,7 +109,7 @@ class TokenBatch:
     temperature: float = 1.0
     """The temperature of sampling, by which logits are divided before the softmax."""
     fields: dict[str, Tensor] = field(default_factory=dict)
-    """More tensors for the objective, float32 [B, S], such as `rollout_logprobs` and `advantages`."""
+    """Further float32 tensors [B, S] or [B, S, k] for the objective, such as `rollout_logprobs` and `advantages`."""
     routes: Tensor | None = None
     """int16 [B, S, L, K], the K experts to which the engine sent each token in each of the L MoE layers. -1 for tokens
     without a report, such as padding and the last token of a row. None if the engine reported no experts."""
@@ -152,7 +155,7 @@ class TokenBatch:
         if self.supports is not None:
             _expect("supports", self.supports.at, shape, torch.int64)
         for name, value in self.fields.items():
-            _expect(f"fields[{name!r}]", value, shape, torch.float32)
+            _expect(f"fields[{name!r}]", value, (*shape, *value.shape[2:]), torch.float32)
         if self.routes is not None:
             _expect("routes", self.routes, (*shape, *self.routes.shape[-2:]), torch.int16)
         elif self.replay:
@@ -203,7 +206,8 @@ class TokenBatch:
         extra = width - self.width
 
         def pad(value: Tensor) -> Tensor:
-            return F.pad(value, (0, extra)) if value.dim() == 2 else F.pad(value, (0, 0, 0, 0, 0, extra), value=UNKNOWN)
+            behind = (0, 0) * (value.dim() - 2)
+            return F.pad(value, (*behind, 0, extra), value=UNKNOWN if value.dim() == 4 else 0)
 
         return self._changed(pad, self.lengths, self.seeds) if extra else self
 

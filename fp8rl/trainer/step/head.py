@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops.linear import add_weight_gradient
 from fp8rl.numerics.sampling import GREEDY, Truncation
-from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, left_out
+from fp8rl.trainer.step.batch import LIKELY_IDS, UNKNOWN, KeptTokenPool, left_out
 from fp8rl.trainer.step.microbatches import MicroBatch
 
 
@@ -73,6 +73,8 @@ class HeadOutput:
     """FP32 [B, S - 1] with gradient: the entropy of the distribution that scores each token. A critic has 0."""
     draws: Tensor | None = None
     """int64 [B, S], as `Scored.draws`. None for a batch without seeds."""
+    likely: Tensor | None = None
+    """FP32 [B, S - 1, k] with gradient, log-probabilities of the batch's `LIKELY_IDS`; None for a batch without."""
 
 
 ReadHead = Callable[[Tensor, Head, MicroBatch], HeadOutput]
@@ -90,14 +92,16 @@ def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | No
     targets = _Targets.of(micro, len(rows))
     chunks = 1 if chunk is None else -(-targets.tokens.numel() // chunk)
     if chunks == 1:
-        values, entropy, drawn = targets.read(head(rows))
+        values, entropy, likely, drawn = targets.read(head(rows))
     else:
-        values, entropy, drawn = _InChunks.apply(rows, head.weight, head, targets, chunks)
+        values, entropy, likely, drawn = _InChunks.apply(rows, head.weight, head, targets, chunks)
     if drawn is not None:
         drawn = torch.cat(
             [torch.full_like(micro.batch.tokens[:, :1], UNKNOWN), micro.from_targets(drawn.flatten(), UNKNOWN)], 1
         )
-    return HeadOutput(micro.from_targets(values.flatten()), micro.from_targets(entropy.flatten()), drawn)
+    if likely is not None:
+        likely = torch.stack([micro.from_targets(each.flatten()) for each in likely], -1)
+    return HeadOutput(micro.from_targets(values.flatten()), micro.from_targets(entropy.flatten()), drawn, likely)
 
 
 def hidden_states(model: nn.Module, micro: MicroBatch) -> Tensor:
@@ -138,6 +142,8 @@ class _Targets:
     """The limits with which drawn targets were drawn."""
     supports: KeptTokenPool | None
     """The tokens that truncation kept for each target, or None."""
+    likely: Tensor | None = None
+    """int64 [k, ranks, n], the ids of the engine's likeliest tokens, or None."""
 
     @classmethod
     def of(cls, micro: MicroBatch, count: int) -> _Targets:
@@ -151,6 +157,8 @@ class _Targets:
         if batch.seeds is not None:
             seeds = by_rank(torch.where(batch.loss_mask, batch.seeds[:, None], GREEDY))
         supports = batch.supports and replace(batch.supports, at=by_rank(batch.supports.at))
+        ids = batch.fields.get(LIKELY_IDS)
+        likely = None if ids is None else torch.stack([by_rank(each) for each in ids.long().unbind(-1)])
         return cls(
             by_rank(batch.tokens),
             batch.temperature,
@@ -159,6 +167,7 @@ class _Targets:
             by_rank(batch.loss_mask),
             batch.truncation,
             supports,
+            likely,
         )
 
     def split(self, chunks: int) -> Iterator[_Targets]:
@@ -178,20 +187,26 @@ class _Targets:
             positions=change(self.positions),
             drawn=change(self.drawn),
             supports=self.supports and replace(self.supports, at=change(self.supports.at)),
+            likely=None if self.likely is None else change(self.likely),
         )
 
-    def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probabilities, FP32 [ranks, n], entropy, FP32 [ranks, n], and repeated draws, int64 [ranks, n]."""
+    def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return log-probabilities and entropy, FP32 [ranks, n], those of the likeliest tokens, FP32 [k, ranks, n], and
+        the tokens drawn again, int64 [ranks, n]."""
         logits = logits.view(*self.tokens.shape, -1)
         return *self.logprobs(logits), self._draws(logits)
 
-    def logprobs(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropy. They are over the tokens that truncation keeps, and the target."""
+    def logprobs(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return log-probabilities and entropy over the tokens that truncation keeps and the target itself; and the
+        log-probabilities of the likeliest tokens, each by the op that the engine has computed it with."""
         logits = logits.view(*self.tokens.shape, -1)
         if self.truncation.cuts:
             out = self._left_out(logits.detach()).scatter_(-1, self.tokens.unsqueeze(-1), False)
             logits = logits.masked_fill(out, -torch.inf)
-        return ops.token_logprobs(logits, self.tokens, self.temperature)
+        found = ops.token_logprobs(logits, self.tokens, self.temperature)
+        if self.likely is None:
+            return *found, None
+        return *found, torch.stack([ops.token_logprobs(logits, ids, self.temperature)[0] for ids in self.likely])
 
     def _left_out(self, logits: Tensor) -> Tensor:
         """Return bool [ranks, n, V], True for ids that truncation left out."""
@@ -220,23 +235,23 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, head: Head, targets: _Targets, chunks: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(rows, weight)
         ctx.head, ctx.targets, ctx.chunks = head, targets, chunks
         ctx.set_materialize_grads(False)  # nobody may ask for the entropy's
         pieces = zip(rows.tensor_split(chunks), targets.split(chunks), strict=True)
-        values, entropy, drawn = zip(*(part.read(head(piece, weight.detach())) for piece, part in pieces), strict=True)
-        if drawn[0] is None:
-            return torch.cat(values, 1), torch.cat(entropy, 1), None
-        ctx.mark_non_differentiable(all_drawn := torch.cat(drawn, 1))
-        return torch.cat(values, 1), torch.cat(entropy, 1), all_drawn
+        read = zip(*(part.read(head(piece, weight.detach())) for piece, part in pieces), strict=True)
+        *scores, drawn = (None if parts[0] is None else torch.cat(parts, -1) for parts in read)
+        if drawn is not None:
+            ctx.mark_non_differentiable(drawn)
+        return *scores, drawn
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         d_rows, d_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=torch.float32)
-        given = [(index, grad) for index, grad in enumerate(grads[:2]) if grad is not None]
-        d_read = zip(*(grad.tensor_split(ctx.chunks, 1) for _, grad in given), strict=True)
+        given = [(index, grad) for index, grad in enumerate(grads[:3]) if grad is not None]
+        d_read = zip(*(grad.tensor_split(ctx.chunks, -1) for _, grad in given), strict=True)
         pieces = (x.tensor_split(ctx.chunks) for x in (rows, d_rows))
         for piece, d_piece, part, d_part in zip(*pieces, ctx.targets.split(ctx.chunks), d_read, strict=True):
             with torch.enable_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer.config import CHUNKS
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.modules.precision import count, kv_saturated
-from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.trainer.step.batch import OWN_LIKELY, UNKNOWN, TokenBatch
 from fp8rl.trainer.step.head import ReadHead, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import NonFiniteLossError, Objective, PassResult, RankPass
@@ -61,6 +61,8 @@ def run_pass(
     """
     if layout.cp_size > 1:
         multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
+    if objective is None:
+        batch = replace(batch, fields={})  # nobody reads them
     groups = form.plan(batch, layout.replicas, budget, multiple)[layout.replica]
     # Gradients are added over ranks without dividing by a token count: the objective has its own denominators.
     get_model_config(model).finalize_model_grads_func = lambda model, tokens, **more: finalize_model_grads(
@@ -148,6 +150,8 @@ def _loss(
     if objective is None or not micro.rows:
         loss = logprobs.sum() * 0.0
     else:
+        if found.likely is not None:
+            batch = batch.with_fields(**{OWN_LIKELY: F.pad(found.likely, (0, 0, 1, 0))})
         share = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
         loss = share.loss
         metrics = {name: value.detach() for name, value in (share.metrics | micro.metrics()).items()}

@@ -22,7 +22,7 @@ from fp8rl.numerics.sampling import GREEDY
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.modules.rows import PackedRows
-from fp8rl.trainer.step.batch import NOT_CARRIED, TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_IDS, NOT_CARRIED, TokenBatch
 from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, SharedMicroBatch, rows_of
 
 SAVED_SAMPLED, SAVED_OTHER = "train/saved_sampled_tokens", "train/saved_other_tokens"
@@ -211,8 +211,8 @@ def _in_order(keys: np.ndarray, lengths: list[int]) -> tuple[list[int], list[int
 
 
 def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `targets`, `parents`, `asked` and `target_of` of a micro-batch. A shared token is several targets if its
-    rows draw it with different seeds or supports, or if only some of its rows draw it."""
+    """Return `targets`, `parents`, `asked` and `target_of` of a micro-batch. A shared token is several targets if rows
+    draw it with different seeds, supports or likeliest tokens, or if some rows do not draw it."""
     asks = batch.real_tokens()
     asks[:, 0] = False
     if not asks.any():
@@ -221,7 +221,9 @@ def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, T
     seeds = torch.full_like(batch.lengths, GREEDY) if batch.seeds is None else batch.seeds
     supports = torch.full_like(batch.tokens, NOT_CARRIED) if batch.supports is None else batch.supports.at
     drawn = torch.where(batch.loss_mask, seeds[:, None], GREEDY)
-    ways = torch.stack([place, drawn, batch.loss_mask.long(), supports], -1).flatten(0, 1)[asked]
+    likely = batch.fields.get(LIKELY_IDS, torch.empty(*batch.tokens.shape, 0)).long()
+    ways = torch.cat([torch.stack([place, drawn, batch.loss_mask.long(), supports], -1), likely], -1)
+    ways = ways.flatten(0, 1)[asked]
     kinds, target_of = ways.unique(dim=0, return_inverse=True)
     targets = torch.empty(len(kinds), dtype=torch.int64)
     targets[target_of] = asked  # any of the rows that ask for it in this way

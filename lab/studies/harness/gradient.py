@@ -23,7 +23,7 @@ def objective(loss: str, batch: TokenBatch) -> Objective:
     """The loss by its short name, for a batch with advantages or of chains."""
     if loss == "SFT":
         return SftObjective.of(batch)
-    return Grpo(ratio="on_policy" if loss == "GRPO" else "bypass", tis_cap=None).objective(batch)
+    return Grpo(ratio="recompute" if loss == "GRPO" else "bypass", tis_cap=None).objective(batch)
 
 
 def gradients(trainer: Trainer, numerics: NumericsConfig, batch: TokenBatch, objective: Objective) -> dict[str, Tensor]:

@@ -43,13 +43,15 @@ class Lab:
     specs: dict[str, str] = field(default_factory=dict)
     """Name to digest of each quantization spec that was measured; studies add to it."""
 
-    def each(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], what: str) -> list[T]:
-        """`function` of each job's arguments, in two processes of one thread each; results in the order of the jobs.
+    def each(
+        self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], what: str, at_once: int = AT_ONCE
+    ) -> list[T]:
+        """`function` of each job's arguments, in processes of one thread each; results in the order of the jobs.
 
         A process takes one job after the other, as starting one costs as much as a small job: a function leaves
         nothing behind that another would compute differently with.
         """
-        with _processes(AT_ONCE) as pool:
+        with _processes(at_once) as pool:
             running = [pool.submit(_run, partial(function, *job)) for job in jobs]
             for count, done in enumerate(as_completed(running), start=1):
                 done.result()  # the first failure ends the others
@@ -123,19 +125,27 @@ def _rank(rank: int, port: int, config: TrainerSection, function: Callable[..., 
 
 
 def trained(
-    spec: Path, folder: Path, name: str, settings: Mapping[str, Any], *, resume: bool = False
+    spec: Path,
+    folder: Path,
+    name: str,
+    settings: Mapping[str, Any],
+    *,
+    resume: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """The metrics of a run of `spec`, which is left in `folder`: a row for each step, the first of them before it.
 
-    resume: from the last checkpoint of a run that has begun.
+    resume: from the last checkpoint of a run that has begun. environment: in place of this process's variables.
 
     Raises:
         RuntimeError: it failed.
     """
-    command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec), *(["--resume"] if resume else [])]
+    begun = "--resume" if resume else "--overwrite"
+    command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec), begun]
     own = {"run.dir": folder, "run.name": name, "tracking.wandb.mode": "disabled"}
     command += [f"{key}={value}" for key, value in (own | dict(settings)).items()]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+    out: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **out) as run:
         try:
             errors = run.communicate()[1]
         except KeyboardInterrupt:

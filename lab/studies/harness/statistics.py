@@ -96,7 +96,7 @@ def estimate(arm: Values, against: Values | None, contrast: Contrast) -> Estimat
     return _over_sequences(rows, others, contrast)
 
 
-def estimate_share(runs: Sequence[float]) -> Estimate:
+def estimate_share(arm: Values) -> Estimate:
     """The share of the runs that are 1, with its exact binomial interval (Clopper and Pearson 1934).
 
     0 of 5 runs have the interval 0 to 0.52: a t interval over five equal numbers would be a point.
@@ -104,8 +104,9 @@ def estimate_share(runs: Sequence[float]) -> Estimate:
     Raises:
         ValueError: a run is neither 0 nor 1.
     """
+    runs = np.concatenate(_columns(arm)).tolist()
     if not set(runs) <= {0.0, 1.0}:
-        raise ValueError(f"share: found {list(runs)}, expected 0 or 1 for each run")
+        raise ValueError(f"share: found {runs}, expected 0 or 1 for each run")
     count, hits = len(runs), int(sum(runs))
     interval = stats.binomtest(hits, count).proportion_ci(CONFIDENCE, method="exact")
     return Estimate(hits / count, float(interval.low), float(interval.high), count, _BinomialTails(hits, count))

@@ -114,6 +114,7 @@ NAMES = (
     "adapters",
     "pretrained",
     "benefit",
+    "drift",
 )
 """The studies' names, in the order in which they run."""
 

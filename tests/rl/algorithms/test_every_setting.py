@@ -16,7 +16,13 @@ SETTINGS: dict[str, list[Any]] = (
     | {"overlong": [None, {}, {"penalty": 0.0, "filter": True}, {"buffer": 3, "filter": True}, {"limit": 5}]}
     | {"clip_low": [0.1], "clip_high": [0.5], "clip_dual": [None, 3.0], "entropy": [0.01], "veto": [1e-4]}
     | {"kl": [{"loss": {"coefficient": 0.01, "estimator": name}} for name in ("k2", "k3")]}
-    | {"updates_per_batch": [2], "epochs": [2], "ratio": ["recompute", "bypass", "on_policy"], "loss_length": [None, 8]}
+    | {
+        "updates_per_batch": [2],
+        "epochs": [2],
+        "ratio": ["recompute", "bypass"],
+        "centering": [2],
+        "loss_length": [None, 8],
+    }
     | {"tis_cap": [None, 1.0], "tis_level": ["sequence"], "batch_size": [4]}
     | {"rejection": [{"name": name} for name in ("icepop", "geometric", "mis")]}
     | {"loss_aggregation": ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]}

@@ -38,6 +38,7 @@ SPECS = [
     ("numerics.router_replay: found 'record with", "rollout.staleness=1 numerics.router_replay=record", ""),
     ("rollout.tp: found '3 with trainer.tp=2'", "rollout.tp=3 trainer.tp=2", ""),
     ("algorithm.updates_per_batch: found '999 with", "algorithm.updates_per_batch=999", "rollout.prompts_per_step=999"),
+    ("algorithm.centering: found '8 with truncation'", "algorithm.centering=8 rollout.top_p=0.9", "rollout.top_p=1.0"),
     ("rollout.group_size: found '1 with alg", "algorithm={name: dapo} rollout.group_size=1", "rollout.group_size=2"),
     ("sync.delta: found 'true with sync.transport=disk'", "sync.delta=true sync.transport=disk", ""),
     ("rollout.sleep: found 'true with rollout.staleness=1'", "rollout.sleep=true rollout.staleness=1", ""),

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
-from fp8rl.rollout.types import Trajectory
+from fp8rl.rl.run.feed.state import SavedGroup
+from fp8rl.rollout.types import Group, KeptTokens, Problem, Prompt, Trajectory
+from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS
 
 
 def trajectory(prompt: list[int], generated: list[int], logprobs: list[float]) -> Trajectory:
@@ -30,6 +32,21 @@ def test_what_an_environment_says_is_context() -> None:
     assert batch.tokens.tolist() == [[11, 12, 13, 14, 15, 16]]
     assert batch.loss_mask.int().tolist() == [[0, 1, 0, 0, 1, 1]]
     assert batch.fields["rollout_logprobs"].tolist() == [[0, -0.5, 0, 0, -0.25, -2.0]]
+
+
+def test_likeliest_tokens_are_fields_and_stay_in_a_checkpoint() -> None:
+    likely = KeptTokens.of([[12, 9], [15, 12], [16, 3]], [-0.5, -2.0, -0.25, -1.0, -0.1, -3.0])
+    talk = replace(trajectory([11], [12, 13, 14, 15, 16], [-0.5, -0.25, -2.0]), environment_spans=((1, 3),))
+    talk = replace(talk, supports=likely)
+    group = Group(Prompt(Problem("", ""), [11]), (5,))
+    (again,) = SavedGroup.of(0, group, [talk]).trajectories()
+    for batch in (batch_from_trajectories([one, trajectory([11, 12], [], [])], 1.0) for one in (talk, again)):
+        assert batch.supports is None
+        assert batch.fields[LIKELY_IDS][0].tolist() == [[0, 0], [12, 9], [0, 0], [0, 0], [15, 12], [16, 3]]
+        assert batch.fields[LIKELY_LOGPROBS][0, 4].tolist() == [-0.25, -1.0] and not batch.fields[LIKELY_IDS][1].any()
+        assert batch.padded(9).select([0, 1]).fields[LIKELY_IDS].shape == (2, 6, 2)
+    with pytest.raises(ValueError, match="likeliest: found those of 3 tokens, expected as many for each of 4"):
+        batch_from_trajectories([talk, trajectory([1], [2], [-1.0])], 1.0)
 
 
 def test_logprobs_arrive_bit_for_bit_and_nonfinite_ones_and_empty_generations_too() -> None:

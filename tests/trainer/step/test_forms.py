@@ -15,7 +15,7 @@ from fp8rl.diagnose.doctor.formats import differences_of
 from fp8rl.diagnose.doctor.watch import watch_step
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, OWN_LIKELY, UNKNOWN, KeptTokenPool, TokenBatch
 from fp8rl.trainer.step.microbatches import PackedMicroBatch, pad_to_multiple, plan, plan_packed
 from fp8rl.trainer.step.objective import ObjectiveOutput
 from fp8rl.trainer.step.trees import TreeMicroBatch, plan_trees, token_keys
@@ -37,7 +37,7 @@ class PolicyGradient:
     """Each row's log-probabilities times its advantage, and some entropy, which it keeps of a single micro-batch."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
-        self.entropy = entropy.detach().clone()
+        self.entropy, self.likely = entropy.detach().clone(), batch.fields.get(OWN_LIKELY, entropy[..., None]).detach()
         gain = logprobs * batch.fields["advantages"] + 0.01 * entropy
         return ObjectiveOutput(-(gain * batch.loss_mask).sum() / 100)
 
@@ -54,6 +54,12 @@ def with_supports(batch: TokenBatch) -> TokenBatch:
     return replace(batch, truncation=Truncation(0.7, 6, 0.02), supports=KeptTokenPool.of(carried, counts, ids))
 
 
+def with_likeliest(batch: TokenBatch) -> TokenBatch:
+    """Two ids for each token; those of even and odd rows differ where their tokens do not."""
+    ids = torch.stack([batch.tokens, batch.tokens + 5 + torch.arange(batch.rows)[:, None] % 2], -1) % VOCAB
+    return batch.with_fields(**{LIKELY_IDS: ids.float(), LIKELY_LOGPROBS: -torch.ones(ids.shape)})
+
+
 def of_two_versions(batch: TokenBatch) -> TokenBatch:
     """Routes to be replayed: those of even rows and of odd rows differ where their tokens do not."""
     routes = random_routes(batch)
@@ -67,7 +73,7 @@ BATCHES = {
     "top-p": drawn(replace(conversations(), truncation=Truncation(top_p=0.7))),
     "supports carried": drawn(with_supports(conversations())),
     "own routes": replace(conversations(), routes=torch.full_like(random_routes(conversations()), UNKNOWN)),
-    "replayed routes": of_two_versions(conversations()),
+    "replayed routes": of_two_versions(conversations()), "likeliest": drawn(with_likeliest(conversations())),
 }  # fmt: skip
 
 
@@ -76,7 +82,7 @@ def said(trainer: Any, batch: TokenBatch) -> dict[str, Tensor]:
     done = trainer.forward_backward(batch, objective := PolicyGradient())
     found = {name: getattr(done.result, name) for name in ("logprobs", "routes", "draws")}
     if len(objective.entropy) == batch.rows:
-        found["entropy"] = objective.entropy
+        found |= {"entropy": objective.entropy, "likely": objective.likely}
     real = batch.real_tokens()
     return {name: in_order(done.rows, x)[:, : batch.width][real] for name, x in found.items() if x is not None}
 
@@ -84,7 +90,7 @@ def said(trainer: Any, batch: TokenBatch) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "batches", "forms"),
-    [("moe", 6, FORMS), ("dense", 2, FORMS[:2]), ("latent", 2, FORMS[:2]), ("linear", 2, FORMS[:2])],
+    [("moe", 7, FORMS), ("dense", 2, FORMS[:2]), ("latent", 2, FORMS[:2]), ("linear", 2, FORMS[:2])],
 )
 def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(kind, batches, forms, make_trainer, models) -> None:
     padded = make_trainer(models[kind], "fp8", micro_batch_tokens=ALONE)
@@ -93,7 +99,7 @@ def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(kind, batches, f
         trainer = make_trainer(models[kind], "fp8", **{"micro_batch_tokens": ALONE, **keys})
         for name, wanted in expected.items():
             found = said(trainer, BATCHES[name])
-            assert found.keys() == wanted.keys() - ({"entropy"} if "micro_batch_tokens" in keys else set())
+            assert found.keys() == wanted.keys() - ({"entropy", "likely"} if "micro_batch_tokens" in keys else set())
             assert all(torch.equal(found[key], wanted[key]) for key in found), (name, keys)
     assert len(TreeMicroBatch.plan(BATCHES["branches"], 1, 90, 1)[0]) > 1
 

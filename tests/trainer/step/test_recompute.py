@@ -14,7 +14,8 @@ from torch import Tensor
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_IDS, OWN_LIKELY, KeptTokenPool, TokenBatch
+from fp8rl.trainer.step.objective import ObjectiveOutput
 from tests.support.batches import Entropy, cross_entropy, random_batch, random_routes
 from tests.support.models import VOCAB, write_model
 from tests.support.trainers import MakeTrainer, Models, critic_on, gradients, scored, spread
@@ -24,6 +25,13 @@ pytestmark = pytest.mark.slow
 PARTS = ["attention", "layer", "experts"]
 MLPS = AdapterSection(rank=8, targets=("gate_proj", "up_proj", "down_proj"))
 LATENTS = AdapterSection(rank=8, targets=("kv_b_proj",))
+
+
+def likeliest(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+    """The log-probabilities of two ids for each token, of which the first one is its own."""
+    own = batch.fields[OWN_LIKELY]
+    assert own.shape == batch.fields[LIKELY_IDS].shape and own[..., 0][batch.loss_mask].equal(logprobs[batch.loss_mask])
+    return ObjectiveOutput((own * torch.tensor([0.3, -0.7]))[batch.loss_mask].sum() / 100)
 
 
 def routed(replay: bool) -> TokenBatch:
@@ -111,7 +119,9 @@ def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_
     kind: str, mode: str, make_trainer: MakeTrainer, batch: TokenBatch, models: Models
 ) -> None:
     whole, chunked = (make_trainer(models[kind], "fp8", mode=mode, head_chunk_tokens=each) for each in (4096, CHUNK))
-    for objective in (cross_entropy(batch), Entropy(100)):
+    ids = torch.stack([batch.tokens, (batch.tokens + 5) % VOCAB], -1).float()
+    batch = batch.with_fields(**{LIKELY_IDS: ids})
+    for objective in (cross_entropy(batch), Entropy(100), likeliest):
         expected, found = (each.forward_backward(batch, objective).result for each in (whole, chunked))
         assert torch.equal(found.logprobs, expected.logprobs) and torch.equal(found.draws, expected.draws)
         assert found.loss == expected.loss and found.metrics == expected.metrics and (expected.draws >= 0).sum() > 100

@@ -123,6 +123,16 @@ class Correction:
             *([f"rejects sequences with a ratio below {self.veto:g}"] if self.veto is not None else []),
         ]
 
+    def of_token(self, d: Tensor) -> Tensor:
+        """Return the weight of a token of log-ratio d, of any shape; 0 of one that icepop rejects. Levels: token."""
+        ratio = clamp_exponent(d).exp()
+        if not self.weighs:
+            return torch.ones_like(ratio)
+        low, high = self.low or 0.0, math.inf if self.high is None else self.high
+        if self.rejection == "icepop":
+            ratio = torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+        return ratio if self.tis_cap is None else ratio.clamp(max=self.tis_cap)
+
     def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [B, S] in old's dtype without gradient, 1 on unused tokens; and the accepted tokens, bool
         [B, S]: used and not rejected.

@@ -94,6 +94,8 @@ class Sampling:
     turns: DeviceTurns
     carries_supports: bool = False
     """See `Experiment.carries_supports`."""
+    likeliest: int = 0
+    """See `AlgorithmConfig.likeliest`."""
 
     def __post_init__(self) -> None:
         self._ends = end_ids(self.tokenizer)
@@ -106,7 +108,9 @@ class Sampling:
     def at(self, temperature: float) -> SamplingParams:
         """Return the experiment's sampling parameters at a temperature; 0 is greedy."""
         drawn = self.rollout.sampling(temperature, self._ends)
-        return replace(drawn, supports=self.carries_supports and temperature > 0)
+        if temperature == 0:
+            return drawn
+        return replace(drawn, supports=self.carries_supports, likeliest=self.likeliest)
 
     def admit(
         self, groups: Sequence[Group], sampling: SamplingParams, judge: Judge | None = None, first: int = 0

@@ -45,6 +45,8 @@ class SavedGroup:
     row_seeds: list[int] = dataclasses.field(default_factory=list)
     branches: list[int] = dataclasses.field(default_factory=list)
     supports: list[list[list[int]] | None] | None = None
+    likely: list[list[float] | None] | None = None
+    """The log-probabilities of `supports`, if these are the likeliest tokens."""
 
     @classmethod
     def of(cls, number: int, group: Group, answers: Sequence[Trajectory]) -> SavedGroup:
@@ -66,6 +68,12 @@ class SavedGroup:
             outcome=[answer.outcome for answer in answers],
             failed=[answer.failed for answer in answers],
             supports=[None if answer.supports is None else answer.supports.lists() for answer in answers],
+            likely=[
+                None
+                if answer.supports is None or answer.supports.logprobs is None
+                else answer.supports.logprobs.tolist()
+                for answer in answers
+            ],
         )
 
     def answers(self, group: Group) -> bool:
@@ -87,10 +95,14 @@ class SavedGroup:
                 outcome=self.outcome[row],
                 failed=self.failed[row],
                 branch=self.branches[row] if self.branches else 0,
-                supports=KeptTokens.of(kept) if self.supports and (kept := self.supports[row]) is not None else None,
+                supports=self._supports(row),
             )
             for row, seed in enumerate(self.row_seeds or self.seeds)
         ]
+
+    def _supports(self, row: int) -> KeptTokens | None:
+        kept = self.supports[row] if self.supports else None
+        return None if kept is None else KeptTokens.of(kept, self.likely[row] if self.likely else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +147,9 @@ def _line(group: SavedGroup) -> str:
     """Return a group as a line of the file; a log-probability that is not finite is null."""
     logprobs = [[x if math.isfinite(x) else None for x in answer] for answer in group.logprobs]
     values = {**vars(group), "logprobs": logprobs}
-    if not any(group.supports or ()):
-        del values["supports"]  # as files were before there were any
+    for name in ("supports", "likely"):
+        if not any(values[name] or ()):
+            del values[name]  # as files were before there were any
     return json.dumps(values, allow_nan=False) + "\n"
 
 

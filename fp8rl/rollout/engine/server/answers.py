@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.types import Completion, EngineError, KeptTokens
+from fp8rl.rollout.types import Completion, EngineError, KeptTokens, SamplingParams
 
 _BYTES = 4
 """Bytes of a number in a report of experts, which is int32."""
@@ -38,11 +38,15 @@ def route_shape(sizes: ModelSizes) -> RouteShape:
     return RouteShape(sizes.layers, sizes.top_k, sizes.dense_layers)
 
 
-def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, supports: bool = False) -> Completion:
-    """Parse an answer of /generate to a request with `return_logprob`.
+_PLAIN = SamplingParams(max_new_tokens=1)
 
-    routes: the request also had `return_routed_experts`. supports: the request also had `return_sampling_mask`.
-    Log-probabilities are then those among the tokens that truncation kept.
+
+def parse_completion(
+    answer: dict[str, Any], routes: RouteShape | None = None, sampling: SamplingParams = _PLAIN
+) -> Completion:
+    """Parse an answer of /generate to a request with `return_logprob`, and with `return_routed_experts` for `routes`.
+
+    sampling: of the request. With `supports` log-probabilities are relative to the tokens that truncation kept.
 
     Raises EngineError if the engine gave up, or if its tokens, log-probabilities, version spans, routes and supports do
     not fit together.
@@ -58,8 +62,9 @@ def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, s
             f"request {meta['id']}: found logprobs for {len(reported)} tokens, expected one for each of the "
             f"{len(token_ids)} generated tokens, in their order"
         )
-    drawn_from = _supports(meta, token_ids) if supports else None
-    if drawn_from is not None:
+    drawn_from = _likeliest(meta, len(token_ids), sampling.likeliest) if sampling.likeliest else None
+    if sampling.supports:
+        drawn_from = _supports(meta, token_ids)
         reported = [(logprob, 0, None) for logprob in meta.get("output_token_sampling_logprobs", [])]
     return Completion(
         token_ids=token_ids,
@@ -81,6 +86,17 @@ def _supports(meta: dict[str, Any], token_ids: list[int]) -> KeptTokens:
             f"{len(token_ids)} generated tokens, which contains the token"
         )
     return KeptTokens.of(masks)
+
+
+def _likeliest(meta: dict[str, Any], tokens: int, count: int) -> KeptTokens:
+    found = meta.get("output_top_logprobs", [])
+    if len(found) != tokens or any(not each or len(each) > count for each in found):
+        raise EngineError(
+            f"request {meta['id']}: found likeliest tokens of {len(found)} tokens, expected up to {count} for each of "
+            f"the {tokens} generated tokens"
+        )
+    logprobs = _logprobs([entry for each in found for entry in each])
+    return KeptTokens.of([[token for _, token, _ in each] for each in found], logprobs)
 
 
 def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:

@@ -82,10 +82,11 @@ class EngineClient:
             sampling.to_request(None if seeds is None else seeds[row], 0 if spent is None else spent[row])
             for row in range(len(input_ids))
         ]
-        asked = {} if self._routes is None else {"return_routed_experts": True}
+        asked: dict[str, Any] = {} if self._routes is None else {"return_routed_experts": True}
         asked |= {"return_sampling_mask": True} if sampling.supports else {}
+        asked |= {"top_logprobs_num": sampling.likeliest} if sampling.likeliest else {}
         answers = (await self._generation_post(input_ids, each, **asked)).json()
-        return [parse_completion(answer, self._routes, sampling.supports) for answer in answers]
+        return [parse_completion(answer, self._routes, sampling) for answer in answers]
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Return the log-probabilities of each sequence's tokens from index 1 on, with the loaded weights, at

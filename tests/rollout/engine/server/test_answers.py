@@ -12,7 +12,7 @@ import pytest
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.engine.server import answers
-from fp8rl.rollout.types import EngineError
+from fp8rl.rollout.types import EngineError, SamplingParams
 from tests.support.definitions import SIZES
 
 
@@ -62,6 +62,23 @@ def test_an_answer_that_the_engine_gives_up_is_an_error_and_one_that_a_pause_cut
 def test_logprobs_of_other_tokens_are_an_error(logprobs: list[Any]) -> None:
     with pytest.raises(EngineError, match="logprobs"):
         answers.parse_completion(answer(output_token_logprobs=logprobs))
+
+
+def test_the_likeliest_tokens_come_with_their_logprobs_or_are_missed() -> None:
+    asked = SamplingParams(max_new_tokens=2, likeliest=2)
+    likely = [[[-0.25, 5, None], [-2.0, 9, None]], [[-0.5, 1, None], [-1.5, 7, None]]]
+    found = answers.parse_completion(answer(output_top_logprobs=likely), sampling=asked).supports
+    assert found is not None and found.logprobs is not None
+    assert (found.lists(), found.logprobs.tolist()) == ([[5, 9], [1, 7]], [-0.25, -2.0, -0.5, -1.5])
+    first = found.first(1)
+    assert first.then(found).logprobs is not None and len(first.then(found).lists()) == 3
+    for wrong in (
+        {},
+        {"output_top_logprobs": likely[:1]},
+        {"output_top_logprobs": [[*likely[0], likely[0][0]], likely[1]]},
+    ):
+        with pytest.raises(EngineError, match="expected up to 2 for each of the 2 generated tokens"):
+            answers.parse_completion(answer(**wrong), sampling=asked)
 
 
 # Routes.

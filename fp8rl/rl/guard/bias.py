@@ -1,0 +1,93 @@
+"""Measures drift: the part of d that persists, step after step, for the same token or the same context.
+
+Unbiased noise averages out over steps. A bias between sampler and trainer adds up in the weights, and can end a run
+(Score Centering, arXiv 2609.20807). Tokens of one step share its weights and often their context, so only products of d
+from different steps say what persists: their mean is the square of the bias, whatever the noise of single steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics.sampling import GOLDEN, mix
+from fp8rl.rl.guard.scored_batch import ScoredBatch
+
+WINDOW = 32
+"""Steps that are looked at together."""
+CERTAINTY = 2.0
+"""Standard deviations of noise alone, in `..._noise`."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step says of each key; all [K]."""
+
+    keys: Tensor
+    """int64, different."""
+    sums: Tensor
+    """float64, the sum of d over the key's tokens."""
+    counts: Tensor
+    """float64, the number of these tokens."""
+
+
+class BiasWindow:
+    """The last steps of a run, by token and by context. It is empty after a resume."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, deque[_Step]] = {name: deque(maxlen=WINDOW) for name in ("bias", "context_bias")}
+
+    def add(self, scored: ScoredBatch | None) -> dict[str, float]:
+        """Add a step's batch; return `mismatch/bias`, `mismatch/context_bias`, and each with `_noise`, over the window.
+
+        The compared tokens are those of the other `mismatch/` metrics: of the trainer's weights, with a finite d.
+        """
+        if scored is None:
+            return {}
+        tokens = scored.batch.tokens
+        d = scored.logprobs.double() - scored.batch.fields["rollout_logprobs"].double()
+        used = scored.fresh & d.isfinite()
+        before = mix(mix(tokens.roll(2, 1)) + GOLDEN * tokens.roll(1, 1))
+        keys = {"bias": tokens, "context_bias": mix(before + GOLDEN * tokens)}
+        metrics: dict[str, float] = {}
+        for name, window in self._windows.items():
+            window.append(_step(keys[name][used], d[used]))
+            bias, noise = persistent(window)
+            metrics |= {f"mismatch/{name}": bias, f"mismatch/{name}_noise": noise}
+        return metrics
+
+
+def _step(keys: Tensor, d: Tensor) -> _Step:
+    different, at = keys.unique(return_inverse=True)
+    empty = torch.zeros(len(different), dtype=torch.float64)
+    return _Step(different, empty.index_add(0, at, d), empty.index_add(0, at, torch.ones_like(d)))
+
+
+def persistent(steps: deque[_Step]) -> tuple[float, float]:
+    """Return the root mean square of the keys' mean d, and what noise alone would reach; nats, both 0 without a key of
+    two steps.
+
+    A key counts as often as its tokens occur. Its mean square is estimated by the products of sums of different steps,
+    over as many pairs of tokens: ((Σ S)² - Σ S²) / ((Σ n)² - Σ n²). An estimate below 0 counts as 0. With noise alone
+    its variance is 2 ((Σ S²)² - Σ S⁴) / pairs².
+    """
+    keys, at = torch.cat([step.keys for step in steps]).unique(return_inverse=True)
+    sums, counts = torch.cat([step.sums for step in steps]), torch.cat([step.counts for step in steps])
+
+    def total(values: Tensor) -> Tensor:
+        return torch.zeros(len(keys), dtype=torch.float64).index_add(0, at, values)
+
+    pairs = total(counts) ** 2 - total(counts**2)
+    several = pairs > 0
+    if not bool(several.any()):
+        return 0.0, 0.0
+    squares = total(sums**2)
+    weight = total(counts)[several]
+    weight /= weight.sum()
+    mean_square = (total(sums) ** 2 - squares)[several] / pairs[several]
+    variance = 2 * (squares**2 - total(sums**4))[several].clamp(min=0) / pairs[several] ** 2
+    deviation = (weight**2 * variance).sum().sqrt()
+    return (weight * mean_square).sum().clamp(min=0).sqrt().item(), (CERTAINTY * deviation).sqrt().item()

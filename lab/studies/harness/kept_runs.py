@@ -1,0 +1,101 @@
+"""Runs of `fp8rl train` that a study makes in parts, over days and machines: what a run came to is kept as a line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fp8rl.numerics.core.files import append_line
+from fp8rl.rl.record.metrics_log import Row, read_metrics
+from lab.studies.harness import live
+from lab.studies.harness.biased import Bias, environment
+from lab.studies.harness.lab import AT_ONCE, Lab, trained
+
+Settings = Mapping[str, object]
+Summary = Callable[[Sequence[Row]], dict[str, float]]
+"""What a run came to, of its metrics."""
+EVALUATED_EVERY = 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: an arm with one seed."""
+
+    arm: str
+    """`GROUP: ARM`."""
+    seed: int
+    steps: int
+    folder: Path
+    """Its own folder lies here."""
+    kept: Path
+    """The file that has a line for each finished run."""
+    summary: Summary
+    settings: Settings = field(default_factory=dict)
+    bias: Bias | None = None
+    """Of its engine."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}_{self.seed}".replace(": ", "_").replace(", ", "_").replace(" ", "_")
+
+    def rows(self) -> list[Row]:
+        """The metrics of its steps so far."""
+        return read_metrics(self.folder / self.name / "metrics.jsonl")
+
+    def outcome(self) -> dict[str, float] | None:
+        """What the run came to, as it is kept; None if it is not finished."""
+        lines = self.kept.read_text().splitlines() if self.kept.is_file() else []
+        kept = {(line["arm"], line["seed"]): line["outcome"] for line in map(json.loads, lines)}
+        return kept.get((self.arm, self.seed))
+
+    def make(self, until: float) -> None:
+        """Begin the run, or resume it, unless it is finished or the time, in seconds as `time.time` counts, is over."""
+        if self.outcome() is not None or time.time() > until:
+            return
+        often = min(self.steps, EVALUATED_EVERY)
+        settings = {"checkpoint.every": often, "eval.every": often, **self.settings}
+        settings |= {"run.seed": self.seed, "run.steps": self.steps}
+        resume = any((self.folder / self.name / "checkpoints").glob("*"))
+        spec = live.EXAMPLES / "arithmetic.yaml"
+        trained(spec, self.folder, self.name, settings, resume=resume, environment=environment(self.bias))
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        outcome = self.summary(self.rows())
+        append_line(self.kept, json.dumps({"arm": self.arm, "seed": self.seed, "outcome": outcome}))
+
+
+def by_arm(jobs: Sequence[Job]) -> tuple[dict[str, dict[str, list[float]]], list[str]]:
+    """The outcomes of arms of which no seed is missing, by arm and metric; and the seeds that others lack."""
+    arms: dict[str, dict[int, dict[str, float] | None]] = {}
+    for job in jobs:
+        arms.setdefault(job.arm, {})[job.seed] = job.outcome()
+    values, missing = {}, []
+    for arm, mine in arms.items():
+        found = [one for one in mine.values() if one is not None]
+        if len(found) < len(mine):
+            missing.append(f"{arm}, seeds {', '.join(str(seed) for seed, one in mine.items() if one is None)}")
+            continue
+        values[arm] = {metric: [one[metric] for one in found] for metric in found[0]}
+    return values, missing
+
+
+def go_on(study: str, jobs: Sequence[Job]) -> None:
+    """The command line of a study's file: make or resume its runs for some hours."""
+    parser = argparse.ArgumentParser(description=f"Make or resume runs of the study `{study}`.")
+    parser.add_argument("--hours", type=float, required=True, help="No run begins after this time.")
+    parser.add_argument("--arms", default="", metavar="TEXT", help="Only arms that have this in their names.")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="How many runs go on beside each other.")
+    asked = parser.parse_args()
+    todo = [job for job in jobs if asked.arms in job.arm and job.outcome() is None]
+    until = time.time() + 3600 * asked.hours
+    print(f"{len(todo)} runs of {study} are to be made or resumed", flush=True)
+    Lab(False, (), Path(), lambda _: None).each(_aloud, [(job, until) for job in todo], "runs", asked.at_once)
+
+
+def _aloud(job: Job, until: float) -> None:
+    job.make(until)
+    if job.outcome() is not None:
+        print(f"{job.arm}, seed {job.seed}: finished", flush=True)
