@@ -5,22 +5,22 @@ import pytest
 from tests.support.paths import ROOT
 
 LINES = {
-    "numerics": 10_723,
-    "models": 5_258,
-    "trainer": 8_817,
-    "rollout": 8_033,
-    "weight_sync": 1_449,
-    "rl": 13_965,
-    "diagnose": 5_139,
-    "cli": 1_740,
-    "tests": 41_542,
+    "numerics": 10_752,
+    "models": 5_521,
+    "trainer": 8_825,
+    "rollout": 8_127,
+    "weight_sync": 1_437,
+    "rl": 13_966,
+    "diagnose": 4_230,
+    "cli": 1_825,
+    "tests": 41_738,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 62_732
+WORDS = 63_123
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""
