@@ -93,7 +93,7 @@ def test_an_engine_holds_what_the_precision_map_plans(rollout: str, rig: Rig, si
     other = engine_holdings(held, model, dataclasses.replace(numerics, mode="exact", kv="fp8"))
     (cache,) = [each for each in differences_of(other) if each.key == "engine.kv_cache"]
     assert (cache.found, cache.expected) == ("bf16", "e4m3")
-    assert cache.names == [f"{kind} of layer {layer}" for kind in "kv" for layer in range(MODEL.layers)]
+    assert [*cache.names] == [f"{kind} of layer {layer}" for kind in "kv" for layer in range(MODEL.layers)]
     found = {each.found for each in sightings if each.key == "engine.weight"}
     assert found == ({"e4m3"} if rollout == "fp8" else set())
 
