@@ -123,7 +123,7 @@ def _headline(subject: Subject, compared: Comparison) -> str:
 def _tables(compared: Comparison) -> Iterator[RenderableType]:
     """Render the causes that were taken away, and the ops and experts that differ most."""
     d = format_difference
-    causes = [(each.name, d(each.before), d(each.after), each.note) for each in compared.causes]
+    causes = [(each.name, d(each.before), d(each.after), each.note) for each in compared.causes if each.before]
     ops = [
         ("" if op.layer is None else str(op.layer), op.op, d(op.relative_rms), f"{op.differing:.1%}", d(op.largest))
         for op in sorted(compared.ops, key=lambda op: -op.relative_rms)[:SHOWN_OPS]
