@@ -40,6 +40,8 @@ OUTLIERS = (
 DRIFTING = (
     "GRPO: exact",
     "GRPO: head offset",
+    "REINFORCE: exact",
+    "REINFORCE: head offset",
     "REINFORCE below zero: exact",
     "REINFORCE below zero: head offset",
     "REINFORCE below zero: head offset, TIS",
