@@ -14,7 +14,7 @@ from typing import Any
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.report.summary import evaluated_at
 from lab.studies import benefit, drift
-from lab.studies.harness.figures import curve, figure, legend, to_svg
+from lab.studies.harness.figures import curve, figure, legend, shared_legend, to_svg
 
 KEPT, FIGURES = Path("lab/docs/results"), Path("docs/images")
 """A file a run, a line a step, and the gradients; what is drawn of them."""
@@ -40,6 +40,8 @@ OUTLIERS = (
 DRIFTING = (
     "GRPO: exact",
     "GRPO: head offset",
+    "REINFORCE: exact",
+    "REINFORCE: head offset",
     "REINFORCE below zero: exact",
     "REINFORCE below zero: head offset",
     "REINFORCE below zero: head offset, TIS",
@@ -103,7 +105,7 @@ def draw_gradients(norms: Mapping[str, list[list[float]]]) -> str:
 
 def draw_drift(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return the SVG of reward, entropy and bias in runs of the study `drift`: the means over the seeds there are."""
-    drawn = figure("A bias of the engine, under advantages that do or do not average to zero", columns=3, width=9.0)
+    drawn = figure("A bias of the engine, under advantages that do or do not average to zero", columns=3, width=11.0)
     for axes, metric in zip(drawn.axes, ("reward", "entropy", "bias"), strict=True):
         for index, arm in enumerate(arm for arm in DRIFTING if any(line["arm"] == arm for line in lines)):
             curves = [
@@ -115,7 +117,7 @@ def draw_drift(lines: Sequence[Mapping[str, Any]]) -> str:
             steps = [int(name.partition("/")[2]) for name in curves[0]]
             curve(axes, steps, [(value, value, value) for value in points], name=arm, index=index, band=False)
         axes.set(xlabel="step", ylabel=metric, xlim=(0, drift.STEPS))
-    legend(drawn.axes[-1], columns=3)
+    shared_legend(drawn)
     return to_svg(drawn, DRIFT)
 
 

@@ -167,7 +167,7 @@ def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
         mine = [arm for arm in measurement.values if arm.startswith(f"{algorithm}: ")]
         if not mine:
             continue
-        picture = figures.figure(algorithm, columns=3, width=9.0)
+        picture = figures.figure(algorithm, columns=3, width=11.0)
         for axes, metric in zip(picture.axes, ("reward", "entropy", "bias"), strict=True):
             for index, arm in enumerate(mine):
                 steps = [
@@ -176,7 +176,7 @@ def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
                 points = [measurement.of(arm, f"{metric}/{step}") for step in steps]
                 figures.curve(axes, steps, points, name=arm.partition(": ")[2], index=index)
             axes.set(xlabel="step", ylabel=metric)
-        figures.legend(picture.axes[0], columns=2)
+        figures.shared_legend(picture)
         drawn[algorithm.replace(", ", "_").replace(" ", "_")] = picture
     return drawn
 

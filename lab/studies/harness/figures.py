@@ -86,6 +86,12 @@ def legend(axes: Axes, columns: int = 4) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, fontsize=7.5, frameon=False)
 
 
+def shared_legend(drawn: Figure) -> None:
+    """Explain the colors that several axes share, beside all of them."""
+    found = drawn.axes[0].get_legend_handles_labels()
+    drawn.legend(*found, loc="outside right upper", fontsize=7.5, frameon=False)
+
+
 def to_svg(drawn: Figure, caption: str) -> str:
     """The figure's SVG with `caption` at its foot."""
     import matplotlib
