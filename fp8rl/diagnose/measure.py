@@ -41,10 +41,10 @@ LONG_TOKENS = 320
 """Tokens of a long prompt: more than two key splits of attention, whose summation order short prompts never reach."""
 
 
-def sync_weights(stack: Run) -> None:
+def sync_weights(run: Run) -> None:
     """Send the trainer's weights to the engines. Raises `UserError`: an engine does not hold those weights."""
     try:
-        stack.syncing.sync()
+        run.syncing.sync()
     except SyncError as error:
         raise user_error(
             "sync",
@@ -54,10 +54,10 @@ def sync_weights(stack: Run) -> None:
         ) from error
 
 
-def calibration_prompts(stack: Run) -> list[Prompt]:
+def calibration_prompts(run: Run) -> list[Prompt]:
     """Return at most PROBLEMS of the run's first step, and LONG_PROMPTS that each join several problems."""
-    experiment = stack.experiment
-    prompts = to_prompts(stack.tokenizer, training_problems(experiment).of_step(1, PROBLEMS))
+    experiment = run.experiment
+    prompts = to_prompts(run.tokenizer, training_problems(experiment).of_step(1, PROBLEMS))
     room = experiment.rollout.context_length - experiment.rollout.max_new_tokens - 1
     tokens = min(LONG_TOKENS, room)
     long = []
@@ -68,12 +68,12 @@ def calibration_prompts(stack: Run) -> list[Prompt]:
     return prompts + long
 
 
-def sampled_batch(stack: Run, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
+def sampled_batch(run: Run, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
     """Sample `group_size` answers to each prompt; batch them as a step would, without advantages."""
-    groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
-    answers = stack.sampling.sample(groups, temperature)
-    truncation = stack.experiment.rollout.truncation if temperature else EVERY_TOKEN
-    return batch_from_trajectories(answers, temperature, replay=stack.replays, truncation=truncation)
+    groups = to_groups(prompts, group_size, run_seed=run.experiment.run.seed, step=0)
+    answers = run.sampling.sample(groups, temperature)
+    truncation = run.experiment.rollout.truncation if temperature else EVERY_TOKEN
+    return batch_from_trajectories(answers, temperature, replay=run.replays, truncation=truncation)
 
 
 # One rank of the trainer in this process, for what is scored without a run. Megatron is imported here alone.

@@ -72,11 +72,11 @@ def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> list[Finding]:
     return checks
 
 
-def sampler_temperature(stack: Run, batch: TokenBatch, measured: Difference) -> Finding:
+def sampler_temperature(run: Run, batch: TokenBatch, measured: Difference) -> Finding:
     """Check that the engine's log-probabilities are those of the temperature that it was asked to sample with."""
     asked = batch.temperature
     others = {
-        asked * factor: against_trainer(stack, replace(batch, temperature=asked * factor))
+        asked * factor: against_trainer(run, replace(batch, temperature=asked * factor))
         for factor in OTHER_TEMPERATURES
     }
     means = {asked: measured.mean, **{t: d.mean for t, d in others.items()}}
@@ -100,47 +100,47 @@ ALONE = 8
 """Sequences that are scored one by one."""
 
 
-def against_trainer(stack: Run, batch: TokenBatch) -> Difference:
+def against_trainer(run: Run, batch: TokenBatch) -> Difference:
     """Compare trainer and engine on the tokens that the engine sampled."""
-    return difference(stack.trainer.score(batch), batch.fields["rollout_logprobs"], batch.loss_mask)
+    return difference(run.trainer.score(batch), batch.fields["rollout_logprobs"], batch.loss_mask)
 
 
-def prefill_against_decode(stack: Run, batch: TokenBatch) -> Difference:
+def prefill_against_decode(run: Run, batch: TokenBatch) -> Difference:
     """Compare the engine's log-probabilities of its own tokens: prefilled with their prompts, and as it sampled them.
 
     batch: sampled at temperature 1, the only one at which SGLang scores given tokens.
     """
     if batch.temperature != 1.0:
         raise ValueError(f"temperature: found {batch.temperature}, expected 1.0; a prefill knows no other")
-    scored, known = _scored(stack, batch)
+    scored, known = _scored(run, batch)
     return difference(scored, batch.fields["rollout_logprobs"], batch.loss_mask & known)
 
 
-def alone_against_together(stack: Run, batch: TokenBatch) -> Difference:
+def alone_against_together(run: Run, batch: TokenBatch) -> Difference:
     """Compare the tokens of the longest rows, prefilled row by row, with the same tokens prefilled all at once."""
     rows = batch.lengths.argsort(descending=True, stable=True)[:ALONE].tolist()
     longest = batch.select(rows)
-    together, known = _scored(stack, longest)
-    alone = [_scored(stack, longest.select([row]))[0][0] for row in reversed(range(len(rows)))]
+    together, known = _scored(run, longest)
+    alone = [_scored(run, longest.select([row]))[0][0] for row in reversed(range(len(rows)))]
     padded = torch.zeros_like(together)
     for row, values in enumerate(reversed(alone)):
         padded[row, : len(values)] = values
     return difference(padded, together, known)
 
 
-def bf16_on_both_sides(stack: Run, prompts: list[Prompt], answers: int) -> Difference:
-    """Compare trainer and engine, both switched to BF16, on a sample of that engine. `stack` stays in BF16."""
-    stack.switch(stack.numerics.in_bf16())
-    stack.syncing.sync()
-    return against_trainer(stack, sampled_batch(stack, prompts, answers, stack.experiment.rollout.temperature))
+def bf16_on_both_sides(run: Run, prompts: list[Prompt], answers: int) -> Difference:
+    """Compare trainer and engine, both switched to BF16, on a sample of that engine. `run` stays in BF16."""
+    run.switch(run.numerics.in_bf16())
+    run.syncing.sync()
+    return against_trainer(run, sampled_batch(run, prompts, answers, run.experiment.rollout.temperature))
 
 
-def _scored(stack: Run, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+def _scored(run: Run, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Return prefilled log-probabilities [B, S], and a mask of those that exist: none at index 0, nor beyond the
     longest prompt that the engine takes."""
-    longest = stack.experiment.rollout.context_length - SCORED_SHORT_OF
+    longest = run.experiment.rollout.context_length - SCORED_SHORT_OF
     sequences = [row[: min(int(n), longest)].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
-    rows = stack.engines.ask(lambda client: client.score(sequences))
+    rows = run.engines.ask(lambda client: client.score(sequences))
     values, known = torch.zeros(len(rows), batch.width), torch.zeros(len(rows), batch.width, dtype=torch.bool)
     for row, logprobs in enumerate(rows):
         values[row, 1 : 1 + len(logprobs)] = torch.tensor(logprobs)

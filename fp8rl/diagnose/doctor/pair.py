@@ -56,13 +56,13 @@ def compare(experiment: Experiment, *, say: Callable[[str], None] = print) -> Pa
     began, found = time.monotonic(), Pair([same_precision(experiment)])
     wanted = "an engine that reports the trainer's spec, numerics and hooks"
     try:
-        with open_pair(experiment, say=say) as stack:
+        with open_pair(experiment, say=say) as run:
             adapter, architecture = engine_adapter(experiment), experiment.model.architecture
-            report = expected_report(stack.numerics, adapter, architecture)
+            report = expected_report(run.numerics, adapter, architecture)
             versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
             same = f"spec {report.spec_digest}, {len(report.hooks)} hooks, {versions}"
             found.findings.append(judged("spec", "handshake", True, same, wanted))
-            _examine(stack, found, say)
+            _examine(run, found, say)
     except HandshakeError as error:
         remedy = "Start the engine from this spec, in this environment."
         found.findings.append(judged("spec", "handshake", False, str(error), wanted, remedy))
@@ -79,11 +79,11 @@ def same_precision(experiment: Experiment) -> Finding:
     return judged("spec", "precision of both sides", ok, found, expected, SAME_PRECISION)
 
 
-def _examine(stack: Run, found: Pair, say: Callable[[str], None]) -> None:
+def _examine(run: Run, found: Pair, say: Callable[[str], None]) -> None:
     say("syncing the weights")
     equal = "every tensor's digest equal in trainer and engine"
     try:
-        sync = stack.syncing.sync()
+        sync = run.syncing.sync()
     except SyncError as error:
         remedy = "Compare the versions of sglang and of this distribution in both environments."
         found.findings.append(judged("bytes", "manifest", False, str(error), equal, remedy))
@@ -91,21 +91,21 @@ def _examine(stack: Run, found: Pair, say: Callable[[str], None]) -> None:
     said = f"{sync.verified_tensors} tensors equal, {sync.bytes} bytes in {sync.seconds:.2f} s"
     found.findings.append(judged("bytes", "manifest", sync.verified_tensors > 0, said, equal))
     say("sampling and scoring the calibration batch")
-    prompts = calibration_prompts(stack)
-    batch = sampled_batch(stack, prompts, ANSWERS, stack.experiment.rollout.temperature)
-    measured = found.differences["trainer against engine"] = logprobs.against_trainer(stack, batch)
-    temperature = logprobs.sampler_temperature(stack, batch, measured)
-    plain = batch if batch.temperature == 1.0 else sampled_batch(stack, prompts, ANSWERS, 1.0)
+    prompts = calibration_prompts(run)
+    batch = sampled_batch(run, prompts, ANSWERS, run.experiment.rollout.temperature)
+    measured = found.differences["trainer against engine"] = logprobs.against_trainer(run, batch)
+    temperature = logprobs.sampler_temperature(run, batch, measured)
+    plain = batch if batch.temperature == 1.0 else sampled_batch(run, prompts, ANSWERS, 1.0)
     floors = {
-        "prefill against decode": logprobs.prefill_against_decode(stack, plain),
-        "alone against together": logprobs.alone_against_together(stack, plain),
+        "prefill against decode": logprobs.prefill_against_decode(run, plain),
+        "alone against together": logprobs.alone_against_together(run, plain),
     }
     say("watching a training step and a forward pass of the engine, op by op")
-    seen = _sightings(stack, batch, prompts)
-    numerics = stack.numerics
+    seen = _sightings(run, batch, prompts)
+    numerics = run.numerics
     if numerics.mode == "native" and (numerics.trainer, numerics.rollout) != ("bf16", "bf16"):
         say("starting a BF16 engine, by which native mode is judged")
-        floors[BF16] = logprobs.bf16_on_both_sides(stack, prompts, ANSWERS)
+        floors[BF16] = logprobs.bf16_on_both_sides(run, prompts, ANSWERS)
     found.differences |= floors
     found.findings.append(logprobs.trainer_against_engine(numerics, measured, floors.get(BF16)))
     found.findings.append(temperature)
@@ -117,21 +117,21 @@ def _examine(stack: Run, found: Pair, say: Callable[[str], None]) -> None:
         found.findings.append(Finding("formats not seen", said, grade="note", names=tuple(lacking)))
 
 
-def _sightings(stack: Run, batch: TokenBatch, prompts: Sequence[Prompt]) -> list[Sighting]:
+def _sightings(run: Run, batch: TokenBatch, prompts: Sequence[Prompt]) -> list[Sighting]:
     """Return what both sides were seen to hold and to compute. Afterwards the trainer has learnt from a step.
 
     Its loss is the likelihood of the answers: it needs no rewards, and no format depends on it.
     """
-    experiment, numerics = stack.experiment, stack.experiment.numerics_config()
+    experiment, numerics = run.experiment, run.experiment.numerics_config()
     model = read_model(experiment.model.directory).adapted(engine_adapter(experiment))
     seen: list[Sighting] = []
-    for held in stack.engines.ask(lambda client: client.inventory()):
+    for held in run.engines.ask(lambda client: client.inventory()):
         seen += engine_holdings(held, model, numerics)
     if numerics.mode == "exact":
         tokens = [prompt.token_ids for prompt in prompts]
-        for rank in stack.engines.ask(lambda client: client.formats(tokens)):
+        for rank in run.engines.ask(lambda client: client.formats(tokens)):
             seen += rank
-    with stack.turn("train"):
-        ranks = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), numerics, experiment.trainer)
-        stack.trainer.weight_version += 1  # of the update, which its ranks made by themselves
+    with run.turn("train"):
+        ranks = run.trainer.apply(watch_step, batch, SftObjective.of(batch), numerics, experiment.trainer)
+        run.trainer.weight_version += 1  # of the update, which its ranks made by themselves
     return [*(sighting for rank in ranks for sighting in rank), *seen]

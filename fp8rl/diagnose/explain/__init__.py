@@ -149,18 +149,18 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
     A run's batch is sampled anew: problems of its data, at its temperature, from its last weights.
     """
     capsule, again = subject.capsule, None
-    with _pair_of(subject, say) as stack:
+    with _pair_of(subject, say) as run:
         if capsule is None:
             say("sampling a calibration batch")
-            batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
+            batch = sampled_batch(run, calibration_prompts(run), ANSWERS, run.experiment.rollout.temperature)
         else:
             say("scoring the capsule's sequences again")
-            again, batch = rescore(capsule, stack.trainer.apply), recorded(capsule)
+            again, batch = rescore(capsule, run.trainer.apply), recorded(capsule)
         say("comparing op by op, then one cause at a time")
-        (endpoint,) = stack.engines.up()
+        (endpoint,) = run.engines.up()
         model = read_model(subject.experiment.model.directory).adapted(engine_adapter(subject.experiment))
         wrong = None if capsule is None else capsule.wrong
-        return again, compare(stack.trainer, endpoint, batch, subject.numerics, model, wrong=wrong)
+        return again, compare(run.trainer, endpoint, batch, subject.numerics, model, wrong=wrong)
 
 
 @contextmanager
@@ -174,11 +174,11 @@ def _pair_of(subject: Subject, say: Callable[[str], object]) -> Iterator[Run]:
     rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
     plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
     experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
-    with open_pair(experiment, subject.numerics, say) as stack:
+    with open_pair(experiment, subject.numerics, say) as run:
         if subject.checkpoint is not None:
-            with stack.turn("train"):
-                stack.trainer.load(subject.checkpoint)
+            with run.turn("train"):
+                run.trainer.load(subject.checkpoint)
         elif subject.capsule is not None:
-            stack.trainer.weight_version = subject.capsule.scored.version
-        sync_weights(stack)
-        yield stack
+            run.trainer.weight_version = subject.capsule.scored.version
+        sync_weights(run)
+        yield run
