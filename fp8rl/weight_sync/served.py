@@ -155,7 +155,7 @@ def convert_checkpoint(
 
     Weights of another float format are rounded first to the trainer's dtype. recorder: digests what is written.
     adapter: a directory in PEFT's format. The adapter is added to the weights before they are quantized. whole: also
-    write, unchanged, the tensors in the layers that are only kept, for servers that compute with them.
+    write the tensors `kept_in_layers`, unquantized, for servers that compute with them.
 
     Raises:
         UserError: the adapter does not fit this model; see :mod:`models.checkpoint.peft`.

@@ -258,8 +258,8 @@ class PeftConfig(_History):
     megatron_config: None = None
 
     def adapts(self, module: str, layer: int | None) -> bool:
-        """Return whether PEFT may adapt a matrix. A pattern (a text) excludes none; the tensors show what it
-        matches."""
+        """Return whether PEFT may adapt a matrix. Patterns (texts) are not tried; the tensors show what
+        they match."""
         layers = self.layers_to_transform
         layers = [layers] if isinstance(layers, int) else layers
         if layers and layer not in layers:  # an empty list is all layers
