@@ -55,7 +55,7 @@ class Verdict:
     resync: bool
     """The engines are synced although the weights have not changed."""
     fall_back: bool
-    """Both sides go to BF16 before that sync."""
+    """Both sides change to BF16 before the sync."""
     stop: str
     """The reason why the run ends with this step; empty if the run continues."""
 
