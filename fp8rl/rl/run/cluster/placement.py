@@ -95,11 +95,11 @@ def place_engine(
 ) -> EnginePlacement:
     """Return the placement of one more engine in addition to `ranks` and `others`. Raises UserError.
 
-    nodes: with the GPUs that are left. index: of the engine; the policy's engines come before the teacher's.
+    nodes: with the GPUs that are left. index: the engine's number; the policy's engines come before the teacher's.
 
-    An engine takes a GPU for each of its ranks, on one node. If no GPU is left it shares a trainer rank's, which one
-    engine of the policy and one of the teacher may do. With the `distributed` transport engines must not share, as NCCL
-    refuses two processes on one GPU. With a shared base the first engine is on the first rank's GPU, as the base is.
+    An engine takes a GPU for each of its ranks, on one node. If no GPU is left it shares a trainer rank's GPU; one
+    engine of the policy and one of the teacher may share it. With the `distributed` transport none may: NCCL refuses
+    two processes on one GPU. With a shared base the first engine is on the first rank's GPU, which has the base.
     """
     cluster, width = experiment.cluster, experiment.engine_ranks[index]
     shares_memory = experiment.sync.transport == "tensor" and index < experiment.rollout.engines
@@ -167,7 +167,7 @@ def _choose(nodes: Sequence[Node], used: Counter[str], width: int, experiment: E
     free = [node for node in nodes if node.gpus is None or node.gpus >= width]
     if experiment.cluster.placement == "spread":
         return min(free, key=lambda node: used[node.id], default=None)
-    # Near the others; for the first, where most of the rest can follow.
+    # Near the others. The first goes to the node with the most free GPUs, so that others can follow.
     return max(free, key=lambda node: (used[node.id], node.gpus or 0), default=None)
 
 

@@ -148,7 +148,7 @@ class Engines:
 
     @waited
     async def run_canaries(self, endpoints: Sequence[Endpoint], check: CanaryCheck) -> None:
-        """Have engines that a sync has just verified answer a canary. Other answers of theirs have to wait for it."""
+        """Have engines that a sync has just verified answer a canary. Their other answers wait for the canary."""
         scored = asyncio.create_task(asyncio.to_thread(check.scored))
         # A canary task raises its error. If a run ends and no such task is left, asyncio would print a traceback.
         scored.add_done_callback(lambda task: task.cancelled() or task.exception())
