@@ -171,7 +171,7 @@ KEY = "algorithm.name"
 def users_algorithm(name: str) -> type[AlgorithmConfig]:
     """Import the class that `path/to/file.py:Class` or `package.module:Class` names.
 
-    The class's module is pickled with each objective for the trainer's ranks, so that they need no file of the user's.
+    The class's module is pickled with each objective, so that the trainer's ranks do not need the user's file.
 
     Raises:
         UserError: there is no such class, its module cannot be imported, or the class is no algorithm.

@@ -27,7 +27,7 @@ class Fault:
     """The reason why a pass gave no gradients to apply."""
 
     metric: str
-    """The metric that was not finite, as in an `Event`."""
+    """The metric of the fault, as in an `Event`."""
     value: float | None
     """The metric's value, as in an `Event`."""
     bound: str

@@ -83,7 +83,7 @@ class Background:
 def begun(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Parameters], Future[Result]]:
-    """Wrap a coroutine method so that any thread may call it: it starts in the owner's `Background`."""
+    """Wrap a coroutine method so that any thread may call it. The coroutine starts in the owner's `Background`."""
 
     @functools.wraps(method)
     def begin(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Future[Result]:

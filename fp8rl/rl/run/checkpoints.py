@@ -198,7 +198,7 @@ def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserErr
             continue
         remedy = f"Delete {run.checkpoint(step)}: the next older one, of step {older}, is whole, and --resume takes it."
         return UserError(f"{error} {remedy}")
-    return UserError(f"{error} No older one is whole: start over with --overwrite.")
+    return UserError(f"{error} No older checkpoint is whole: start over with --overwrite.")
 
 
 def changes(run: RunDir, experiment: Experiment) -> list[str]:

@@ -177,7 +177,7 @@ def _environment(settings: dict[str, str | None]) -> Iterator[None]:
     clustered = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray was imported
     _set(settings)
     ray_constants.ENABLE_RAY_CLUSTER = False
-    AuthenticationTokenLoader.instance().reset_cache()  # which holds another one if this process has used Ray before
+    AuthenticationTokenLoader.instance().reset_cache()  # it holds another token if this process has used Ray before
     try:
         yield
     finally:

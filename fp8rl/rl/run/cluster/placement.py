@@ -138,7 +138,7 @@ def place_engine(
 
 
 def _able(nodes: Sequence[Node], name: str | None, key: str) -> list[Node]:
-    """Return the nodes that trainer or engines may use: those that `name` names, and only with GPUs if any node has."""
+    """Return the nodes with this `name` that trainer or engines may use; if any node has GPUs, only nodes with GPUs."""
     named = [node for node in nodes if name in (None, node.address, *node.names)]
     if not named:
         raise user_error(

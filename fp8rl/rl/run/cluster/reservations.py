@@ -181,7 +181,7 @@ def _placed(experiment: Experiment, patience_s: float | None) -> tuple[list[Node
             if patience_s is None:
                 raise
             if time.monotonic() > deadline:
-                raise NoRoomError(f"the run was lost, and has no room again within {patience_s:g} s: {error}") from None
+                raise NoRoomError(f"the run was lost, and has found no room within {patience_s:g} s: {error}") from None
         time.sleep(_AGAIN_SECONDS)
 
 

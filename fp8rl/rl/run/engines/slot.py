@@ -186,7 +186,7 @@ async def answered(actor: Any, answer_of: Coroutine[Any, Any, Result], config: R
 
 
 async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:
-    """End an engine in whatever state it is. A stopped process would not notice that its owner has died."""
+    """End an engine in any state, at last by a kill: a stopped process would not notice the end of its owner."""
     if actor is None:
         return
     try:
