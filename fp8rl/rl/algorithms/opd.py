@@ -65,8 +65,8 @@ class Opd(GroupRelative):
 class Distillation:
     """The loss of `Opd`, with KL(policy || teacher) as a metric.
 
-    The gradient of KL(policy || teacher) on tokens of any sampler is the mean of
-    r (logprob - teacher logprob) ∇ logprob. Here logprob is the current policy's, not the sampler's; on tokens of the current weights both are equal.
+    On tokens of any sampler, the gradient of KL(policy || teacher) is the mean of r (logprob - teacher logprob)
+    ∇ logprob, with the current policy's logprob. On tokens of the current weights the sampler's logprob is equal.
     """
 
     policy: Objective
