@@ -66,7 +66,7 @@ class Distillation:
     """The loss of `Opd`, with KL(policy || teacher) as a metric.
 
     On tokens of any sampler, the gradient of KL(policy || teacher) is the mean of r (logprob - teacher logprob)
-    ∇ logprob, with the current policy's logprob. On tokens of the current weights the sampler's logprob is equal.
+    ∇ logprob, with the current policy's logprob. In exact mode the sampler's is equal on tokens of the current weights.
     """
 
     policy: Objective

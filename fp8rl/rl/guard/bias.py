@@ -43,7 +43,7 @@ class BiasWindow:
     def add(self, scored: ScoredBatch | None) -> dict[str, float]:
         """Add a step's batch; return `mismatch/bias`, `mismatch/context_bias`, and each with `_noise`, over the window.
 
-        The compared tokens are those of the other `mismatch/` metrics: of the trainer's weights, with a finite d.
+        The tokens are those of the other `mismatch/` metrics: sampled at the trainer's weights, with a finite d.
         """
         if scored is None:
             return {}

@@ -64,7 +64,7 @@ class RejectionSection(Section):
 
 
 BOUNDS = {"icepop": {"low": 0.5, "high": 5.0}, "geometric": {"low": 0.99, "high": 1.01}, "mis": {"high": 2.0}}
-"""Default bounds: icepop's as in the INTELLECT-3 report, those of geometric and mis as in published recipes."""
+"""Default bounds: for icepop from the INTELLECT-3 report, for geometric and mis from published recipes."""
 
 OWN_WEIGHT = ("icepop", "mis")
 """Rejections whose ratio is also the weight of the tokens that they keep. As published, they have no other cap."""

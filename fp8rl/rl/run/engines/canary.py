@@ -1,4 +1,4 @@
-"""The canary checks after a sync what an engine computes with, as digests check what it holds.
+"""The canary checks, after a sync, that an engine computes with the weights that it was sent.
 
 Digests cover parameters only. They are right even if an engine computes with operands made from former parameters, or
 with a captured CUDA graph that reads freed memory. So each engine answers a few tokens behind a fixed prompt, by

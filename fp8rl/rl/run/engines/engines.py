@@ -285,7 +285,7 @@ class Engines:
                 failures += 1
                 reason = str(error)
             slot.engines += 1
-            actor, slot.actor = slot.actor, None  # what it still answers is of an engine that is gone
+            actor, slot.actor = slot.actor, None  # its later answers are those of an engine that is gone
             slot.endpoint, slot.serving, slot.load = None, False, None
             slot.lost, slot.canary_task = asyncio.get_running_loop().create_future(), None
             if reason and self._failure is None:
