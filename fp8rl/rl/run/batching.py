@@ -91,8 +91,8 @@ def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | N
     for row, (trajectory, length) in enumerate(zip(trajectories, batch.lengths.tolist())):
         experts = trajectory.routed_experts
         if experts is None or len(experts) != length - 1:
-            found = "none" if experts is None else f"those of {len(experts)} tokens"
-            raise ValueError(f"trajectory {row}: found {found} for its routes, expected those of {length - 1} tokens")
+            found = "no routes" if experts is None else f"routes of {len(experts)} tokens"
+            raise ValueError(f"trajectory {row}: found {found}, expected routes of {length - 1} tokens")
         routes[row, : length - 1] = experts
     return routes
 
@@ -112,13 +112,13 @@ def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> KeptToke
 
 
 def _likeliest(trajectories: Sequence[Trajectory], batch: TokenBatch) -> dict[str, Tensor]:
-    """The fields of the likeliest tokens, float32 [B, S, k], 0 where nothing was sampled; none if none are reported."""
+    """Return the fields of the likeliest tokens, if reported: float32 [B, S, k], 0 where nothing was sampled."""
     reported = [t.supports for t in trajectories if t.supports is not None and t.supports.logprobs is not None]
     if not reported:
         return {}
     counts, targets = torch.cat([each.counts for each in reported]), int(batch.loss_mask.sum())
     if len(counts) != targets or bool((counts != counts[0]).any()):
-        raise ValueError(f"likeliest: found those of {len(counts)} tokens, expected as many for each of {targets}")
+        raise ValueError(f"likeliest: found lists for {len(counts)} tokens, expected {targets} lists of equal length")
     ids, logprobs = (torch.zeros(*batch.tokens.shape, int(counts[0])) for _ in range(2))
     ids[batch.loss_mask] = torch.cat([each.ids for each in reported]).float().view(targets, -1)
     logprobs[batch.loss_mask] = torch.cat([each.logprobs for each in reported if each.logprobs is not None]).view(

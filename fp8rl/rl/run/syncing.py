@@ -45,7 +45,7 @@ class DeviceTurns:
         """
         before = self._holder
         if before not in (None, side):
-            raise RuntimeError(f"found the turn of {before}, expected it to have ended before that of {side} begins")
+            raise RuntimeError(f"found the turn of {before}, expected it to end before the turn of {side} begins")
         self._holder = side
         try:
             if self._sharing is not None and self._there != side:
@@ -59,7 +59,7 @@ class DeviceTurns:
             self._holder = before
 
     def metrics(self) -> dict[str, float]:
-        """Return `memory/...` since the last call: of the rank or engine that holds most, and the seconds of turns."""
+        """Return, since the last call, `memory/...` of the fullest rank or engine, and the seconds that turns took."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
