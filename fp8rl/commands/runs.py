@@ -89,7 +89,7 @@ def submit(
 
         try:
             if not re.fullmatch(r"https?://[\w.\-:@\[\]]+/?", address, re.ASCII):  # Ray would import another scheme
-                raise ValueError("it is no http://HOST:PORT")
+                raise ValueError("it is not http://HOST:PORT")
             client = JobSubmissionClient(address)
             # From this directory, so that relative paths mean what they mean here.
             job = client.submit_job(
@@ -146,7 +146,7 @@ def runs(
         Path | None, typer.Option("--page", help="Also write an HTML page with the curves of both in one chart.")
     ] = None,
 ) -> None:
-    """List the runs of a folder, or compare two: where their specs and their metrics at the end differ."""
+    """List the runs of a folder, or show where the specs and final metrics of two runs differ."""
     with user_errors():
         from fp8rl.comparing import listed, metrics_compared, runs_in, specs_compared, write_comparison
         from fp8rl.numerics.core.files import check_page, writing
@@ -164,7 +164,7 @@ def runs(
             found = [Run(Path(name) if Path(name).is_dir() else folder / name) for name in (one, other)]
             tables = [specs_compared(*found), metrics_compared(*found, every=every)]
         else:
-            refuse_given(context, ["every"], "a list; it is for a comparison of two runs")
+            refuse_given(context, ["every"], "a list, because it needs two runs to compare")
             found = runs_in(folder)
             tables = [listed(found)]
         for table in tables:
@@ -181,7 +181,7 @@ def study(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, without verdicts.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Repetitions; by default as many as a verdict needs.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Copy results into lab/docs; needs a clean tree.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder with a folder of results for each study.")] = Path("runs/studies"),
+    out: Annotated[Path, typer.Option(help="Folder with one folder of results per study.")] = Path("runs/studies"),
 ) -> None:
     """Test claims about FP8, and write OUT/NAME with results, tables and figures.
 
