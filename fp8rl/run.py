@@ -106,8 +106,7 @@ class Run:
 
     @property
     def capsules(self) -> dict[int, Path]:
-        """Capsules' folders by step. A capsule has the sequences for which a gate fired or whose loss was not
-        finite."""
+        """The folders of capsules (sequences for which a gate fired or whose loss was not finite) by step."""
         return {step: self._files.capsule(step) for step in self._files.capsule_steps()}
 
     @property

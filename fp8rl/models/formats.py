@@ -250,8 +250,7 @@ def _sample(x: Tensor, *, block: bool) -> Tensor:
 
 
 def stored(x: Tensor) -> str:
-    """Return the format of a tensor kept from step to step: BF16 if it has FEWEST FP32 numbers, all with BF16
-    values."""
+    """Return the format of a tensor kept between steps: BF16 if it has FEWEST FP32 numbers, all with BF16 values."""
     judged = x.dtype is torch.float32 and int(x.count_nonzero()) >= FEWEST
     return "bf16" if judged and torch.equal(x.bfloat16().float(), x) else format_of(x.dtype)
 

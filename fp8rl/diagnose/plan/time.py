@@ -19,8 +19,7 @@ from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
 
 OPTIMIZER_BYTES = 30
-"""Bytes that an update moves per parameter: it reads gradient, master and moments, and writes master,
-moments, weight."""
+"""Bytes that an update moves per parameter. Read: gradient, master, moments. Written: master, moments, weight."""
 PASSES = 3
 """Passes over kept activations, in addition to the products: they are written and read, and their gradients written."""
 OF_LAYER = {(True, True): (49, 20), (True, False): (41, 14), (False, True): (34, 19), (False, False): (21, 12)}
