@@ -182,7 +182,7 @@ class Host(Protocol):
         """Compute `ops.gated_delta_rule` of values in the order of `in_rows`. The result has the usual order again."""
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts, or replay a choice. route: a function of `choose`, such as `ops.route`."""
+        """Choose each token's experts, or replay a choice. route: an op such as `ops.route`, with bound inputs."""
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Compute `ops.routed_experts`."""

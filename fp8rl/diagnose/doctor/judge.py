@@ -144,10 +144,10 @@ def _of_transformer_engine(machine: Machine) -> Iterator[Finding]:
     (name, extension), wanted = _TE, machine.wanted.get(_TE[0], "")
     version = machine.libraries.get(name)
     if version is None:
-        expected = f"{wanted}; FP8 is emulated without it, which is slow"
+        expected = f"{wanted}, because without it FP8 is emulated slowly"
         yield Finding(name, "not installed", expected, _INSTALL["cuda"], "warning")
     elif machine.libraries.get(extension) is None:
-        yield Finding(extension, "not installed", f"{version}, as {name} is", _INSTALL["cuda"])
+        yield Finding(extension, "not installed", f"{version}, the version of {name}", _INSTALL["cuda"])
     elif not SpecifierSet(wanted).contains(version, prereleases=True):
         yield Finding(name, version, wanted, _INSTALL["cuda"], "warning")
 
@@ -162,7 +162,7 @@ def _of_the_gpus(machine: Machine) -> Iterator[Finding]:
         expected, remedy = "a torch that is built for CUDA", _INSTALL["cuda"]
     elif machine.driver_cuda and _numbers(machine.driver_cuda)[0] < _numbers(machine.torch_cuda)[0]:
         found = f"driver {machine.driver}, which serves CUDA {machine.driver_cuda}: the run stays on the CPU"
-        expected, remedy = f"a driver for CUDA {machine.torch_cuda}, as torch is built for", "Update the driver."
+        expected, remedy = f"a driver for CUDA {machine.torch_cuda}, which torch needs", "Update the driver."
     else:
         expected, remedy = "GPUs that torch can use", "Look at CUDA_VISIBLE_DEVICES, and at what the container may use."
     yield Finding("gpu", found, expected, remedy, "warning")
@@ -192,10 +192,10 @@ def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[F
         yield Finding("row invariance", f"the probe failed: {machine.probe_error}", "its result", remedy)
     elif machine.row_variant:
         found = f"a token's result depends on its batch: {', '.join(machine.row_variant)}"
-        expected = "row-invariant ops, in exact mode"
+        expected = "row-invariant ops for exact mode"
         yield Finding("row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
     if machine.without_deepgemm is not None:
-        expected = "numerics.deepgemm: a Hopper GPU on which DeepGEMM gives the bits of our kernels"
+        expected = "for numerics.deepgemm a Hopper GPU on which DeepGEMM gives our kernels' bits"
         yield Finding("DeepGEMM", machine.without_deepgemm, expected, "Set numerics.deepgemm=false.")
 
 

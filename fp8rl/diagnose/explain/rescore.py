@@ -43,7 +43,7 @@ class Rescored:
 
     @property
     def changes(self) -> Tensor:
-        """abs(rescored - recorded trainer logprob) of each sampled token, float64 [tokens]; NaN equals NaN."""
+        """abs(rescored - recorded trainer logprob) of each sampled token, float64 [tokens]; 0 if both are NaN."""
         mask = self.capsule.scored.batch.loss_mask
         recorded, rescored = self.capsule.scored.logprobs[mask], self.rescored.logprobs[mask]
         same = (recorded == rescored) | (recorded.isnan() & rescored.isnan())

@@ -99,7 +99,7 @@ def _rates(report: Mapping[str, Any], path: Path, mode: Mode, remedy: str) -> Ra
     if not any(found.values()):
         raise user_error(
             "--bench",
-            found=f"{path} of {device} without rates that a plan takes",
+            found=f"{path} of {device} without rates that a plan uses",
             expected="rows of `gemms`, `grouped`, `quantizers` or `launch`",
             remedy=remedy,
         )

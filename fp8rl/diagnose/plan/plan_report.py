@@ -21,7 +21,7 @@ def reported(plan: Plan) -> Report:
     job, layout, on = plan.job, plan.job.layout, f"on {plan.gpus} x {plan.gpu.name}"
     end = f"the plan fits {on}"
     if not plan.ok:
-        end = f"the plan does not hold {on}"
+        end = f"the plan cannot run {on}"
     elif plan.slack < plan.needed_slack:
         end = f"the plan fits {on} by calculation, but leaves less free than a real run needs"
     if job.engines and plan.decides == "trainer":
