@@ -86,8 +86,8 @@ def sampler_temperature(run: Run, batch: TokenBatch, measured: Difference) -> Fi
         "sampler temperature",
         ok,
         "mean |d| " + ", ".join(f"{shown_number(mean)} at {t:g}" for t, mean in means.items()),
-        f"the smallest at rollout.temperature = {asked:g}",
-        "The engine samples at another temperature, or reports logprobs from before it: unset "
+        f"the smallest mean at rollout.temperature = {asked:g}",
+        "The engine samples at another temperature, or ignores it in its logprobs. Unset "
         "SGLANG_RETURN_ORIGINAL_LOGPROB, and compare the versions of sglang.",
     )
 

@@ -113,7 +113,7 @@ def _examine(run: Run, found: Pair, say: Callable[[str], None]) -> None:
     found.rows, found.tokens = rows_of(seen), int(batch.real_tokens().sum())
     found.findings.extend(differences_of(seen))
     if lacking := unseen(found.rows):
-        said = "inside a kernel, or inside an op of a library, to which native mode leaves most of them"
+        said = "inside a kernel or a library's op, as most tensors are in native mode"
         found.findings.append(Finding("formats not seen", said, grade="note", names=tuple(lacking)))
 
 

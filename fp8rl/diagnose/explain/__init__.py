@@ -111,7 +111,7 @@ def _headline(subject: Subject, compared: Comparison) -> str:
     if subject.capsule is None:  # whose |d| differs from that of the run's own batches
         batch = (
             f"tokens sampled now, at the newest weights: answers to problems of the run, and to {LONG_PROMPTS} prompts "
-            f"of up to {LONG_TOKENS} tokens made of several of them"
+            f"of up to {LONG_TOKENS} tokens made of several problems"
         )
     mean, now = format_difference(compared.abs_diff_mean), format_difference(compared.live_abs_diff_mean)
     return (

@@ -44,7 +44,7 @@ REMEDIES: dict[str, str] = {
     "sampler": "Correct the temperature of the request to the engine, or of the batch.",
     "state": "Keep sync.canary on, which replaces such an engine, and compare the versions of sglang of both sides.",
     "quantization": "Set numerics.trainer=fp8, or numerics.rollout=bf16: a BF16 trainer and an FP8 engine never agree.",
-    "op": "Compare the op's constants in both configs, and its weights with those that were synced.",
+    "op": "Compare the op's constants in both configs, and its weights with the synced weights.",
     "routing": "Set numerics.router_replay=replay.",
 }
 """What to do about each cause."""
