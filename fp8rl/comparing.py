@@ -113,7 +113,7 @@ def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
             continue
         difference = None if before is None or after is None else after - before
         rows.append([name, metric(name).unit, *map(_brief, (before, after, difference))])
-    title = f"Metrics, mean of the last {LAST} steps that both have (eval/: the last; {SECONDS}: the median)"
+    title = f"Metrics: means of the last {LAST} steps that both have, last values of eval/, median {SECONDS}"
     title += f"; {equal} more are equal (--all)" if equal else ""
     return Listing(title, ["metric", "unit", *_labels([one, other]), "difference"], rows, 2)
 

@@ -30,7 +30,7 @@ Side = Literal["trainer", "engine"]
 
 @dataclass(frozen=True)
 class Sighting:
-    """Tensors of one class at one place, in one format."""
+    """Tensors of one class that were seen in one op or parameter, in one format."""
 
     key: str
     """The key of the tensors' class in the precision map."""
@@ -59,7 +59,7 @@ RESULTS = {
     "combine": "experts.output",
     "token_logprobs": "loss.reduction",
 }
-"""By op, the class of its (first) result. BY_NAME: the same by the end of the op's name, for all families' ops."""
+"""The class of each op's (first) result. BY_NAME: the same for all ops whose names end so."""
 BY_NAME = {"rms_norm": "norm.output", "attention": "attention.output"}
 BY_DTYPE = {"router.probabilities", "router.logits", "loss.reduction"}
 """Classes whose results may have too few values to judge. Their format is the dtype."""

@@ -28,7 +28,7 @@ LIBRARIES = (
     *("sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "transformers", "ray", "wandb"),
     "fp8rl-cpu-stubs",
 )
-"""Python packages that decide which kernels and devices a run uses."""
+"""Python packages on which a run's kernels and devices depend."""
 PROBE = """
 import json, sys
 from fp8rl.numerics.backend.compiler import enable_compiler

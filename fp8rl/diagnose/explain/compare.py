@@ -177,7 +177,7 @@ async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[
 
 
 def _over_all_tokens(trainer: TrainerGroup, batch: TokenBatch) -> TokenBatch:
-    """Turn log-probabilities under truncation into log-probabilities over the vocabulary, as ops compute them."""
+    """Replace log-probabilities under truncation by log-probabilities over the vocabulary, which ops compute."""
     whole = replace(batch, truncation=EVERY_TOKEN, supports=None)
     added = trainer.score(whole) - trainer.score(batch)
     fields = {name: values + added for name, values in batch.fields.items()}

@@ -149,7 +149,7 @@ def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> Tempera
 
 
 def minimize(function: Callable[[float], float]) -> float:
-    """Return the best value of a grid, then of finer and finer grids between the neighbours of the best."""
+    """Minimize a function on a grid, then on finer and finer grids between the neighbours of the best point."""
     low, high = math.log(LOWEST), math.log(HIGHEST)
     for _ in range(ROUNDS):
         grid = torch.linspace(low, high, GRID, dtype=torch.float64).tolist()

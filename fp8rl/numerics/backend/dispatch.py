@@ -30,7 +30,7 @@ Watcher = Callable[[str, Mapping[str, Any], Any], None]
 
 @dataclass(frozen=True)
 class AttentionProbe:
-    """A trial of attention ops, with one tensor as keys and values. There is an op for each layout of keys."""
+    """A trial of attention ops in which one tensor is keys and values. Each layout of keys has an op."""
 
     name: str
     queries: tuple[int, ...]
