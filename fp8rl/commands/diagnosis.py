@@ -86,7 +86,7 @@ def plan(
         str, typer.Option(help="h100, h200, h800, h20, b200, b300, l40s, 4090, 'rtx pro 6000' or a100.")
     ] = "h100",
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Number of GPUs of the trainer; engines share them or not.")
+        int | None, typer.Option(min=1, help="Number of GPUs for the trainer; engines may share them.")
     ] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; by default the maximum.")] = None,
     bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m lab.bench.gpu` on such a GPU.")] = None,

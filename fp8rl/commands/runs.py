@@ -105,7 +105,7 @@ def submit(
                 found=address,
                 expected="the dashboard of a Ray cluster that accepts jobs, as http://HOST:PORT",
                 remedy=f"The error was: {(str(error) or repr(error)).splitlines()[0].rstrip('.')}. "
-                "Correct it; `ray start --head` prints it. For a token set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH.",
+                "Correct it; `ray start --head` prints it. For tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH.",
             ) from None
         if wait:
             show(f"job      {job}: {status}", soft_wrap=True)
@@ -239,7 +239,7 @@ def right(answer: str, reference: str) -> float:
     "README.md": """\
 # A first experiment
 
-    fp8rl doctor spec.yaml     # shows the first prompt and the reward of its reference; starts nothing
+    fp8rl doctor spec.yaml     # shows the first prompt and the reward of its reference; compares both sides
     fp8rl train spec.yaml      # 30 steps, then runs/first/report.html
     fp8rl runs                 # lists the runs; fp8rl runs A B compares two
 
@@ -250,7 +250,7 @@ def right(answer: str, reference: str) -> float:
 | train another model | `model.path` in `spec.yaml`, a Hugging Face directory |
 | change a setting once | `fp8rl train spec.yaml run.name=second trainer.lr=2e-4` |
 
-`spec.schema.json` has every key: editors with a YAML language server complete and check `spec.yaml` by it.
+`spec.schema.json` has every key. Editors with a YAML language server use it to complete and check `spec.yaml`.
 `fp8rl --install-completion` makes the shell complete commands, keys and names of runs.
 """,
 }

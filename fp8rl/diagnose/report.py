@@ -73,7 +73,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing differs, and nothing is in the way: the exit code is 0."""
+        """Nothing differs and nothing prevents a run, so the exit code is 0."""
         return all(finding.grade != "error" for finding in self.findings)
 
     def to_json(self) -> str:

@@ -236,7 +236,7 @@ class Grids:
 
 
 def _evidence(x: Tensor, spec: TensorSpec) -> int:
-    """Count the nonzero numbers, less one for each group: a group's scale always fits one of its numbers."""
+    """Count the nonzero numbers, less one for each group, because its scale always fits one number."""
     width = spec.block_shape(*x.shape)[1]
     full = F.pad(x, (0, -x.shape[1] % width)).reshape(-1, width).count_nonzero(1)
     return int((full - 1).clamp(min=0).sum())
