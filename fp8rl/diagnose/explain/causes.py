@@ -131,7 +131,7 @@ def rank(clues: Comparison) -> tuple[Finding, ...]:
 
 
 def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: float) -> bool:
-    """Return whether a fit leaves only noise, at another temperature. `temperature` leaves `abs_diff_mean`."""
+    """Return whether another temperature fits to within noise. abs_diff_mean: mean |d| at `temperature`."""
     if fit is None or abs(fit.temperature / temperature - 1) < TEMPERATURE_STEP:
         return False
     return fit.abs_diff_mean <= min(CLOSER * abs_diff_mean, SELF_FLOOR)
