@@ -38,7 +38,7 @@ class Finding:
     grade: Grade = "error"
     """`error`: it cannot run, or something differs. `warning`: it runs slower, or may not work."""
     names: tuple[str, ...] = ()
-    """The Hugging Face names of the tensors, or the places of the ops, that it is about."""
+    """The Hugging Face names of the tensors, or the places of the ops, that the finding is about."""
 
     @classmethod
     def of_error(cls, error: UserError) -> Self:

@@ -86,7 +86,7 @@ def _assumed(experiment: Experiment) -> str:
     """Say what a plan assumes about a model without a spec."""
     numerics, rollout = experiment.numerics, experiment.rollout
     return (
-        f"assumed, as this is a model and no spec: {experiment.algorithm.name}, {rollout.prompts_per_step} prompts of "
+        f"assumed without a spec: {experiment.algorithm.name}, {rollout.prompts_per_step} prompts of "
         f"{rollout.group_size} answers a step, rows of {rollout.context_length:,} tokens, {numerics.mode} mode in "
         f"{numerics.preset}, {rollout.engines} engine(s) on the trainer's GPUs. Any key may follow as key=value"
     )
