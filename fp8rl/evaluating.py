@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 EVERY_PROBLEM = (1 << 31) - 1
 _LOOK_SECONDS = 0.1
-_NOTHING_TO_ASK = "--set: found none, and no evaluation in the spec, expected problems to ask. Name a data file."
+_NOTHING_TO_ASK = "--set: found none, and the spec has no evaluation, expected one of the two. Name a data file."
 
 
 def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str]) -> Subject:

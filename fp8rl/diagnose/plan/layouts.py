@@ -140,7 +140,7 @@ def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterato
             grade="note",
             key="memory",
             found=f"{found} of the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
-            expected=f"{SLACK:.0%} of it free, as calculated peaks are right to about that, and memory fragments",
+            expected=f"{SLACK:.0%} of it free, because a calculated peak can be off by this much, and memory fragments",
             remedy=_remedy(job, gpu, memory),
         )
     bf16 = colocated_memory(job.in_bf16()).peak
@@ -151,7 +151,7 @@ def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterato
             key="numerics.trainer",
             found=found,
             expected="no saving by FP8 in training, where codes and their transposes are kept beside BF16 weights",
-            remedy="Count on the engine's half and on activations alone.",
+            remedy="Expect savings only from the engine's weights and from activations.",
         )
 
 

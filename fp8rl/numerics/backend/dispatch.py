@@ -88,8 +88,8 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
         kernel = _kernels.get(name) or _registered.get(name)
         if kernel is None:
             raise NotImplementedError(
-                f"numerics: found no kernel for the op {name}, expected one for every op where kernels run, since its "
-                "torch definition may give other bits than the other side. Write the kernel, or use a CPU"
+                f"numerics: found no kernel for the op {name}, expected one for every op on this device: the torch "
+                "definition may give other bits than the other side's kernel. Write the kernel, or use a CPU"
             )
         return kernel
 

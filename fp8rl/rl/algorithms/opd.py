@@ -35,8 +35,8 @@ class Opd(GroupRelative):
         named = [name for name in ("dynamic_sampling", "whiten_advantages") if getattr(self, name)]
         if named and not self.reward_weight:
             raise ValueError(
-                f"found {named[0]}=true with reward_weight=0, expected false: it is meant for rewards, which do not "
-                f"count with this weight. Set algorithm.reward_weight, or remove algorithm.{named[0]}"
+                f"found {named[0]}=true with reward_weight=0, expected false: it acts on rewards, which count 0 times "
+                f"with this weight. Set algorithm.reward_weight, or remove algorithm.{named[0]}"
             )
         return self
 

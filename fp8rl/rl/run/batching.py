@@ -91,8 +91,8 @@ def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | N
     for row, (trajectory, length) in enumerate(zip(trajectories, batch.lengths.tolist())):
         experts = trajectory.routed_experts
         if experts is None or len(experts) != length - 1:
-            found = "none" if experts is None else f"those of {len(experts)} tokens"
-            raise ValueError(f"trajectory {row}: found {found} for its routes, expected those of {length - 1} tokens")
+            found = "no routes" if experts is None else f"routes of {len(experts)} tokens"
+            raise ValueError(f"trajectory {row}: found {found}, expected routes of {length - 1} tokens")
         routes[row, : length - 1] = experts
     return routes
 
@@ -118,7 +118,7 @@ def _likeliest(trajectories: Sequence[Trajectory], batch: TokenBatch) -> dict[st
         return {}
     counts, targets = torch.cat([each.counts for each in reported]), int(batch.loss_mask.sum())
     if len(counts) != targets or bool((counts != counts[0]).any()):
-        raise ValueError(f"likeliest: found those of {len(counts)} tokens, expected as many for each of {targets}")
+        raise ValueError(f"likeliest: found lists for {len(counts)} tokens, expected {targets} lists of equal length")
     ids, logprobs = (torch.zeros(*batch.tokens.shape, int(counts[0])) for _ in range(2))
     ids[batch.loss_mask] = torch.cat([each.ids for each in reported]).float().view(targets, -1)
     logprobs[batch.loss_mask] = torch.cat([each.logprobs for each in reported if each.logprobs is not None]).view(

@@ -45,7 +45,7 @@ class DeviceTurns:
         """
         before = self._holder
         if before not in (None, side):
-            raise RuntimeError(f"found the turn of {before}, expected it to have ended before that of {side} begins")
+            raise RuntimeError(f"found the turn of {before}, expected it to end before the turn of {side} begins")
         self._holder = side
         try:
             if self._sharing is not None and self._there != side:

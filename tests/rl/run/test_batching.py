@@ -45,7 +45,7 @@ def test_likeliest_tokens_are_fields_and_stay_in_a_checkpoint() -> None:
         assert batch.fields[LIKELY_IDS][0].tolist() == [[0, 0], [12, 9], [0, 0], [0, 0], [15, 12], [16, 3]]
         assert batch.fields[LIKELY_LOGPROBS][0, 4].tolist() == [-0.25, -1.0] and not batch.fields[LIKELY_IDS][1].any()
         assert batch.padded(9).select([0, 1]).fields[LIKELY_IDS].shape == (2, 6, 2)
-    with pytest.raises(ValueError, match="likeliest: found those of 3 tokens, expected as many for each of 4"):
+    with pytest.raises(ValueError, match="likeliest: found lists for 3 tokens, expected 4 lists of equal length"):
         batch_from_trajectories([talk, trajectory([1], [2], [-1.0])], 1.0)
 
 
@@ -71,8 +71,8 @@ def test_input_that_does_not_fit_is_refused() -> None:
         ([good, trajectory([1], [2, 3], [-1.0])], False, "trajectory 1: found 1 logprobs, expected 2"),
         ([trajectory([], [2], [-1.0])], False, "sequence 0: found an empty prompt"),
         ([], False, "empty batch"),
-        ([known, routed], False, "trajectory 1: found none for its routes, expected those of 3 tokens"),
-        ([cut], False, "trajectory 0: found those of 2 tokens for its routes"),
+        ([known, routed], False, "trajectory 1: found no routes, expected routes of 3 tokens"),
+        ([cut], False, "trajectory 0: found routes of 2 tokens"),
         ([good], True, "replay: found True and no routes"),
     ):
         with pytest.raises(ValueError, match=said):

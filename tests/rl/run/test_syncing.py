@@ -126,7 +126,7 @@ def test_a_side_goes_before_the_other_comes_and_only_where_the_turn_changes() ->
     sides = Sides()
     with sides.turns.turn("train"):
         assert sides.said == [], "the trainer is there first"
-        with pytest.raises(RuntimeError, match="found the turn of train, expected it to have ended before .* rollout"):
+        with pytest.raises(RuntimeError, match="found the turn of train, expected it to end before .* rollout"):
             with sides.turns.turn("rollout"):
                 pass
     for side in ("rollout", "rollout", "train", "train"):
