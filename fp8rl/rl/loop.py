@@ -27,7 +27,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 def train(run: Run) -> str:
     """Train up to the run's last step, and export the trained model to `<run>/model`.
 
-    Returns the reason if the run stopped before its last step, after a checkpoint; otherwise an empty text.
+    Return why the run stopped before its last step, after a checkpoint; an empty text if it reached its last step.
     """
     experiment, trainer, record = run.experiment, run.trainer, run.record
     feed = open_feed(experiment, run.sampling)
@@ -104,7 +104,7 @@ def train(run: Run) -> str:
 def _first_sync(run: Run, evaluation: Evaluation, guard: Guard) -> None:
     """Do a verified sync. In a new run, also record the row of step 0: accuracy and agreement before training.
 
-    A resumed run begins the evaluation again that ran in the background of its next step.
+    If the checkpoint's step ended with an evaluation in the background, a resumed run begins this evaluation again.
     """
     first, record = run.sync(), run.record
     record.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")

@@ -1,4 +1,4 @@
-"""Algorithms: advantages, corrections and losses. An algorithm is a class with its settings; a new one is a new file.
+"""Finds algorithms by name. An algorithm is a class with its settings, advantages, corrections and loss.
 
 A module of this package that has a subclass of `AlgorithmConfig` with a `name` adds an algorithm. A spec may also name
 a user's class.
@@ -46,7 +46,7 @@ def algorithm_class(name: object) -> type[AlgorithmConfig]:
 
 
 class UnreadAlgorithm(AlgorithmConfig):
-    """The settings of a user's algorithm in the spec of a run. Reading a run's folder does not import its code."""
+    """The settings of a user's algorithm, as read from a run's folder without an import of the user's code."""
 
     model_config = ConfigDict(extra="allow")
     name: str

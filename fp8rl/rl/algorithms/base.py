@@ -24,7 +24,7 @@ from fp8rl.trainer.step.objective import Objective
 
 @dataclass(frozen=True)
 class Needs:
-    """The scores that an algorithm needs of a batch before its first update, in addition to the engines' records. A
+    """The scores that an algorithm needs of a batch before its first update, besides the engines' log-probabilities. A
     reference, a critic or a teacher is loaded only where its scores are needed.
     """
 
@@ -68,7 +68,8 @@ class AlgorithmConfig(Section):
     """The loss in one line, the same for all settings. r = e^(logprob - old), and R is the reward."""
 
     compares_in_group: ClassVar[bool] = False
-    """True if an answer's reward is compared with the rewards of its prompt's answers; in a group of one, with 0."""
+    """True if an answer's reward is compared with the mean reward of its prompt's answers, which is 0 in a group of
+    one."""
 
     @property
     def loss_summary(self) -> str:
@@ -170,7 +171,7 @@ KEY = "algorithm.name"
 def users_algorithm(name: str) -> type[AlgorithmConfig]:
     """Import the class that `path/to/file.py:Class` or `package.module:Class` names.
 
-    The class's module is pickled with each objective for the trainer's ranks, so that they need no file of the user's.
+    The class's module is pickled with each objective, so that the trainer's ranks do not need the user's file.
 
     Raises:
         UserError: there is no such class, its module cannot be imported, or the class is no algorithm.

@@ -63,7 +63,7 @@ WIDE_CLIP = 0.01
 
 
 class Gspo(GroupRelative):
-    """Group sequence policy optimisation (Zheng et al. 2025). Its clip is some hundred times narrower than PPO's."""
+    """Group sequence policy optimisation (Zheng et al. 2025). Its clip is several hundred times narrower than PPO's."""
 
     name: Literal["gspo"]
     clip_low: float = Field(default=3e-4, gt=0.0, lt=1.0)

@@ -35,8 +35,8 @@ class Opd(GroupRelative):
         named = [name for name in ("dynamic_sampling", "whiten_advantages") if getattr(self, name)]
         if named and not self.reward_weight:
             raise ValueError(
-                f"found {named[0]}=true with reward_weight=0, expected false: it acts on rewards, which count 0 times "
-                f"with this weight. Set algorithm.reward_weight, or remove algorithm.{named[0]}"
+                f"found {named[0]}=true with reward_weight=0, expected false: the setting acts on rewards, and this "
+                f"weight leaves them out. Set algorithm.reward_weight, or remove algorithm.{named[0]}"
             )
         return self
 
@@ -65,8 +65,8 @@ class Opd(GroupRelative):
 class Distillation:
     """The loss of `Opd`, with KL(policy || teacher) as a metric.
 
-    The gradient of KL(policy || teacher) on tokens of any sampler is the mean of r (logprob - teacher's) ∇ logprob,
-    where logprob is the current policy's, not the sampler's. On tokens of the current weights the two are equal.
+    On tokens of any sampler, the gradient of KL(policy || teacher) is the mean of r (logprob - teacher logprob)
+    ∇ logprob, with the current policy's logprob. In exact mode the sampler's is equal on tokens of the current weights.
     """
 
     policy: Objective

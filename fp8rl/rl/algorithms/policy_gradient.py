@@ -36,8 +36,8 @@ LEARNT_FROM = "learnt_from"
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of an update: the mean over tokens of (surrogate + KL term) · w - entropy bonus, which is 0 for rejected
-    and filtered tokens. With centering the token's advantage times its expected score is added.
+    """The loss of an update: the mean over tokens of (surrogate + KL term) · w - entropy bonus. Rejected and filtered
+    tokens count as 0. With centering the token's advantage times its expected score is added.
 
     old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
     detached. The KL term needs `fields["reference_logprobs"]`. `rl.algorithms.parts.corrections` computes the weight w
@@ -73,7 +73,7 @@ class PolicyObjective:
         losses = torch.where(kept, losses * weight, 0.0)
         if self.algorithm.centering is not None:
             centered = accepted
-            if self.correction.rejection == "icepop":  # its tokens have the weight 0: the expectation is over them, too
+            if self.correction.rejection == "icepop":  # rejected tokens have weight 0, and belong to the expectation
                 centered = Correction(veto=self.correction.veto)(old, fields["rollout_logprobs"], used)[1]
             score = expected_score(fields[OWN_LIKELY], fields[LIKELY_LOGPROBS], used, self.correction)
             losses = losses + torch.where(centered & learnt, advantages * score, 0.0)
@@ -141,14 +141,14 @@ class PolicyGradient(AlgorithmConfig):
     """Where the old log-probabilities of the policy ratio come from. `recompute`: from the trainer, before the first
     update of the batch. With one update they are the training pass's own, and the ratio is 1. `bypass`: from the
     engine, so that the clip acts on the change of the policy since a token was sampled; no importance weight is used.
-    On tokens that the trainer's current weights have sampled both are equal, in exact mode bit for bit. Null: `bypass`
-    with `rollout.staleness`, else `recompute`."""
+    On tokens that the trainer's current weights have sampled, exact mode gives both the same bits. Null: `bypass` with
+    `rollout.staleness`, else `recompute`."""
     centering: int | None = Field(default=None, ge=1, le=256)
     """Centre each token's score over this number of the engine's likeliest tokens (arXiv 2609.20807), so that a bias
-    between the two sides does not add up. Null: off. On tokens of the trainer's weights exact mode needs none."""
+    between the two sides does not add up. Null: off. Tokens of the trainer's weights need none in exact mode."""
     tis_cap: float | None = Field(default=2.0, ge=1.0)
-    """Cap of the importance weight trainer / rollout. Null: no importance weight. With the rejections `icepop` and
-    `mis`, which have their own weight, the default is null: their weight has no cap."""
+    """Cap of the importance weight trainer / rollout. Null: no importance weight. The rejections `icepop` and `mis`
+    have their own weight. With them null is the default, and means that this weight has no cap."""
     tis_level: Literal["token", "sequence"] = "token"
     """The importance weight is a token's own ratio, or the product of the ratios of its sequence's tokens."""
     rejection: RejectionSection | None = None
@@ -167,8 +167,8 @@ class PolicyGradient(AlgorithmConfig):
     @model_validator(mode="before")
     @classmethod
     def _published_weights(cls, values: Any) -> Any:
-        """Set `tis_cap` to null for `icepop` and `mis`, whose bound limits their weights, unless the spec sets it. Old
-        specs have the ratio `on_policy`, which is `recompute` with one update."""
+        """Set `tis_cap` to null for `icepop` and `mis`, unless the spec sets it: their bounds limit their weights. In
+        old specs the ratio `on_policy` means `recompute` with one update."""
         if isinstance(values, dict) and values.get("ratio") == "on_policy":
             values = values | {"ratio": "recompute"}
         rejection = values.get("rejection") if isinstance(values, dict) else None
@@ -294,7 +294,7 @@ class PolicyGradient(AlgorithmConfig):
         return {LEARNT_FROM: per_token(outcomes.finished, batch.loss_mask)}
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
-        """The outcomes with the rewards that advantages are computed from, after a length penalty if there is one."""
+        """Return the outcomes with the length penalty, if there is one, subtracted from their rewards."""
         if self.overlong is None:
             return outcomes
         # From the first sampled token to the end of the row. An environment's tokens in between count, too.

@@ -1,4 +1,4 @@
-"""REINFORCE++, with and without a baseline: the whole batch gives the scale of the advantages."""
+"""REINFORCE++, with and without a baseline: advantages are whitened over the whole batch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Guards that watch a run and step in: gates with their actions and their record, and capsules of a step."""
+"""Guards a run: gates watch its metrics and act, and capsules keep the worst sequences of a step."""

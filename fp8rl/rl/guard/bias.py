@@ -1,8 +1,8 @@
-"""Measures drift: the part of d that persists, step after step, for the same token or the same context.
+"""Measures bias: the part of d that persists from step to step for the same token or the same context.
 
 Unbiased noise averages out over steps. A bias between sampler and trainer adds up in the weights, and can end a run
-(Score Centering, arXiv 2609.20807). Tokens of one step share its weights and often their context, so only products of d
-from different steps say what persists: their mean is the square of the bias, whatever the noise of single steps.
+(Score Centering, arXiv 2609.20807). Tokens of one step share its weights and often their context. So only products of d
+from different steps show what persists: their mean is the square of the bias.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fp8rl.numerics.sampling import GOLDEN, mix
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 
 WINDOW = 32
-"""Steps that are looked at together."""
+"""Number of the last steps that an estimate covers."""
 CERTAINTY = 2.0
-"""Standard deviations of noise alone, in `..._noise`."""
+"""Number of standard deviations of noise alone that `..._noise` stands for."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step says of each key; all [K]."""
+    """The sums of d in one step, by key (a token or a context); all [K]."""
 
     keys: Tensor
-    """int64, different."""
+    """int64, each once."""
     sums: Tensor
     """float64, the sum of d over the key's tokens."""
     counts: Tensor
@@ -35,7 +35,7 @@ class _Step:
 
 
 class BiasWindow:
-    """The last steps of a run, by token and by context. It is empty after a resume."""
+    """Estimates the bias of tokens and of contexts over the last steps of a run. After a resume it has no steps."""
 
     def __init__(self) -> None:
         self._windows: dict[str, deque[_Step]] = {name: deque(maxlen=WINDOW) for name in ("bias", "context_bias")}
@@ -43,7 +43,7 @@ class BiasWindow:
     def add(self, scored: ScoredBatch | None) -> dict[str, float]:
         """Add a step's batch; return `mismatch/bias`, `mismatch/context_bias`, and each with `_noise`, over the window.
 
-        The compared tokens are those of the other `mismatch/` metrics: of the trainer's weights, with a finite d.
+        The tokens are those of the other `mismatch/` metrics: sampled at the trainer's weights, with a finite d.
         """
         if scored is None:
             return {}
@@ -67,12 +67,12 @@ def _step(keys: Tensor, d: Tensor) -> _Step:
 
 
 def persistent(steps: deque[_Step]) -> tuple[float, float]:
-    """Return the root mean square of the keys' mean d, and what noise alone would reach; nats, both 0 without a key of
-    two steps.
+    """Return the root mean square of the keys' mean d, and what noise alone would reach, in nats; both 0 if no key
+    occurs in two steps.
 
-    A key counts as often as its tokens occur. Its mean square is estimated by the products of sums of different steps,
-    over as many pairs of tokens: ((Σ S)² - Σ S²) / ((Σ n)² - Σ n²). An estimate below 0 counts as 0. With noise alone
-    its variance is 2 ((Σ S²)² - Σ S⁴) / pairs².
+    A key counts as often as its tokens occur. S is a key's sum of d in a step, and n the number of its tokens. Its mean
+    square is estimated by ((Σ S)² - Σ S²) / ((Σ n)² - Σ n²), with variance 2 ((Σ S²)² - Σ S⁴) / ((Σ n)² - Σ n²)² under
+    noise alone. A mean over keys below 0 counts as 0.
     """
     keys, at = torch.cat([step.keys for step in steps]).unique(return_inverse=True)
     sums, counts = torch.cat([step.sums for step in steps]), torch.cat([step.counts for step in steps])

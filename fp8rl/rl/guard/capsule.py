@@ -186,7 +186,7 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
             f"{path / _ABOUT}: format",
             found=values["format"],
             expected=str(FORMAT),
-            remedy="Explain it with the version of fp8rl that wrote it.",
+            remedy="Explain the capsule with the version of fp8rl that wrote it.",
         )
     about = validated(_About.model_validate, values, str(path / _ABOUT), _COPY)
     numerics = NumericsConfig.from_dict(about.numerics)
@@ -283,7 +283,7 @@ def _check_files(path: Path) -> None:
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in listed)}
     for file in path.rglob("*"):
         if not file.is_dir() and file.name != _SUMS:
-            sums.setdefault(str(file.relative_to(path)), "of no file, as it lists none of this name")
+            sums.setdefault(str(file.relative_to(path)), "of no file of this name")
     for name, expected in sums.items():
         file = path / name
         found = file_sha256(file) if file.is_file() else "no such file"

@@ -27,7 +27,7 @@ class Fault:
     """The reason why a pass gave no gradients to apply."""
 
     metric: str
-    """The metric that was not finite, as in an `Event`."""
+    """The metric of the fault, as in an `Event`."""
     value: float | None
     """The metric's value, as in an `Event`."""
     bound: str
@@ -55,7 +55,7 @@ class Verdict:
     resync: bool
     """The engines are synced although the weights have not changed."""
     fall_back: bool
-    """Both sides go to BF16 before that sync."""
+    """Both sides change to BF16 before the sync."""
     stop: str
     """The reason why the run ends with this step; empty if the run continues."""
 

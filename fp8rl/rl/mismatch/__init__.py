@@ -1,5 +1,5 @@
 """Metrics of how far trainer and engine disagree: on log-probabilities of sampled tokens, and on experts. The buckets
-of metrics are in this file because the registry of metrics names them, and is read without torch."""
+of metrics are in this file because the registry of metrics needs them without an import of torch."""
 
 OLDEST = 8
 """Tokens of this age and older share one metric, so that an asynchronous run has a bounded number of metrics."""

@@ -1,8 +1,8 @@
 """Metrics of how far trainer and engine agree on the probability of the tokens that the engine sampled.
 
-d = trainer logprob - rollout logprob and rho = e^d, both at the weights that sampled the token. Call with the
-trainer's first scoring of a batch and with the whole loss mask, before anything is rejected: a filter that drops
-disagreeing tokens would drive every metric here to its ideal value.
+d = trainer logprob - rollout logprob and rho = e^d, both at the weights that sampled the token. The metrics need the
+trainer's first scores of a batch and the whole loss mask, before anything is rejected: a filter that drops disagreeing
+tokens would drive every metric to its ideal value.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def token_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor:
 # Metrics of tokens: every mean and fraction divides by the tokens with finite d.
 
 EXTREME_FACTORS = (2, 10)
-"""Factors between the two probabilities of a token beyond which it counts as extreme."""
+"""A token counts as extreme if one of its two probabilities is more than this factor times the other."""
 NEARLY = 1e-6
-"""nats; about the rounding of a float32 logprob."""
+"""The largest abs(d) that counts as nearly exact, in nats: about the rounding of a float32 logprob."""
 
 
 def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, tis_cap: float) -> dict[str, float]:
@@ -186,8 +186,8 @@ def _split(groups: Tensor, values: Tensor) -> list[tuple[int, Tensor]]:
 
 
 # Metrics of how far the policy has moved since older weights sampled a token. In exact mode the engine's logprob is
-# what a trainer at those weights would say, so that d is the change of the policy alone. In native mode the
-# disagreement of both sides is in it too.
+# that of a trainer with those weights, so d is the change of the policy alone. In native mode d also has the
+# disagreement of both sides.
 
 
 def drift_metrics(
@@ -222,7 +222,7 @@ def drift_metrics(
 
 
 def tokens_by_age(versions: Tensor, version: int) -> dict[int, int]:
-    """Return the number of tokens by age, which is min(version - v, `OLDEST`) for a v in versions, int64 [N]."""
+    """Return the number of tokens of each age, min(version - v, `OLDEST`) with v from versions, int64 [N]."""
     ages, counts = (version - versions).clamp(max=OLDEST).unique(return_counts=True)
     return dict(zip(ages.tolist(), counts.tolist(), strict=True))
 

@@ -1,1 +1,1 @@
-"""A run while it lives: what it holds open, how it samples, recovers, keeps checkpoints and ends."""
+"""The parts of a run while it lives: cluster, engines, feed, step, syncs, record, checkpoints and end."""

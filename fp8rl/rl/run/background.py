@@ -23,7 +23,7 @@ _TURN_SECONDS = 2.0
 
 
 class Background:
-    """Runs coroutines beside the thread that made it, one at a time and taking turns."""
+    """Runs coroutines in a thread of its own, where they take turns."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -45,7 +45,7 @@ class Background:
         return given_up
 
     def run(self, coroutine: Coroutine[Any, Any, Result], seconds: float | None = None) -> Result:
-        """Run a coroutine and return its result. An interrupt leaves it running.
+        """Run a coroutine and return its result. An interrupt leaves the coroutine running.
 
         Raises TimeoutError: there is no result after `seconds`; the coroutine is cancelled.
         """
@@ -75,7 +75,7 @@ class Background:
             self._thread.join(_TURN_SECONDS)
         self.closed = True
         if self._thread.is_alive():
-            logging.getLogger(__name__).warning("found no end of the thread %s", self._thread.name)
+            logging.getLogger(__name__).warning("the thread %s has not ended", self._thread.name)
         else:
             self._loop.close()
 
@@ -83,7 +83,7 @@ class Background:
 def begun(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Parameters], Future[Result]]:
-    """Wrap a coroutine method so that any thread may call it: it starts in the owner's `Background`."""
+    """Wrap a coroutine method so that any thread may call it. The coroutine starts in the owner's `Background`."""
 
     @functools.wraps(method)
     def begin(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Future[Result]:
@@ -107,9 +107,9 @@ def waited(
 def blocking_with_events(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Parameters], Result]:
-    """Wrap a method as `waited` does, and deliver the owner's events during the wait, which may explain it.
+    """Wrap a method as `waited` does, and deliver the owner's events during the wait: they may explain it.
 
-    For the run's own thread.
+    Only the run's own thread may call the method.
     """
 
     @functools.wraps(method)

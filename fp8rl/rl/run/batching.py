@@ -112,7 +112,7 @@ def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> KeptToke
 
 
 def _likeliest(trajectories: Sequence[Trajectory], batch: TokenBatch) -> dict[str, Tensor]:
-    """The fields of the likeliest tokens, float32 [B, S, k], 0 where nothing was sampled; none if none are reported."""
+    """Return the fields of the likeliest tokens, if reported: float32 [B, S, k], 0 where nothing was sampled."""
     reported = [t.supports for t in trajectories if t.supports is not None and t.supports.logprobs is not None]
     if not reported:
         return {}

@@ -31,7 +31,7 @@ from fp8rl.trainer.checkpoint.files import CONTENT, DamagedCheckpointError, chec
 _UNFINISHED = re.compile(r"\.+step_\d+(\.(partial|pending|retired))+")
 """Names that a checkpoint has while it is written or removed."""
 _CONTENTS = "contents"
-"""The key in `About.extra` of the digests of the files that the spec names; older checkpoints have none."""
+"""The key in `About.extra` with the digests of the files that the spec names. Older checkpoints lack this key."""
 _DIGESTS = TypeAdapter(dict[str, Content])
 _LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp"}
 
@@ -66,7 +66,7 @@ class Checkpoints:
         self._thread.shutdown()
 
     def begin(self, trainer: TrainerGroup, gate_state: GateState, step: int, feed: FeedState) -> None:
-        """Wait for the last checkpoint, copy the state, and have it written under a name that does not count yet."""
+        """Wait for the last checkpoint, copy the state, and have it written under a temporary name."""
         self.wait()
         extra = {"step": step, "kept": _kept(self._experiment), "standing": gate_state.to_dict(), "feed": feed.extra}
         extra[_CONTENTS] = {key: dataclasses.asdict(content) for key, content in self._held.items()}
@@ -183,7 +183,7 @@ def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> li
 
 
 def begins_anew(run: RunDir, step: int) -> str:
-    """Return the state that a run resumed from the checkpoint of `step` has to start anew, as a clause; or nothing."""
+    """Return, as a clause, what begins anew in a run resumed from the checkpoint of `step`; empty if nothing does."""
     if read_about(run.checkpoint(step)).extra.get(CONTENT) != "weights":
         return ""
     return ", from weights alone (checkpoint.content): Adam and the FP32 master weights begin anew"
@@ -198,7 +198,7 @@ def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserErr
             continue
         remedy = f"Delete {run.checkpoint(step)}: the next older one, of step {older}, is whole, and --resume takes it."
         return UserError(f"{error} {remedy}")
-    return UserError(f"{error} No older one is whole: start over with --overwrite.")
+    return UserError(f"{error} No older checkpoint is whole: start over with --overwrite.")
 
 
 def changes(run: RunDir, experiment: Experiment) -> list[str]:
@@ -210,7 +210,7 @@ def changes(run: RunDir, experiment: Experiment) -> list[str]:
     changed = [key for key in sorted(before.keys() | after.keys()) if after.get(key) != before.get(key)]
     said = [f"{key}={after.get(key)} (was {before.get(key)})" for key in changed]
     if _LAYOUT.intersection(changed):
-        said.append("another layout of the trainer, which adds in another order: bits may differ from here on")
+        said.append("another layout of the trainer adds numbers in another order: bits may differ from here on")
     return said
 
 

@@ -95,13 +95,13 @@ class Evaluation:
         self._step = self._version = 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step` ends with an evaluation. None runs during the last step, whose row has its own."""
+        """Return whether `step` ends with an evaluation. None runs in the background of the last step."""
         every, last = self._experiment.eval.every, self._experiment.run.steps
         due = step == last or bool(every and step % every == 0)
         return bool(self._sets) and due and not (step == last - 1 and self.runs_in_background(step))
 
     def runs_in_background(self, step: int) -> bool:
-        """Return whether the evaluation of `step` runs during the next step, whose row gets it. The last one cannot."""
+        """Return whether the evaluation of `step` runs during the next step, whose row gets its metrics."""
         return bool(self._experiment.rollout.staleness) and 0 < step < self._experiment.run.steps
 
     @property
@@ -116,7 +116,7 @@ class Evaluation:
             self._asked.append(self._sampling.admit(each.groups, each.sampling, judge))
 
     def finish(self) -> tuple[dict[str, float], list[JudgedAnswer]]:
-        """Wait for the evaluation; return its `eval/...`, and the answers of the first greedy set.
+        """Wait for the evaluation; return its `eval/...` metrics, and the answers of the first greedy set.
 
         Raises StaleWeightsError for a token of other weights than the trainer had when the evaluation was begun.
         """

@@ -22,7 +22,7 @@ INTERRUPTED = 130
 STOPPED = 3
 """Exit code of a run that a gate, a loss that is not finite, or a failure (`ending.FAILURES`) has stopped."""
 LOST = 75
-"""Exit code of a run whose loss a resume mends, as when its trainer is gone (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that a resume can continue, such as after the loss of its trainer (EX_TEMPFAIL of sysexits.h)."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _END_SECONDS = 180.0
@@ -88,7 +88,7 @@ class BoundedExitStack(ExitStack):
 
 @contextmanager
 def bounded(what: str, seconds: float) -> Iterator[None]:
-    """End this process if the block takes longer; who supervises it kills the rest. what: what the block waits for."""
+    """End this process if the block takes longer; its supervisor kills the rest. what: what the block waits for."""
 
     def give_up() -> None:
         os.write(2, f"error: found {what} not ended after {seconds:g} s: it is given up\n".encode())

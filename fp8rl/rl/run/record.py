@@ -37,7 +37,7 @@ from fp8rl.rl.run.interrupts import BoundedExitStack
 RESUMED = "tracking/resumed"
 TRACKER_LOST = "tracking/tracker_lost"
 BEFORE_THE_FIRST = -1
-"""In place of the step to resume after, if there is no checkpoint: everything is repeated, also the row of step 0."""
+"""The step to resume after, if there is no checkpoint: the run repeats everything, also the row of step 0."""
 _ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", SYNCS_REPEATED: "resync", RESUMED: "resume"}
 """What a run does after an event of this metric; after others it goes on."""
 
@@ -45,7 +45,7 @@ _ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", SYNCS_R
 class Record:
     """Everything that a run writes and shows. It knows the step that is under way, and begins where a checkpoint ends.
 
-    `begin` comes once trainer and engines are up, so that a start that fails changes nothing of an earlier one.
+    Call `begin` once trainer and engines are up, so that a failed start leaves the record of an earlier start as it is.
     """
 
     checkpoints: Checkpoints
@@ -55,7 +55,7 @@ class Record:
     def __init__(
         self, experiment: Experiment, files: RunDir, closing: BoundedExitStack, notes: Sequence[str], again: bool
     ) -> None:
-        """Open log and console, and print what the run is. notes: remarks on the input. again: the run was lost."""
+        """Open log and console, and print what the run is. notes: remarks on the input. again: after a loss."""
         self.experiment, self.files = experiment, files
         self._closing, self._notes, self.again = closing, notes, again
         closing.enter_context(run_log(files.log))
@@ -123,7 +123,7 @@ class Record:
         return BackgroundTrackers(tracking.recorded, run, lost=partial(self.events.add, TRACKER_LOST, 1))
 
     def end(self, why: str = "") -> None:
-        """Record the end of this session. why: the reason, before the last step. A second call does nothing."""
+        """Record the end of this session. why: the reason for an early end. A second call does nothing."""
         if self.session is not None and self.session.ended is None:
             self.session = replace(self.session, ended=self.session.started + time.monotonic() - self._began, why=why)
             append_session(self.files.sessions, self.session)
@@ -144,11 +144,11 @@ class Record:
 
     @property
     def capsule(self) -> str:
-        """Return where this step's worst sequences are kept, below the run's directory."""
+        """Return the path of this step's capsule, relative to the run's directory."""
         return str(self.files.capsule(self.step).relative_to(self.files.path))
 
     def row(self, metrics: Mapping[str, float], samples: Samples, checkpointed: bool) -> dict[str, float]:
-        """Log the step and return its metrics as logged. From then on a checkpoint of the step counts."""
+        """Log the step and return its metrics as logged. From then on a resume may use a checkpoint of the step."""
         written = self.tracker.log(self.step, metrics, samples)
         self.console.step(self.step, written)
         if checkpointed:
@@ -164,7 +164,7 @@ class Record:
         self.announce(Event(self.step, metric, float(count), "above 0", action, None, text))
 
     def recoveries(self, always: Sequence[str]) -> dict[str, float]:
-        """Return the counts of events since the last call, as metrics. always: metrics that are there without any."""
+        """Return the counts of events since the last call, as metrics. always: metrics that are returned also at 0."""
         counts = dict.fromkeys(always, 0) | self._recoveries
         self._recoveries.clear()
         return {name: float(count) for name, count in counts.items()}

@@ -47,7 +47,7 @@ from fp8rl.weight_sync.frozen import write_base
 from fp8rl.weight_sync.served import write_description
 
 _WORST = 8
-"""How many worst sequences a capsule has. For a value that is not finite, all rows that it came from precede them."""
+"""Number of worst sequences in a capsule. If there is a fault, all rows that it came from precede them."""
 
 
 class Run:
@@ -186,7 +186,7 @@ class Run:
         return self.record.recoveries((*(COUNTED if self.engines else ()), *talks))
 
     def metrics(self) -> dict[str, float]:
-        """Return `perf/...` of the engines and `memory/...` of turns since the last call."""
+        """Return the metrics of engines and of device turns since the last call."""
         return self.engines.metrics() | self.turns.metrics()
 
     def _serving(self) -> Serving:
@@ -206,7 +206,7 @@ class Run:
 def open_run(
     experiment: Experiment, files: RunDir, notes: Sequence[str] = (), *, again: bool = False, left: int = 0
 ) -> Iterator[Run]:
-    """Start all parts of a run, which goes on from its last checkpoint, if it has one; end them with the block.
+    """Start all parts of a run, from its last checkpoint if it has one. They end with the block.
 
     notes: remarks on the input, for log and report. again: the run was lost and is started again. left: how often it
     may be started again, if Ray's head is lost.
@@ -238,7 +238,7 @@ def open_run(
             yield run
         except BaseException as error:
             why = "an interrupt" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-            with suppress(OSError):  # of a full disk, which is what ends the run and what is said
+            with suppress(OSError):  # of a full disk, which is then the error that ends the run
                 record.end(why.splitlines()[0])
             raise
 
@@ -249,9 +249,9 @@ def open_pair(
 ) -> Iterator[Run]:
     """Start both sides, with one engine, until the block ends. The engine has passed the handshake, but is not synced.
 
-    There is no canary, since it would replace an engine that differs, and callers measure the difference.
+    There is no canary: it would replace an engine that differs, but callers measure the difference.
 
-    numerics: None: those of the experiment.
+    numerics: of both sides; None: the experiment's.
 
     Raises HandshakeError, and what the start of either side raises.
     """

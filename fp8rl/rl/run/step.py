@@ -135,7 +135,7 @@ class UpdatePlan:
             if self.algorithm.needs.critic:
                 critic = trainer.forward_backward(_unrouted(part), self.algorithm.critic_objective(part), "critic")
                 norms = {"critic/loss": critic.loss, "critic/grad_norm": critic.grad_norm}
-                # Of what both passes say, the policy's stays.
+                # Of a metric that both passes have, the policy's value stays.
                 result = replace(result, metrics=critic.metrics | result.metrics | norms)
         except NonFiniteLossError as error:
             raise NonFiniteLossError(str(error), [rows[row] for row in error.rows]) from error

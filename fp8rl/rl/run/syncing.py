@@ -59,7 +59,7 @@ class DeviceTurns:
             self._holder = before
 
     def metrics(self) -> dict[str, float]:
-        """Return `memory/...` since the last call: of the rank or engine that holds most, and the seconds of turns."""
+        """Return, since the last call, `memory/...` of the fullest rank or engine, and the seconds that turns took."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 

@@ -115,7 +115,7 @@ def test_what_is_no_capsule_or_lacks_a_checksum_is_refused(capsule: Path, tmp_pa
             read_capsule(path)
     sums = capsule / "SHA256SUMS"
     sums.write_text("".join(line for line in sums.read_text().splitlines(True) if "tensors" not in line))
-    with pytest.raises(UserError, match="capsule file .*tensors.safetensors: .* it lists none of this name"):
+    with pytest.raises(UserError, match="capsule file .*tensors.safetensors: .* SHA-256 of no file of this name"):
         read_capsule(capsule)
 
 

@@ -72,7 +72,7 @@ def test_input_that_does_not_fit_is_refused() -> None:
         ([trajectory([], [2], [-1.0])], False, "sequence 0: found an empty prompt"),
         ([], False, "empty batch"),
         ([known, routed], False, "trajectory 1: found no routes, expected routes of 3 tokens"),
-        ([cut], False, "trajectory 0: found routes of 2 tokens"),
+        ([cut], False, "trajectory 0: found routes of 2 tokens, expected"),
         ([good], True, "replay: found True and no routes"),
     ):
         with pytest.raises(ValueError, match=said):

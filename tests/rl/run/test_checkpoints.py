@@ -101,7 +101,7 @@ def test_damage_names_the_next_older_checkpoint_that_is_whole(tmp_path: Path) ->
     (run.checkpoint(4) / "about.json").write_text("{")
     assert "of step 2, is whole" in str(with_older(damage.value, run, 6))
     (run.checkpoint(2) / "state/common.pt").unlink()
-    assert "No older one is whole: start over" in str(with_older(damage.value, run, 6))
+    assert "No older checkpoint is whole: start over" in str(with_older(damage.value, run, 6))
 
 
 def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:

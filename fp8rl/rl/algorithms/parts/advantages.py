@@ -1,6 +1,6 @@
 """Advantages: how much better an answer, or a token of an answer, did than expected.
 
-A group is known by its number, never by position: its members may come in any order and any number.
+Equal numbers mark the trajectories of one group. They may come in any order, and groups may differ in size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool, gr
     Args:
         rewards: float [N], finite.
         groups: int64 [N], equal numbers for trajectories of one prompt, in any order.
-        group_size: the answers that were sampled for each prompt.
+        group_size: number of answers sampled for each prompt.
 
     Returns:
         float32 [N]; computed in float64.
@@ -67,7 +67,7 @@ def relative_to_mean(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def per_token(values: Tensor, batch_mask: Tensor) -> Tensor:
-    """float32 [B, S]: the row's value [B] at each target token, which `batch_mask` [B, S] marks; 0 elsewhere."""
+    """Give each row's value [B] to its target tokens, which `batch_mask` [B, S] marks. float32 [B, S], 0 elsewhere."""
     return torch.where(batch_mask, values.float()[:, None], 0.0)
 
 

@@ -9,9 +9,8 @@ logprob. A sequence's ratio is the product of its tokens' rho. Its geometric rat
     icepop      rho of a token within [low, high]; others are rejected (Ring-1T report, "Every Step Evolves", 2025)
     mis         the ratio of a sequence up to high; others are rejected (masked importance sampling, "When Speed Kills
                 Stability")
-    geometric   the TIS weight in a sequence whose geometric ratio is within [low, high]; others are rejected. verl's
-                rollout correction does so with the bounds on the inverse ratio, rollout to trainer: its [low, high] is
-                [1/high, 1/low] here
+    geometric   the TIS weight in a sequence whose geometric ratio is within [low, high]; others are rejected. verl
+                bounds the inverse ratio, rollout to trainer: its [low, high] is [1/high, 1/low] here
     veto        any sequence with a token whose rho is below `veto` is rejected (as in slime's and SkyRL's mismatch
                 helpers)
 
@@ -65,7 +64,7 @@ class RejectionSection(Section):
 
 
 BOUNDS = {"icepop": {"low": 0.5, "high": 5.0}, "geometric": {"low": 0.99, "high": 1.01}, "mis": {"high": 2.0}}
-"""Default bounds: icepop's as in the INTELLECT-3 report, those of geometric and mis as in published recipes."""
+"""Default bounds: for icepop from the INTELLECT-3 report, for geometric and mis from published recipes."""
 
 OWN_WEIGHT = ("icepop", "mis")
 """Rejections whose ratio is also the weight of the tokens that they keep. As published, they have no other cap."""
@@ -113,7 +112,7 @@ class Correction:
 
     @property
     def summary(self) -> list[str]:
-        """Say in a few words each what weight, rejection and veto do."""
+        """Describe the weight, the rejection and the veto, in a few words each."""
         level = {"icepop": "token", "mis": "sequence"}.get(self.rejection or "", self.level)
         cap = "" if self.tis_cap is None else f", at most {self.tis_cap:g}"
         low, high = self.low or 0.0, math.inf if self.high is None else self.high
@@ -124,7 +123,7 @@ class Correction:
         ]
 
     def of_token(self, d: Tensor) -> Tensor:
-        """Return the weight of a token of log-ratio d, of any shape; 0 of one that icepop rejects. Levels: token."""
+        """Return the weights of tokens with log-ratios d, 0 where icepop rejects. Only for weights per token."""
         ratio = clamp_exponent(d).exp()
         if not self.weighs:
             return torch.ones_like(ratio)

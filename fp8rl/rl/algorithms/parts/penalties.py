@@ -1,5 +1,5 @@
-"""Penalties for the KL divergence from the model that the run started from, in the loss or in the reward; and for
-overlong answers, whose reward is lowered near the length limit, or which are filtered (DAPO; Yu et al. 2025).
+"""Penalties for KL divergence from the model that the run started from (in the loss or in the reward), and for overlong
+answers (a lower reward near the length limit, or a filter: DAPO; Yu et al. 2025).
 """
 
 from __future__ import annotations

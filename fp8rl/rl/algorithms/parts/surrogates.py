@@ -1,4 +1,4 @@
-"""Surrogate losses of the policy gradient, per token, to be minimised; and their aggregation into one number, with the
+"""Losses of the policy gradient: a surrogate per token, to be minimised, and the mean of the surrogates, with the
 denominators of the whole batch.
 
 d = logprob - old is a token's log-ratio of the present policy to the old one (`algorithm.ratio`). r = e^d, A is the
@@ -18,7 +18,7 @@ from fp8rl.rl.mismatch.logprobs import clamp_exponent
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The loss of each token. Values of tokens that are not used mean nothing, and their gradients are 0 or finite."""
+    """The loss of each token. Values of unused tokens mean nothing; their gradients are finite."""
 
     losses: Tensor
     """[B, S] with gradient."""

@@ -81,7 +81,7 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
 
 
 def _check_answers(address: str) -> None:
-    """Check that a gRPC server answers there. Ray itself would try for two minutes, and then end the process."""
+    """Check that a gRPC server answers at `address`. Ray itself would try for two minutes, and then end the process."""
     if not address.rpartition(":")[2].isdigit():
         return  # "auto": Ray looks for a cluster of this machine
     import grpc
@@ -103,8 +103,8 @@ def _no_cluster(address: str, found: str) -> UserError:
         "RAY_ADDRESS",
         found=f"{address} ({found})",
         expected="the head of a Ray cluster of this version, which answers and lets this process in",
-        remedy="Correct the address, such as 10.0.0.1:6379, start one with `ray start --head`, or unset it for "
-        "one of the run's own. If it asks for a token, put the token and RAY_AUTH_MODE into this environment too.",
+        remedy="Correct the address, such as 10.0.0.1:6379, start a cluster with `ray start --head`, or unset "
+        "RAY_ADDRESS. If the cluster asks for a token, put the token and RAY_AUTH_MODE into this environment too.",
     )
 
 
@@ -114,17 +114,17 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
     folder, lock = make_scratch(RAY, _PARENT)
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
-    # In a file, since all that is in the environment is in that of every child. Left to itself, Ray writes a token into
-    # the user's home, and any cluster started later asks for it.
+    # The token is in a file, since every child inherits the environment. Without this path Ray would write a token into
+    # the user's home, and any cluster started later would ask for it.
     settings: dict[str, str | None] = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN_PATH": str(token)}
-    # torch's and wandb's temporary folders of workers that are killed at the end, as Ray does. Of this process torch
-    # would keep its folder of shared memory there, which goes with the cluster.
+    # Ray kills its workers at the end, so their temporary folders (torch, wandb) have to go with the cluster's folder.
+    # This process does not use it: torch would keep shared memory in a folder that the end of the cluster removes.
     for_workers: dict[str, str | None] = {"TMPDIR": str(folder / "tmp")}
     (folder / "tmp").mkdir()
     settings["RAY_enable_metrics_collection"] = "0"
-    # Actors have environments of their own, so that none would be the worker that Ray starts beforehand.
+    # Each actor has its own environment, so none would use the worker that Ray starts beforehand.
     settings["RAY_prestart_worker_first_driver"] = "0"
-    # Ray's own setting for machines whose firewall asks back: all of it is on loopback.
+    # With this setting, meant for machines whose firewall asks the user, all of Ray listens on loopback.
     settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         with _environment(settings):
@@ -177,7 +177,7 @@ def _environment(settings: dict[str, str | None]) -> Iterator[None]:
     clustered = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray was imported
     _set(settings)
     ray_constants.ENABLE_RAY_CLUSTER = False
-    AuthenticationTokenLoader.instance().reset_cache()  # which holds another one if this process has used Ray before
+    AuthenticationTokenLoader.instance().reset_cache()  # it holds another token if this process has used Ray before
     try:
         yield
     finally:

@@ -95,11 +95,11 @@ def place_engine(
 ) -> EnginePlacement:
     """Return the placement of one more engine in addition to `ranks` and `others`. Raises UserError.
 
-    nodes: with the GPUs that are left. index: of the engine; the policy's engines come before the teacher's.
+    nodes: with the GPUs that are left. index: the engine's number; the policy's engines come before the teacher's.
 
-    An engine takes a GPU for each of its ranks, on one node. If no GPU is left it shares a trainer rank's, which one
-    engine of the policy and one of the teacher may do. With the `distributed` transport engines must not share, as NCCL
-    refuses two processes on one GPU. With a shared base the first engine is on the first rank's GPU, as the base is.
+    An engine takes a GPU for each of its ranks, on one node. If no GPU is left it shares a trainer rank's GPU; one
+    engine of the policy and one of the teacher may share it. With the `distributed` transport none may: NCCL refuses
+    two processes on one GPU. With a shared base the first engine is on the first rank's GPU, which has the base.
     """
     cluster, width = experiment.cluster, experiment.engine_ranks[index]
     shares_memory = experiment.sync.transport == "tensor" and index < experiment.rollout.engines
@@ -138,7 +138,7 @@ def place_engine(
 
 
 def _able(nodes: Sequence[Node], name: str | None, key: str) -> list[Node]:
-    """Return the nodes that trainer or engines may use: those that `name` names, and only with GPUs if any node has."""
+    """Return the nodes with this `name` that trainer or engines may use; if any node has GPUs, only nodes with GPUs."""
     named = [node for node in nodes if name in (None, node.address, *node.names)]
     if not named:
         raise user_error(
@@ -167,7 +167,7 @@ def _choose(nodes: Sequence[Node], used: Counter[str], width: int, experiment: E
     free = [node for node in nodes if node.gpus is None or node.gpus >= width]
     if experiment.cluster.placement == "spread":
         return min(free, key=lambda node: used[node.id], default=None)
-    # Near the others; for the first, where most of the rest can follow.
+    # Near the others. The first goes to the node with the most free GPUs, so that others can follow.
     return max(free, key=lambda node: (used[node.id], node.gpus or 0), default=None)
 
 

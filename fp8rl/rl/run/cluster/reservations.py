@@ -51,7 +51,7 @@ class _Reservation:
 
 
 class Reservations:
-    """Reserves with Ray the GPUs of each trainer rank and engine, and reserves others when a node has left.
+    """Reserves with Ray the GPUs of each trainer rank and engine, and other GPUs for engines whose node has left.
 
     If the whole run is on the driver's node, its processes use loopback; otherwise they use their nodes' addresses.
     """
@@ -160,7 +160,7 @@ class Reservations:
         with _no_room():
             placement = place_engine(nodes_up(), self._experiment, self._ranks.nodes, others, index)
             self._look_at([placement.node])
-        if placement.shares is not None:  # the rank holds its GPU whole
+        if placement.shares is not None:  # the rank has reserved its whole GPU
             raise NoRoomError(f"no GPU is left on {placement.node.address} but the trainer's")
         return placement
 
@@ -172,7 +172,7 @@ class Reservations:
 
 
 def _placed(experiment: Experiment, patience_s: float | None) -> tuple[list[Node], Placement]:
-    """Place a run on the nodes that are up, and return these. patience_s: how long to wait for room, if at all."""
+    """Place a run on the nodes that are up; return nodes and placement. patience_s: longest wait for room, if any."""
     deadline = time.monotonic() + (patience_s or 0.0)
     while True:
         try:
@@ -181,7 +181,7 @@ def _placed(experiment: Experiment, patience_s: float | None) -> tuple[list[Node
             if patience_s is None:
                 raise
             if time.monotonic() > deadline:
-                raise NoRoomError(f"the run was lost, and has no room again within {patience_s:g} s: {error}") from None
+                raise NoRoomError(f"the run was lost, and has found no room within {patience_s:g} s: {error}") from None
         time.sleep(_AGAIN_SECONDS)
 
 

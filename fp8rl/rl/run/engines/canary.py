@@ -1,10 +1,10 @@
-"""The canary checks after a sync what an engine computes with, as digests check what it holds.
+"""The canary checks, after a sync, that an engine computes with the weights that it was sent.
 
-Digests are of parameters. Operands that were made of former parameters, or a captured CUDA graph that reads memory
-which has been freed, leave them as they should be. So each engine answers a few tokens behind a fixed prompt, by
-prefill and by decoding like any other answer, and its log-probabilities are compared with the trainer's. The tokens
-are those of the noise alone (`numerics.sampling.canary_seed`). They are known before they are asked for, so that
-neither side waits for the other.
+Digests cover parameters only. They are right even if an engine computes with operands made from former parameters, or
+with a captured CUDA graph that reads freed memory. So each engine answers a few tokens behind a fixed prompt, by
+prefill and by decoding like any other answer, and its log-probabilities are compared with the trainer's. The noise
+alone chooses the tokens (`numerics.sampling.canary_seed`). Both sides know them beforehand, so that neither waits for
+the other.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Canary:
         return TokenBatch.of([self.prompt_ids], [self.answer_ids])
 
     def difference(self, answer: Trajectory, scored: Tensor) -> float:
-        """Return the largest abs(d) of the answer's tokens, in nats; infinite if they are others, or d is not finite.
+        """Return the largest abs(d) of the answer's tokens, in nats; infinite for other tokens, or if d is not finite.
 
         scored: fp32 [1, S], the trainer's log-probabilities of the batch.
         """

@@ -148,7 +148,7 @@ class Engines:
 
     @waited
     async def run_canaries(self, endpoints: Sequence[Endpoint], check: CanaryCheck) -> None:
-        """Have engines that a sync has just verified answer a canary. Other answers of theirs have to wait for it."""
+        """Have engines that a sync has just verified answer a canary. Their other answers wait for the canary."""
         scored = asyncio.create_task(asyncio.to_thread(check.scored))
         # A canary task raises its error. If a run ends and no such task is left, asyncio would print a traceback.
         scored.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -285,7 +285,7 @@ class Engines:
                 failures += 1
                 reason = str(error)
             slot.engines += 1
-            actor, slot.actor = slot.actor, None  # what it still answers is of an engine that is gone
+            actor, slot.actor = slot.actor, None  # its later answers are those of an engine that is gone
             slot.endpoint, slot.serving, slot.load = None, False, None
             slot.lost, slot.canary_task = asyncio.get_running_loop().create_future(), None
             if reason and self._failure is None:

@@ -40,7 +40,7 @@ class Serving:
     version: int = 0
     """Version of the checkpoint's weights, or `NO_WEIGHTS`."""
     manifest: Manifest | None = None
-    """Digests of the checkpoint's tensors: an engine works as soon as it holds the same. None: it waits for a sync."""
+    """Digests of the checkpoint's tensors: an engine gets groups once its own are equal. None: it waits for a sync."""
     role: Role = "policy"
     """The role of the engines' model."""
 
@@ -82,13 +82,13 @@ class EngineSlot:
         return self.endpoint is not None and not self.lost.done()
 
     def add_answers(self, answers: int) -> None:
-        """Count so many more answers as under way."""
+        """Count this number of answers as under way, in addition to others."""
         if not self.answers:
             self.idle += time.monotonic() - self.idle_since
         self.answers += answers
 
     def remove_answers(self, answers: int) -> None:
-        """Count so many answers as no longer under way."""
+        """Count this number of answers as no longer under way."""
         self.answers -= answers
         if not self.answers:
             self.idle_since = time.monotonic()
@@ -108,8 +108,8 @@ class EngineSlot:
         return actor is not self.rejected_actor
 
     async def run_canary(self, check: CanaryCheck, scored: asyncio.Task[Tensor], differences: list[float]) -> None:
-        """Score the canary on this engine and on the trainer, note the difference, and reject the engine if it is too
-        large. No answer of a rejected actor since its last sync is used.
+        """Score the canary on this engine and on the trainer, note the difference, and reject the engine if the
+        difference is too large. No answer of a rejected actor since its last sync is used.
         """
         actor, canary = self.actor, check.canary
         try:
@@ -156,10 +156,10 @@ async def call(reference: Any) -> Any:
 
 
 async def answered(actor: Any, answer_of: Coroutine[Any, Any, Result], config: RolloutSection) -> Result:
-    """Return an engine's answer to a request. While its schedulers compute they read no requests, so it is waited for.
+    """Return an engine's answer to a request. While its schedulers compute they read no requests, and the wait goes on.
 
-    Raises TimeoutError, which says for how long nothing came: the schedulers did not work in the second half of
-        `hung_after_s`, or later; or it took longer than the longest pass, as if they wait for a GPU in a loop.
+    Raises TimeoutError with the seconds of the wait: for `hung_after_s` / 2, after a first wait of that length, the
+        schedulers did not work; or the answer took longer than `longest_pass_s`, as if they wait for a GPU in a loop.
     """
     half = config.hung_after_s / 2
 
@@ -186,7 +186,7 @@ async def answered(actor: Any, answer_of: Coroutine[Any, Any, Result], config: R
 
 
 async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:
-    """End an engine in whatever state it is. A stopped process would not notice that its owner has died."""
+    """End an engine in any state, at last by a kill: a stopped process would not notice the end of its owner."""
     if actor is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""A second model on engines of its own, which says how likely it finds what the policy has sampled."""
+"""The teacher: a second model, on engines of its own, that scores the tokens that the policy has sampled."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _VERSION = 0
 class Teacher:
     """The teacher of a run. Token ids go in, log-probabilities come out; its weights are never synced.
 
-    Each of its engines starts from the quantized copy of `teacher.path` that the run makes, and scores nothing before
-    the digests of what it holds are those of what was written. One that is lost is replaced, as the policy's are.
+    Each of its engines starts from the quantized copy of `teacher.path` that the run makes, and scores nothing until
+    its digests equal those of the copy. A lost engine is replaced, as the policy's engines are.
     """
 
     engines: Engines
 
     @classmethod
     def start(cls, experiment: Experiment, reservations: Reservations, folder: Path, events: Events) -> Self | None:
-        """Begin to start its engines; `engines.wait()` for them. None without a `teacher` section.
+        """Begin to start the teacher's engines; `engines.wait()` waits for them. None without a `teacher` section.
 
         folder: for their logs, and the checkpoint that they start from.
         """

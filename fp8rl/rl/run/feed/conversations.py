@@ -21,7 +21,7 @@ from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, nam
 from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeightsError, Trajectory
 
 REWARD = "reward"
-"""The name of the number, if an environment returns a single one without a name."""
+"""The name of an environment's result, if it returns one number without a name."""
 
 _END_SECONDS = 20.0
 """Longest time in which an environment may end the conversations that are under way."""
@@ -78,7 +78,7 @@ class Conversations:
     def close(self) -> None:
         """Give up the conversations that are under way. A second call does nothing."""
         if isinstance(self._environment, Harness) and not self._background.closed:
-            with suppress(TimeoutError):  # one that never awaits, or what ends with this process
+            with suppress(TimeoutError):  # of an environment that never awaits; the rest ends with this process
                 self._background.run(self._environment.close(), _END_SECONDS)
         self._background.close()
 

@@ -57,7 +57,7 @@ class Feed:
         raise NotImplementedError
 
     def ahead(self, clock: StepClock) -> RolloutBatch | None:
-        """Return some finished answers to later steps, for the trainer to score before it updates; None if none are."""
+        """Return some finished answers to later steps, for the trainer to score before it updates; None without any."""
         return None
 
     def drain(self, clock: StepClock) -> None:
@@ -68,7 +68,7 @@ class Feed:
         return FeedState(0, [], [])
 
     def restore(self, state: FeedState) -> None:
-        """Continue from the state of a checkpoint; groups that it has answers of are not sampled again."""
+        """Continue from the state of a checkpoint; groups whose answers it has are not sampled again."""
 
     def renew(self) -> None:
         """Sample all admitted groups again, because the engines compute in other numerics now."""
@@ -138,7 +138,7 @@ class SampledFeed(Feed):
             else:
                 self._collect_fresh(asked, count)
         groups = [item.answers.result() for item in asked if item.answered]
-        # Those whose last token is youngest, since in flight only these may have any of the trainer's weights.
+        # The answers with the newest tokens: with updates in flight, only these may have any of the trainer's weights.
         answers = sorted(
             (answer for group in groups for answer in group if not answer.failed),
             key=lambda answer: -max(answer.weight_versions, default=-1),

@@ -157,7 +157,7 @@ class Judge:
     async def _called(self, index: int, offered: dict[str, Any], answers: int) -> list[Numbers] | None:
         function = self._functions[index]
         seconds = function.config.timeout_s
-        asked = copy.deepcopy(function.asked(offered))  # it may do with its arguments what it likes
+        asked = copy.deepcopy(function.asked(offered))  # the function may change its arguments
         try:
             if function.is_async:
                 return function.parts(await within(seconds, function(asked)), answers)

@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.1
 class PendingGroup:
     """A group that engines were asked for at the monotonic time `began`, and its answers and verdicts as they come.
 
-    The future `answers` has the order of the group's seeds. `number`: the prompt's in the run or its set, from 0.
+    The future `answers` has the order of the group's seeds. `number`: of the prompt in the run or in its set, from 0.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Sampling:
 
         Groups with tokens of weights that are not allowed are sampled again, once, after a sync.
 
-        Raises StaleWeightsError at the second time, EngineError.
+        Raises StaleWeightsError: a group had such tokens twice. Raises EngineError.
         """
         self._wait(asked)
         if self._ask_again(asked):

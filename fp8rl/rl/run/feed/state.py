@@ -149,7 +149,7 @@ def _line(group: SavedGroup) -> str:
     values = {**vars(group), "logprobs": logprobs}
     for name in ("supports", "likely"):
         if not any(values[name] or ()):
-            del values[name]  # as files were before there were any
+            del values[name]  # as in files that are older than these keys
     return json.dumps(values, allow_nan=False) + "\n"
 
 
