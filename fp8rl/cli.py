@@ -29,20 +29,20 @@ except ModuleNotFoundError:
 _EXIT_SECONDS = 60.0
 """Longest time between the end of a command and the end of its process."""
 REPLACED = {"preflight": "doctor", "audit": "doctor", "attribute": "explain", "rescore": "explain --quick"}
-"""Commands of former releases, and what does the same now."""
+"""Former commands, each with its replacement."""
 _SUPERVISED = {"train", "demo", "doctor", "explain", "eval", "serve", "convert", "warm", "study", *REPLACED}
-"""Commands that run for long, most of them with engines: each in a child process, see `supervising`."""
+"""Long commands, most of which start engines. Each runs in a child process (see `supervising`)."""
 
 
 class Commands(typer.core.TyperGroup):
-    """The group of all commands. It expands `~` in arguments, which no shell does in quotes or after a `=`."""
+    """The group of all commands. It expands `~` in arguments, because shells do not in quotes or after `=`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [_at_home(arg) for arg in args])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (now := REPLACED.get(args[0])) is not None:
-            say_error(f"`fp8rl {args[0]}` is now `fp8rl {now}`, and goes with the next release")
+            say_error(f"`fp8rl {args[0]}` is now `fp8rl {now}`; the next release drops the old name")
             args = [*now.split(), *args[1:]]
         return super().resolve_command(ctx, args)
 
@@ -67,7 +67,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 }
 """The commands, by the heading under which `--help` lists them."""
 BESIDE: tuple[Callable[..., None], ...] = (certify, diagnosis.warm, runs.study)
-"""Commands for few, which `--help` names in its last line."""
+"""Rarely used commands. `--help` names them in its last line."""
 
 for heading, commands in COMMANDS.items():
     for command in commands:

@@ -1,4 +1,4 @@
-"""Lists runs, and compares two runs: where their specs, metrics and curves differ."""
+"""Lists runs, and shows where the specs, metrics and curves of two runs differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8rl.rl.report.summary import ABS_DIFF_MAX, summarize
 from fp8rl.run import Run
 
 LAST = 5
-"""Number of last steps whose mean counts as a run's final value."""
+"""A run's final value is its mean over this many last steps."""
 SECONDS = "perf/step_seconds"
 
 
@@ -61,8 +61,8 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def listed(runs: Sequence[Run]) -> Listing:
-    """Return a table with a line for each run: its steps, last numbers, median time of a step, and why it ended; or why
-    it cannot be read."""
+    """Return a table with a line for each run: steps, last numbers, median time of a step, and why it ended. For an
+    unreadable run the line says why."""
     rows = []
     for run in runs:
         try:
@@ -96,7 +96,7 @@ def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
     """Compare the metrics of two runs: means over the last steps that both have, last evaluations, and the median time
     of a step.
 
-    every: list equal metrics too; otherwise only metrics that differ, and the metrics that are always shown first.
+    every: list all metrics. Otherwise equal metrics are left out, except those with a `shown_as`, which come first.
     """
     both = (one.metrics, other.metrics)
     one_by_step, other_by_step = ({row["step"]: row for row in metrics} for metrics in both)
@@ -113,7 +113,7 @@ def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
             continue
         difference = None if before is None or after is None else after - before
         rows.append([name, metric(name).unit, *map(_brief, (before, after, difference))])
-    title = f"Metrics, mean of the last {LAST} steps that both have (eval/: the last; {SECONDS}: the median)"
+    title = f"Metrics: means of the last {LAST} steps that both have, last values of eval/, median {SECONDS}"
     title += f"; {equal} more are equal (--all)" if equal else ""
     return Listing(title, ["metric", "unit", *_labels([one, other]), "difference"], rows, 2)
 
@@ -127,7 +127,7 @@ def write_comparison(path: Path, runs: Sequence[Run], tables: Sequence[Listing])
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return the runs' names; their paths, if two names are equal."""
+    """Return the runs' names, or their paths if two names are equal."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 EVERY_PROBLEM = (1 << 31) - 1
 _LOOK_SECONDS = 0.1
-_NOTHING_TO_ASK = "--set: found none, and the spec has no evaluation, expected one of the two. Name a data file."
+_NOTHING_TO_ASK = "--set: found no data file, and no evaluation in the spec, expected one of them. Name a data file."
 
 
 def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str]) -> Subject:
-    """Read the model of a run or of a directory, and the experiment with the evaluation for it.
+    """Read the model of a run or of a directory, and the experiment that evaluates it.
 
     sets: paths of data files, or entries of `eval.sets` in YAML. They replace the run's own sets; all their problems
     are asked. overrides: keys of the spec, as in training.
@@ -88,7 +88,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
 
 
 def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[str, float]:
-    """Return `eval/...` of each set, from one engine on this machine in the model's numerics. log: the engine's log.
+    """Evaluate each set on one engine, in the model's numerics. Return the `eval/...` metrics. log: the engine's log.
 
     Raises:
         UserError: a set or a reward cannot be used; nothing was started. EngineError, HandshakeError, RewardError,
@@ -144,7 +144,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
 
 
 def _check_keys(subject: Path, overrides: Sequence[str]) -> None:
-    """Refuse overrides of keys about the model and its adapters, which the first argument decides."""
+    """Refuse overrides of keys about the model and its adapters. The first argument sets these."""
     free = () if os.path.isfile(subject / "spec.yaml") else ("model.architecture",)
     for override in overrides:
         key = override.partition("=")[0]
@@ -152,13 +152,13 @@ def _check_keys(subject: Path, overrides: Sequence[str]) -> None:
             raise user_error(
                 key,
                 found=override,
-                expected=f"no such key, as {subject} is what is evaluated",
+                expected=f"no key of the model, because {subject} is evaluated",
                 remedy="Leave it out, or give another RUN or MODEL.",
             )
 
 
 def _tokenizer(experiment: Experiment) -> PreTrainedTokenizerBase:
-    """Read the tokenizer, which renders the questions. Raises UserError: it lacks something for that."""
+    """Read the tokenizer that renders the questions. Raises UserError: it cannot render them."""
     model = experiment.model.directory
     return read_tokenizer(model, read_model(model, "RUN|MODEL").sizes.vocab_size, "RUN|MODEL")
 

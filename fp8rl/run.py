@@ -76,7 +76,7 @@ class Run:
                 "Run.metric",
                 found=name,
                 expected="a metric that this run has, a key of Run.metrics",
-                remedy=f"Did you mean {near[0]}?" if near else "docs/metrics.md lists those of all runs.",
+                remedy=f"Did you mean {near[0]}?" if near else "docs/metrics.md lists all metrics.",
             )
         return values
 
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def capsules(self) -> dict[int, Path]:
-        """The folders of capsules by step, with the sequences for which a gate fired or whose loss was not finite."""
+        """The folders of capsules (sequences for which a gate fired or whose loss was not finite) by step."""
         return {step: self._files.capsule(step) for step in self._files.capsule_steps()}
 
     @property

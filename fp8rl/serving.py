@@ -60,7 +60,7 @@ def check_open(host: str, api_key: str | None) -> None:
         raise user_error(
             "--host",
             found=host,
-            expected="a key of your own beside it, as other machines can reach this address",
+            expected="also an API key of your own, because other machines can reach this address",
             remedy="Set the environment variable FP8RL_API_KEY, or --api-key.",
         )
 
@@ -119,7 +119,7 @@ async def _check(endpoint: Endpoint, served: Subject) -> None:
 def convert_model(
     model: Path, out: Path, preset: str, adapter: Path | None, architecture: Path | None, note: Callable[[str], None]
 ) -> QuantSpec:
-    """Quantize a model's directory, with an adapter merged into it if given, for a user's server; return the spec.
+    """Quantize a model for a user's server, after merging `adapter` into it. Return the quantization spec.
 
     architecture: a user's file with the model's architecture. note: prints remarks on unusual weights.
 
@@ -169,8 +169,8 @@ def give_adapter(
 ) -> None:
     """Send a model's adapters to the engine, and verify all tensors that the engine holds.
 
-    definition: the model with its adapters. base: digests of the weights with which the engine was started, as version
-        0, quantized by the spec.
+    definition: the model with its adapters. base: digests of the weights, quantized by the spec, with which the engine
+        was started as version 0.
 
     Raises:
         SyncError: the engine holds other tensors, and does not generate.

@@ -20,7 +20,7 @@ _CLOSING_SECONDS = 300.0
 _AGAIN_SECONDS = 10.0
 """Interval at which a signal is sent again: a library may have swallowed the KeyboardInterrupt."""
 _LEFT_SECONDS = 5.0
-"""Longest time in which the processes may end that a command has left behind."""
+"""Longest time that processes left behind by a command may take to end."""
 
 restarts: int | None = None
 """How often the command of this process was started before; None: this process is not supervised."""
@@ -54,7 +54,7 @@ def supervise() -> None:
 
 
 def end_with_parent() -> None:
-    """Have this process get SIGTERM when the thread ends that has started it."""
+    """Have this process get SIGTERM when the thread that started it ends."""
     prctl(DEATH_SIGNAL, signal.SIGTERM)
 
 

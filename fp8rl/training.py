@@ -24,7 +24,7 @@ class RunFailedError(RuntimeError):
     """A run has failed although its input and its code are right; it can be resumed.
 
     Attributes:
-        exit_code: that of the command.
+        exit_code: the command's exit code.
     """
 
     def __init__(self, why: str, exit_code: int = STOPPED) -> None:
@@ -42,7 +42,7 @@ def train(
 ) -> Run:
     """Train an experiment by `fp8rl train` in a process of its own, whose console is printed here; return the run.
 
-    If a gate has stopped the run, `Run.stopped` says so. An interrupt ends the process, and is raised then.
+    If a gate has stopped the run, `Run.stopped` says so. An interrupt ends the process, and is then raised here.
 
     Args:
         spec: a YAML file; a mapping with the same keys, whose paths are relative to the current directory; or an
@@ -183,7 +183,7 @@ def run_experiment(
 
 
 def _as_overrides(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each value as an override of the command line, `key.sub=value`; JSON is YAML."""
+    """Yield each value as the command line's override `key.sub=JSON`, which YAML can read."""
     from fp8rl.numerics.core.section import dotted
     from fp8rl.rl.experiment.loading import plain
 

@@ -66,7 +66,7 @@ def show(*found: RenderableType, soft_wrap: bool = False) -> None:
 
 
 def finish(report: Report, as_json: bool) -> None:
-    """Print a report, and end the command by it."""
+    """Print a report, and end the command with its exit code."""
     print(report.to_json()) if as_json else show(report)
     end(report.ok)
 

@@ -86,14 +86,14 @@ def plan(
         str, typer.Option(help="h100, h200, h800, h20, b200, b300, l40s, 4090, 'rtx pro 6000' or a100.")
     ] = "h100",
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="The trainer's GPUs; engines share them or have others.")
+        int | None, typer.Option(min=1, help="Number of GPUs for the trainer; engines may share them.")
     ] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; by default the maximum.")] = None,
     bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m lab.bench.gpu` on such a GPU.")] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Find keys with which it fits, and print them.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Calculate what fits on which GPUs, and with --bench how long a step takes at least. It starts nothing.
+    """Calculate what fits on which GPUs, and with --bench the least time of a step. It starts nothing.
 
     Exit codes: 0 it fits, 1 it does not fit or settings conflict, 2 bad input.
     """
@@ -138,7 +138,7 @@ def explain(
 def certify_elsewhere(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[DUMP | --server URL]")] = None,
 ) -> None:
-    """Test an engine, or judge a dump of log-probabilities. Its package, fp8rl-certify, is not installed here."""
+    """Test an engine, or judge a dump of log-probabilities. This needs fp8rl-certify, which is not installed here."""
     with user_errors():
         raise user_error(
             "fp8rl certify",

@@ -89,7 +89,7 @@ def submit(
 
         try:
             if not re.fullmatch(r"https?://[\w.\-:@\[\]]+/?", address, re.ASCII):  # Ray would import another scheme
-                raise ValueError("it is no http://HOST:PORT")
+                raise ValueError("it is not http://HOST:PORT")
             client = JobSubmissionClient(address)
             # From this directory, so that relative paths mean what they mean here.
             job = client.submit_job(
@@ -105,7 +105,7 @@ def submit(
                 found=address,
                 expected="the dashboard of a Ray cluster that accepts jobs, as http://HOST:PORT",
                 remedy=f"The error was: {(str(error) or repr(error)).splitlines()[0].rstrip('.')}. "
-                "Correct it; `ray start --head` prints it. For a token set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH.",
+                "Correct it; `ray start --head` prints it. For tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH.",
             ) from None
         if wait:
             show(f"job      {job}: {status}", soft_wrap=True)
@@ -146,7 +146,7 @@ def runs(
         Path | None, typer.Option("--page", help="Also write an HTML page with the curves of both in one chart.")
     ] = None,
 ) -> None:
-    """List the runs of a folder, or compare two: where their specs and their metrics at the end differ."""
+    """List the runs of a folder, or show where the specs and final metrics of two runs differ."""
     with user_errors():
         from fp8rl.comparing import listed, metrics_compared, runs_in, specs_compared, write_comparison
         from fp8rl.numerics.core.files import check_page, writing
@@ -164,7 +164,7 @@ def runs(
             found = [Run(Path(name) if Path(name).is_dir() else folder / name) for name in (one, other)]
             tables = [specs_compared(*found), metrics_compared(*found, every=every)]
         else:
-            refuse_given(context, ["every"], "a list; it is for a comparison of two runs")
+            refuse_given(context, ["every"], "a list, because it needs two runs to compare")
             found = runs_in(folder)
             tables = [listed(found)]
         for table in tables:
@@ -181,7 +181,7 @@ def study(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, without verdicts.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Repetitions; by default as many as a verdict needs.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Copy results into lab/docs; needs a clean tree.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder with a folder of results for each study.")] = Path("runs/studies"),
+    out: Annotated[Path, typer.Option(help="Folder with one folder of results per study.")] = Path("runs/studies"),
 ) -> None:
     """Test claims about FP8, and write OUT/NAME with results, tables and figures.
 
@@ -239,7 +239,7 @@ def right(answer: str, reference: str) -> float:
     "README.md": """\
 # A first experiment
 
-    fp8rl doctor spec.yaml     # shows the first prompt and the reward of its reference; starts nothing
+    fp8rl doctor spec.yaml     # shows the first prompt and the reward of its reference; compares both sides
     fp8rl train spec.yaml      # 30 steps, then runs/first/report.html
     fp8rl runs                 # lists the runs; fp8rl runs A B compares two
 
@@ -250,7 +250,7 @@ def right(answer: str, reference: str) -> float:
 | train another model | `model.path` in `spec.yaml`, a Hugging Face directory |
 | change a setting once | `fp8rl train spec.yaml run.name=second trainer.lr=2e-4` |
 
-`spec.schema.json` has every key: editors with a YAML language server complete and check `spec.yaml` by it.
+`spec.schema.json` has every key. Editors with a YAML language server use it to complete and check `spec.yaml`.
 `fp8rl --install-completion` makes the shell complete commands, keys and names of runs.
 """,
 }

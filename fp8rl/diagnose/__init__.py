@@ -1,1 +1,1 @@
-"""Questions about a run: doctor before it, explain after it, and plan without one."""
+"""Answers questions about a run: `doctor` before it, `explain` after it, and `plan` without any run."""

@@ -1,5 +1,5 @@
-"""Measurements that several diagnoses share: the batch on which both sides are compared, a trainer of one rank in this
-process, and the difference of two log-probabilities."""
+"""Has what several diagnoses share: the batch on which both sides are compared, a trainer of one rank in this process,
+and the difference of two log-probabilities."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROBLEMS = 16
 ANSWERS = 2
 LONG_PROMPTS = 4
 LONG_TOKENS = 320
-"""Tokens of a long prompt: more than two key splits of attention, whose summation order short prompts never reach."""
+"""Tokens of a long prompt: more than two key splits of attention, so that their order of summation is tested."""
 
 
 def sync_weights(run: Run) -> None:
@@ -81,7 +81,7 @@ def sampled_batch(run: Run, prompts: list[Prompt], group_size: int, temperature:
 
 @contextmanager
 def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layout]:
-    """Open the process groups of a one-rank trainer with `numerics`, which may have a larger layout's reduction order.
+    """Open the process groups of a one-rank trainer. numerics: may have the reduction order of a larger layout.
     Raises UserError: exact mode, on a machine where a token's result depends on its batch."""
     from fp8rl.trainer.distributed import parallel
 
@@ -106,7 +106,7 @@ def one_trainer(
     longest: int,
     adapter: AdapterSection | None = None,
 ) -> Iterator[Trainer]:
-    """Make a trainer of one rank with these weights, to score and export; see `one_rank`. longest: tokens of a row."""
+    """Make a trainer of one rank with these weights, to score and export (see `one_rank`). longest: tokens of a row."""
     config = TrainerSection(micro_batch_tokens=micro_batch_tokens)
     with one_rank(config, numerics) as layout:
         from fp8rl.trainer.trainer import Trainer

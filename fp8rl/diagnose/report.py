@@ -1,4 +1,4 @@
-"""The report of a diagnosis: findings, and the facts that they rest on, on a terminal and as JSON with a schema."""
+"""The report of a diagnosis: findings and the facts behind them, on a terminal or as JSON with a schema."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Finding:
     """One thing that was found about a machine, a spec or a run, and what to do about it."""
 
     key: str
-    """The key of a spec, or a word for what was looked at; empty if `found` is a whole message."""
+    """A key of the spec, or the name of what was checked; empty if `found` is a whole message."""
     found: str
     expected: str = ""
     remedy: str = ""
     grade: Grade = "error"
-    """`error`: it cannot run, or something differs. `warning`: speed is lost, or nobody knows whether it works."""
+    """`error`: it cannot run, or something differs. `warning`: it runs slower, or may not work."""
     names: tuple[str, ...] = ()
-    """The tensors, by their Hugging Face names, or the ops, by their places, that it is about."""
+    """The Hugging Face names of the tensors, or the places of the ops, that the finding is about."""
 
     @classmethod
     def of_error(cls, error: UserError) -> Self:
-        """Make a finding of an error. An error that has only a message gets it as `found`, without a key."""
+        """Make a finding of an error. If the error has only a message, `found` is the message and `key` is empty."""
         return cls(error.key, error.found or str(error), error.expected, error.remedy)
 
     def __str__(self) -> str:
@@ -56,24 +56,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What a command has found. Its JSON has all fields but those of the terminal, and `schema`."""
+    """What a command has found. Its JSON has `schema`, and all fields except those for the terminal."""
 
     command: str
     subject: str
     """The run, capsule, spec or model that was looked at; empty: this machine."""
     findings: tuple[Finding, ...]
-    """In the order in which they count: of those that explain a difference, the first is the likeliest."""
+    """The most important first. Of findings that explain a difference, the first is the likeliest."""
     facts: Mapping[str, Any]
     """What was read or measured. In JSON a dataclass is an object, and a number that is not finite is null."""
     versions: Mapping[str, str] = field(default_factory=lambda: _versions())
     tables: tuple[RenderableType, ...] = field(default=(), compare=False)
-    """The facts as a terminal shows them."""
+    """The facts for the terminal."""
     verdict: str = field(default="", compare=False)
-    """The last line on a terminal."""
+    """The last line for the terminal."""
 
     @property
     def ok(self) -> bool:
-        """Nothing differs, and nothing is in the way: the exit code is 0."""
+        """Nothing differs and nothing prevents a run, so the exit code is 0."""
         return all(finding.grade != "error" for finding in self.findings)
 
     def to_json(self) -> str:
@@ -100,7 +100,7 @@ class Report:
 
 
 def plain(value: Any) -> Any:
-    """Return facts as JSON values."""
+    """Return a fact as JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -113,7 +113,7 @@ def plain(value: Any) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    """The versions of our own distribution and of the libraries that it computes with, as far as they are installed."""
+    """Return the versions of fp8rl and of the libraries that it computes with, if installed."""
     found = {}
     for name in (*LIBRARIES, "megatron-core"):
         try:
@@ -125,10 +125,10 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """abs(d) of two log-probabilities of the same tokens, in nats; a number is None if no token is left."""
+    """abs(d) between two log-probabilities of the same tokens, in nats. A number is None if no token has a finite d."""
 
     tokens: int
-    """The number of tokens with finite d; means and fractions are over these."""
+    """The number of tokens with finite d. Means and fractions are over these tokens."""
     nonfinite: int
     """The number of tokens whose d is not finite."""
     mean: float | None

@@ -27,18 +27,18 @@ from fp8rl.rollout.tasks.tool_calls import parsers
 
 @dataclass(frozen=True)
 class Subject:
-    """A run, a capsule or a model, and how it is computed."""
+    """A run, a capsule or a model, with the weights and numerics to compute it."""
 
     name: str
     path: Path
     experiment: Experiment
-    """The spec, whose model and adapter are the weights to start from."""
+    """The spec. Its model and adapter are the weights to start from."""
     numerics: NumericsConfig
     """The numerics that were in force."""
     checkpoint: Path | None = None
-    """A checkpoint whose weights are loaded over the weights of the model's directory."""
+    """A checkpoint whose weights replace the weights of the model's directory."""
     capsule: Capsule | None = None
-    """The capsule, whose tokens are looked at; None: tokens are still to be sampled."""
+    """The capsule whose tokens are compared; None: tokens must first be sampled."""
     tool_parser: str | None = None
     """The format in which a served model calls tools."""
 
@@ -59,7 +59,7 @@ _RUN_OR_CAPSULE = "RUN|CAPSULE"
 
 
 def newest_run(folder: Path) -> Path:
-    """Return the run of a folder that has made a step last. Raises UserError: no run of it has made one."""
+    """Return the run of a folder that made the latest step. Raises UserError: no run in the folder has made a step."""
     found = sorted(folder.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
     if not found:
         remedy = "Name the directory of a run or of a capsule."
@@ -70,7 +70,7 @@ def newest_run(folder: Path) -> Path:
 
 
 def read_subject(path: Path, model: Path | None = None) -> Subject:
-    """Read a run's folder, at its newest weights, or a capsule. model: weights in place of a capsule's own. Raises
+    """Read a run's folder, with its newest weights, or a capsule. model: weights in place of a capsule's own. Raises
     UserError: `path` is neither a run nor a capsule, has no weights, or is damaged."""
     check_path(path, _RUN_OR_CAPSULE)
     path = Path(path).absolute()
@@ -138,14 +138,14 @@ def load_architecture_of(experiment: Experiment) -> None:
 
 
 def last_numerics(run: RunDir, experiment: Experiment) -> NumericsConfig:
-    """Return what a run computes with since its last checkpoint: a gate may have moved it to BF16."""
+    """Return the numerics of a run since its last checkpoint. A gate may have changed them to BF16."""
     return GateState.of_checkpoint(run, max(run.checkpoint_steps(), default=None)).numerics(
         experiment.numerics_config()
     )
 
 
 LONGEST = 32768
-"""Tokens of the longest sequence that an engine of a model directory takes, if the model has as many positions."""
+"""The longest sequence, in tokens, that an engine takes for a model directory, if the model has as many positions."""
 _KEY = "RUN|MODEL"
 
 
@@ -187,7 +187,7 @@ def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = 
 
 
 def _trained(run: RunDir, experiment: Experiment) -> Experiment | None:
-    """Return the experiment that begins with the model that a run has written at its end; None: no model yet."""
+    """Return an experiment whose model is the one that the run wrote at its end; None: no model yet."""
     if engine_adapter(experiment) is None and run.model.is_dir():
         return experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
     if experiment.adapter is None or not run.adapter.is_dir():

@@ -1,8 +1,8 @@
-"""Says in which format each tensor of the precision map is, on trainer and engine alike, from the ops that they run.
+"""Finds the format of each tensor of the precision map by watching the ops of the trainer or the engine.
 
-`Recorder` is a watcher of the ops' dispatcher (`numerics.backend.dispatch`). Emulated FP8 leaves BF16 tensors of FP8
-values, so a tensor's values show its format. A quantized product quantizes its rows and gradients itself: their formats
-are those that the op is called with.
+`Recorder` is a watcher of the ops' dispatcher (`numerics.backend.dispatch`). Emulated FP8 keeps FP8 values in BF16
+tensors, so a tensor's values show its format. A quantized product quantizes its rows and gradients itself, so their
+formats are read from the op's arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Side = Literal["trainer", "engine"]
 
 @dataclass(frozen=True)
 class Sighting:
-    """Tensors of one class at one place, in one format."""
+    """Tensors of one class that were seen in one op or parameter, in one format."""
 
     key: str
     """The key of the tensors' class in the precision map."""
@@ -49,7 +49,7 @@ class Sighting:
 
 WHOLE = {"linear", "fp8_linear", "rows_linear"}
 PRODUCTS = {*WHOLE, "linear_partial", "fp8_linear_partial", "norm_fp8_linear", "grouped_linear"}
-"""Ops that are one product, or one product of each expert. WHOLE: those whose result is a projection's."""
+"""Ops that compute one product, or one per expert. WHOLE: ops that return a projection's whole output."""
 TERMS = {"low_rank_term", "grouped_low_rank_term"}
 RESULTS = {
     "norm_rows": "norm.output",
@@ -59,16 +59,16 @@ RESULTS = {
     "combine": "experts.output",
     "token_logprobs": "loss.reduction",
 }
-"""Ops whose (first) result is of a class, beside norms and attentions of all families, which their names tell."""
+"""The class of each op's (first) result. BY_NAME: the same for all ops whose names end so."""
 BY_NAME = {"rms_norm": "norm.output", "attention": "attention.output"}
 BY_DTYPE = {"router.probabilities", "router.logits", "loss.reduction"}
-"""Classes of results whose values may be few, so that their dtype says the format."""
+"""Classes whose results may have too few values to judge. Their format is the dtype."""
 
 
 class Recorder:
     """Collects sightings of one process.
 
-    numerics: as planned. plan: see `precision_map.precision_map`. adapters: the addresses of adapters' tensors.
+    numerics: the planned ones. plan: see `precision_map.precision_map`. adapters: the addresses of adapters' tensors.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Recorder:
         return format_of(x.dtype) if key in BY_DTYPE else self.grids.format(x, "activation")
 
     def note(self, key: str, name: str, found: str | None, site: OpSite | None = None, size: int = 0) -> None:
-        """Note a tensor. found: None if it has too few numbers to say. site: of a product, which the spec may leave in
-        BF16."""
+        """Note a tensor. found: None if its numbers are too few to judge. site: the op, if it is a product, which the
+        spec may leave in BF16."""
         if found is None:
             return
         plans = [self._plan[key]]
@@ -127,7 +127,7 @@ class Recorder:
         self._bytes[seen] += size
 
     def _multiplied(self, op: str, given: Mapping[str, Any], made: Any, site: OpSite | None) -> None:
-        """Note the operands of a product, and what its gradients are quantized to."""
+        """Note the formats of a product's operands and of its gradients."""
         x, operand, spec = given.get("x"), given.get("operand"), given.get("spec")
         weight = given.get("weights" if op == "grouped_linear" else "weight")
         if x is not None and not x.numel():
@@ -169,7 +169,7 @@ class Recorder:
         return isinstance(weight, Tensor) and address(weight) in self._adapters
 
     def _quantized(self, site: OpSite) -> set[bool]:
-        """Return whether the spec quantizes the products of an op; both values if it quantizes some of them."""
+        """Return {True} if the spec quantizes all products of an op, {False} if none, {True, False} if some."""
         rows = self._model.tensors.in_layer.get(site.layer, ())
         held = {self._model.quantizes(r, self._spec) for r in rows if r.kind is not None and r.op == site.op.name}
         return held or {False}
@@ -185,7 +185,7 @@ def _name(site: OpSite | None) -> str:
 
 
 def part_of(site: OpSite) -> str | None:
-    """Return what an op of the program is: a part (`program.Part`), head or router by its logits; None: a product."""
+    """Return `head` or `router` if an op writes logits, else `OpForm.part`: None for a product."""
     if LOGITS in site.op.writes:
         return "head" if site.layer is None else "router"
     return site.op.form.part
@@ -201,9 +201,9 @@ def address(x: Tensor) -> int:
 ROWS = 256
 """The most rows of a matrix that are looked at."""
 FEWEST = 64
-"""The least numbers from which a format is judged: fewer may be on a grid by chance."""
+"""Least count of numbers that show a format: fewer may be on a grid by chance."""
 SAME_CODE = 2.0**-18
-"""Relative difference up to which two FP32 numbers count as the same code: products with FP32 scales are rounded."""
+"""Two FP32 numbers count as one code up to this relative difference, because a code times an FP32 scale is rounded."""
 
 
 class Grids:
@@ -223,7 +223,7 @@ class Grids:
     def format(self, x: Tensor, role: Role) -> str | None:
         """Return the narrowest format that represents a matrix [.., R, C] exactly, in groups along either axis.
 
-        None: the matrix has too few numbers to say.
+        None: the matrix has too few numbers to judge.
         """
         if x.dtype not in (torch.bfloat16, torch.float32):
             return format_of(x.dtype)
@@ -236,21 +236,21 @@ class Grids:
 
 
 def _evidence(x: Tensor, spec: TensorSpec) -> int:
-    """Count the nonzero numbers, less one for each group: a group's scale always fits one of its numbers."""
+    """Count the nonzero numbers, less one for each group, because its scale always fits one number."""
     width = spec.block_shape(*x.shape)[1]
     full = F.pad(x, (0, -x.shape[1] % width)).reshape(-1, width).count_nonzero(1)
     return int((full - 1).clamp(min=0).sum())
 
 
 def _sample(x: Tensor, *, block: bool) -> Tensor:
-    """Return ROWS rows of a matrix: for blocks the first, else those with most nonzero numbers (gradients may be 0)."""
+    """Return ROWS rows of a matrix: the first for blocks, else those with most nonzero numbers (gradients may be 0)."""
     if block or len(x) <= ROWS:
         return x[:ROWS].contiguous()
     return x[(x != 0).sum(1).topk(ROWS).indices]
 
 
 def stored(x: Tensor) -> str:
-    """Return the format of a tensor that is kept from step to step: BF16 if it has enough FP32 numbers, all BF16."""
+    """Return the format of a tensor kept between steps: BF16 if it has FEWEST FP32 numbers, all with BF16 values."""
     judged = x.dtype is torch.float32 and int(x.count_nonzero()) >= FEWEST
     return "bf16" if judged and torch.equal(x.bfloat16().float(), x) else format_of(x.dtype)
 

@@ -1,7 +1,7 @@
 """The program of a model: its forward pass as a sequence of ops over named values. Trainer and engine both run it.
 
-Each op reads some values and writes some, which later ops may read. `OpForm.compute` computes a form of op, once for
-both sides. It calls a `Host` for all that differs between the sides. An engine's host reads a paged cache, and a
+Each op reads some values and writes some, which later ops may read. `OpForm.compute` is the code of a form of op, which
+both sides run. It calls a `Host` for all that differs between the sides. An engine's host reads a paged cache, and a
 trainer's host reads the rows of a batch. A lowered program (`models.lowering`) runs neighbouring ops as one op.
 """
 
@@ -43,13 +43,13 @@ class OpForm:
     constants: tuple[str, ...] = ()
     """Names of constants of the op, which both sides report."""
     compute: Callable[..., Sequence[Any]]
-    """A function of a host, the site and the inputs, which returns the outputs."""
+    """The function that computes the outputs from a host, the site and the inputs."""
     takes_rows: bool = False
-    """True if the op's products can take the rows that the norm before them has quantized, as a last input."""
+    """True if the op takes as a last input the rows that the norm before it has quantized."""
     across_tokens: bool = False
     """True if the op lets tokens of a sequence depend on each other. `recompute=attention` recomputes such ops."""
     channels: Callable[[ModelSizes], tuple[int, ...]] | None = None
-    """Widths of a head's parts in the first output, whose order `Host.joined` decides. Recordings have all heads' first
+    """Widths of a head's parts in the first output. `Host.joined` orders the parts. Recordings have all heads' first
     parts, then all heads' second parts, and so on. None: the order does not depend on the host."""
     part: Part | None = None
     """The row of the precision map for a module that computes the op; None: it is part of a product, or has no row."""
@@ -116,19 +116,20 @@ Watch = Callable[[OpSite, Sequence[Tensor | None], Sequence[Tensor]], None]
 
 
 class Host(Protocol):
-    """What ops call: the engine or trainer that runs them. T: all sequences' tokens. A rank has only its own heads and
-    experts."""
+    """The side that runs the ops (trainer or engine), as ops call it. T: all sequences' tokens. A rank has only its
+    heads and experts."""
 
     sizes: ModelSizes
     kv: KVFormat
     spec: QuantSpec
 
     def tensor(self, site: OpSite, name: str = "", of: str = "") -> Tensor:
-        """Return a weight of the op that is not a product's. of: another op of the layer, whose weight to return. name:
-        the end of the weight's name, if the op has several."""
+        """Return a weight of the op that is no product's matrix. of: another op of the layer, to return its weight.
+        name: the end of the weight's name, if the op has several."""
 
     def product(self, site: OpSite, x: Tensor, rows: Any = None) -> Tensor:
-        """Return x times all matrices of the op, end to end, plus biases. rows: x, quantized by `ops.norm_rows`."""
+        """Return x's products with the op's matrices, end to end, plus biases. rows: x, quantized by
+        `ops.norm_rows`."""
 
     def products(self, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
         """Return the products with the op's matrices one by one; see `product`."""
@@ -144,7 +145,7 @@ class Host(Protocol):
         """Return x for all tokens. x: a value of this rank's tokens, if ranks split the sequence."""
 
     def over_heads(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Apply a function to a value [T, C] of all ranks' heads, and return this rank's part. x: this rank's heads."""
+        """Gather x [T, C] of all ranks' heads, apply a function, and return this rank's part of the result."""
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Join parts [T, heads, ...], each with some channels of every head, to one [T, C]. The trainer keeps a head's
@@ -162,7 +163,7 @@ class Host(Protocol):
         self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, rotates: bool = False, norms: HeadNorms | None = None
     ) -> Tensor:
         """Return the attention of each token to its sequence, [T, heads * D]. rotates: first rotate q and k. norms:
-        with `rotates`, norm q and k before that."""
+        with `rotates`, the norms of q and k before it."""
 
     def attend_rows(self, site: OpSite, q: Tensor, rows: Tensor, rank: int) -> Tensor:
         """Return the attention of q [T, heads, D] to rows [T, D]. A row is a key; its first `rank` channels are the
@@ -181,7 +182,7 @@ class Host(Protocol):
         """Compute `ops.gated_delta_rule` of values in the order of `in_rows`. The result has the usual order again."""
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts, or replay a choice. route: a function of `choose`, such as `ops.route`."""
+        """Choose each token's experts, or replay a choice. route: an op such as `ops.route`, with bound inputs."""
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Compute `ops.routed_experts`."""
@@ -239,7 +240,7 @@ EMBED = OpForm(
 NORM = OpForm(name="norm", shapes="[T, H] -> [T, H]", constants=(EPS,), part="norm", compute=_norm)
 ADD_NORM = OpForm(
     name="add_norm",
-    shapes="x, residual [T, H] -> normed, and the sum that was normed; the first of a model has no residual",
+    shapes="x, residual [T, H] -> normed, and the sum that was normed; a model's first norm has no residual",
     constants=(EPS,),
     part="norm",
     compute=_add_norm,

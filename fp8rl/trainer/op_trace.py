@@ -28,14 +28,14 @@ Written = dict[OpSite, list[Tensor]]
 
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
     """Run a forward pass for each sequence of `batch`, and record every op. Raises UserError: the trainer has several
-    ranks, each of which sees only a part of an op, or it is in native mode, which runs no program."""
+    ranks (each sees only a part of an op) or is in native mode (which runs no program)."""
     if trainer.config.world_size > 1:
         expected = "1 rank, because with several no rank sees a whole op"
         remedy = "Compare with a trainer of one rank and numerics.k_splits set to the run's trainer.tp."
         raise user_error("trainer", f"{trainer.config.world_size} ranks", expected, remedy)
     if trainer.numerics.mode == "native":
         expected = "exact, the only mode in which the trainer's layers run a program whose ops can be recorded"
-        remedy = "Compare native mode by log-probabilities and tensors, or ops with numerics.mode=exact."
+        remedy = "Compare log-probabilities and tensors, or set numerics.mode=exact to compare ops."
         raise user_error("numerics.mode", "native", expected, remedy)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for row in range(batch.rows):

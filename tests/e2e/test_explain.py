@@ -136,7 +136,7 @@ def test_stale_operands_are_seen_by_the_canary_and_by_no_digest_and_a_capsule_sa
     monkeypatch.delenv(PLANT)
     finding, trainer = by_the_command(capsule).findings
     assert finding.key == "state" and "trainer and engine agree to 0 now" in finding.found
-    assert "held the right weights, by their digests, so it computed with stale operands" in finding.found
+    assert "held the right weights, so either it computed with stale operands" in finding.found
     assert (trainer.key, trainer.grade) == ("trainer", "ok")
 
 

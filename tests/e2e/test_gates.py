@@ -330,7 +330,7 @@ def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_p
     ("step", "says"),
     [
         (CORRUPTED, "weights: layer 0 qkv: weights in the engine were not those of version 2"),
-        (SCALED, "scales: fp32 scales of weight and activation in the trainer, where the numerics say pow2"),
+        (SCALED, "scales: fp32 scales of weight and activation in the trainer reproduce its record"),
     ],
 )
 def test_a_capsule_is_explained_by_the_command(run: RunDir, stacks: None, step: int, says: str) -> None:

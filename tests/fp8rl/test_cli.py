@@ -98,7 +98,7 @@ SERVER, WHOLE = "certify --server http://127.0.0.1:1", "expected a model in BF16
         ("serve {run}", "found {run}, a run without model/, expected a finished run"),
         ("serve {nothing}", "RUN|MODEL: found"),
         ("serve {model} --mode fast", "--mode: found fast, expected exact or native"),
-        ("serve {model} --host 0.0.0.0", "--host: found 0.0.0.0, expected a key of your own beside it"),
+        ("serve {model} --host 0.0.0.0", "--host: found 0.0.0.0, expected also an API key of your own"),
         ("serve {model} --host 8.8.8.8 --api-key k", "--host: found 8.8.8.8, expected an IPv4 address of this"),
         ("serve {model} --api-key é", "--api-key: found another text, expected printable ASCII"),
         ("serve {run} --mode native", "--mode: found native, expected none beside a run, which is served as it"),

@@ -1,7 +1,7 @@
 """Answers the question before a run: can this spec run here, and do its two sides compute the same?
 
-It checks the installation, the machine, the rules that a run begins with, the memory, and the data. If nothing is in
-the way, it starts one trainer and one engine, and compares them.
+It checks the installation, the machine, what a run checks at its start, the memory, and the data. If nothing is wrong,
+it starts one trainer and one engine, and compares them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def examine(
     """Examine this machine, and a spec on it.
 
     Args:
-        quick: leave out what is slow: the test of the ops, and the comparison of both sides.
-        say: called with what is going on.
+        quick: leave out the slow checks: the test of the ops, and the comparison of both sides.
+        say: prints each step that begins.
 
     Raises UserError: there is no such spec, or a key or value of it is wrong.
     """
@@ -52,7 +52,7 @@ def examine(
 
 
 def memory(spec: str, overrides: Sequence[str], machine: Machine) -> list[Finding]:
-    """Return in one line the memory that a spec takes on this machine's GPUs, or on its CPU."""
+    """Return one finding: the memory that a spec takes on this machine's GPUs, or on its CPU."""
     from fp8rl.diagnose.plan import make_plan
     from fp8rl.diagnose.plan.subject import read_plan_subject
     from fp8rl.rl.experiment.budget.job import gpu_named

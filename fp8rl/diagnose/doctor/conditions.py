@@ -1,4 +1,4 @@
-"""The checks that a run begins with, and a spec's data: each source's first prompt, and rewards for its answer."""
+"""Runs the checks that a run begins with, and shows each data source's first prompt and the rewards of its answer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LONGEST_ANSWER = 100_000
 
 
 def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
-    """Return `diagnosis` with the obstacles and notes of a start, and the data of the spec.
+    """Return `diagnosis` with the errors and notes of a run's start, and the data of the spec.
 
-    A start ends at its first obstacle. The data are read all the same: they need only the model's tokenizer.
+    A start ends at its first error. The data are still read, because that needs only the model's tokenizer.
     """
     notes: list[str] = []
     refused: dict[str, UserError] = {}
@@ -109,11 +109,11 @@ def _reward(workers: Workers, index: int, config: RewardSection, offered: dict[s
     try:
         function = load_function(config, f"rewards.functions.{index}")
     except UserError:
-        return "nothing: it is refused"
+        return "none: the function is refused"
     if name == OF_ENVIRONMENT:
         return "what the environment returns"
     if function.is_async:
-        return "not asked here, as it may ask a service"
+        return "not known: the function may call a service, so it was not called"
     if function.of_group:
         offered = offered | {each: [offered[each]] for each in EACH} | {"answers": [offered["answer"]]}
     asked = function.asked(offered)

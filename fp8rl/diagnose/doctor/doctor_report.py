@@ -1,4 +1,4 @@
-"""The doctor's report: what is installed, what the GPUs can do, where both sides run, and what is in the way."""
+"""The doctor's report: what is installed, what the GPUs can do, where both sides run, and what prevents a run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Blocks = Literal["native", "by MX", "no"]
 ENDS = 1000
-"""Characters that are shown of the beginning, and of the end, of a longer text."""
+"""Of a longer text, this many first and last characters are shown."""
 _OPENED = re.compile(r"(?:<\|?/?[\w:]*think\w*\|?>|\[/?think\])\s*$", re.IGNORECASE)
-"""A tag of thoughts at the end of a prompt."""
+"""A tag that opens the model's thoughts at the end of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class DataFound:
     """The text that the model is given."""
     prompt_tokens: int
     reference: str
-    """The answer of the data."""
+    """The reference answer in the data."""
     rewards: Mapping[str, str]
-    """By each function's name, its reward for the reference as an answer, or why the reward is not known."""
+    """By name, each function's reward if the model answers with the reference, or why it is not known."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The machine, where both sides run on it, what is in the way and what a start would note, and the data."""
+    """What the doctor found: the machine, where both sides run, the errors and notes of a start, and the data."""
 
     machine: Machine
     mode: str
@@ -82,7 +82,7 @@ class Diagnosis:
 
 
 def reported(diagnosis: Diagnosis, subject: str = "") -> Report:
-    """Make the report: the tables of the machine, what is in the way, and the verdict. subject: the spec."""
+    """Make the report: the machine's tables, the findings, and the verdict. subject: the spec."""
     machine = diagnosis.machine
     sides = [(side.name, side.precision, side.device, side.ops, side.attention) for side in diagnosis.sides]
     tables: list[RenderableType] = [
@@ -138,7 +138,7 @@ def _data(data: DataFound) -> Text:
     text.append(f"the first prompt, {tokens}:\n")
     text.append("".join(f"  | {line}\n" for line in _shortened(data.prompt).splitlines()), style="dim")
     if opened := _OPENED.search(data.prompt):
-        text.append(f"it ends in {opened[0]!r}: an answer, and so what the reward `format` reads, begins behind it\n")
+        text.append(f"it ends in {opened[0]!r}: the answer, which the reward `format` reads, begins after that\n")
     text.append(f"its reference: {_shortened(data.reference)}")
     for name, reward in data.rewards.items():
         text.append(f"\nthe reward {name} gives to the reference as an answer: {reward}")

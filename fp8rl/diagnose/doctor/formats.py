@@ -1,4 +1,4 @@
-"""Compares the formats that were seen on both sides with the precision map, class by class."""
+"""Compares the formats of the tensors seen on both sides with the precision map, class by class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 
 BY_KEY = {each.key: each for each in CLASSES}
 OPTIONAL = {"head.weight", "product.cached", *(key for key in BY_KEY if key.startswith("experts."))}
-"""Classes that a run may lack: a head may be tied to the embedding, BF16 has no codes, a dense model no experts."""
+"""Classes that a run may lack: a head may be tied to the embedding, BF16 has no codes, a dense model has no experts."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Row:
     planned: list[str]
     """Formats that are allowed."""
     trainer: dict[str, int]
-    """Counts by format in the trainer; empty if no such tensor was seen: there is none, or it is inside a kernel."""
+    """Counts by format in the trainer. Empty: there is no such tensor, or it is inside a kernel."""
     engine: dict[str, int]
     """The same in the engine."""
     bytes: int
@@ -35,7 +35,7 @@ class Row:
 
 
 def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
-    """Fill the precision map with all that was seen of each class."""
+    """Return a row of the precision map for each class, with all its sightings."""
     by_key: dict[str, list[Sighting]] = {key: [] for key in BY_KEY}
     for sighting in sightings:
         by_key[sighting.key].append(sighting)
@@ -51,7 +51,7 @@ def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
 
 
 def differences_of(sightings: Iterable[Sighting]) -> list[Finding]:
-    """Return what is not as planned, in the order of the map; tensors of one class and format are one finding."""
+    """Return a finding for each class and format that was not planned, in the order of the map."""
     wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
     for sighting in sightings:
         if sighting.found not in sighting.planned:
@@ -64,7 +64,7 @@ def differences_of(sightings: Iterable[Sighting]) -> list[Finding]:
 
 
 def unseen(rows: Iterable[Row]) -> list[str]:
-    """Return the classes that every model has, that the published map lists, and of which nothing was seen."""
+    """Return the classes of the published map that every model has, and that were not seen."""
     lacking = [row.key for row in rows if not (row.trainer or row.engine)]
     return [key for key in lacking if BY_KEY[key].row in DOCUMENTED and key not in OPTIONAL]
 

@@ -1,6 +1,6 @@
-"""Judges where a spec would run on a given machine, and what prevents that. Nothing is probed here.
+"""Decides whether a spec can run on a given machine, with which kernels and engine. If not, it says why.
 
-The rules are those that a run goes by: `numerics.backend.dispatch` for kernels, `trainer.megatron.lowering` for
+It probes nothing. A run uses the same rules: `numerics.backend.dispatch` for kernels, `trainer.megatron.lowering` for
 TransformerEngine, `rollout.engine.server.arguments` for the engine.
 """
 
@@ -37,12 +37,12 @@ _WITH_GPU = ("triton", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
 _DEEPGEMM = "sgl-deep-gemm"
 _TE = ("transformer_engine", "transformer_engine_torch")
 _PATCHED = {"torch", "megatron-core", "sglang"}
-"""Libraries whose inner workings are hooked or patched: another version of these is refused."""
+"""Libraries that are hooked or patched: other versions of them are refused."""
 _INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or use the image: requirements/Dockerfile."}
 
 
 def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
-    """Say where both sides of `numerics` run on `machine`, and name every obstacle, the gravest first."""
+    """Say where both sides of `numerics` run on `machine`, and what prevents it, the gravest first."""
     findings = [
         *_of_the_install(machine, numerics),
         *_of_the_gpus(machine),
@@ -63,7 +63,7 @@ def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
 def features(gpu: InstalledGpu, torch_cuda: str | None) -> Features:
     """Say what one GPU can do under torch's CUDA release.
 
-    Blackwell multiplies blocks as MX, with power-of-two scales alone.
+    Blackwell multiplies blocks as MX, only with power-of-two scales.
     """
     recent = torch_cuda is not None and _numbers(torch_cuda) >= BLOCK_CUDA
     hopper, blackwell = HOPPER <= gpu.capability < BLACKWELL, gpu.capability >= BLACKWELL
@@ -76,16 +76,16 @@ def _device(machine: Machine) -> str:
 
 
 def _weakest(machine: Machine) -> InstalledGpu | None:
-    """Return the weakest GPU. It decides, since a run may use any of them."""
+    """Return the weakest GPU. A run may use any GPU, so it must suit the weakest."""
     return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
 
 
 _ON_DEEPGEMM = {
     True: ", FP8 products on DeepGEMM",
-    None: ", FP8 products on DeepGEMM where its bits are theirs",
+    None: ", FP8 products on DeepGEMM if it gives the kernels' bits",
     False: "",
 }
-"""What a side's description says of DeepGEMM, by `numerics.deepgemm`."""
+"""The words about DeepGEMM in a side's description, by `numerics.deepgemm`."""
 
 
 def _shared_ops(machine: Machine, spec: QuantSpec, deepgemm: bool | None) -> str:
@@ -140,14 +140,14 @@ def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Find
 
 
 def _of_transformer_engine(machine: Machine) -> Iterator[Finding]:
-    """Judge TransformerEngine: without it native mode's trainer runs on Megatron-core's own ops and emulates FP8."""
+    """Judge TransformerEngine. Without it native mode's trainer runs Megatron-core's ops and emulates FP8."""
     (name, extension), wanted = _TE, machine.wanted.get(_TE[0], "")
     version = machine.libraries.get(name)
     if version is None:
-        expected = f"{wanted}; FP8 is emulated without it, which is slow"
+        expected = f"{wanted}, because without it FP8 is emulated slowly"
         yield Finding(name, "not installed", expected, _INSTALL["cuda"], "warning")
     elif machine.libraries.get(extension) is None:
-        yield Finding(extension, "not installed", f"{version}, as {name} is", _INSTALL["cuda"])
+        yield Finding(extension, "not installed", f"{version}, the version of {name}", _INSTALL["cuda"])
     elif not SpecifierSet(wanted).contains(version, prereleases=True):
         yield Finding(name, version, wanted, _INSTALL["cuda"], "warning")
 
@@ -162,7 +162,7 @@ def _of_the_gpus(machine: Machine) -> Iterator[Finding]:
         expected, remedy = "a torch that is built for CUDA", _INSTALL["cuda"]
     elif machine.driver_cuda and _numbers(machine.driver_cuda)[0] < _numbers(machine.torch_cuda)[0]:
         found = f"driver {machine.driver}, which serves CUDA {machine.driver_cuda}: the run stays on the CPU"
-        expected, remedy = f"a driver for CUDA {machine.torch_cuda}, as torch is built for", "Update the driver."
+        expected, remedy = f"a driver for CUDA {machine.torch_cuda}, which torch needs", "Update the driver."
     else:
         expected, remedy = "GPUs that torch can use", "Look at CUDA_VISIBLE_DEVICES, and at what the container may use."
     yield Finding("gpu", found, expected, remedy, "warning")
@@ -174,13 +174,13 @@ def _of_the_compilers(machine: Machine) -> Iterator[Finding]:
             yield Finding("C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
         if machine.nvcc is None:
             cuda = machine.torch_cuda
-            expected = f"nvcc of CUDA {cuda}, as torch is built for: SGLang makes some of its kernels as it starts"
+            expected = f"nvcc of CUDA {cuda}, as in torch: SGLang compiles some of its kernels when it starts"
             remedy = f"Install CUDA {cuda} (`make install-gpu` brings its compiler), or set CUDA_HOME to it."
             yield Finding("nvcc", machine.other_nvcc or "none", expected, remedy)
     elif machine.compiles is False:
         found = f"torch.compile does not work with {machine.cxx}" if machine.cxx else "none"
         yield Finding(
-            "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.", "warning"
+            "C++ compiler", found, "one, for speed; the bits stay the same", "Install g++, or set CXX.", "warning"
         )
 
 
@@ -188,14 +188,14 @@ def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[F
     if numerics.mode != "exact":
         return
     if machine.row_variant is None:
-        remedy = "Mend what it says, or set numerics.mode=native."
+        remedy = "Correct what the error names, or set numerics.mode=native."
         yield Finding("row invariance", f"the probe failed: {machine.probe_error}", "its result", remedy)
     elif machine.row_variant:
         found = f"a token's result depends on its batch: {', '.join(machine.row_variant)}"
-        expected = "row-invariant ops, in exact mode"
+        expected = "row-invariant ops for exact mode"
         yield Finding("row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
     if machine.without_deepgemm is not None:
-        expected = "numerics.deepgemm: a Hopper GPU on which DeepGEMM gives the bits of our kernels"
+        expected = "for numerics.deepgemm a Hopper GPU on which DeepGEMM gives our kernels' bits"
         yield Finding("DeepGEMM", machine.without_deepgemm, expected, "Set numerics.deepgemm=false.")
 
 
@@ -205,7 +205,7 @@ def _has_te(machine: Machine) -> bool:
 
 
 def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Finding]:
-    """Judge whether the libraries, whose own products native mode uses on a GPU, can do what the spec asks."""
+    """Judge whether the libraries' products, which native mode uses on a GPU, support the spec."""
     gpu = _weakest(machine)
     if gpu is None or numerics.mode != "native":
         return

@@ -1,4 +1,4 @@
-"""The agreement on log-probabilities: the measured difference of both sides, and the noise floor."""
+"""Checks that both sides agree on log-probabilities, and measures the noise floor."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from fp8rl.trainer.step.batch import TokenBatch
 Agreement = Literal["spec", "bytes", "logprobs"]
 SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics.rollout=fp8, or bf16 for both."
 NATIVE_LIMIT = 6.0
-"""The largest mean abs(d) in native mode, in multiples of the mean of BF16/BF16. Measured with FP8 on both sides: 4.2
-on the example, 3.6 on a 4-layer model. On that model FP8 rollout with a BF16 trainer had 7.3, and unequal scale formats
-9.7."""
+"""The most that mean abs(d) may be in native mode, in multiples of BF16/BF16's. Measured with FP8 on both sides: 4.2 on
+the example, 3.6 on a 4-layer model. That model had 7.3 with a BF16 trainer and FP8 rollout, and 9.7 with unequal scale
+formats."""
 OTHER_TEMPERATURES = (0.8, 1.25)
 """Factors of the spec's temperature: these temperatures must explain the log-probabilities worse than the spec's."""
 
 
 def judged(agreement: Agreement, name: str, ok: bool, found: str, expected: str, remedy: str = "") -> Finding:
-    """Make the finding of a check of one agreement."""
+    """Make a check's finding. agreement: what both sides must have in common."""
     return Finding(f"same {agreement}, {name}", found, expected, remedy, "ok" if ok else "error")
 
 
 def trainer_against_engine(numerics: NumericsConfig, measured: Difference, bf16: Difference | None) -> Finding:
-    """Check the agreement itself.
+    """Check that trainer and engine agree on log-probabilities.
 
     Exact mode: d == 0. Native mode: at most NATIVE_LIMIT times BF16/BF16, if that is known.
     """
     ok, expected = measured.zero, "d == 0 on every token"
     remedy = (
-        "Both sides run one precision, so an op or a weight differs: train a few steps and ask `fp8rl explain RUN` "
-        "which."
+        "Both sides run one precision, so an op or a weight differs. Train a few steps; then `fp8rl explain RUN` "
+        "names it."
     )
     if numerics.mode == "native":
         remedy = (
-            "Compare the scale formats of both sides, or take numerics.mode=exact; `fp8rl explain RUN` says where "
-            "the difference comes from."
+            "Compare the scale formats of both sides, or set numerics.mode=exact; then `fp8rl explain RUN` names the "
+            "op or weight that differs."
         )
         ok = measured.nonfinite == 0 and measured.mean is not None
         expected = "finite log-probabilities (BF16/BF16 was not measured, so there is no bound)"
@@ -73,7 +73,7 @@ def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> list[Finding]:
 
 
 def sampler_temperature(run: Run, batch: TokenBatch, measured: Difference) -> Finding:
-    """Check that the engine's log-probabilities are those of the temperature that it was asked to sample with."""
+    """Check that the engine's log-probabilities belong to the temperature that it was asked to sample at."""
     asked = batch.temperature
     others = {
         asked * factor: against_trainer(run, replace(batch, temperature=asked * factor))
@@ -86,8 +86,8 @@ def sampler_temperature(run: Run, batch: TokenBatch, measured: Difference) -> Fi
         "sampler temperature",
         ok,
         "mean |d| " + ", ".join(f"{shown_number(mean)} at {t:g}" for t, mean in means.items()),
-        f"the smallest at rollout.temperature = {asked:g}",
-        "The engine samples at another temperature, or reports logprobs from before it: unset "
+        f"the smallest mean at rollout.temperature = {asked:g}",
+        "The engine samples at another temperature, or ignores it in its logprobs. Unset "
         "SGLANG_RETURN_ORIGINAL_LOGPROB, and compare the versions of sglang.",
     )
 
@@ -106,9 +106,9 @@ def against_trainer(run: Run, batch: TokenBatch) -> Difference:
 
 
 def prefill_against_decode(run: Run, batch: TokenBatch) -> Difference:
-    """Compare the engine's log-probabilities of its own tokens: prefilled with their prompts, and as it sampled them.
+    """Compare the engine's log-probabilities of its own tokens: as sampled, and prefilled with their prompts.
 
-    batch: sampled at temperature 1, the only one at which SGLang scores given tokens.
+    batch: sampled at temperature 1, because SGLang scores given tokens only at 1.
     """
     if batch.temperature != 1.0:
         raise ValueError(f"temperature: found {batch.temperature}, expected 1.0, the temperature of every prefill")
@@ -117,7 +117,7 @@ def prefill_against_decode(run: Run, batch: TokenBatch) -> Difference:
 
 
 def alone_against_together(run: Run, batch: TokenBatch) -> Difference:
-    """Compare the tokens of the longest rows, prefilled row by row, with the same tokens prefilled all at once."""
+    """Compare log-probabilities of the longest rows: prefilled row by row, and prefilled all at once."""
     rows = batch.lengths.argsort(descending=True, stable=True)[:ALONE].tolist()
     longest = batch.select(rows)
     together, known = _scored(run, longest)
@@ -136,8 +136,8 @@ def bf16_on_both_sides(run: Run, prompts: list[Prompt], answers: int) -> Differe
 
 
 def _scored(run: Run, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return prefilled log-probabilities [B, S], and a mask of those that exist: none at index 0, nor beyond the
-    longest prompt that the engine takes."""
+    """Return prefilled log-probabilities [B, S], and a mask of those that exist. Index 0 has none, nor have tokens
+    beyond the engine's longest prompt."""
     longest = run.experiment.rollout.context_length - SCORED_SHORT_OF
     sequences = [row[: min(int(n), longest)].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
     rows = run.engines.ask(lambda client: client.score(sequences))

@@ -1,4 +1,4 @@
-"""The equipment of a machine: libraries, GPUs, compilers. It is plain data, so any machine can be judged anywhere."""
+"""Finds a machine's libraries, GPUs and compilers. `Machine` is plain data, so it can be judged on another machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIBRARIES = (
     *("sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "transformers", "ray", "wandb"),
     "fp8rl-cpu-stubs",
 )
-"""Distributions that decide where a run's parts run."""
+"""Python packages on which a run's kernels and devices depend."""
 PROBE = """
 import json, sys
 from fp8rl.numerics.backend.compiler import enable_compiler
@@ -58,7 +58,7 @@ class InstalledGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The equipment of a machine, for `judge` to judge. Versions are texts, compilers are paths."""
+    """What a machine has, for `judge`. Versions are texts, compilers are paths."""
 
     python: str
     system: str
@@ -79,7 +79,7 @@ class Machine:
     cudnn: str | None = None
     nccl: str | None = None
     nvcc: str | None = None
-    """The CUDA compiler of `torch_cuda`, which SGLang's kernels are made with at run time."""
+    """The compiler of CUDA `torch_cuda`. SGLang compiles kernels with it at run time."""
     other_nvcc: str | None = None
     """CUDA compilers of any release; shown if none fits `torch_cuda`."""
     expandable_segments: str | None = None
@@ -94,15 +94,15 @@ class Machine:
     """Ops that give a row other bits in another batch; None: the probe died, with `probe_error`."""
     probe_error: str = ""
     without_deepgemm: str | None = None
-    """Why products cannot run on DeepGEMM, which the spec asks for."""
+    """Why products cannot run on DeepGEMM although the spec asks for it. None: they can, or it does not ask."""
     probed: bool = True
-    """A process has tried the ops. If not, all that it would find out counts as right."""
+    """A process has tried the ops. If False, the results of this trial count as good."""
 
 
 def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: bool = False) -> Machine:
-    """Describe this machine. This takes some ten seconds: a process starts like a trainer's, and tries the ops.
+    """Describe this machine. This takes about ten seconds, because a process starts like a trainer's and tries the ops.
 
-    say: called with what is going on. quick: do not start that process.
+    say: prints each step that begins. quick: do not start that process.
     """
     if not quick:
         say("testing the ops as a trainer would run them")
@@ -153,7 +153,7 @@ def _version(name: str) -> str | None:
 
 
 def _specifiers(distribution: str) -> dict[str, str]:
-    """Read the versions that an installed distribution asks for among LIBRARIES, whatever the machine."""
+    """Read the versions of LIBRARIES that an installed distribution requires on any machine."""
     if _version(distribution) is None:
         return {}
     requirements = map(Requirement, importlib.metadata.requires(distribution) or [])
@@ -220,8 +220,8 @@ _Answer = tuple[bool | None, tuple[str, ...] | None, str | None, str]
 
 
 def _answer(probe: subprocess.Popen[str]) -> _Answer:
-    """Read the probe's answer: whether torch.compile works, the ops that are not row-invariant, and why DeepGEMM cannot
-    run; and, if the probe died, how it ended."""
+    """Read the probe's answer: whether torch.compile works, which ops are not row-invariant, why DeepGEMM cannot run,
+    and how the probe died, if it did."""
     try:
         answered, complained = probe.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -27,18 +27,18 @@ BF16 = "BF16 on both sides"
 
 @dataclass
 class Pair:
-    """What was read and measured of a live trainer and a live engine."""
+    """What was measured on a running trainer and a running engine."""
 
     findings: list[Finding] = field(default_factory=list)
-    """The findings in the order in which they were made. What comes after a failed start or sync is missing."""
+    """The findings in the order in which they were made. A failed start or sync leaves out all later ones."""
     differences: dict[str, Difference] = field(default_factory=dict)
-    """The differences that were measured, by name: `trainer against engine` and the floors."""
+    """The measured differences by name: `trainer against engine` and the noise floors."""
     rows: Sequence[Row] = ()
-    """The precision map, with what was seen."""
+    """The precision map, with the formats that were seen."""
     tokens: int = 0
     """Tokens of the training step that was watched."""
     seconds: float = 0.0
-    """Seconds of all this."""
+    """Seconds that all checks took."""
 
     @property
     def verdict(self) -> str:
@@ -52,7 +52,7 @@ class Pair:
 
 
 def compare(experiment: Experiment, *, say: Callable[[str], None] = print) -> Pair:
-    """Compare trainer and engine of a spec that can run here. Afterwards both have ended."""
+    """Start trainer and engine of a spec that can run here, compare them, and end both."""
     began, found = time.monotonic(), Pair([same_precision(experiment)])
     wanted = "an engine that reports the trainer's spec, numerics and hooks"
     try:
@@ -71,7 +71,7 @@ def compare(experiment: Experiment, *, say: Callable[[str], None] = print) -> Pa
 
 
 def same_precision(experiment: Experiment) -> Finding:
-    """Check that both sides run the spec, or both BF16."""
+    """Check that both sides quantize by the spec, or both run BF16."""
     trainer, rollout = experiment.numerics.trainer, experiment.numerics.rollout
     ok = (trainer == "bf16") == (rollout == "bf16")
     found = f"numerics.trainer={trainer}, numerics.rollout={rollout}"
@@ -104,7 +104,7 @@ def _examine(run: Run, found: Pair, say: Callable[[str], None]) -> None:
     seen = _sightings(run, batch, prompts)
     numerics = run.numerics
     if numerics.mode == "native" and (numerics.trainer, numerics.rollout) != ("bf16", "bf16"):
-        say("starting a BF16 engine, by which native mode is judged")
+        say("starting a BF16 engine, with which native mode is compared")
         floors[BF16] = logprobs.bf16_on_both_sides(run, prompts, ANSWERS)
     found.differences |= floors
     found.findings.append(logprobs.trainer_against_engine(numerics, measured, floors.get(BF16)))
@@ -113,14 +113,14 @@ def _examine(run: Run, found: Pair, say: Callable[[str], None]) -> None:
     found.rows, found.tokens = rows_of(seen), int(batch.real_tokens().sum())
     found.findings.extend(differences_of(seen))
     if lacking := unseen(found.rows):
-        said = "inside a kernel, or inside an op of a library, to which native mode leaves most of them"
+        said = "inside a kernel or a library's op, as most tensors are in native mode"
         found.findings.append(Finding("formats not seen", said, grade="note", names=tuple(lacking)))
 
 
 def _sightings(run: Run, batch: TokenBatch, prompts: Sequence[Prompt]) -> list[Sighting]:
-    """Return what both sides were seen to hold and to compute. Afterwards the trainer has learnt from a step.
+    """Return the formats of all tensors that both sides hold and compute. This trains one step.
 
-    Its loss is the likelihood of the answers: it needs no rewards, and no format depends on it.
+    The step's loss is the likelihood of the answers, because that needs no rewards. No format depends on the loss.
     """
     experiment, numerics = run.experiment, run.experiment.numerics_config()
     model = read_model(experiment.model.directory).adapted(engine_adapter(experiment))

@@ -1,7 +1,7 @@
 """Watches one training step of the live trainer and one forward pass of an engine, and lists what both hold.
 
-The ops' dispatcher shows each shared op with its tensors (`models.formats`), in exact mode all ops of the model. Native
-mode's other ops are the libraries' own: what is inside them is not seen, nor what is inside a Triton kernel.
+The ops' dispatcher shows each shared op with its tensors (`models.formats`). In exact mode these are all ops of the
+model. Tensors inside a library's op (in native mode) or inside a Triton kernel are not seen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def watch_step(
 ) -> list[Sighting]:
     """Train on `batch`, and report all tensors of the precision map. All ranks take part.
 
-    numerics, config: the planned ones, which the trainer may no longer run.
+    numerics, config: as planned; the trainer may run others by now.
     """
     from fp8rl.trainer.inventory import transfers
     from fp8rl.trainer.modules.native import megatron_families
@@ -73,8 +73,8 @@ def watch_step(
 
 @contextmanager
 def _placed(trainer: Trainer) -> Iterator[None]:
-    """Tell the dispatcher which op a module of Megatron's computes: one at the ends of the model, and in native mode
-    one in a layer. Layers of exact mode run the program, which tells it itself."""
+    """Tell the dispatcher which op a Megatron module computes, outside the layers and in native mode's layers. In exact
+    mode the layers' program tells it."""
     rows = trainer.definition.tensors.in_layer
     layers = {layer.layer_number - 1: f"decoder.layers.{at}." for at, layer in enumerate(trainer.model.decoder.layers)}
     exact, modules = trainer.numerics.mode == "exact", dict(trainer.model.named_modules())
@@ -107,7 +107,7 @@ def _placed(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _outside_ops(trainer: Trainer, recorder: Recorder) -> Iterator[None]:
-    """Note what no shared op takes or returns: embeddings, the residual stream and its gradient, weights' gradients."""
+    """Note tensors of no shared op: embeddings, the residual stream and its gradient, weights' gradients."""
 
     def result(key: str, name: str) -> Callable[..., None]:
         def note(_: Any, __: Any, out: Any) -> None:
@@ -140,7 +140,7 @@ def _outside_ops(trainer: Trainer, recorder: Recorder) -> Iterator[None]:
 
 
 def class_of(definition: Model, row: TensorRow) -> str:
-    """Return the class of a tensor as the forward reads it."""
+    """Return the class that a tensor has in the forward pass."""
     if row.kind is not None or row.adapts is not None:
         return "product.shadow"
     parts = {part_of(s) for s in definition.forward.sites() if (s.layer, s.op.name) == (row.layer, row.op)}
@@ -151,7 +151,7 @@ def class_of(definition: Model, row: TensorRow) -> str:
 
 
 def _held_in_pass(trainer: Trainer, keys: Mapping[str, str], plan: Mapping[str, Planned]) -> Iterator[Sighting]:
-    """Yield what is held after a backward: weights, the operands made of them, and gradients."""
+    """Yield the tensors held after a backward pass: weights, their operands, and gradients."""
     from fp8rl.trainer.inventory import inventory
 
     for each in inventory(trainer):
@@ -164,8 +164,7 @@ def _held_in_pass(trainer: Trainer, keys: Mapping[str, str], plan: Mapping[str, 
 def _held_by_optimizer(trainer: Trainer, keys: Mapping[str, str], plan: Mapping[str, Planned]) -> Iterator[Sighting]:
     """Yield what the optimizer holds after an update, with formats judged by value.
 
-    Before an update masters have the checkpoint's values. A master whose moments are zero was never updated, so its
-    format is its dtype.
+    Before its first update a master has the checkpoint's values, so its format is its dtype. Its moments are then zero.
     """
     from fp8rl.trainer.inventory import optimizer_state
 

@@ -1,7 +1,7 @@
-"""Explains a run or a capsule: is the trainer's side right, which op or tensor differs, and what would explain it.
+"""Explains a run or a capsule: is the trainer right, which op or tensor differs, and what is the likeliest cause?
 
-A run's newest weights answer problems anew. A capsule has its own tokens, which the trainer scores again first. Then
-trainer and engine, started here, are compared op by op; `compare` asks a pair that is live.
+A run is explained on tokens that its newest weights sample now. A capsule is explained on its own tokens, which the
+trainer first scores again. Then a trainer and an engine are started here, and `compare` compares them op by op.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def explain(subject: Subject, *, quick: bool = False, say: Callable[[str], objec
 
     Args:
         quick: only score a capsule again, in this process, without Ray or an engine.
-        say: called with what is going on.
+        say: prints each step that begins.
 
     Raises:
-        UserError: a run in native mode; `quick` for a run; weights that are not the capsule's; or what both sides
-            refuse at their start, or a sync.
+        UserError: the run is in native mode; `quick` was given for a run; the weights are not the capsule's; a side or
+            a sync refused something.
     """
     capsule = subject.capsule
     if capsule is None:
@@ -74,9 +74,9 @@ def explain(subject: Subject, *, quick: bool = False, say: Callable[[str], objec
 
 
 def reported(subject: Subject, again: Rescored | None, compared: Comparison | None, quick: bool = False) -> Report:
-    """Make the report: what was scored again and compared, the likeliest causes of a difference, and the verdict.
+    """Make the report: the new scores, the comparison, the likeliest causes of a difference, and the verdict.
 
-    again: None for a run. compared: None for a capsule that was only scored again. quick: that was asked for.
+    again: None for a run. compared: None for a capsule that was only scored again. quick: the user asked for this.
     """
     findings: list[Finding] = [] if compared is None else [*compared.findings]
     tables: list[RenderableType] = []
@@ -111,17 +111,17 @@ def _headline(subject: Subject, compared: Comparison) -> str:
     if subject.capsule is None:  # whose |d| differs from that of the run's own batches
         batch = (
             f"tokens sampled now, at the newest weights: answers to problems of the run, and to {LONG_PROMPTS} prompts "
-            f"of up to {LONG_TOKENS} tokens made of several of them"
+            f"of up to {LONG_TOKENS} tokens made of several problems"
         )
     mean, now = format_difference(compared.abs_diff_mean), format_difference(compared.live_abs_diff_mean)
     return (
-        f"mean |d| is {mean} on {compared.tokens:,} {batch}; trainer and engine computed those again that differ most: "
+        f"mean |d| is {mean} on {compared.tokens:,} {batch}; on the sequences that differ most, computed again, it is "
         f"{now} on {compared.traced_tokens:,} tokens"
     )
 
 
 def _tables(compared: Comparison) -> Iterator[RenderableType]:
-    """Render the causes that were taken away, and the ops and experts that differ most."""
+    """Render the causes that were removed, and the ops and experts that differ most."""
     d = format_difference
     causes = [(each.name, d(each.before), d(each.after), each.note) for each in compared.causes if each.before]
     ops = [
@@ -144,9 +144,9 @@ def _tables(compared: Comparison) -> Iterator[RenderableType]:
 
 
 def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored | None, Comparison]:
-    """Start both sides; score a capsule again, and compare both sides op by op.
+    """Start both sides, score a capsule again, and compare both sides op by op.
 
-    A run's batch is sampled anew: problems of its data, at its temperature, from its last weights.
+    For a run, its last weights first answer problems of its data, at its temperature.
     """
     capsule, again = subject.capsule, None
     with _pair_of(subject, say) as run:
@@ -165,10 +165,10 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
 
 @contextmanager
 def _pair_of(subject: Subject, say: Callable[[str], object]) -> Iterator[Run]:
-    """An engine and a trainer of one rank each with the subject's weights.
+    """Start an engine and a trainer of one rank each with the subject's weights.
 
-    `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout. Nothing is judged
-    and nobody converses, so that no code is imported which the subject names.
+    `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout. There are no
+    rewards or environments, so no code that the subject names is imported.
     """
     trainer = TrainerSection(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
     rollout = subject.experiment.rollout.model_copy(update={"tp": 1})

@@ -1,8 +1,8 @@
-"""Ranks the causes that the clues support, and says what to do about each.
+"""Ranks the possible causes of a difference, and says what to do about each.
 
-Proof comes first. The order is: scales that reproduce a record; a weight whose digest differs; a temperature that
-explains the record; a record that its side does not reproduce; ops that differ on equal inputs, the largest difference
-first; causes that were switched off one at a time.
+Proven causes come first. A record is the log-probabilities that a side has recorded. The order is: scales that
+reproduce a record; a weight whose digest differs; a temperature that explains the record; a record that the engine does
+not reproduce; ops that differ on equal inputs, the largest difference first; the routing, if removing it helps.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.weight_sync.manifest import Manifest
 
 NAMED_OWNERS = 8
-"""If weights of more ops or experts than this differ, they are one finding."""
+"""If the weights of more than this many ops or experts differ, they are one finding."""
 
 CLOSER = 0.5
-"""A cause is a finding if without it mean |d| is at most this fraction of what it was."""
+"""A cause is a finding if removing it reduces mean |d| to at most this fraction."""
 
 SELF_FLOOR = 1e-5
-"""Mean |d|, about an ulp, up to which a side counts as reproducing its own record. A temperature that leaves a larger
-mean explains nothing: some temperature always flattens the differences of a broken engine."""
+"""A side reproduces its record if mean |d| is at most this, about an ulp. A temperature that leaves a larger mean
+explains nothing, because some temperature always reduces the differences of a broken engine."""
 
 TEMPERATURE_STEP = 0.005
 """Relative difference below which two temperatures count as the same."""
 
 Owner = tuple[int | None, str, int | None]
-"""Layer, op and expert that a tensor is a weight of."""
+"""Layer, op and expert of a weight."""
 
 EXPERTS = "experts"
-"""The op whose weights belong to experts."""
+"""The op of the routed experts."""
 
 REMEDIES: dict[str, str] = {
     "scales": "Give both sides the scales of the run's spec.",
-    "weights": "Sync again (gate action `resync`); if it comes back, compare the versions of sglang of both sides.",
+    "weights": "Sync again (gate action `resync`). If they differ again, compare both sides' versions of sglang.",
     "sampler": "Correct the temperature of the request to the engine, or of the batch.",
     "state": "Keep sync.canary on, which replaces such an engine, and compare the versions of sglang of both sides.",
     "quantization": "Set numerics.trainer=fp8, or numerics.rollout=bf16: a BF16 trainer and an FP8 engine never agree.",
-    "op": "Compare the op's constants in both configs, and its weights with those that were synced.",
+    "op": "Compare the op's constants in both configs, and its weights with the synced weights.",
     "routing": "Set numerics.router_replay=replay.",
 }
-"""By cause, what to do about it."""
+"""What to do about each cause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """One cause taken away: mean |d| before and after, on the same tokens."""
+    """One cause, with mean |d| before and after it was removed, on the same tokens."""
 
     name: Literal["sampler", "routing", "scales"]
     before: float
     after: float
     note: str
-    """The change that takes the cause away."""
+    """The change that removes the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What was seen of a trainer and an engine. d is trainer minus rollout log-probability of a token, in nats."""
+    """What was measured on a trainer and an engine. d is a token's trainer minus rollout log-probability, in nats."""
 
     model: Model
     numerics: NumericsConfig
@@ -74,17 +74,17 @@ class Comparison:
     temperature: float
     """Temperature of the batch."""
     fit: TemperatureFit | None = None
-    """The fit of the engine's own logits to the record; None without a record."""
+    """The temperature at which the engine's logits fit the record; None without a record."""
     wrong: Sequence[str] | None = None
-    """Tensors that differed from the trainer's in the engine that sampled the batch; None: not known."""
+    """Tensors that were wrong in the engine that sampled the batch; None: not known."""
     tokens: int = 0
     abs_diff_mean: float = 0.0
-    """Mean |d| of the `tokens` sampled tokens as they were recorded."""
+    """Mean recorded |d| over the `tokens` sampled tokens."""
     nonfinite: int = 0
     """Recorded log-probabilities that are not finite."""
     traced_tokens: int = 0
     live_abs_diff_mean: float = 0.0
-    """Mean |d| between trainer and engine as they are now, over the `traced_tokens` that were traced."""
+    """Mean |d| between trainer and engine as they compute now, over the `traced_tokens`."""
     reproduced: float = 0.0
     """Mean |d| between engine and record, over the same tokens."""
     ops: Sequence[OpDifference] = ()
@@ -97,22 +97,22 @@ class Comparison:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The likeliest cause first; none if both sides agree."""
+        """The findings, the likeliest cause first; none if both sides agree."""
         return rank(self)
 
     @property
     def differs(self) -> bool:
-        """The recorded log-probabilities, or those of now, are not the same. Records under truncation are rounded."""
+        """Trainer and engine differ in recorded or in new log-probabilities. Records under truncation are rounded."""
         return self.live_abs_diff_mean > 0 or self.abs_diff_mean > SELF_FLOOR or self.nonfinite > 0
 
     def facts(self) -> dict[str, Any]:
-        """Return what a report has of it: all but what the subject says already."""
+        """Return the facts for a report, without those that the subject has."""
         left_out = ("model", "numerics", "expected", "held", "temperature")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
 def rank(clues: Comparison) -> tuple[Finding, ...]:
-    """Return the findings, whose keys are those of `REMEDIES`, the likeliest cause first; none if both sides agree."""
+    """Return the findings, the likeliest cause first; none if both sides agree. Their keys are those of `REMEDIES`."""
     by_owner: dict[Owner, list[str]] = defaultdict(list)
     for name in sorted(clues.expected.mismatched(clues.held) | {base_name(label)[0] for label in clues.wrong or ()}):
         row = clues.model.tensors.get(name)  # none of the adapters' scale
@@ -123,7 +123,7 @@ def rank(clues: Comparison) -> tuple[Finding, ...]:
         *_record(clues),
         *_ops(clues, explained=() if clues.wrong else by_owner.keys()),
         *(
-            _finding("routing", f"{cause.note} takes mean |d| from {cause.before:.3g} to {cause.after:.3g}")
+            _finding("routing", f"{cause.note} changes mean |d| from {cause.before:.3g} to {cause.after:.3g}")
             for cause in clues.causes
             if cause.name == "routing" and 0 < cause.before and cause.after <= CLOSER * cause.before
         ),
@@ -131,7 +131,7 @@ def rank(clues: Comparison) -> tuple[Finding, ...]:
 
 
 def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: float) -> bool:
-    """Return whether a fit leaves only noise, and differs from `temperature`, which leaves `abs_diff_mean`."""
+    """Return whether another temperature fits to within noise. abs_diff_mean: mean |d| at `temperature`."""
     if fit is None or abs(fit.temperature / temperature - 1) < TEMPERATURE_STEP:
         return False
     return fit.abs_diff_mean <= min(CLOSER * abs_diff_mean, SELF_FLOOR)
@@ -145,8 +145,8 @@ def _scales(clues: Comparison) -> Iterator[Finding]:
     """Yield a finding for each choice of scales, other than the spec's, that reproduces a side's record."""
     for cause in clues.causes:
         if cause.name == "scales" and cause.after <= SELF_FLOOR:
-            text = f"{cause.note}, where the numerics say {clues.numerics.spec.weight.scale}, give its record"
-            yield _finding("scales", f"{text} (mean |d| {cause.before:.3g} without them, {cause.after:.3g} with them)")
+            text = f"{cause.note} reproduce its record (the spec has {clues.numerics.spec.weight.scale} scales)"
+            yield _finding("scales", f"{text}: mean |d| {cause.before:.3g} without them, {cause.after:.3g} with them")
 
 
 def _weights(clues: Comparison, by_owner: dict[Owner, list[str]]) -> Iterator[Finding]:
@@ -168,8 +168,8 @@ def _weights(clues: Comparison, by_owner: dict[Owner, list[str]]) -> Iterator[Fi
 
 
 def _record(clues: Comparison) -> Iterator[Finding]:
-    """Yield a finding on a record of another temperature, or on a record that the engine does not reproduce. The record
-    counts only if the engine as it is now agrees better with the trainer than with the record."""
+    """Yield a finding if the record is of another temperature, or if the engine does not reproduce it. The latter
+    counts only if the engine as it computes now agrees better with the trainer than with the record."""
     fit, given = clues.fit, clues.temperature
     if fit is not None and explains(fit, given, clues.reproduced):
         yield _finding(
@@ -187,16 +187,16 @@ def _record(clues: Comparison) -> Iterator[Finding]:
     by = "other weights, stale operands of former weights or another sampler produced these tokens"
     if clues.wrong == [] and not clues.nonfinite:
         by = (
-            "the engine held the right weights, by their digests, so it computed with stale operands of former "
-            "weights, or with stale keys, values or states, or another sampler produced these tokens"
+            "by their digests the engine held the right weights, so either it computed with stale operands, keys, "
+            "values or states, or another sampler produced these tokens"
         )
     if said:
         yield _finding("state", f"{said}, and trainer and engine agree to {clues.live_abs_diff_mean:.3g} now: {by}")
 
 
 def _ops(clues: Comparison, explained: Iterable[Owner]) -> Iterator[Finding]:
-    """Yield a finding for each op that differs in layers where no weight explains it, with all these layers, the
-    largest difference first. Products that only one side quantizes are one finding together."""
+    """Yield a finding for each op that differs where no weight explains it, the largest difference first. It names all
+    such layers. Products that only one side quantizes are one finding."""
     known = {(layer, op) for layer, op, _ in explained}
     groups: dict[str, list[OpDifference]] = defaultdict(list)
     for each in sorted(clues.ops, key=lambda each: -each.relative_rms):

@@ -1,4 +1,4 @@
-"""Compares a live trainer and a live engine op by op, and takes away one cause of their mismatch after another."""
+"""Compares a running trainer and a running engine op by op, and removes one cause of their mismatch after another."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 TRACED_TOKENS = 2048
-"""The most tokens whose ops are compared: whole sequences, and first the sequences that disagree most."""
+"""The most tokens whose ops are compared. They are whole sequences, those that disagree most first."""
 
 
 def compare(
@@ -50,12 +50,12 @@ def compare(
     wrong: Sequence[str] | None = None,
     traced_tokens: int = TRACED_TOKENS,
 ) -> Comparison:
-    """Compare a trainer of one rank and an engine op by op, and take away one cause of mismatch after another.
+    """Compare a trainer of one rank and an engine op by op, and remove one cause of mismatch after another.
 
     Args:
         batch: sampled sequences with `rollout_logprobs`, and with `train_logprobs` if they were recorded.
         numerics, model: the same on both sides.
-        wrong: tensors that the engine which sampled the batch held with other values; None: not known.
+        wrong: tensors that were wrong in the engine that sampled the batch; None: not known.
         traced_tokens: see TRACED_TOKENS; at least one sequence is traced.
 
     Raises:
@@ -126,9 +126,9 @@ class _Views:
     engine: Tensor
     """Log-probabilities of the engine's own forward pass."""
     recorded: Tensor
-    """Log-probabilities that the batch has recorded."""
+    """The batch's recorded log-probabilities of the engine."""
     sampled: Tensor
-    """There is a next token in the sequence, and the engine sampled it."""
+    """True where the sequence has a next token that the engine sampled."""
     logits: Tensor
     """Logits [T, V] of the engine."""
     targets: Tensor
@@ -150,7 +150,7 @@ class _Views:
 
     @property
     def live(self) -> Tensor:
-        """Trainer minus engine, as both are now."""
+        """Trainer minus engine, as both compute now."""
         return self.trainer - self.engine
 
     @property
@@ -160,7 +160,7 @@ class _Views:
 
     @property
     def reproduced(self) -> float:
-        """Mean |d| between the engine as it is now and the record."""
+        """Mean |d| between the engine as it computes now and the record."""
         return _mean_abs((self.engine - self.recorded)[self.sampled])
 
 
@@ -171,13 +171,13 @@ def _trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
 
 
 async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[dict[str, str], OpTrace]:
-    """Ask for the digests that the engine holds, and for its answer."""
+    """Ask the engine for its weights' digests, and for its answer to the trace."""
     async with EngineClient(endpoint) as client:
         return (await client.manifest()).entries, await ask_engine(client, trace, temperature)
 
 
 def _over_all_tokens(trainer: TrainerGroup, batch: TokenBatch) -> TokenBatch:
-    """Turn records under truncation into records over all tokens, which ops compute; the trainer scores both ways."""
+    """Replace log-probabilities under truncation by log-probabilities over the vocabulary, which ops compute."""
     whole = replace(batch, truncation=EVERY_TOKEN, supports=None)
     added = trainer.score(whole) - trainer.score(batch)
     fields = {name: values + added for name, values in batch.fields.items()}
@@ -185,7 +185,7 @@ def _over_all_tokens(trainer: TrainerGroup, batch: TokenBatch) -> TokenBatch:
 
 
 def _without_sampler(trainer: TrainerGroup, batch: TokenBatch, d: Tensor, temperature: float) -> Cause:
-    """Score the batch at the temperature that the engine seems to have sampled with. d: without the change."""
+    """Score the batch at the temperature at which the engine seems to have sampled. d: without this change."""
     fitted = trainer.score(replace(batch, temperature=temperature)) - batch.fields["rollout_logprobs"]
     before, after = (_mean_abs(x[batch.loss_mask]) for x in (d, fitted))
     return Cause("sampler", before, after, f"temperature {temperature:.4g} in place of {batch.temperature:.4g}")
@@ -222,7 +222,7 @@ def _other_scales(
 
 
 def _most_different(d: Tensor, batch: TokenBatch, budget: int) -> list[int]:
-    """Return rows by their mean |d| over sampled tokens, the largest first, as many as fit the budget."""
+    """Return as many rows as fit the budget of tokens, by mean |d| over sampled tokens, the largest first."""
     used = batch.loss_mask & d.isfinite()
     means = torch.where(used, d.abs(), 0.0).sum(1) / used.sum(1).clamp(min=1)
     chosen: list[int] = []
@@ -234,7 +234,7 @@ def _most_different(d: Tensor, batch: TokenBatch, budget: int) -> list[int]:
 
 
 def _behind(values: Tensor, batch: TokenBatch) -> Tensor:
-    """Shift [B, S] by token to [T], rows end to end, each token with the value of the next token (0 at a row's end)."""
+    """Return values [B, S] as [T], rows end to end. Each token gets the value of its next token (0 at a row's end)."""
     return torch.cat([torch.cat((row[1:n], row.new_zeros(1))) for row, n in zip(values, batch.lengths.tolist())])
 
 
@@ -245,7 +245,7 @@ def _mean_abs(values: Tensor) -> float:
 
 
 async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> OpTrace:
-    """Run the engine's own ops on the trainer's inputs, and its own forward pass on the tokens, over a shared disk.
+    """Run the engine's ops on the trainer's inputs, and its forward pass on the tokens. Data pass over a shared disk.
     Raises EngineError: the engine failed, or its answer is damaged."""
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
         recording = Path(folder) / "trainer.safetensors"

@@ -24,9 +24,9 @@ class OpDifference:
     """The layer's number; None for an op outside the layers."""
     op: str
     differing: float
-    """Fraction of output elements that are not equal."""
+    """The fraction of output elements that differ."""
     relative_rms: float
-    """||trainer - engine|| / ||trainer||, infinite if one side alone is not finite."""
+    """||trainer - engine|| / ||trainer||, infinite if only one side is finite."""
     largest: float
     """The largest absolute difference."""
 
@@ -73,7 +73,7 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
 
 
 def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[float]:
-    """Measure by layer how far the residual stream of the engine's own forward is from the trainer's: relative RMS."""
+    """Return by layer the relative RMS between the trainer's residual stream and that of the engine's own forward."""
     streams: dict[int, Tensor] = {}  # as it goes into the layer: later ops of it write another
     for site in forward.sites():
         if site.layer is not None and RESIDUAL in site.op.writes:
@@ -97,7 +97,7 @@ def expert_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> l
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the difference in float64. It is 0 where both are equal, also if they are not finite."""
+    """Return the difference in float64: 0 where both are equal, even if neither is finite."""
     ours, theirs = ours.double(), theirs.double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return torch.where(same, 0.0, ours - theirs)
@@ -124,8 +124,8 @@ class TemperatureFit:
 def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> TemperatureFit:
     """Return the temperature at which log_softmax(logits / temperature) is nearest to the recorded log-probabilities.
 
-    The distance is the mean absolute difference over tokens whose recorded value is finite. A value with fewer digits
-    that fits as well is preferred: people write temperatures with few digits.
+    The distance is the mean absolute difference over tokens whose recorded value is finite. If a value with fewer
+    digits fits as well, it is returned, because people write temperatures with few digits.
 
     Args:
         logits: float [N, V], before any temperature.
@@ -149,7 +149,7 @@ def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> Tempera
 
 
 def minimize(function: Callable[[float], float]) -> float:
-    """Return the best value of a grid, then of finer and finer grids between the neighbours of the best."""
+    """Minimize a function on a grid, then on finer and finer grids between the neighbours of the best point."""
     low, high = math.log(LOWEST), math.log(HIGHEST)
     for _ in range(ROUNDS):
         grid = torch.linspace(low, high, GRID, dtype=torch.float64).tolist()

@@ -1,4 +1,4 @@
-"""Scores the sequences of a capsule again, and compares with what the trainer recorded: is the trainer's side right?"""
+"""Scores the sequences of a capsule again, and checks that the trainer's recorded log-probabilities come out again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fp8rl.weight_sync.frozen import would_hold
 from fp8rl.weight_sync.manifest import Manifest
 
 NATIVE_TOLERANCE = 0.01
-"""Mean difference in nats up to which native log-probabilities count as the same, since the libraries' own ops round
-differently in another batch. BF16 against BF16 was measured at 0.01 between trainer and engine."""
+"""Native log-probabilities count as the same up to this mean difference in nats, because the libraries' ops round
+differently in another batch. Between trainer and engine 0.01 was measured with BF16 on both sides."""
 
 WORST_TOKENS = 12
 Apply = Callable[..., list[Any]]
@@ -43,7 +43,7 @@ class Rescored:
 
     @property
     def changes(self) -> Tensor:
-        """abs(rescored - recorded trainer logprob) of each sampled token, float64 [tokens]; NaN equals NaN."""
+        """abs(rescored - recorded trainer logprob) of each sampled token, float64 [tokens]; 0 if both are NaN."""
         mask = self.capsule.scored.batch.loss_mask
         recorded, rescored = self.capsule.scored.logprobs[mask], self.rescored.logprobs[mask]
         same = (recorded == rescored) | (recorded.isnan() & rescored.isnan())
@@ -59,7 +59,7 @@ class Rescored:
 
     @property
     def finding(self) -> Finding:
-        """Say whether the trainer gives its recorded log-probabilities again."""
+        """Say whether the trainer reproduces its recorded log-probabilities."""
         changes = self.changes
         equal, tokens = int((changes == 0).sum()), changes.numel()
         found = f"{equal:,} of {tokens:,} recorded log-probabilities come out again bit for bit"
@@ -93,7 +93,7 @@ class Rescored:
         }
 
     def table(self) -> RenderableType:
-        """Render why the capsule was written, the worst tokens, and the metrics that differ."""
+        """Render the reason for the capsule, the worst tokens, and the metrics that differ."""
         capsule, scored, rescored = self.capsule, self.capsule.scored, self.rescored
         rows = []
         size = scored.abs_differences()
@@ -118,8 +118,8 @@ class Rescored:
 
 
 def rescore(capsule: Capsule, apply: Apply) -> Rescored:
-    """Score a capsule's sequences with a trainer of one rank, in the capsule's numerics. Raises UserError: it does not
-    hold the weights in the capsule's manifest."""
+    """Score a capsule's sequences with a trainer of one rank, in the capsule's numerics. Raises UserError: the trainer
+    does not hold the weights of the capsule's manifest."""
     _check_weights(capsule, apply)
     scored: Scored = apply(score_recorded, capsule.scored.batch)[0]
     rescored = dataclasses.replace(capsule.scored, logprobs=scored.logprobs, routes=scored.routes, draws=scored.draws)
@@ -127,15 +127,15 @@ def rescore(capsule: Capsule, apply: Apply) -> Rescored:
 
 
 def recorded(capsule: Capsule) -> TokenBatch:
-    """Return a capsule's tokens with both sides' log-probabilities. Tokens of older weights have no loss, as they
-    differ rightly."""
+    """Return a capsule's tokens with both sides' log-probabilities. Tokens of older weights are not in the loss mask,
+    because they should differ."""
     scored = capsule.scored
     fields = scored.batch.fields | {"train_logprobs": scored.logprobs}
     return dataclasses.replace(scored.batch, loss_mask=scored.fresh, fields=fields)
 
 
 def _check_weights(capsule: Capsule, apply: Apply) -> None:
-    """Check that the weights, quantized as they were for the engine, have the manifest's digests."""
+    """Check that the weights, quantized as for the engine, have the manifest's digests."""
     manifest, spec = capsule.manifest, capsule.numerics.rollout_spec
     sent = apply(would_hold, spec, capsule.experiment.rollout.tp)
     found = Manifest.merged(int(manifest.version), spec, sent)

@@ -29,12 +29,12 @@ DECODED = (1, 32, 256)
 
 @dataclass(frozen=True)
 class Plan:
-    """The calculated bytes, and times where rates were measured."""
+    """The calculated bytes, and the times for which rates were measured."""
 
     subject: str
     gpu: Gpu
     gpus: int
-    """GPUs of the trainer. Engines with GPUs of their own have `job.engines` * `job.engine_tp` more."""
+    """GPUs of the trainer. Engines with their own GPUs need `job.engines` * `job.engine_tp` more."""
     job: Job
     parameters: int
     active_parameters: int
@@ -42,44 +42,44 @@ class Plan:
     kv_bytes: int
     """Bytes of one token in the engine's KV cache."""
     state_bytes: int
-    """Bytes of one sequence's state in the engine, besides its tokens."""
+    """Bytes of one sequence's state in the engine, without its tokens' KV cache."""
     training_flops: float
     """FLOPs of one token, forward and backward."""
     memory: Mapping[str, Memory]
-    """Memory of the fullest GPU, by what it holds: `colocated`, `trainer`, `engine`."""
+    """Memory of the fullest GPU that holds both sides (`colocated`), only a `trainer` or only an `engine`."""
     decides: Literal["colocated", "trainer"]
-    """The entry of `memory` by which the plan is judged."""
+    """The entry of `memory` that must fit."""
     slack: float
-    """Bytes that the calculation leaves free on the GPU that decides."""
+    """Bytes left free on the GPU of `decides`."""
     needed_slack: float
     """Bytes that a real run needs free."""
     fewest: TrainerSection | None
-    """A layout on the fewest GPUs that leave `needed_slack` free; None: no number of GPUs does."""
+    """A layout on the fewest GPUs that leaves `needed_slack` free; None: there is none."""
     fewest_apart: bool
     """True if the layout in `fewest` shares no GPU with engines: they have their own GPUs, or there are no engines."""
     tower: str
-    """The architecture of a checkpoint that has a tower for pictures beside the text, which takes no GPU memory."""
+    """The architecture of a checkpoint that also has a tower for pictures. The tower takes no GPU memory."""
     assumed: str
-    """Assumptions about a model without a spec."""
+    """What the plan assumes about a model without a spec."""
     keys: tuple[str, ...] | None
-    """The keys that a search for a plan that fits has set; None: no search was made, or none fits (`searched`)."""
+    """The keys that a search set to make the plan fit; None: no search was made (`searched`), or no keys do."""
     searched: bool
     fits_with: tuple[str, ...] | None
-    """Keys with which a plan that does not fit would fit on as many GPUs; None: it fits, or there are no such keys."""
+    """Keys that would make a plan fit on as many GPUs; None: it fits already, or no keys do."""
     stages: tuple[Memory, ...]
-    """Memory of the first rank of each pipeline stage, the trainer's alone."""
+    """The trainer's memory on the first rank of each pipeline stage."""
     on_a_cpu: tuple[float, float]
     """Peak bytes of a trainer rank on a machine without GPUs: of its tensors, and of its whole process."""
     largest_micro_batch: Mapping[str, int]
-    """Tokens of the largest micro-batch that fits: `colocated`, and with the `trainer` alone."""
+    """Tokens of the largest micro-batch that fits, `colocated` and with only the `trainer`."""
     largest_with_slack: int
-    """Tokens of the largest micro-batch that leaves `needed_slack` free on the GPU that decides."""
+    """Tokens of the largest micro-batch that leaves `needed_slack` free on the GPU of `decides`."""
     largest_engine_tp: int
     """The largest `rollout.tp` that divides the model."""
     sync_bytes: tuple[int, ...]
     """Bytes that a sync sends to each engine: in the spec's precision, and in BF16."""
     decode: tuple[tuple[Decode, Decode], ...]
-    """A decode step for each batch size, in the spec's precision and in BF16. Each answer has half of a row."""
+    """A decode step for each batch size, in the spec's precision and in BF16, with answers of half a row."""
     rates: Rates | None
     """The rates in the file of `--bench`; None: no file was given, so no time is calculated."""
     steps: tuple[StepTime, ...]
@@ -91,7 +91,7 @@ class Plan:
         return all(finding.grade != "error" for finding in self.findings)
 
     def facts(self) -> dict[str, Any]:
-        """Return what was calculated as JSON values. Of the job, only layout, batch and numerics are returned."""
+        """Return the plan as JSON values, with only the layout, batch and numerics of the job."""
 
         def sizes(layout: TrainerSection) -> dict[str, int]:
             return {name: getattr(layout, name) for name in ("tp", "pp", "ep", "dp")}
@@ -120,7 +120,7 @@ class Plan:
 def make_plan(
     subject: PlanSubject, gpu: Gpu, gpus: int | None = None, length: int | None = None, bench: Path | None = None
 ) -> Plan:
-    """Plan a subject. bench: a file of measured rates; without it no time is calculated.
+    """Plan a subject. bench: a file of measured rates. Without rates no time is calculated.
 
     Raises UserError: the layout does not divide the GPUs, no layout divides the model, or the bench cannot be read.
     """
@@ -150,9 +150,8 @@ def fitted_plan(
     length: int | None = None,
     bench: Path | None = None,
 ) -> Plan:
-    """Search for keys that make a spec or model fit. Return the plan with these keys; `Plan.keys` lists them.
-
-    If no keys make it fit, `Plan.keys` is None and the plan is the one without them.
+    """Search for keys that make a spec or model fit. Return the plan with these keys; `Plan.keys` lists them. If no
+    keys make it fit, return the plan of the spec as it is, with `Plan.keys` None.
 
     Raises:
         UserError: as `read_plan_subject` and `make_plan`.
@@ -169,7 +168,7 @@ def fitted_plan(
 
 
 def check_has_fp8(experiment: Experiment, gpu: Gpu) -> None:
-    """Raise UserError if a side is to compute in FP8, which the GPU does not have."""
+    """Raise UserError if a side computes in FP8 and the GPU has no FP8."""
     if experiment.numerics.quantizes and not gpu.fp8:
         capability = ".".join(map(str, gpu.capability))
         raise user_error(
@@ -228,7 +227,7 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -
 
 
 def _batches(job: Job) -> list[int]:
-    """Return the batches of DECODED whose answers fit the cache when half grown, and the largest batch that fits."""
+    """Return the batches of DECODED whose answers fit the cache at half a row each, and the largest batch that fits."""
     room = max(1, job.kv_tokens // (job.length // 2 or 1))
     return sorted({min(batch, room) for batch in DECODED})
 

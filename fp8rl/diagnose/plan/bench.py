@@ -1,6 +1,6 @@
-"""The rates of a GPU as `python -m lab.bench.gpu` measured them, and a decode step at these rates.
+"""Reads the rates of a GPU that `python -m lab.bench.gpu` measured, and calculates a decode step.
 
-Nothing is assumed in place of a rate that is missing.
+A missing rate is not replaced by an assumption.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.served import weight_bytes
 
 LARGE = 4096
-"""The least tokens of a row of the bench that counts: smaller products are bound by memory."""
+"""The bench's rows with fewer tokens do not count, because small products are bound by memory."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Rates:
     """FLOP/s of BF16 products."""
     experts: Rate | None
     fp8_dense: Rate | None
-    """FLOP/s of FP8 products of quantized operands, in the mode of the spec."""
+    """FLOP/s of FP8 products in the mode of the spec, without quantizing their operands."""
     fp8_experts: Rate | None
     fp8_gradient: Rate | None
     """FLOP/s of the gradient of experts' weights in FP8."""
     copy: Rate | None
-    """Bytes/s of memory, read and written."""
+    """Bytes/s of memory. Bytes read and bytes written both count."""
     launches: Rate | None
     """Kernels that the host launches in a second, outside CUDA graphs."""
     nodes: Rate | None
-    """Kernels of a CUDA graph in a second, if they neither move nor compute anything."""
+    """Empty kernels of a CUDA graph in a second."""
 
     def product(self, experts: bool, fp8: bool, gradient: bool = False) -> Rate | None:
         """Return the rate of one product. gradient: it computes a weight's gradient."""
@@ -62,8 +62,7 @@ class Rates:
 
 
 def read_bench(path: Path, mode: Mode) -> Rates:
-    """Read the rates from a `gpu.json` for specs of this mode. Raises UserError: the file cannot be read as such a
-    report, or has no rate."""
+    """Read the rates of a mode from a `gpu.json`. Raises UserError: the file is not such a report, or has no rate."""
     remedy = "Make one with `python -m lab.bench.gpu gemms grouped quantizers launch` on such a GPU."
     return parsed(path, "--bench", lambda report: _rates(report, path, mode, remedy), remedy)
 
@@ -100,7 +99,7 @@ def _rates(report: Mapping[str, Any], path: Path, mode: Mode, remedy: str) -> Ra
     if not any(found.values()):
         raise user_error(
             "--bench",
-            found=f"{path} of {device} without rates that a plan takes",
+            found=f"{path} of {device} without rates that a plan uses",
             expected="rows of `gemms`, `grouped`, `quantizers` or `launch`",
             remedy=remedy,
         )
@@ -116,9 +115,9 @@ OF_LAYER: dict[tuple[Mode, bool], tuple[int, int]] = {
     ("native", True): (15, 19),
     ("native", False): (11, 15),
 }
-"""Kernels of a dense layer and of a layer with experts, by mode and by whether products are FP8. In exact mode they
-were counted on meta tensors, for 64 answers of Qwen3-8B and Qwen3-30B-A3B. In native mode they are read from SGLang
-0.5.19. Other architectures are taken to have as many."""
+"""Kernels of a dense layer and of a layer with experts, by mode and by whether products are FP8. Exact mode's were
+counted on meta tensors, for 64 answers of Qwen3-8B and Qwen3-30B-A3B. Native mode's were counted in the code of SGLang
+0.5.19. Other architectures are assumed to have as many."""
 BESIDE_LAYERS = 14
 """Kernels outside the layers: embedding, last norm, head, truncation, draw and log-probabilities."""
 
@@ -126,7 +125,7 @@ BESIDE_LAYERS = 14
 @dataclass(frozen=True)
 class Decode:
     batch: int
-    """Answers; the step computes one token of each."""
+    """The number of answers. The step computes one token of each."""
     kernels: int
     """Kernels of the step's CUDA graph."""
     weights: float
@@ -136,7 +135,7 @@ class Decode:
     ranks: int = 1
 
     def seconds(self, copy: Rate, nodes: Rate) -> tuple[float, float]:
-        """Return the least seconds for the reads and the kernels' starts and ends, at the fastest and slowest rates."""
+        """Return the least seconds for the reads and for the empty kernels, at the fastest and slowest rates."""
         size = (self.weights + self.cache) / self.ranks
         return size / copy.high + self.kernels / nodes.high, size / copy.low + self.kernels / nodes.low
 
@@ -145,9 +144,9 @@ def decode_step(
     shape: Shape, spec: QuantSpec, batch: int, context: float, ranks: int = 1, mode: Mode = "exact",
     each: int = BF16_BYTES,
 ) -> Decode:  # fmt: skip
-    """Return one decode step on an engine of `ranks` GPUs.
+    """Return what one decode step reads and launches on an engine of `ranks` GPUs.
 
-    batch: answers at a time. context: tokens that each answer has so far. each: bytes of a number in the cache.
+    batch: number of answers. context: tokens that each answer has so far. each: bytes of a number in the cache.
     """
     sizes = shape.sizes
     read = experts_read(sizes.experts, sizes.top_k, batch) / sizes.experts if sizes.experts else 0.0
@@ -167,5 +166,5 @@ def decode_kernels(shape: Shape, spec: QuantSpec, mode: Mode) -> int:
 
 
 def experts_read(experts: int, top_k: int, batch: int) -> float:
-    """Return the expected number of a layer's experts that B answers use, all as likely: E (1 - (1 - k/E)^B)."""
+    """Return how many of a layer's E equally likely experts B answers are expected to use: E (1 - (1 - k/E)^B)."""
     return experts * (1 - (1 - top_k / experts) ** batch) if experts else 0.0

@@ -36,7 +36,7 @@ def on_gpus(layout: TrainerSection, gpus: int) -> TrainerSection:
 
 
 def engine_ranks(job: Job, gpu: Gpu) -> int:
-    """Return the fewest ranks of an engine that take less than half of a GPU, or else the most; in exact mode 1."""
+    """Return the fewest ranks at which an engine takes less than half of each GPU, or else the most. Exact mode: 1."""
     if job.numerics.mode == "exact":
         return 1
     able = [ranks for ranks in engine_widths(job) if ranks <= GPUS_PER_NODE]
@@ -45,16 +45,16 @@ def engine_ranks(job: Job, gpu: Gpu) -> int:
 
 
 def engine_widths(job: Job) -> list[int]:
-    """Return the numbers of ranks over which an engine can divide the model, among the divisors of its heads."""
+    """Return the divisors of the number of heads that are possible numbers of ranks for an engine."""
     heads, spec = job.shape.sizes.heads, job.numerics.blocks_spec
     return [ranks for ranks in _divisors(heads, heads) if _accepted(check_engine_layout, job.shape, ranks, spec)]
 
 
 def choose(job: Job, gpu: Gpu, gpus: int) -> Job:
-    """Return the job in the layout that divides the model least and leaves `SLACK` next to an engine; if none does, in
-    the layout that takes the least memory.
+    """Return the job in the layout that divides the model least among those that leave `SLACK` next to an engine. If
+    none does, return it in the layout that takes the least memory.
 
-    Raises UserError: the model cannot be quantized as its spec says, however it is laid out.
+    Raises UserError: no layout lets the model be quantized by its spec.
     """
     candidates = [
         replace(job, layout=layout) for layout in layouts(job.shape, job.layout, gpus, job.numerics.blocks_spec)
@@ -71,7 +71,7 @@ def leaves_slack(peak: float, gpu: Gpu) -> bool:
 
 
 def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerSection | None:
-    """Return a layout on the fewest GPUs, of 1, 2, 4, ... `MOST_GPUS`, that leave `SLACK`; None: none of these does."""
+    """Return a layout on the fewest GPUs (1, 2, 4, ... `MOST_GPUS`) that leaves `SLACK`; None: there is none."""
     if beside_engine and not leaves_slack(engine_memory(job).peak, gpu):
         return None
     gpus, needed = 1, colocated_memory if beside_engine else trainer_memory
@@ -131,7 +131,7 @@ def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterato
             grade="note",
             key="model.path",
             found=f"no {subject.experiment.model.path} yet",
-            expected="the model's directory, when the run starts",
+            expected="the model's directory before the run starts",
             remedy=f"Planned with the packaged config of {subject.stands_in}; download the model before you train.",
         )
     found = f"{memory.peak / 1e9:.1f} GB on {'an engine' if memory.rank is None else f'rank {memory.rank}'}"
@@ -140,7 +140,7 @@ def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterato
             grade="note",
             key="memory",
             found=f"{found} of the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
-            expected=f"{SLACK:.0%} of it free, because a calculated peak can be off by this much, and memory fragments",
+            expected=f"{SLACK:.0%} of it free, because a peak can be that much higher than calculated",
             remedy=_remedy(job, gpu, memory),
         )
     bf16 = colocated_memory(job.in_bf16()).peak
@@ -150,8 +150,8 @@ def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterato
             grade="note",
             key="numerics.trainer",
             found=found,
-            expected="no saving by FP8 in training, where codes and their transposes are kept beside BF16 weights",
-            remedy="Expect savings only from the engine's weights and from activations.",
+            expected="no saving by FP8 in training, because codes and their transposes are kept beside BF16 weights",
+            remedy="FP8 saves memory only in the engine and in activations.",
         )
 
 

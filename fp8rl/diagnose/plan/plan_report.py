@@ -13,15 +13,15 @@ from fp8rl.diagnose.report import Report, grid
 from fp8rl.rl.experiment.budget.memory import PHASES, Phase
 
 _MEMORY_OF_A_WORKSTATION = 64e9
-"""Bytes. Nobody trains on a CPU with more, so above it the plan leaves out what a CPU would need."""
+"""The plan leaves out a CPU's need above this many bytes, because nobody trains on a CPU with more."""
 
 
 def reported(plan: Plan) -> Report:
-    """Make the report: the model, its bytes, its step and its decoding, what is in the way, and the verdict."""
+    """Make the report: the model, its bytes, its step and its decoding, the findings, and the verdict."""
     job, layout, on = plan.job, plan.job.layout, f"on {plan.gpus} x {plan.gpu.name}"
     end = f"the plan fits {on}"
     if not plan.ok:
-        end = f"the plan does not hold {on}"
+        end = f"the plan cannot run {on}"
     elif plan.slack < plan.needed_slack:
         end = f"the plan fits {on} by calculation, but leaves less free than a real run needs"
     if job.engines and plan.decides == "trainer":
@@ -53,14 +53,14 @@ def reported(plan: Plan) -> Report:
 
 
 def _keys(plan: Plan) -> list[Text]:
-    """Say what a search for keys has found."""
+    """Say which keys a search has found."""
     if plan.keys is None:
         said = f"--fit found no keys with which it fits on {_gpus(plan.job.layout.world_size)}"
         return [Text(said)] if plan.searched else []
     if not plan.keys:
         return [Text("no key has to be set")]
     lost = "numerics.mode=native" in plan.keys
-    why = "; native mode gives up d = 0, as on GPUs an exact engine has one rank" if lost and plan.job.engines else ""
+    why = " (native mode gives up d = 0; on GPUs an exact engine has one rank)" if lost and plan.job.engines else ""
     return [Text(f"with these keys{why}:"), Text("  " + " ".join(plan.keys), style="bold")]
 
 

@@ -1,4 +1,4 @@
-"""Looks for keys with which a spec fits. Keys that cost nothing come first, then time, another layout, more GPUs.
+"""Looks for keys that make a spec fit. It tries keys that cost nothing, then keys that cost time, layouts, more GPUs.
 
 The last resort is native mode, if no layout on any number of GPUs holds the one-rank engine of exact mode.
 """
@@ -37,15 +37,15 @@ ORDER = (
     "trainer.optimizer.offload",
     "trainer.optimizer.moments",
 )
-"""The order in which keys are tried: a key only once all sets of the keys before it have failed. A smaller chunk costs
-hardly anything. Turns (`sleep`) make engines wait. Recomputing repeats a part of each forward pass. With a cache of one
-row answers wait. An update on the host waits for the bus. Moments in BF16 lose digits. The order was set by hand."""
+"""The order in which keys are tried. A key is tried after all sets of the keys before it have failed. Smaller chunks
+cost almost nothing. Engines that `sleep` wait. Recomputing repeats a part of each forward pass. With a cache of one row
+answers wait. An update on the host waits for the bus. Moments in BF16 lose digits. The order was set by hand."""
 
 
 def keys_that_fit(
     subject: PlanSubject, gpu: Gpu, gpus: int | None = None, length: int | None = None
 ) -> dict[str, Any] | None:
-    """Return the keys to set, by dotted name; an empty mapping if the spec fits already; None: no keys make it fit.
+    """Return the keys to set, by dotted name. Empty: the spec fits already. None: no keys make it fit.
 
     gpus: the number of GPUs for the trainer and for engines that share them. None: the number in the spec's layout (8
     for a model alone), doubled until the spec fits. With adapters only the spec's own layout is tried.
@@ -105,14 +105,14 @@ def _place(names: Iterable[str], keys: Keys) -> list[int]:
 
 
 def _of_optimizer(keys: Keys) -> frozenset[str]:
-    """Pick the optimizer's keys, which some modes refuse, from a set."""
+    """Return the optimizer's keys among `keys`. Some modes refuse them."""
     return frozenset(key for key in keys if key.startswith("trainer.optimizer"))
 
 
 def _in_layout(
     subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gpu, target: Target, length: int | None
 ) -> Keys | None:
-    """Return the keys with the layout's keys, if they leave the slack and break no rule; else None."""
+    """Return `keys` and the layout's keys if they leave the slack and break no rule, else None."""
     keys = {**keys, **{f"trainer.{name}": getattr(layout, name) for name in _SIZES}}
     experiment = with_keys(subject.experiment, keys)
     job = job_on(replace(subject, experiment=experiment), gpu, length)
@@ -125,8 +125,7 @@ def _in_layout(
 
 
 def _loads(experiment: Experiment) -> bool:
-    """Return whether a spec with these values would be loaded: some contradict each other, such as adapters in native
-    mode."""
+    """Return whether a spec with these values loads. Some contradict each other, such as adapters in native mode."""
     try:
         parse_experiment(experiment.model_dump(mode="json"))
     except UserError:
@@ -135,7 +134,7 @@ def _loads(experiment: Experiment) -> bool:
 
 
 def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iterator[dict[str, Any]]:
-    """Yield sets of keys that save memory, the empty set among them."""
+    """Yield sets of keys that save memory, and the empty set."""
     trainer, rollout, row = base.trainer, base.rollout, length or base.rollout.context_length
     colocated = base.needs_engines and not (rollout.staleness or base.sync.delta or base.sync.engines_own_gpus)
     caches = base.needs_engines and (rollout.max_total_tokens or 0) > rollout.context_length
@@ -160,13 +159,13 @@ def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iter
 
 
 def dense_layers_in_bf16(subject: PlanSubject, gpu: Gpu) -> Keys:
-    """Return the key without which a spec's mixture of experts cannot be planned at all; mostly an empty mapping."""
+    """Return the key without which no plan of a mixture of experts is possible. Most models need none."""
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
     return _dense_layers_in_bf16(subject.experiment, subject, target)
 
 
 def _dense_layers_in_bf16(base: Experiment, subject: PlanSubject, target: Target) -> dict[str, Any]:
-    """Return the key that leaves a mixture's dense first layers in BF16, if their width is no multiple of a block."""
+    """Return the key that keeps a mixture's dense first layers in BF16, if their width is no multiple of a block."""
     sizes = subject.shape.sizes
     dense = sizes.layers - sizes.moe_layers
     if not sizes.moe or not dense or base.numerics.first_layers_bf16 >= dense:
@@ -188,7 +187,7 @@ def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu, no_more: boo
 
 
 def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:
-    """Return the keys with engines of `ranks` ranks. Engines of several have their own GPUs, and need not sleep."""
+    """Return `keys` with engines of `ranks` ranks. Engines of several ranks have their own GPUs and need not sleep."""
     if ranks == 1:
         return {**keys, "rollout.tp": 1}
     own = {} if base.sync.engines_own_gpus else {"sync.transport": "distributed"}
@@ -196,7 +195,7 @@ def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:
 
 
 def _differing(subject: PlanSubject, keys: Keys) -> dict[str, Any]:
-    """Return the keys that differ from the spec's; for a model without a layout, also the whole layout."""
+    """Return the keys that differ from the spec's. If the spec has no layout, also return the whole layout."""
 
     def differs(key: str, value: Any) -> bool:
         found = reduce(getattr, key.split("."), subject.experiment)
@@ -206,7 +205,7 @@ def _differing(subject: PlanSubject, keys: Keys) -> dict[str, Any]:
 
 
 def with_keys(section: Any, keys: Keys) -> Any:
-    """Return a section of the spec, or all of it, with other values at dotted names."""
+    """Return a section of the spec, or the whole spec, with the values of `keys`."""
     inner: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
     for key, value in keys.items():
@@ -220,6 +219,6 @@ def with_keys(section: Any, keys: Keys) -> Any:
 
 
 def written(keys: Keys) -> list[str]:
-    """Return keys as the command line takes them."""
+    """Return keys as arguments of the command line."""
     plain = {"True": "true", "False": "false", "None": "null"}
     return [f"{key}={plain.get(str(value), value)}" for key, value in keys.items()]

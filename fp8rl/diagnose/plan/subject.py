@@ -18,9 +18,9 @@ from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
 from fp8rl.trainer.state_bytes import storage_on
 
 CONFIGS = Path(__file__).parent / "configs"
-"""Packaged directories that hold only a config.json, of models that anyone can download."""
+"""Packaged directories with only the config.json of a public model."""
 LONGEST = 8192
-"""Tokens of a row for which a model without a spec is planned, unless the model has fewer positions."""
+"""A model without a spec is planned with rows of this many tokens, or with its number of positions if that is less."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class PlanSubject:
     shape: Shape
     experiment: Experiment
     chosen: bool
-    """The user gave the trainer's layout; else the plan chooses it."""
+    """True if the user gave the trainer's layout. Otherwise the plan chooses it."""
     engines_chosen: bool = True
-    """The user gave an engine's number of ranks; else the plan chooses it."""
+    """True if the user gave an engine's number of ranks. Otherwise the plan chooses it."""
     stands_in: str = ""
-    """The packaged config with which the plan is made, because the spec's model is not there yet."""
+    """The packaged config that the plan uses because the spec's model is not there yet."""
     assumed: str = ""
     """Assumptions about a model without a spec, in words."""
     teacher: Shape | None = None
@@ -83,17 +83,17 @@ def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> Pla
 
 
 def _assumed(experiment: Experiment) -> str:
-    """Say what a plan of a model alone takes for granted."""
+    """Say what a plan assumes about a model without a spec."""
     numerics, rollout = experiment.numerics, experiment.rollout
     return (
-        f"assumed, as this is a model and no spec: {experiment.algorithm.name}, {rollout.prompts_per_step} prompts of "
+        f"assumed without a spec: {experiment.algorithm.name}, {rollout.prompts_per_step} prompts of "
         f"{rollout.group_size} answers a step, rows of {rollout.context_length:,} tokens, {numerics.mode} mode in "
         f"{numerics.preset}, {rollout.engines} engine(s) on the trainer's GPUs. Any key may follow as key=value"
     )
 
 
 def job_on(subject: PlanSubject, gpu: Gpu, length: int | None = None) -> Job:
-    """The subject's job on such GPUs, with the teacher that its engines' GPUs hold. length: tokens of a row."""
+    """Return the subject's job on such GPUs, with the teacher that engines' GPUs hold. length: tokens of a row."""
     experiment = subject.experiment
     storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)
     job = job_of(experiment, subject.shape, storage, gpu.memory, length)
@@ -103,8 +103,7 @@ def job_on(subject: PlanSubject, gpu: Gpu, length: int | None = None) -> Job:
 
 
 def is_apart(experiment: Experiment, job: Job) -> bool:
-    """Return whether engines, if any, have GPUs of their own: the transport needs that, or an engine has several
-    ranks."""
+    """Return whether engines have their own GPUs, because the transport needs that or an engine has several ranks."""
     return experiment.sync.engines_own_gpus or not job.engines or job.engine_tp > 1
 
 
@@ -119,7 +118,7 @@ def _teacher(experiment: Experiment, policy: Shape) -> Shape | None:
 
 
 def _packaged(name: str) -> str:
-    """Return the packaged config of a model's name, also in its publisher's spelling (`Qwen3-30B-A3B`); "" if none."""
+    """Return a model's packaged config by its name, also in its publisher's spelling (`Qwen3-30B-A3B`); "" if none."""
     plain = _plain(name)
     return plain if plain in _names() else ""
 

@@ -1,9 +1,9 @@
-"""The least time of a training step that measured rates allow, and what each part of that time rests on.
+"""Calculates the least time of a training step at measured rates, and names the rates of each part.
 
 A product takes its FLOPs at the measured rate. FP8 adds a pass over each operand that it quantizes. Activations that
-are kept for the backward are written and read, and their gradients written. The host launches one kernel after the
-other, and a forward and backward are never faster than all launches. Attention, transfers between GPUs and the wait of
-pipeline stages have no measured rate, and are not in the sum.
+are kept for the backward are written and read, and their gradients are written. The host launches one kernel after the
+other, so a forward and backward take at least the time of all launches. Attention, transfers between GPUs and the waits
+of pipeline stages have no measured rate, so the sum does not include them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
 
 OPTIMIZER_BYTES = 30
-"""Bytes that an update moves per parameter: it reads gradient, master, moments; writes master, moments, weight."""
+"""Bytes that an update moves per parameter. Read: gradient, master, moments. Written: master, moments, weight."""
 PASSES = 3
-"""Passes over kept activations, besides the products: they are written and read, and their gradients written."""
+"""Passes over kept activations, in addition to the products: they are written and read, and their gradients written."""
 OF_LAYER = {(True, True): (49, 20), (True, False): (41, 14), (False, True): (34, 19), (False, False): (21, 12)}
 """Launches of our kernels in a layer, by (in FP8, with experts): of its forward and backward, and of a second forward.
-Counted on the meta device (`tests/trainer/test_launches.py`). Other families are taken to have as many."""
+Counted on the meta device (`tests/trainer/test_launches.py`). Other families are assumed to have as many."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Part:
     seconds: tuple[float, float] | None
     """Seconds at the fastest and at the slowest measured rate; None: the bench has no rate for this part."""
     rests_on: str
-    """The rows of the bench, or what the bench lacks."""
+    """The rows of the bench that gave the rates, or what the bench lacks."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StepTime:
 
 
 def step_time(job: Job, rates: Rates) -> StepTime:
-    """Return the time of one optimizer step, on the stage that takes longest."""
+    """Return the time of one optimizer step on the slowest stage."""
     return max((_of_stage(job, rates, stage) for stage in range(job.layout.pp)), key=lambda time: time.total)
 
 
@@ -92,7 +92,7 @@ def _of_stage(job: Job, rates: Rates, stage: int) -> StepTime:
 
 
 def _part(name: str, work: Sequence[tuple[float, Rate | None]], what: str) -> Part:
-    """work: amounts of work, each with its rate."""
+    """Return a part of a step. work: amounts of work with their rates. what: the rows of the bench for these rates."""
     known = [(amount, rate) for amount, rate in work if rate is not None]
     if not work or len(known) < len(work):
         return Part(name, None, f"not in the bench: {what}")
@@ -110,7 +110,7 @@ def kernels(job: Job, stage: int = 0) -> float:
 
 @dataclass(frozen=True)
 class Product:
-    """x [rows, K] with `copies` weights [N, K] of one rank, in `layers` layers; the rows are shared by the copies."""
+    """Products of x [rows, K] with `copies` weights [N, K] of a rank, in `layers` layers. The copies share the rows."""
 
     rows: float
     n: int
@@ -120,18 +120,18 @@ class Product:
     experts: bool
     fp8: bool
     again: float
-    """4/3 if the backward repeats the forward, else 1: a backward takes as long as two forwards."""
+    """4/3 if the backward repeats the forward, else 1, because a backward takes as long as two forwards."""
 
     @property
     def flops(self) -> float:
-        """FLOPs of one of the products of `passes`, in all layers."""
+        """FLOPs of one pass of `passes`, in all layers."""
         return 2.0 * self.rows * self.n * self.k * self.layers
 
     def passes(self, job: Job) -> tuple[tuple[bool, bool], ...]:
-        """Return (is in FP8, is the weight's gradient) for the forward, the input's gradient and the weight's gradient.
+        """Return (is FP8, is the weight's gradient) for the forward, the input's gradient and the weight's gradient.
 
-        With `fp8_forward` the gradients are in BF16. A weight with an adapter has no gradient. The adapter's own
-        products, of few rows, are left out.
+        With `fp8_forward` the gradients are in BF16. A weight with an adapter has no gradient. The adapter's products
+        are left out, because they have few rows.
         """
         backward = self.fp8 and job.numerics.trainer == "fp8"
         return ((self.fp8, False), (backward, False), (backward, True))[: 2 if job.shape.adapters else 3]
@@ -159,7 +159,7 @@ def products(job: Job, stage: int) -> Iterator[Product]:
 
 
 def _twice(job: Job, weight: WeightGroup) -> bool:
-    """Return whether the trainer computes a product's forward in the backward as well."""
+    """Return whether the trainer computes a product's forward again in the backward."""
     if weight.place == "last":
         return job.rank_tokens > job.layout.head_chunk_tokens
     inside = weight.place == "mlp"
@@ -167,21 +167,21 @@ def _twice(job: Job, weight: WeightGroup) -> bool:
 
 
 def operand_bytes(job: Job, each: Product) -> float:
-    """Return the bytes that quantizing reads in BF16 and writes in FP8: the input along its features (forward) and
-    along the tokens (for the weight's gradient), and the output's gradient both ways at once."""
+    """Return the bytes that quantizing reads in BF16 and writes in FP8. It quantizes the input along its features
+    (forward) and along the tokens (weight's gradient), and the output's gradient both ways at once."""
     backward = 3 * each.rows * each.k + 4 * each.rows * each.n if job.numerics.trainer == "fp8" else 0.0
     return each.layers * (3 * each.rows * each.k + backward)
 
 
 def kept_bytes(job: Job, stage: int) -> float:
-    """Return the bytes that a micro-batch's forward keeps, its logits among them."""
+    """Return the bytes that a micro-batch's forward keeps, including its logits."""
     kept = sum(job.shape.activations(layer).bf16 for layer in _layers(job, stage)) * job.rank_tokens / job.layout.tp
     last = stage == job.layout.pp - 1
     return kept + (LOGIT_BYTES * job.shape.sizes.vocab_size * job.rank_tokens if last else 0.0)
 
 
 def update_bytes(job: Job, stage: int) -> float:
-    """Return the bytes that the optimizer moves, and that quantizing each BF16 weight both ways moves."""
+    """Return the bytes that the optimizer and the quantizing of each BF16 weight (both ways) move."""
     rank = stage * job.layout.stage_size
     on_gpu = job.layout.model_copy(update={"optimizer": OptimizerSection()})
     states = state_bytes(job.shape, on_gpu, job.numerics, job.storage, rank).values()

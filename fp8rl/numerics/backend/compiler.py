@@ -67,7 +67,7 @@ def _twice(x: Tensor) -> Tensor:
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function of tensors as one that `enable_compiler` may compile. It has no gradient."""
+    """Mark a function of tensors as one that `enable_compiler` may compile. The result has no gradient."""
     compiled: list[Callable[P, R]] = []  # made at the first call: torch's compiler takes 3 s to import
 
     @functools.wraps(function)

@@ -6,8 +6,8 @@ spec (`numerics.backend.implementation`). Kernels of our ops are in `numerics.ke
 ops says how the start-up probe tries them (`numerics.probe`). A user's family of ops registers its kernels
 (`register_kernel`), and appends its probes to USERS_PROBES.
 
-Every call passes here, so here a process can be watched (`watched`): which op gets which tensors, at which place of the
-model. A definition also shows tensors that only it has (`note`), such as the scores of an attention.
+Every call passes here. So a watcher (`watched`) sees which op gets which tensors, at which `place` of the model. With
+`note` a definition also shows its inner tensors, such as the scores of an attention.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Kernels = Mapping[str, Callable[..., Any]]
 
 
 Watcher = Callable[[str, Mapping[str, Any], Any], None]
-"""Gets the name of an op, its arguments by name, and what it has returned; or what `note` was given."""
+"""Gets an op's name, its arguments by name, and its result; from `note` the key, {} and one tensor."""
 
 
 @dataclass(frozen=True)
 class AttentionProbe:
-    """A trial of attention ops, with one tensor as keys and values. There is an op for each layout of keys."""
+    """A trial of attention ops in which one tensor is keys and values. Each layout of keys has an op."""
 
     name: str
     queries: tuple[int, ...]
@@ -74,7 +74,7 @@ _watcher: Watcher | None = None
 place: Any = None
 """The op of a model's program that runs now (`models.program.OpSite`); None: no program runs."""
 USERS_PROBES: list[Probes] = []
-"""Trials of a user's ops by the start-up probe of this process."""
+"""Trials of users' ops, for the start-up probe of this process."""
 
 
 def op(definition: Callable[P, R]) -> Callable[P, R]:
@@ -88,8 +88,8 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
         kernel = _kernels.get(name) or _registered.get(name)
         if kernel is None:
             raise NotImplementedError(
-                f"numerics: found no kernel for the op {name}, expected one for every op on this device: the torch "
-                "definition may give other bits than the other side's kernel. Write the kernel, or use a CPU"
+                f"numerics: found no kernel for the op {name}, expected one, because this process runs kernels and "
+                "a torch definition may give other bits than the other side's kernel. Write the kernel, or use a CPU"
             )
         return kernel
 
@@ -122,13 +122,13 @@ def note(key: str, *tensors: Any) -> None:
 
 
 def composed(definition: Callable[P, R]) -> Callable[P, R]:
-    """Mark the definition of an op that only calls other ops. It runs also where kernels run."""
+    """Mark the definition of an op that only calls other ops. It also runs where kernels run."""
     register_kernel(definition)
     return op(definition)
 
 
 def register_kernel(kernel: Callable[..., Any]) -> None:
-    """Make a kernel from outside of `numerics.kernels` known in this process, by its op's name."""
+    """Register a kernel that is not in `numerics.kernels`, for this process. It has its op's name."""
     _registered[kernel.__name__] = kernel
 
 

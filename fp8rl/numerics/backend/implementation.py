@@ -23,7 +23,7 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 FEWEST_CAPABILITY = (8, 9)
 """The least compute capability of a GPU that converts to FP8."""
 SMALL_CAPABILITY = (12, 0)
-"""From this compute capability on, GPUs have less shared memory (99 KiB) than the tile of a product takes."""
+"""From this compute capability on, a product's tile does not fit a GPU's shared memory (99 KiB)."""
 _GROUP = 128
 # Weights only in blocks: the input's gradient sums over a weight's rows, and scales of groups differ in each row.
 _GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
@@ -49,8 +49,8 @@ def capability_of(device: torch.device | str) -> tuple[int, int] | None:
 
 
 def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> Implementation:
-    """Return the implementation that `choose` takes on a device of this compute capability (None: a CPU): the kernels
-    if they support the spec."""
+    """Return the implementation for a device of this compute capability (None: a CPU): the kernels if they support the
+    device and the spec."""
     if capability is None or not FEWEST_CAPABILITY <= capability < SMALL_CAPABILITY:
         return "torch"
     for name, granularity in _GRANULARITY.items():

@@ -70,7 +70,7 @@ def keys(findings: Iterable[Finding]) -> list[tuple[str, bool]]:
 
 EXACT, NATIVE, NATIVE_FP32 = numerics(), numerics("native"), numerics("native", "fp8_block_fp32")
 EMULATED, KERNELS = "shared ops, torch, emulated FP8", "shared ops, Triton kernels"
-DEEPGEMM = KERNELS + ", FP8 products on DeepGEMM where its bits are theirs"
+DEEPGEMM = KERNELS + ", FP8 products on DeepGEMM if it gives the kernels' bits"
 A100, H100 = with_gpu("NVIDIA A100-SXM4-80GB", (8, 0)), with_gpu("NVIDIA H100 80GB HBM3", (9, 0))
 B200 = with_gpu("NVIDIA B200", (10, 0))
 CUDA_12_8 = replace(H200, torch_cuda="12.8")
@@ -247,7 +247,7 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
         "ends": "1",
         "parts": "length 6, many 1",
         "broken": "nothing: ValueError: no [/b] such thing",
-        "asks": "not asked here, as it may ask a service",
+        "asks": "not known: the function may call a service, so it was not called",
     }
     note, memory = [finding for finding in report.findings if finding.grade == "note"]
     assert memory.key == "memory" and note.found.startswith("All 2 evaluated problems of data.eval are also trained on")
@@ -265,7 +265,7 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
 def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str | None) -> None:
     found = DataFound("data.train", "x", 1, prompt, 9, "b", {"format": "0"})
     page = " ".join(console_text(replace(judge(CPU, EXACT), data=(found,))).split())
-    assert (f"it ends in {opening!r}: an answer, and so what the reward `format` reads, begins behind it" in page) == (
+    assert (f"it ends in {opening!r}: the answer, which the reward `format` reads, begins after that" in page) == (
         opening is not None
     )
 

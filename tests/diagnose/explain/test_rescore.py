@@ -78,7 +78,7 @@ def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path) ->
     assert code == 2 and said.startswith("error: RUN|CAPSULE: found ") and said.count("\n") == 1
     code, said = invoke("rescore", capsule.path)  # its former name
     first, second = said.splitlines()
-    assert first == "`fp8rl rescore` is now `fp8rl explain --quick`, and goes with the next release"
+    assert first == "`fp8rl rescore` is now `fp8rl explain --quick`; the next release drops the old name"
     assert code == 2 and second.startswith("error: --model: found 'nothing, for a capsule without weights'")
     (capsule.path / "tensors.safetensors").unlink()
     code, said = invoke("explain", capsule.path, "--json")

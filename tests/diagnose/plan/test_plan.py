@@ -393,9 +393,9 @@ def test_dense_first_layers_that_are_no_whole_blocks_stay_in_bf16(tmp_path: Path
 
 def test_a_plan_of_a_model_alone_says_what_it_takes_for_granted() -> None:
     page = page_of(planned("qwen3_8b", gpus=8))
-    assert "assumed, as this is a model and no spec: grpo, 32 prompts of 8 answers" in page
+    assert "assumed without a spec: grpo, 32 prompts of 8 answers" in page
     page = page_of(planned(str(EXAMPLES / "arithmetic.yaml")))
-    assert "assumed, as this" not in page and "on CPUs a trainer rank's process would peak at" in page
+    assert "assumed without" not in page and "on CPUs a trainer rank's process would peak at" in page
 
 
 @pytest.mark.parametrize(

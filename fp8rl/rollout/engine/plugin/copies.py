@@ -44,7 +44,7 @@ class CopiesOfKvB:
 
 
 def copies_in(model: nn.Module) -> Mapping[Tensor, CopiesOfKvB]:
-    """Return for each kv_b_proj with copies its copies."""
+    """Return the copies of each kv_b_proj that has copies."""
     return {
         module.kv_b_proj.weight: CopiesOfKvB(model, module, f"{name}.kv_b_proj.weight")
         for name, module in model.named_modules()

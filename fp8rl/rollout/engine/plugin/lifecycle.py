@@ -82,7 +82,7 @@ def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def before_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Before `ModelRunner.forward`: check that weights are committed (CUDA graphs do not), and mark adapted rows."""
+    """Before `ModelRunner.forward`: check that weights are committed (CUDA graphs cannot), and mark adapted rows."""
     state().weights.check()
     if (rows := state().weights.adapted_rows) is not None:
         rows.take(forward_batch)

@@ -83,7 +83,7 @@ class AdaptedRows:
     def __init__(self, most: int, device: torch.device) -> None:
         """most: the largest number of rows of a forward pass."""
         self.mask = torch.ones(most, dtype=torch.bool, device=device)
-        """bool [most], in which the rows of the pass come first. It keeps its address, from which CUDA graphs read."""
+        """bool [most]. The rows of the pass come first. The tensor keeps its address, from which CUDA graphs read."""
 
     def take(self, batch: Any) -> None:
         """Mark the rows of a ForwardBatch. A request has one row in a decode step, otherwise one for each new token."""

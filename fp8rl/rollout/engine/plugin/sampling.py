@@ -54,7 +54,7 @@ def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
 
 
 def supports(logits: Tensor, wanted: list[bool]) -> list[list[int] | None]:
-    """Return for each row of narrowed logits [B, V] the ids from which it draws. None if the row is not `wanted`."""
+    """Return for each row of narrowed logits [B, V] the ids that can be drawn. None if the row is not `wanted`."""
     row, token = (~logits.isneginf()).nonzero(as_tuple=True)
     found = token.cpu().split(row.bincount(minlength=len(logits)).tolist())
     return [tokens.tolist() if asked else None for tokens, asked in zip(found, wanted, strict=True)]

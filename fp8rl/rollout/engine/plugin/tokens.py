@@ -16,7 +16,7 @@ from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.ops import NewSlots
 
 Slots = tuple[Tensor, Tensor, Tensor | None, Tensor]
-"""The table of slots, each sequence's row in it, its number of new tokens (None: 1 each), and of all tokens."""
+"""The table of slots, and by sequence: its row in the table, its new tokens (None: 1 each), and all its tokens."""
 
 
 Rotation = Callable[[NewSlots | None], tuple[Tensor, Tensor]]
@@ -44,7 +44,7 @@ class Paged:
 
     @cached_property
     def _attention(self) -> Any:
-        """SGLang's backend of attention layers. If the model also has linear attention, it is in another backend."""
+        """SGLang's backend for attention layers. A backend for attention and linear attention contains it."""
         return getattr(self.backend, "full_attn_backend", self.backend)
 
     @cached_property

@@ -67,7 +67,7 @@ class HeldParameter:
     """Whether the parameter is in the shared base. Other processes read it too, so the engine does not write to it."""
     state: State = State.SERVED
     arrived: set[str] = dataclasses.field(default_factory=set)
-    """Those of `names` that were sent since the operand and the digests were last made."""
+    """The `names` that were sent since the operand and the digests were last made."""
     operand: Any = None
     """The operand of an FP8 parameter (`ops.weight_operand`). While the parameter is STALE the operand is not used, but
     its memory is kept for the next operand."""
