@@ -123,7 +123,7 @@ def convert(
             refuse_given(context, ["preset"], "--pad or --unpad, which quantizes nothing")
             if adapter is not None:
                 raise UserError(
-                    "--adapter: found one beside --pad or --unpad, expected none. Merge it first: "
+                    "--adapter: found --pad or --unpad beside it, expected neither. Merge the adapter first: "
                     "fp8rl convert MODEL MERGED --preset bf16 --adapter ADAPTER."
                 )
             with interruptible():

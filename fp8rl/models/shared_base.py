@@ -87,7 +87,7 @@ class SharedBase:
         """Cut `flat` into parameters. Raises ValueError if a base of this model and spec has another size."""
         found = parameter_spans(model, spec)
         if flat.numel() != (size := max(span.stop for span in found.values())):
-            raise ValueError(f"found a base of {flat.numel()} bytes, expected {size}: another model, or another spec")
+            raise ValueError(f"found a base of {flat.numel()} bytes, expected {size} for this model and spec")
         self.flat, self.model, self.spec = flat, model, spec
         self.parameters: Mapping[str, Tensor] = {
             name: flat[span.start : span.stop].view(span.dtype).view(span.shape) for name, span in found.items()

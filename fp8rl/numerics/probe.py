@@ -150,8 +150,8 @@ def choose_tiles(device: torch.device | str) -> dict[str, bool]:
         allow(equal)
         if not equal:
             logger.warning(
-                f"numerics: found other bits in tiles {sizes} than in tiles of 128, expected the same; those of 128 "
-                "are used, which is slower and changes no result"
+                f"numerics: found other bits with tiles {sizes} than with tiles of 128, expected equal bits. Tiles of "
+                "128 are used, which is slower and changes no result"
             )
         return equal
 

@@ -107,7 +107,7 @@ SERVER, WHOLE = "certify --server http://127.0.0.1:1", "expected a model in BF16
         ("certify dump.jsonl --seconds 9", "--seconds: found 9.0, expected none beside a dump"),
         ("convert m out --pad --preset bf16", "--preset: found bf16, expected none beside --pad"),
         ("runs --all", "--all: found True, expected none beside a list"),
-        ("eval {run} model.path=other", "model.path: found model.path=other, expected no such key, as"),
+        ("eval {run} model.path=other", "model.path: found model.path=other, expected no key of the model"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_or_would_change_nothing_is_refused(tmp_path, monkeypatch, command, expected) -> None:

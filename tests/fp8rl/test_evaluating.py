@@ -74,9 +74,9 @@ def test_a_run_whose_gate_fell_back_to_bf16_is_asked_in_bf16(data: Path) -> None
 
 @pytest.mark.parametrize(
     ("sets", "overrides", "expected"),
-    [([], [], "--set: found none"), (["{name: [}"], [], "--set: found "), (["{name: it}"], [], "eval.sets.0.path"),
+    [([], [], "--set: found no data"), (["{name: [}"], [], "--set: found "), (["{name: it}"], [], "eval.sets.0.path"),
      (["sums.jsonl", "sums.jsonl"], [], "found two sets called sums"),
-     (["sums.jsonl"], ["eval.problems=0"], "--set: found none")],
+     (["sums.jsonl"], ["eval.problems=0"], "--set: found no data")],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_refused(data: Path, sets: list[str], overrides: list[str], expected: str) -> None:
     with pytest.raises(UserError, match=expected):

@@ -212,5 +212,5 @@ def test_fused_tensors_are_views_and_experts_a_stack() -> None:
 
 
 def test_another_spec_is_refused_by_its_size() -> None:
-    with pytest.raises(ValueError, match="expected [0-9]+: another model, or another spec"):
+    with pytest.raises(ValueError, match="expected [0-9]+ for this model and spec"):
         SharedBase(filled().flat, DEFINITION, QuantSpec.preset("bf16"))

@@ -111,7 +111,7 @@ def prefill_against_decode(run: Run, batch: TokenBatch) -> Difference:
     batch: sampled at temperature 1, because SGLang scores given tokens only at 1.
     """
     if batch.temperature != 1.0:
-        raise ValueError(f"temperature: found {batch.temperature}, expected 1.0; a prefill knows no other")
+        raise ValueError(f"temperature: found {batch.temperature}, expected 1.0, the temperature of every prefill")
     scored, known = _scored(run, batch)
     return difference(scored, batch.fields["rollout_logprobs"], batch.loss_mask & known)
 

@@ -58,9 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         header["__metadata__"] = dict(sorted(metadata.items()))
         written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
         if len(written) != size:
-            raise OSError(
-                f"{path}: found a header of {size} bytes, expected {len(written)} of the same keys and values"
-            )
+            raise OSError(f"{path}: found a header of {size} bytes, expected {len(written)} for these keys and values")
         file.seek(8)
         file.write(written)
 

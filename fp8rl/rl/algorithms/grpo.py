@@ -80,8 +80,8 @@ class Gspo(GroupRelative):
     def notes(self) -> list[str]:
         wide = {key: getattr(self, key) for key in ("clip_low", "clip_high") if getattr(self, key) >= WIDE_CLIP}
         return super().notes() + [
-            f"algorithm.{key}: found {value:g}, expected about {type(self).model_fields[key].default:g} with gspo: the "
-            "ratio of a sequence is a geometric mean, which so wide a clip never touches"
+            f"algorithm.{key}: found {value:g}, expected about {type(self).model_fields[key].default:g} with gspo: a "
+            "sequence's ratio is a geometric mean near 1, and a clip this wide never acts on it"
             for key, value in wide.items()
         ]
 

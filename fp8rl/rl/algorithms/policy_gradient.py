@@ -211,13 +211,13 @@ class PolicyGradient(AlgorithmConfig):
             if found := next((each for each, holds in wrong.items() if holds), ""):
                 return (
                     f"found centering={self.centering} with {found}, expected one update of a batch, ratio=recompute "
-                    "and weights of tokens: the expected score is that of the first update. Change that setting, or "
-                    "remove algorithm.centering"
+                    "and weights per token: the expected score is computed before the first update. Change that "
+                    "setting, or remove algorithm.centering"
                 )
         if self.kl.reward.coefficient and not self.token_rewards:
             return (
-                f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: it compares "
-                "whole answers, and has no token rewards to subtract the penalty from. Set "
+                f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: {self.name} "
+                "compares whole answers, and has no rewards of tokens to subtract the penalty from. Set "
                 "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
             )
         return None

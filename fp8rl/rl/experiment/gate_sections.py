@@ -72,7 +72,7 @@ class GateSection(Section):
             )
         if self.tis_cap is not None and self.action != "tighten_tis":
             raise ValueError(
-                f"found tis_cap={self.tis_cap} with action {self.action}, expected tighten_tis. Remove tis_cap"
+                f"found tis_cap={self.tis_cap} with action={self.action}, expected action=tighten_tis. Remove tis_cap"
             )
         return self
 

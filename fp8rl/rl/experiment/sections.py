@@ -344,7 +344,7 @@ class EvalSet(DataSource):
                 )
         if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples]:
             raise ValueError(
-                f"found pass_at {wrong[0]} with samples={self.samples}, expected 1 to samples. Raise samples"
+                f"found {wrong[0]} in pass_at with samples={self.samples}, expected 1 to {self.samples}. Raise samples"
             )
         return self
 

@@ -89,7 +89,7 @@ def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
         raise user_error(".".join(key), value, expected, "Write the value, or use an anchor of YAML.")
     elif isinstance(value, int) and value.bit_length() > _LONGEST_NUMBER:
         expected = f"a number of at most {_LONGEST_NUMBER} bits"
-        raise user_error(".".join(key), found=f"one of {value.bit_length()}", expected=expected, remedy="Correct it.")
+        raise user_error(".".join(key), found=f"{value.bit_length()} bits", expected=expected, remedy="Correct it.")
 
 
 def valid_keys(algorithm: str | None = None) -> list[str]:

@@ -41,7 +41,7 @@ class MetricsLog:
         ValueError: `step` is not above the last row's."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(
-                f"step: found {step}, expected more than {self._last_step}, as in the last row; log a step once"
+                f"step: found {step}, expected more than {self._last_step}, the last row's step; log each step once"
             )
         values = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}

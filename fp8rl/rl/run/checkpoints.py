@@ -176,7 +176,7 @@ def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> li
     if changed and not accept:
         lines = [f"{key}: found other contents of {said} than the run was trained with" for key, said in changed]
         raise UserError(
-            "; ".join(lines) + f", expected those of the checkpoint of step {step}. Restore them, start a new run "
+            "; ".join(lines) + f", expected the contents of step {step}'s checkpoint. Restore them, start a new run "
             "under another run.name, or continue with --accept-changed-data."
         )
     return [f"resuming with other contents of {key}: {said}" for key, said in changed]

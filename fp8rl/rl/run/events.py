@@ -103,7 +103,7 @@ class Failures:
             if len(self._same) == FIRST and len(set(self._same)) == 1:
                 raise TooManyFailuresError(
                     f"found that the first {FIRST} calls of the {self.what} {label} have all failed in the same way, "
-                    f"expected one that succeeds: {why.rstrip()}"
+                    f"expected one of them to succeed: {why.rstrip()}"
                 )
         first = label not in self._explained
         self._explained.add(label)

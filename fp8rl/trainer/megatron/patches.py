@@ -335,7 +335,7 @@ def install() -> None:
     rows: list[Patch | Override] = [LATE_COMPILE, *patches, *OVERRIDES]
     if problems := [problem for row in rows if (problem := problem_of(row))]:
         raise RuntimeError(
-            f"found megatron-core {importlib.metadata.version('megatron-core')} with other code, expected that of "
+            f"found megatron-core {importlib.metadata.version('megatron-core')} with other code, expected the code of "
             f"{MEGATRON_VERSION}; nothing was changed. Install the locked versions:\n" + "\n".join(problems)
         )
     for patch in patches:

@@ -216,7 +216,7 @@ class TokenBatch:
         if self.routes is not None or other.routes is not None or self.temperature != other.temperature:
             raise ValueError("found batches with routes or two temperatures, expected no routes and one temperature")
         if self.truncation != other.truncation or (self.supports is None) != (other.supports is None):
-            raise ValueError("found batches with two truncations, or supports in only one, expected the same in both")
+            raise ValueError("found batches that differ in truncation or supports, expected the same in both")
         seeds = None if self.seeds is None or other.seeds is None else torch.cat([self.seeds, other.seeds])
         return TokenBatch(
             tokens=torch.cat([self.tokens, other.tokens]),

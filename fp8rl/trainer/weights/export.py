@@ -90,7 +90,7 @@ class Exporter:
         if not te_runtime.is_quantized(held):
             return [served]
         weight = te_runtime.quantized(held)
-        assert weight.spec == self._spec, f"found a weight that is {weight.spec}, expected {self._spec}"
+        assert weight.spec == self._spec, f"found a weight quantized as {weight.spec}, expected {self._spec}"
         return [weight.data.view(torch.uint8), weight.scale_inv.contiguous()]
 
     def _tensors(

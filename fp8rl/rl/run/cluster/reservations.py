@@ -194,7 +194,7 @@ def _reservation(nodes: Sequence[Node], gpus: int = 1) -> _Reservation:
     if not group.wait(_RESERVE_SECONDS):
         remove_placement_group(group)
         listed = ", ".join(node.address for node in nodes)
-        raise NoRoomError(f"found that Ray reserves nothing on {listed} within {_RESERVE_SECONDS:g} s, expected room")
+        raise NoRoomError(f"found no room on {listed} within {_RESERVE_SECONDS:g} s, expected Ray to reserve some")
     return _Reservation(tuple(nodes), group)
 
 

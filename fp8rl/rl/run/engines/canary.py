@@ -98,8 +98,8 @@ class CanaryCheck:
             return ""
         return (
             f"its canary differs by {difference:.3g} nats from the trainer's at weight version {self.version}, expected"
-            " 0: it holds the trainer's weights, and computes with something else.\nIf every engine differs, the "
-            "two sides do not compute the same: fp8rl doctor SPEC says where. sync.canary=false skips this check"
+            " 0: the engine holds the trainer's weights, but computes with other bytes.\nIf the canary of every engine "
+            "differs, run fp8rl doctor SPEC: it says where. sync.canary=false runs without a canary"
         )
 
 

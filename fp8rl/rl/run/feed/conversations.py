@@ -71,7 +71,7 @@ class Conversations:
         elif now - self._asked > self._config.timeout_s:
             raise BlockedEnvironmentError(
                 f"found an environment ({self._config.label}) that has blocked all its other answers for "
-                f"{self._config.timeout_s:g} s (environment.timeout_s), expected one that awaits what it waits for. "
+                f"{self._config.timeout_s:g} s (environment.timeout_s), expected it to wait with await. "
                 "Use asyncio.sleep, asyncio.to_thread or a subprocess of asyncio in it"
             )
 

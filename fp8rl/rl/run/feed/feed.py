@@ -193,15 +193,14 @@ class SampledFeed(Feed):
             self._sampling.events.tell_failures(*self._sampling.failures)
             if not rewards:
                 raise FilterError(
-                    f"found {len(dropped)} groups of which every answer's environment "
-                    f"({self._experiment.environment.label}) failed, expected {self._size} to train on. Correct the "
-                    "error shown above"
+                    f"found {len(dropped)} groups in which the environment ({self._experiment.environment.label}) "
+                    f"failed in every answer, expected {self._size} groups to train on. Correct the error shown above"
                 )
             raise FilterError(
-                f"found {len(dropped)} groups that the {self._experiment.algorithm.name} algorithm does not train on, "
-                f"of mean reward {sum(rewards) / len(rewards):.3g}, expected {self._size} to train on before "
-                f"{patience} times as many were dropped (rollout.filter_patience). If all problems are solved, or none "
-                "is, give the run others"
+                f"found {len(dropped)} groups that the {self._experiment.algorithm.name} algorithm does not train on "
+                f"(mean reward {sum(rewards) / len(rewards):.3g}), expected {self._size} that it trains on before "
+                f"{patience * self._size} are dropped (rollout.filter_patience={patience}). If all problems are "
+                "solved, or none is, train on other problems"
             )
         self._admit_next(count)
 

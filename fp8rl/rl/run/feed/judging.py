@@ -97,7 +97,7 @@ class Judge:
             named = ", ".join(function.config.label for function in self._functions if function.is_async)
             raise RewardError(
                 f"found an async reward ({named}) that has blocked all others for {self.patience:g} s, "
-                "expected functions that await what they wait for. Let it await, or make it a plain function"
+                "expected it to wait with await. Let it await, or make it a plain function"
             )
 
     def close(self) -> None:

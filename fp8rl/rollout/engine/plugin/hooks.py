@@ -206,7 +206,7 @@ def register(hooks: Sequence[Hook]) -> None:
     if problems:
         found = importlib.metadata.version("sglang")
         raise RuntimeError(
-            f"fp8rl plugin: found sglang {found} with other code, expected that of {SGLANG_VERSION}; nothing was "
+            f"fp8rl plugin: found sglang {found} with other code, expected the code of {SGLANG_VERSION}; nothing was "
             "hooked. Install the locked version:\n" + "\n".join(problems)
         )
     hook_registry._propagate_patch = partial(_patch_importers, hook_registry._propagate_patch)

@@ -122,7 +122,7 @@ def quantize_only_group(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
     """Replaces `sglang_per_token_quant_fp8`: x [T, 128] -> codes, scales. SGLang uses it if K is a single group."""
     spec = state().numerics.rollout_spec.activation
     if x.shape[-1] != spec.group:
-        raise NotImplementedError(f"fp8rl plugin: found one scale for {x.shape[-1]} channels, expected {spec.group}")
+        raise NotImplementedError(f"fp8rl plugin: found a group of {x.shape[-1]} channels, expected {spec.group}")
     quantized = quantize(x, spec)
     return quantized.data, quantized.scale_inv
 

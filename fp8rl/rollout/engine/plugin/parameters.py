@@ -48,7 +48,7 @@ def check_table(model: nn.Module, definition: Model) -> None:
     if spare or missing:
         raise RuntimeError(
             f"fp8rl plugin: found an engine with the additional parameters {spare[:5]} and without {missing[:5]}, "
-            f"expected those of {definition.architecture.name} in models/. Install the locked version of sglang"
+            f"expected the parameters of {definition.architecture.name}. Install the locked version of sglang"
         )
 
 

@@ -92,8 +92,8 @@ def _likeliest(meta: dict[str, Any], tokens: int, count: int) -> KeptTokens:
     found = meta.get("output_top_logprobs", [])
     if len(found) != tokens or any(not each or len(each) > count for each in found):
         raise EngineError(
-            f"request {meta['id']}: found likeliest tokens of {len(found)} tokens, expected up to {count} for each of "
-            f"the {tokens} generated tokens"
+            f"request {meta['id']}: found lists of likeliest tokens for {len(found)} tokens, expected one of up to "
+            f"{count} for each of the {tokens} generated tokens"
         )
     logprobs = _logprobs([entry for each in found for entry in each])
     return KeptTokens.of([[token for _, token, _ in each] for each in found], logprobs)

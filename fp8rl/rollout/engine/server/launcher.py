@@ -53,7 +53,7 @@ def main() -> None:
     host = request["arguments"][request["arguments"].index("--host") + 1]
     if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
         raise SystemExit(
-            f"engine: found no two keys for an engine at {host}, expected one for generation and one for "
+            f"engine: found fewer than two keys for an engine at {host}, expected one for generation and one for "
             "administration, because without keys anybody could replace its weights. Give it both, or 127.0.0.1"
         )
     start_watch()

@@ -81,7 +81,7 @@ def _problems(serving: Any, request: Any, sent: dict[str, Any]) -> Iterator[tupl
     if chat and request.tools and serving.tool_call_parser is None:
         yield "tools", "found tools, but no parser for tool calls, expected a server with --tool-parser"
     if chat and request.continue_final_message and len(chat[-1]) > 2:
-        yield "continue_final_message", "found more than a content in the last message, expected only a content"
+        yield "continue_final_message", "found more than role and content in the last message, expected only these two"
     taken = inspect.signature(serving.tokenizer_manager.tokenizer.apply_chat_template).parameters
     for name in sorted(taken.keys() & (getattr(request, "chat_template_kwargs", None) or {})):
         # A template of the client's could compute for ever, and no other request would be answered.

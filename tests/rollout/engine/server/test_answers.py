@@ -77,7 +77,7 @@ def test_the_likeliest_tokens_come_with_their_logprobs_or_are_missed() -> None:
         {"output_top_logprobs": likely[:1]},
         {"output_top_logprobs": [[*likely[0], likely[0][0]], likely[1]]},
     ):
-        with pytest.raises(EngineError, match="expected up to 2 for each of the 2 generated tokens"):
+        with pytest.raises(EngineError, match="expected one of up to 2 for each of the 2 generated tokens"):
             answers.parse_completion(answer(**wrong), sampling=asked)
 
 

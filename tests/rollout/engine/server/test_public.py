@@ -151,7 +151,7 @@ def test_a_chat_has_the_prompt_that_a_program_has_in_training(messages: list[Any
     ("change", "message"),
     [
         ({"reasoning": "so"}, "messages.0: reasoning: found ['so'], expected one text, in an assistant's message. "),
-        ({"role": "assistant", "thinking": "so"}, "continue_final_message: found more than a content in the last mes"),
+        ({"role": "assistant", "thinking": "so"}, "continue_final_message: found more than role and content"),
     ],
 )
 def test_what_would_be_left_out_of_a_chat_is_refused(client: TestClient, change: dict[str, Any], message: str) -> None:
