@@ -6,12 +6,12 @@ from tests.support.paths import ROOT
 
 LINES = {
     "numerics": 10_752,
-    "models": 5_521,
+    "models": 5_520,
     "trainer": 8_825,
     "rollout": 8_127,
     "weight_sync": 1_437,
-    "rl": 13_966,
-    "diagnose": 4_230,
+    "rl": 13_965,
+    "diagnose": 4_225,
     "cli": 1_825,
     "tests": 41_738,
 }
@@ -20,7 +20,7 @@ LINES = {
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 63_171
+WORDS = 63_168
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""

@@ -97,8 +97,8 @@ def test_a_process_that_does_not_end_is_killed_with_all_that_it_has_started() ->
 
 
 def test_nothing_else_waits_by_wait_for_or_cancels_a_task() -> None:
-    """`given_up` is a future that nobody has begun."""
-    allowed = {"fp8rl/rollout/deadlines.py:task"}
+    """`given_up` is a future that nobody has begun, `watch` a timer."""
+    allowed = {"fp8rl/rollout/deadlines.py:task", "fp8rl/rl/run/interrupts.py:watch"}
     allowed |= {f"fp8rl/rl/run/background.py:{name}" for name in ("given_up", "begun")}
     found = set()
     for folder in ("fp8rl", "lab"):

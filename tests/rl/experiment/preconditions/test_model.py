@@ -44,7 +44,7 @@ def test_broken_model_files_are_refused(values, model, tmp_path):
     (model / "config.json").unlink()
     assert "without config.json" in refusal(values)
     text = refusal(values, model={"path": str(tmp_path / "absent")})
-    assert text.startswith("model.path: found") and "absent" in text and "relative to the spec file" in text
+    assert text.startswith("model.path: found") and "absent" in text and "the folder of its spec file" in text
     assert text.endswith("`fp8rl init DIR` writes a small model, DIR/model.")
 
 
