@@ -272,7 +272,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": {"train": {"path": ""}}}, "data.train.0.path: found '', expected at least 1 character. Correct it"),
     ({"data": {"train": "/t", "keys": {"anser": "gold"}}}, "Did you mean data.keys.answer?"),
     ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4}]}}, "a temperature above 0"),
-    ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4, "temperature": 1.0, "pass_at": [8]}]}}, "pass_at 8"),
+    ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4, "temperature": 1.0, "pass_at": [8]}]}}, "8 in pass"),
     ({"eval": {"sets": [{"name": "a", "path": "/t", "min_p": 0.1}]}}, "found min_p=0.1 with temperature=0"),
     ({"eval": {"sets": [{"name": "a", "path": "/t"}, {"name": "a", "path": "/u"}]}}, "two sets called a"),
     ({"run": {"dir": "${oc.env:HOME}/x"}}, "run.dir: found '${oc.env:HOME}/x', expected the value itself"),
