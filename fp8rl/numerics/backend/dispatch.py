@@ -115,7 +115,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def note(key: str, *tensors: Any) -> None:
-    """Show a watcher tensors that no op takes or returns. key: their class in the precision map."""
+    """Pass tensors that no op takes or returns to the watcher. key: their class in the precision map."""
     if _watcher is not None:
         for tensor in tensors:
             _watcher(key, {}, tensor)

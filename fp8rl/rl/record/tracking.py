@@ -44,7 +44,7 @@ class RunTracker:
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples = lambda: ((), ())) -> dict[str, float]:
         """Record a step; steps rise strictly. Values that are not finite are dropped and counted.
 
-        samples: returns the step's trajectories, and answers for later steps that were scored in it. The next `write`
+        samples: returns the step's trajectories, and the answers that it scored for later steps. The next `write`
             calls it in the background. The next `log`, `wait` or `finish` raises its error.
 
         Returns:

@@ -144,7 +144,7 @@ class LayerHost:
         return rows if tree is None else ops.gathered(rows, tree.flat)
 
     def by_rows(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
-        return function(*(x.transpose(0, 1) for x in values)).transpose(0, 1)
+        return function(*(x.transpose(0, 1).contiguous() for x in values)).transpose(0, 1)  # keeps no whole product
 
     def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
         return ops.causal_conv(x, weight, self._lengths(x))[0]
