@@ -128,8 +128,7 @@ class Host(Protocol):
         name: the end of the weight's name, if the op has several."""
 
     def product(self, site: OpSite, x: Tensor, rows: Any = None) -> Tensor:
-        """Return x's products with the op's matrices, end to end, plus biases. rows: x, quantized by
-        `ops.norm_rows`."""
+        """Return x's products with the op's matrices, end to end, plus biases. rows: x in FP8, of `ops.norm_rows`."""
 
     def products(self, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
         """Return the products with the op's matrices one by one; see `product`."""
