@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import per_token, whitened
-from fp8rl.rl.algorithms.parts.centering import expected_score
-from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
+from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection, expected_score
 from fp8rl.rl.algorithms.parts.penalties import ESTIMATORS, KlSection, OverlongSection, k3
 from fp8rl.rl.algorithms.parts.surrogates import Aggregation, AggregationMode, Surrogate, clipped, token_ratio
 from fp8rl.rollout.config import RolloutSection

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from fp8rl.models import Model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
 from fp8rl.numerics.ops import Fused, LowRank
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
 
 CACHE_SCALES = {"k_scale", "v_scale"}
 """Parameters that SGLang adds to attention in some quantized models, for an FP8 cache. The plugin does not use them."""
@@ -56,7 +58,7 @@ def check_table(model: nn.Module, definition: Model) -> None:
 # them.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ServedAdapter:
     """The adapter of one of the engine's weights, or of a rank's part of the weight."""
 
@@ -136,3 +138,45 @@ def _register(model: nn.Module, weight: str, letter: str, *shape: int) -> nn.Par
     path, _, name = weight.rpartition(".")
     model.get_submodule(path).register_parameter(name.replace("weight", f"lora_{letter}"), parameter)
     return parameter
+
+
+# Copies of parameters with which SGLang's attention computes in native mode.
+
+
+@dataclass(frozen=True)
+class CopiesOfKvB:
+    """Copies w_kc [heads, N, R] and w_vc [heads, R, V] of kv_b_proj [heads * (N + V), R], a head's keys first.
+
+    SGLang multiplies by the copies, and makes them at the end of a load that names a kv_b_proj. This is not enough,
+    because a delta writes the parameter without a load, and a parameter and its scales may come in two loads. So each
+    commit lets SGLang make the copies again. A manifest marks copies that differ from the engine's kv_b_proj.
+    """
+
+    model: Any
+    """SGLang's model, which makes the copies."""
+    attention: Any
+    """The layer's module, which has the copies."""
+    name: str
+    """The name of the layer's kv_b_proj."""
+
+    def refresh(self) -> None:
+        """Make the copies anew."""
+        self.model.post_load_weights(weight_names=[self.name])
+
+    def agree(self, spec: TensorSpec) -> bool:
+        """Return whether the copies equal kv_b_proj bit for bit (dequantized, if it is quantized by `spec`)."""
+        product = self.attention.kv_b_proj
+        whole = product.weight.detach()
+        if (scales := getattr(product, "weight_scale_inv", None)) is not None:
+            whole = QuantizedTensor(whole, scales.detach().to(spec.scale_dtype), spec).dequantize(torch.bfloat16)
+        copies = torch.cat((self.attention.w_kc, self.attention.w_vc.transpose(1, 2)), 1).flatten(0, 1)
+        return copies.dtype == whole.dtype and copies.view(torch.int16).equal(whole.view(torch.int16))
+
+
+def copies_in(model: nn.Module) -> Mapping[Tensor, CopiesOfKvB]:
+    """Return the copies of each kv_b_proj that has copies."""
+    return {
+        module.kv_b_proj.weight: CopiesOfKvB(model, module, f"{name}.kv_b_proj.weight")
+        for name, module in model.named_modules()
+        if getattr(module, "w_kc", None) is not None
+    }

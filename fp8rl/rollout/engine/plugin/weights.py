@@ -25,13 +25,14 @@ from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import Frozen
-from fp8rl.rollout.engine.plugin.copies import CopiesOfKvB, copies_in
 from fp8rl.rollout.engine.plugin.parameters import (
     AdaptedRows,
+    CopiesOfKvB,
     Served,
     ServedAdapter,
     attach_adapters,
     check_table,
+    copies_in,
     hf_tensors,
     quantized_parameters,
 )
