@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 from tests.support.servers import wait_until
 
 SUPERVISED = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from fp8rl import supervising
 supervising._BURST_SECONDS, supervising._CLOSING_SECONDS = 1.0, float(sys.argv[1])
 supervising._AGAIN_SECONDS, supervising._LEFT_SECONDS = 0.5, 0.2
@@ -24,7 +24,7 @@ from fp8rl.rl.run.interrupts import interruptible
 subprocess.Popen(["sh", "-c", "sleep 300 & echo $!"], start_new_session=True).wait()
 def up(): print(os.getpid(), flush=True)
 """
-HANGS = "up()\nwhile True:\n try: time.sleep(60)\n except KeyboardInterrupt: print('interrupted', flush=True)"
+HANGS = "signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\nup()\nwhile True: time.sleep(60)"
 ENDS = "with interruptible(): up(); time.sleep(60)"
 SWALLOWS = "with interruptible():\n try: up(); time.sleep(60)\n except KeyboardInterrupt: time.sleep(60)"
 
