@@ -16,16 +16,14 @@ from statistics import fmean
 from fp8rl.rl.record.metrics_log import Row
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
-from lab.studies.harness.kept_runs import Job, Settings, by_arm, go_on
+from lab.studies.harness.kept_runs import Job, Settings, by_arm, collapsed, draw_curve, go_on, mean_tables
 from lab.studies.harness.lab import Lab
-from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
+from lab.studies.harness.study import Measurement, Study, TextTable
 
 RUNS = Path("runs/benefit")
 KEPT = Path("lab/docs/studies/benefit.jsonl")
 STEPS, QUICK_STEPS = 300, 2
 SEEDS = 5
-COLLAPSE = 0.5
-"""A run has collapsed if its held-out accuracy falls to this share of its best."""
 
 NATIVE: Settings = {"numerics.mode": "native", "gates": "[]"}
 MIXED: Settings = {**NATIVE, "numerics.trainer": "bf16"}
@@ -93,19 +91,11 @@ def outcome(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def collapsed(accuracy: Sequence[float]) -> bool:
-    """Whether any accuracy is at most half of the best one before it."""
-    return any(later <= COLLAPSE * max(accuracy[:at]) for at, later in enumerate(accuracy) if at and max(accuracy[:at]))
-
-
 def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
     drawn = figures.figure("Held-out accuracy", columns=len(UPDATES), width=9.0)
     for axes, updates in zip(drawn.axes, UPDATES, strict=True):
         for index, arm in enumerate(arm for arm in ARMS if f"{updates}: {arm}" in measurement.values):
-            found = measurement.values[f"{updates}: {arm}"]
-            steps = [int(name.partition("/")[2]) for name in found if name.startswith("accuracy/")]
-            points = [measurement.of(f"{updates}: {arm}", f"accuracy/{step}") for step in steps]
-            figures.curve(axes, steps, points, name=arm, index=index)
+            draw_curve(axes, measurement, f"{updates}: {arm}", "accuracy", name=arm, index=index)
         axes.set(xlabel=f"step, {updates} a batch", ylabel="accuracy")
     if measurement.values:
         figures.legend(drawn.axes[0], columns=3)
@@ -113,15 +103,7 @@ def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
 
 
 def tables(measurement: Measurement) -> Sequence[TextTable]:
-    metrics = ("accuracy", "area", "collapsed", "grad_norm", "entropy", "abs_d")
-    rows = [[arm, *(_with_interval(measurement, arm, name) for name in metrics)] for arm in measurement.values]
-    missing = [TextTable("Missing runs", ("arm and seeds",), [[one] for one in measurement.missing])]
-    means = TextTable("Means over the seeds", ("arm", *metrics), rows)
-    return [means, *(missing if measurement.missing else [])]
-
-
-def _with_interval(measurement: Measurement, arm: str, metric: str) -> str:
-    return with_interval(measurement.of(arm, metric), ".3g")
+    return mean_tables(measurement, ("accuracy", "area", "collapsed", "grad_norm", "entropy", "abs_d"))
 
 
 STUDY = Study(

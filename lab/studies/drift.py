@@ -17,9 +17,9 @@ from fp8rl.rl.record.metrics_log import Row
 from lab.studies.harness import figures, live
 from lab.studies.harness.biased import Bias
 from lab.studies.harness.claims import claims_of
-from lab.studies.harness.kept_runs import Job, Settings, by_arm, go_on
+from lab.studies.harness.kept_runs import Job, Settings, by_arm, collapsed, draw_curve, go_on, mean_tables
 from lab.studies.harness.lab import Lab
-from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
+from lab.studies.harness.study import Measurement, Study, TextTable
 
 RUNS = Path("runs/drift")
 KEPT = Path("lab/docs/studies/drift.jsonl")
@@ -27,8 +27,6 @@ STEPS, QUICK_STEPS = 300, 2
 SEEDS = 5
 SPAN = 20
 """Steps that the points of a curve are the means of."""
-COLLAPSE = 0.5
-"""A run has collapsed if its mean reward over a span falls to this share of the best one before it."""
 
 BASE: Settings = {
     "rollout.prompts_per_step": 8,
@@ -150,11 +148,10 @@ def outcome(rows: Sequence[Row]) -> dict[str, float]:
         "tokens": curve("rollout/response_tokens_mean"),
         "grad_norm": curve("train/grad_norm"),
     }
-    best = [max(rewards[: at + 1]) for at in range(len(rewards))]
     return {
         "gain": rewards[-1] - rewards[0],
-        "left": rewards[-1] / max(best[-1], 1e-9),
-        "collapsed": float(any(now <= COLLAPSE * top for now, top in zip(rewards[1:], best, strict=False) if top)),
+        "left": rewards[-1] / max(*rewards, 1e-9),
+        "collapsed": float(collapsed(rewards)),
         "accuracy": accuracy[-1],
         **{name: values[-1] for name, values in curves.items()},
         **{f"{name}/{SPAN * at}": value for name, values in curves.items() for at, value in enumerate(values, 1)},
@@ -170,11 +167,7 @@ def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
         picture = figures.figure(algorithm, columns=3, width=11.0)
         for axes, metric in zip(picture.axes, ("reward", "entropy", "bias"), strict=True):
             for index, arm in enumerate(mine):
-                steps = [
-                    int(name.partition("/")[2]) for name in measurement.values[arm] if name.startswith(f"{metric}/")
-                ]
-                points = [measurement.of(arm, f"{metric}/{step}") for step in steps]
-                figures.curve(axes, steps, points, name=arm.partition(": ")[2], index=index)
+                draw_curve(axes, measurement, arm, metric, name=arm.partition(": ")[2], index=index)
             axes.set(xlabel="step", ylabel=metric)
         figures.shared_legend(picture)
         drawn[algorithm.replace(", ", "_").replace(" ", "_")] = picture
@@ -183,9 +176,7 @@ def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
 
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     metrics = ("reward", "gain", "left", "collapsed", "entropy", "bias", "context_bias", "k3", "accuracy")
-    rows = [[arm, *(with_interval(measurement.of(arm, name), ".3g") for name in metrics)] for arm in measurement.values]
-    missing = [TextTable("Missing runs", ("arm and seeds",), [[one] for one in measurement.missing])]
-    return [TextTable("Means over the seeds", ("arm", *metrics), rows), *(missing if measurement.missing else [])]
+    return mean_tables(measurement, metrics)
 
 
 STUDY = Study(

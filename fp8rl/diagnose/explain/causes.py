@@ -111,20 +111,20 @@ class Comparison:
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
-def rank(clues: Comparison) -> tuple[Finding, ...]:
+def rank(found: Comparison) -> tuple[Finding, ...]:
     """Return the findings, the likeliest cause first; none if both sides agree. Their keys are those of `REMEDIES`."""
     by_owner: dict[Owner, list[str]] = defaultdict(list)
-    for name in sorted(clues.expected.mismatched(clues.held) | {base_name(label)[0] for label in clues.wrong or ()}):
-        row = clues.model.tensors.get(name)  # none of the adapters' scale
+    for name in sorted(found.expected.mismatched(found.held) | {base_name(label)[0] for label in found.wrong or ()}):
+        row = found.model.tensors.get(name)  # none of the adapters' scale
         by_owner[(None, name, None) if row is None else (row.layer, row.op, row.expert)].append(name)
     return (
-        *_scales(clues),
-        *_weights(clues, by_owner),
-        *_record(clues),
-        *_ops(clues, explained=() if clues.wrong else by_owner.keys()),
+        *_scales(found),
+        *_weights(found, by_owner),
+        *_record(found),
+        *_ops(found, explained=() if found.wrong else by_owner.keys()),
         *(
             _finding("routing", f"{cause.note} changes mean |d| from {cause.before:.3g} to {cause.after:.3g}")
-            for cause in clues.causes
+            for cause in found.causes
             if cause.name == "routing" and 0 < cause.before and cause.after <= CLOSER * cause.before
         ),
     )
@@ -141,24 +141,24 @@ def _finding(cause: str, found: str, names: Iterable[str] = ()) -> Finding:
     return Finding(cause, found, remedy=REMEDIES[cause], names=tuple(names))
 
 
-def _scales(clues: Comparison) -> Iterator[Finding]:
+def _scales(found: Comparison) -> Iterator[Finding]:
     """Yield a finding for each choice of scales, other than the spec's, that reproduces a side's record."""
-    for cause in clues.causes:
+    for cause in found.causes:
         if cause.name == "scales" and cause.after <= SELF_FLOOR:
-            text = f"{cause.note} reproduce its record (the spec has {clues.numerics.spec.weight.scale} scales)"
+            text = f"{cause.note} reproduce its record (the spec has {found.numerics.spec.weight.scale} scales)"
             yield _finding("scales", f"{text}: mean |d| {cause.before:.3g} without them, {cause.after:.3g} with them")
 
 
-def _weights(clues: Comparison, by_owner: dict[Owner, list[str]]) -> Iterator[Finding]:
+def _weights(found: Comparison, by_owner: dict[Owner, list[str]]) -> Iterator[Finding]:
     """Yield a finding for each op or expert with weights that differ, or one finding for all if they are many."""
-    version, are = clues.expected.version, "were" if clues.wrong else "are"
+    version, are = found.expected.version, "were" if found.wrong else "are"
     if len(by_owner) > NAMED_OWNERS:
         names = [name for group in by_owner.values() for name in group]
-        of = f"{len(names)} of {len(clues.expected.entries)} weights in the engine"
+        of = f"{len(names)} of {len(found.expected.entries)} weights in the engine"
         yield _finding("weights", f"{of} {are} not those of version {version}", names)
         return
-    sizes: dict[Owner, float] = {(each.layer, each.op, None): each.relative_rms for each in clues.ops}
-    sizes |= {(each.layer, EXPERTS, each.expert): each.relative_rms for each in clues.experts}
+    sizes: dict[Owner, float] = {(each.layer, each.op, None): each.relative_rms for each in found.ops}
+    sizes |= {(each.layer, EXPERTS, each.expert): each.relative_rms for each in found.experts}
     for owner in sorted(by_owner, key=lambda owner: -sizes.get(owner, 0.0)):
         layer, op, expert = owner
         subject = (op if layer is None else f"layer {layer} {op}") + ("" if expert is None else f", expert {expert}")
@@ -167,58 +167,58 @@ def _weights(clues: Comparison, by_owner: dict[Owner, list[str]]) -> Iterator[Fi
         yield _finding("weights", text, by_owner[owner])
 
 
-def _record(clues: Comparison) -> Iterator[Finding]:
+def _record(found: Comparison) -> Iterator[Finding]:
     """Yield a finding if the record is of another temperature, or if the engine does not reproduce it. The latter
     counts only if the engine as it computes now agrees better with the trainer than with the record."""
-    fit, given = clues.fit, clues.temperature
-    if fit is not None and explains(fit, given, clues.reproduced):
+    fit, given = found.fit, found.temperature
+    if fit is not None and explains(fit, given, found.reproduced):
         yield _finding(
             "sampler",
             f"the rollout's log-probabilities are those of temperature {fit.temperature:.4g}, and the batch says "
-            f"{given:.4g} (mean |d| between engine and record {clues.reproduced:.3g}, and {fit.abs_diff_mean:.3g} at "
+            f"{given:.4g} (mean |d| between engine and record {found.reproduced:.3g}, and {fit.abs_diff_mean:.3g} at "
             f"{fit.temperature:.4g})",
         )
         return
     said = ""
-    if clues.nonfinite:
-        said = f"{clues.nonfinite} recorded log-probabilities are not finite"
-    elif clues.reproduced > max(clues.live_abs_diff_mean / CLOSER, SELF_FLOOR):
-        said = f"the engine does not reproduce the recorded log-probabilities (mean |d| {clues.reproduced:.3g})"
+    if found.nonfinite:
+        said = f"{found.nonfinite} recorded log-probabilities are not finite"
+    elif found.reproduced > max(found.live_abs_diff_mean / CLOSER, SELF_FLOOR):
+        said = f"the engine does not reproduce the recorded log-probabilities (mean |d| {found.reproduced:.3g})"
     by = "other weights, stale operands of former weights or another sampler produced these tokens"
-    if clues.wrong == [] and not clues.nonfinite:
+    if found.wrong == [] and not found.nonfinite:
         by = (
             "by their digests the engine held the right weights, so either it computed with stale operands, keys, "
             "values or states, or another sampler produced these tokens"
         )
     if said:
-        yield _finding("state", f"{said}, and trainer and engine agree to {clues.live_abs_diff_mean:.3g} now: {by}")
+        yield _finding("state", f"{said}, and trainer and engine agree to {found.live_abs_diff_mean:.3g} now: {by}")
 
 
-def _ops(clues: Comparison, explained: Iterable[Owner]) -> Iterator[Finding]:
+def _ops(found: Comparison, explained: Iterable[Owner]) -> Iterator[Finding]:
     """Yield a finding for each op that differs where no weight explains it, the largest difference first. It names all
     such layers. Products that only one side quantizes are one finding."""
     known = {(layer, op) for layer, op, _ in explained}
     groups: dict[str, list[OpDifference]] = defaultdict(list)
-    for each in sorted(clues.ops, key=lambda each: -each.relative_rms):
+    for each in sorted(found.ops, key=lambda each: -each.relative_rms):
         if each.relative_rms > 0 and (each.layer, each.op) not in known:
             groups[each.op].append(each)
-    trainer, engine = ("BF16" if each == "bf16" else "FP8" for each in (clues.numerics.trainer, clues.numerics.rollout))
-    quantizable = {row.op for row in clues.model.tensors.rows.values() if row.kind} if trainer != engine else set()
+    trainer, engine = ("BF16" if each == "bf16" else "FP8" for each in (found.numerics.trainer, found.numerics.rollout))
+    quantizable = {row.op for row in found.model.tensors.rows.values() if row.kind} if trainer != engine else set()
     products = [groups.pop(op) for op in list(groups) if op in quantizable]
     if products:
         named = ", ".join(f"{group[0].op} by {group[0].relative_rms:.2g}" for group in products)
         text = f"the trainer multiplies in {trainer} and the engine in {engine} (relative RMS of {named})"
         yield _finding(
-            "quantization", text, (each.place for each in clues.ops if any(each in group for group in products))
+            "quantization", text, (each.place for each in found.ops if any(each in group for group in products))
         )
     for op, group in groups.items():
         worst, layers = group[0], {each.layer for each in group}
         text = f"the op {op} differs on equal inputs (relative RMS {worst.relative_rms:.2g}, "
         text += f"{worst.differing:.0%} of the elements)"
-        if op in clues.settings:
-            name, ours, theirs = clues.settings[op]
+        if op in found.settings:
+            name, ours, theirs = found.settings[op]
             text += f": {name} is {ours:g} in the trainer and {theirs:g} in the engine"
-        seen = [each for each in clues.experts if each.layer in layers and each.tokens] if op == EXPERTS else []
+        seen = [each for each in found.experts if each.layer in layers and each.tokens] if op == EXPERTS else []
         differing = [each for each in seen if each.relative_rms > 0]
         few = differing if 2 * len(differing) <= len(seen) else []  # experts are named if most are spared
-        yield _finding("op", text, (each.place for each in few or clues.ops if each in few or each in group))
+        yield _finding("op", text, (each.place for each in few or found.ops if each in few or each in group))

@@ -82,20 +82,15 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
     name = definition.__name__
     OPS[name] = definition
 
-    def chosen() -> Callable[P, R]:
-        if _kernels is None:
-            return definition
-        kernel = _kernels.get(name) or _registered.get(name)
-        if kernel is None:
+    @functools.wraps(definition)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        chosen = definition if _kernels is None else _kernels.get(name) or _registered.get(name)
+        if chosen is None:
             raise NotImplementedError(
                 f"numerics: found no kernel for the op {name}, expected one, because this process runs kernels and "
                 "a torch definition may give other bits than the other side's kernel. Write the kernel, or use a CPU"
             )
-        return kernel
-
-    @functools.wraps(definition)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        made = chosen()(*args, **kwargs)
+        made: R = chosen(*args, **kwargs)
         if _watcher is not None:
             _watcher(name, inspect.signature(definition).bind(*args, **kwargs).arguments, made)
         return made

@@ -8,17 +8,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fp8rl.numerics.core.files import append_line
 from fp8rl.rl.record.metrics_log import Row, read_metrics
-from lab.studies.harness import live
+from lab.studies.harness import figures, live
 from lab.studies.harness.biased import Bias, environment
 from lab.studies.harness.lab import AT_ONCE, Lab, trained
+from lab.studies.harness.study import Measurement, TextTable, with_interval
 
 Settings = Mapping[str, object]
 Summary = Callable[[Sequence[Row]], dict[str, float]]
 """What a run came to, of its metrics."""
 EVALUATED_EVERY = 20
+COLLAPSE = 0.5
+"""A run has collapsed if its accuracy, or its reward, falls to this share of the best one before."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,24 @@ def by_arm(jobs: Sequence[Job]) -> tuple[dict[str, dict[str, list[float]]], list
             continue
         values[arm] = {metric: [one[metric] for one in found] for metric in found[0]}
     return values, missing
+
+
+def collapsed(values: Sequence[float]) -> bool:
+    """Whether any value is at most half of the best one before it."""
+    return any(later <= COLLAPSE * max(values[:at]) for at, later in enumerate(values) if at and max(values[:at]))
+
+
+def draw_curve(axes: Any, measurement: Measurement, arm: str, metric: str, **look: Any) -> None:
+    """Draw the means of `METRIC/STEP` over the steps, with their intervals. look: more arguments of `figures.curve`."""
+    steps = [int(name.partition("/")[2]) for name in measurement.values[arm] if name.startswith(f"{metric}/")]
+    figures.curve(axes, steps, [measurement.of(arm, f"{metric}/{step}") for step in steps], **look)
+
+
+def mean_tables(measurement: Measurement, metrics: Sequence[str]) -> Sequence[TextTable]:
+    """Each arm's means over the seeds and, if there are some, the runs that are missing."""
+    rows = [[arm, *(with_interval(measurement.of(arm, name), ".3g") for name in metrics)] for arm in measurement.values]
+    missing = [TextTable("Missing runs", ("arm and seeds",), [[one] for one in measurement.missing])]
+    return [TextTable("Means over the seeds", ("arm", *metrics), rows), *(missing if measurement.missing else [])]
 
 
 def go_on(study: str, jobs: Sequence[Job]) -> None:
