@@ -116,7 +116,8 @@ def draw_drift(lines: Sequence[Mapping[str, Any]]) -> str:
             points = [fmean(values) for values in zip(*(found.values() for found in curves), strict=True)]
             steps = [int(name.partition("/")[2]) for name in curves[0]]
             curve(axes, steps, [(value, value, value) for value in points], name=arm, index=index, band=False)
-        axes.set(xlabel="step", ylabel=metric, xlim=(0, drift.STEPS))
+        unit = drift.STUDY.units.get(metric)
+        axes.set(xlabel="step", ylabel=f"{metric} ({unit})" if unit else metric, xlim=(0, drift.STEPS))
     shared_legend(drawn)
     return to_svg(drawn, DRIFT)
 
