@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-import types
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8rl.models import load_architecture
 from fp8rl.numerics.core.errors import UserError, raise_first, shown, user_error
+from fp8rl.numerics.core.section import Section, sections_in
 from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_rules import gate_refusals
@@ -97,22 +96,14 @@ def valid_keys(algorithm: str | None = None) -> list[str]:
     return list(dict.fromkeys(_walk(Experiment, "", algorithm)))
 
 
-def _walk(model: type[BaseModel], prefix: str, algorithm: str | None) -> Iterator[str]:
-    for name, field in model.model_fields.items():
+def _walk(section: type[Section], prefix: str, algorithm: str | None) -> Iterator[str]:
+    for name, field in section.model_fields.items():
         yield prefix + (field.alias or name)
-        inner = _models_in(field.annotation)
+        inner: Iterable[type[Section]] = sections_in(field.annotation)
         if prefix + name == "algorithm":
-            inner = iter(ALGORITHMS.values() if algorithm is None else [algorithm_class(algorithm)])
-        for section in inner:
-            yield from _walk(section, f"{prefix}{name}.", algorithm)
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, typing.Annotated):
-        for part in typing.get_args(annotation):
-            yield from _models_in(part)
+            inner = ALGORITHMS.values() if algorithm is None else [algorithm_class(algorithm)]
+        for below in inner:
+            yield from _walk(below, f"{prefix}{name}.", algorithm)
 
 
 def _own(details: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -129,10 +120,12 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        return refusal_of_removed(key, shown(found, 60)) or _unknown_key(key, found, values)
+        if (remedy := REMOVED.get(_without_indices(key))) is None:
+            return _unknown_key(key, found, values)
+        return f"{key}: found {shown(found, 60)}, expected nothing: this key has gone, see CHANGELOG.md. {remedy}"
     if kind == "missing":
         section = Experiment.model_fields[key].annotation if key in Experiment.model_fields else None
-        needed = next((n for one in _models_in(section) for n, f in one.model_fields.items() if f.is_required()), "")
+        needed = next((n for one in sections_in(section) for n, f in one.model_fields.items() if f.is_required()), "")
         key = f"{key}.{needed}" if needed else key
         return f"{key}: found nothing, expected a value. {_remedy('Add it to', key)}"
     if kind == "value_error":
@@ -202,14 +195,6 @@ def nearest_key(key: str, known: list[str]) -> str:
 
 def _without_indices(key: str) -> str:
     return ".".join(part for part in key.split(".") if not part.isdigit())
-
-
-def refusal_of_removed(key: str, found: str) -> str | None:
-    """Return the error message for a removed key; None if there never was such a key. found: its value as text."""
-    remedy = REMOVED.get(".".join(part for part in key.split(".") if not part.isdigit()))
-    if remedy is None:
-        return None
-    return f"{key}: found {found}, expected nothing: this key has gone, see CHANGELOG.md. {remedy or 'Remove it.'}"
 
 
 def without_removed(value: Any, key: str = "") -> Any:
