@@ -123,23 +123,15 @@ def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], s
     names = located.pop("defaults", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise user_error(
-            f"defaults of {path}",
-            found=names,
-            expected="a file name or a list of file names",
-            remedy="Write defaults: base.yaml, relative to this file.",
-        )
+        remedy = "Write defaults: base.yaml, relative to this file."
+        raise user_error(f"defaults of {path}", names, "a file name or a list of file names", remedy)
     values: dict[str, Any] = {}
     for name in names:
         check_path(name, f"defaults of {path}")
         inherited = path.parent / at_home(name)
         if not inherited.is_file():
-            raise user_error(
-                f"defaults of {path}",
-                found=name,
-                expected="an existing YAML file, relative to this one",
-                remedy=f"Correct the name; it was looked for in {resolved.parent}.",
-            )
+            remedy = f"Correct the name; it was looked for in {resolved.parent}."
+            raise user_error(f"defaults of {path}", name, "an existing YAML file, relative to this one", remedy)
         values = merged(values, _inherited(_read_yaml(inherited), inherited, (*ancestors, resolved), say), say)
     return merged(values, located, say)
 
@@ -202,12 +194,8 @@ def _parse_override(override: str) -> dict[str, Any]:
         )
     quoted = f"{key}={json.dumps(value, ensure_ascii=False)}"
     if comment := comment_behind(value):
-        raise user_error(
-            "override",
-            found=override,
-            expected=f"a value that YAML reads to its end; it takes {shown(comment)} for a comment",
-            remedy=f"Quote the value for YAML: {shlex.quote(quoted)}.",
-        )
+        expected = f"a value that YAML reads to its end; it takes {shown(comment)} for a comment"
+        raise user_error("override", override, expected, f"Quote the value for YAML: {shlex.quote(quoted)}.")
     types = types_of(key)
     text_alone = bool(types) and types <= {str, NoneType}
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -91,19 +91,18 @@ def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
         raise user_error(".".join(key), found=f"{value.bit_length()} bits", expected=expected, remedy="Correct it.")
 
 
-def valid_keys(algorithm: str | None = None) -> list[str]:
-    """Return every dotted key of an experiment, without indices of lists. algorithm: the only one whose keys count."""
-    return list(dict.fromkeys(_walk(Experiment, "", algorithm)))
-
-
-def _walk(section: type[Section], prefix: str, algorithm: str | None) -> Iterator[str]:
+def valid_keys(algorithm: str | None = None, section: type[Section] = Experiment, prefix: str = "") -> list[str]:
+    """Return every dotted key of a section at `prefix`, without indices of lists. algorithm: the only one whose keys
+    count."""
+    keys: dict[str, None] = {}
     for name, field in section.model_fields.items():
-        yield prefix + (field.alias or name)
+        keys[prefix + (field.alias or name)] = None
         inner: Iterable[type[Section]] = sections_in(field.annotation)
         if prefix + name == "algorithm":
             inner = ALGORITHMS.values() if algorithm is None else [algorithm_class(algorithm)]
         for below in inner:
-            yield from _walk(below, f"{prefix}{name}.", algorithm)
+            keys |= dict.fromkeys(valid_keys(algorithm, below, f"{prefix}{name}."))
+    return list(keys)
 
 
 def _own(details: list[ErrorDetails]) -> list[ErrorDetails]:
