@@ -84,10 +84,6 @@ def latest(run: RunDir) -> Path:
     return run.path / "wandb" / "latest-run"
 
 
-def start(run: Tracked) -> Wandb:
-    return Wandb(run)
-
-
 class Wandb(Tracker):
     """Metrics in groups by the part before the slash, sample rollouts as tables, events as alerts."""
 
@@ -106,7 +102,13 @@ class Wandb(Tracker):
         import wandb
 
         columns = ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"]
-        table = wandb.Table(columns=columns, data=[_row_of_table(record) for record in records])
+        table = wandb.Table(columns=columns)
+        for record in records:
+            turns = "\n".join(f"{by}: {text}" for by, text in record.said) or record.text
+            pairs = zip(record.train_logprobs, record.rollout_logprobs, strict=True)
+            by_token = " ".join(f"{train - rollout:.3g}" for train, rollout in pairs)
+            parts, outcome = _listed(record.reward_parts), _listed(record.outcome)
+            table.add_data(record.prompt, turns, record.reward, parts, outcome, record.abs_diff_mean, by_token)
         self._run.log({"step": step, "rollout/samples": table}, step=step)
         # wandb has copied the table's temporary files, and would keep those of 100 tables.
         table._artifact_target.artifact._tmp_dir.cleanup()
@@ -126,14 +128,6 @@ class Wandb(Tracker):
         finally:
             if self._staging is None:
                 os.environ.pop(_STAGING, None)
-
-
-def _row_of_table(record: RolloutRecord) -> list[Any]:
-    turns = "\n".join(f"{by}: {text}" for by, text in record.said) or record.text
-    pairs = zip(record.train_logprobs, record.rollout_logprobs, strict=True)
-    by_token = " ".join(f"{train - rollout:.3g}" for train, rollout in pairs)
-    parts, outcome = _listed(record.reward_parts), _listed(record.outcome)
-    return [record.prompt, turns, record.reward, parts, outcome, record.abs_diff_mean, by_token]
 
 
 def _listed(parts: Mapping[str, float]) -> str:
