@@ -240,12 +240,8 @@ def _split(found: Dataset | DatasetDict, split: str | None, path: Path, key: str
         (only,) = found.values()
         return only
     if split not in found:
-        raise user_error(
-            f"{key}.split",
-            found=split,
-            expected=f"one of {listed(found)}, the splits of {path}",
-            remedy=f"Set it: {{path: {path}, split: {listed([*found][:1])}}}.",
-        )
+        remedy = f"Set it: {{path: {path}, split: {listed([*found][:1])}}}."
+        raise user_error(f"{key}.split", split, f"one of {listed(found)}, the splits of {path}", remedy)
     return found[split]
 
 
