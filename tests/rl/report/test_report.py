@@ -80,6 +80,13 @@ def test_the_headline_says_what_happened(tmp_path: Path) -> None:
     assert "d = 0 on all 100 tokens of the trainer&#39;s version in 2 steps" in page
     assert "All 2 weight syncs verified" in page
     assert "all 100 tokens of the trainer&#39;s version exact" in page
+    rows[2] |= {"mismatch/nonfinite_count": 1.0, "sync/mismatched_tensors": 2.0}
+    wrong = page_of(make_run(tmp_path / "wrong", rows))
+    for label in ("Largest mismatch |d|", "Weight syncs verified"):
+        tones = [
+            re.search(rf'tile (\w+)">\s*<div class="label">{re.escape(label)}<', each)[1] for each in (page, wrong)
+        ]
+        assert tones == ["good", "bad"]
 
 
 def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
