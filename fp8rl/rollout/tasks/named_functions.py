@@ -29,12 +29,8 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     if not colon:
         if name not in built_in:
             meant = "".join(f"Did you mean {near}? " for near in difflib.get_close_matches(name, built_in, n=1))
-            raise user_error(
-                key,
-                found=name,
-                expected=f"{', '.join(built_in)}, package.module:name or path/to/file.py:name",
-                remedy=f"{meant}Correct the name, or say where your function is.",
-            )
+            expected = f"{', '.join(built_in)}, package.module:name or path/to/file.py:name"
+            raise user_error(key, name, expected, f"{meant}Correct the name, or say where your function is.")
         where, _, function = built_in[name].rpartition(":")
     try:
         if where.endswith(".py"):

@@ -75,12 +75,9 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
     size, name, cure = (enough or able)[0]
     where = "an engine's GPU" if memory.rank is None else f"the GPU of rank {memory.rank}"
     more = " That alone is not enough." if size < short else ""
-    raise user_error(
-        cure.key,
-        found=f"{memory.peak / 1e9:.1f} GB on {where} ({phase}), of which {name} {size / 1e9:.1f} GB",
-        expected=f"at most the {gpu_memory / 1e9:.1f} GB of a {gpu}",
-        remedy=f"{cure.remedy}{more} `fp8rl plan` lists all that a GPU holds, and with --fit looks for keys.",
-    )
+    found = f"{memory.peak / 1e9:.1f} GB on {where} ({phase}), of which {name} {size / 1e9:.1f} GB"
+    remedy = f"{cure.remedy}{more} `fp8rl plan` lists all that a GPU holds, and with --fit looks for keys."
+    raise user_error(cure.key, found, f"at most the {gpu_memory / 1e9:.1f} GB of a {gpu}", remedy)
 
 
 def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: float = 0.0) -> int:

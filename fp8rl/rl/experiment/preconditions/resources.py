@@ -69,13 +69,10 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         its_own = experiment.teacher.numerics(experiment.numerics, numerics.k_splits).kv_format.dtype.itemsize
         taken = kv_cache_bytes(teacher, experiment.teacher.engine(experiment.rollout), its_own)
         if taken > left:
-            raise user_error(
-                "teacher.max_total_tokens",
-                found=experiment.teacher.max_total_tokens,
-                expected=f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
-                f"and the processes leave {left / 2**30:.1f} GiB",
-                remedy="Lower teacher.max_total_tokens or teacher.engines, or free memory.",
-            )
+            expected = f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
+            expected += f"and the processes leave {left / 2**30:.1f} GiB"
+            remedy = "Lower teacher.max_total_tokens or teacher.engines, or free memory."
+            raise user_error("teacher.max_total_tokens", experiment.teacher.max_total_tokens, expected, remedy)
         left -= taken
     rollout = experiment.rollout
     caches = kv_cache_bytes(shape, rollout, element_bytes)
@@ -102,13 +99,9 @@ def _check_processes(shape: Shape, experiment: Experiment, states: list[int], we
     processes = trainer + serving
     if processes > available:
         key, found = ("rollout.engines", engines) if serving > trainer else ("trainer.dp", experiment.trainer.dp)
-        raise user_error(
-            key,
-            found=found,
-            expected=f"processes that fit the free memory: {ranks} trainer rank(s) and {engines} engine(s) need more "
-            f"than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
-            remedy=f"Lower {key}, or submit the run to a Ray cluster that has the memory.",
-        )
+        expected = f"processes that fit the free memory: {ranks} trainer rank(s) and {engines} engine(s) need more "
+        expected += f"than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available"
+        raise user_error(key, found, expected, f"Lower {key}, or submit the run to a Ray cluster that has the memory.")
     return available - processes
 
 
@@ -124,13 +117,10 @@ def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
         needed += ranks * min(alive, max(SMALLEST_BYTES, share))
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < needed:
-        raise user_error(
-            str(SHARED_MEMORY),
-            found=f"{free / 2**20:.0f} MiB free",
-            expected=f"{needed / 2**20:.0f} MiB, for an engine and the buckets of a sync",
-            remedy=f"Remove what is left there (ls -l {SHARED_MEMORY}), give the container more (docker run "
-            "--shm-size=1g), lower sync.bucket_mib, or set sync.transport=disk.",
-        )
+        expected = f"{needed / 2**20:.0f} MiB, for an engine and the buckets of a sync"
+        remedy = f"Remove what is left there (ls -l {SHARED_MEMORY}), give the container more (docker run "
+        remedy += "--shm-size=1g), lower sync.bucket_mib, or set sync.transport=disk."
+        raise user_error(str(SHARED_MEMORY), f"{free / 2**20:.0f} MiB free", expected, remedy)
 
 
 def _on_the_host(job: Job, stage: int) -> int:
@@ -149,14 +139,11 @@ def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
     """Refuse `rollout.sleep` if the trainer leaves GPUs, because engines then take these and share none with it."""
     ranks = experiment.trainer.world_size
     if experiment.rollout.sleep and experiment.needs_engines and gpu.count > ranks:
-        raise user_error(
-            "rollout.sleep",
-            found=f"true with {gpu.count} GPUs for {ranks} trainer rank(s)",
-            expected="as many ranks as GPUs: engines take free GPUs first, and an engine that sleeps there frees no "
-            "memory for the trainer",
-            remedy=f"Have the trainer take all {gpu.count} (trainer.dp), let the run see fewer (CUDA_VISIBLE_DEVICES), "
-            "or remove rollout.sleep.",
-        )
+        expected = "as many ranks as GPUs: engines take free GPUs first, and an engine that sleeps there frees no "
+        expected += "memory for the trainer"
+        remedy = f"Have the trainer take all {gpu.count} (trainer.dp), let the run see fewer (CUDA_VISIBLE_DEVICES), "
+        remedy += "or remove rollout.sleep."
+        raise user_error("rollout.sleep", f"true with {gpu.count} GPUs for {ranks} trainer rank(s)", expected, remedy)
 
 
 def available_memory() -> int:

@@ -56,9 +56,8 @@ def check_wandb(config: WandbSection) -> None:
     try:
         wandb.Settings(project=config.project)
     except wandb.Error as error:
-        raise user_error(
-            f"{_KEY}.project", found=config.project, expected=f"a name that wandb takes ({error})", remedy="Correct it."
-        ) from error
+        expected = f"a name that wandb takes ({error})"
+        raise user_error(f"{_KEY}.project", config.project, expected, "Correct it.") from error
     if config.mode != "online":
         return
     try:
@@ -66,12 +65,8 @@ def check_wandb(config: WandbSection) -> None:
     except wandb.Error as error:
         known, why = False, str(error)
     if not known:
-        raise user_error(
-            f"{_KEY}.mode",
-            found=f"online with {why}",
-            expected="a key of a wandb account",
-            remedy=f"Run `wandb login`, set WANDB_API_KEY, or set {_KEY}.mode=offline.",
-        )
+        remedy = f"Run `wandb login`, set WANDB_API_KEY, or set {_KEY}.mode=offline."
+        raise user_error(f"{_KEY}.mode", f"online with {why}", "a key of a wandb account", remedy)
 
 
 def leet(run: RunDir, *command: str) -> str:

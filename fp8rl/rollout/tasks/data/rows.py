@@ -212,12 +212,9 @@ def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
 
     for split in found.values():
         if columns := [*dated(split.features, "")]:
-            raise user_error(
-                key,
-                found=f"{path} with dates in {', '.join(columns)}, which are read from its JSON files in another form",
-                expected="columns of texts that are no dates",
-                remedy="Name the file itself if it is JSON lines, or save the data as parquet.",
-            )
+            dates = f"{path} with dates in {', '.join(columns)}, which are read from its JSON files in another form"
+            remedy = "Name the file itself if it is JSON lines, or save the data as parquet."
+            raise user_error(key, dates, "columns of texts that are no dates", remedy)
 
 
 def _quiet_datasets() -> Any:

@@ -87,10 +87,8 @@ def _coroutine(
     try:
         signature.bind(*[None] * len(given), **kwargs)
     except TypeError as error:
-        raise user_error(
-            f"{key.removesuffix('.function')}.kwargs" if key.endswith(".function") else key,
-            found=f"{label}({', '.join(signature.parameters)})",
-            expected=f"a function of {', '.join([*given, *kwargs])}; {error}",
-            remedy="Correct kwargs, or the function's parameters.",
-        ) from error
+        key = f"{key.removesuffix('.function')}.kwargs" if key.endswith(".function") else key
+        found, expected = f"{label}({', '.join(signature.parameters)})", f"a function of {', '.join([*given, *kwargs])}"
+        remedy = "Correct kwargs, or the function's parameters."
+        raise user_error(key, found, f"{expected}; {error}", remedy) from error
     return call
