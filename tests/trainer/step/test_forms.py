@@ -108,7 +108,7 @@ def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(kind, batches, f
 @pytest.mark.parametrize(
     ("kind", "dtype", "precision", "bound"),
     [*((kind, torch.float32, "bf16", 1e-6) for kind in ("moe", "latent", "linear")),
-     ("moe", torch.bfloat16, "fp8", 3e-4)],
+     ("moe", torch.bfloat16, "fp8", 1e-3)],
 )  # fmt: skip
 def test_gradients_differ_by_the_order_of_sums(kind, dtype, precision, bound, make_trainer, models) -> None:
     """In FP8 the embedding's, behind all layers, do not differ at all where rows are end to end. In FP32 they may: some
