@@ -131,7 +131,7 @@ def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor)
     position)."""
     logits = dense_rows(logits)
     rows, vocabulary = logits.shape
-    blocks = triton.cdiv(vocabulary, _BLOCK)
+    blocks = -(-vocabulary // _BLOCK)
     best = torch.empty(rows, blocks, dtype=torch.float64, device=logits.device)
     token = torch.empty(rows, blocks, dtype=torch.int64, device=logits.device)
     if rows:
