@@ -51,10 +51,6 @@ _OF_EXPERTS = (70, 0, _MANY - 70)
 """Rows of each of three experts."""
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b)
-
-
 def _probes() -> Iterator[Probes]:
     """Yield the trials of ops that only some models have, from our files of ops and from a user's."""
     for file in pkgutil.iter_modules(ops.__path__):
@@ -113,22 +109,25 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
         rowwise |= probes.rows(random, _MANY)
     attentions = (_ATTENTION, *(probes.attention for probes in of_models if probes.attention is not None))
     with torch.no_grad():
-        variant = [name for name, op in rowwise.items() if any(not _same(op(n), op(_MANY)[:n]) for n in _FEW)]
-        if any(not _same(of_experts(n), of_experts(0)) for n in _FEW):
+        variant = [name for name, op in rowwise.items() if any(not torch.equal(op(n), op(_MANY)[:n]) for n in _FEW)]
+        if any(not torch.equal(of_experts(n), of_experts(0)) for n in _FEW):
             variant.append("grouped_linear")
-        if any(not _same(of_adapted_experts(n), of_adapted_experts(0)) for n in _FEW):
+        if any(not torch.equal(of_adapted_experts(n), of_adapted_experts(0)) for n in _FEW):
             variant.append("adapted grouped_linear")
         large = x.repeat(-(-_MICRO_BATCH // _MANY), 1)
-        if not _same(ops.linear(large, w)[-_MANY:], ops.linear(x, w)):
+        if not torch.equal(ops.linear(large, w)[-_MANY:], ops.linear(x, w)):
             variant.append("bf16 product of a micro-batch")
-        if not _same(ops.fp8_linear(large, w, operand, spec)[-_MANY:], ops.fp8_linear(x, w, operand, spec)):
+        if not torch.equal(ops.fp8_linear(large, w, operand, spec)[-_MANY:], ops.fp8_linear(x, w, operand, spec)):
             variant.append("fp8_linear of a micro-batch")
         for newest, keys in ((2 * _MANY, 2 * _MANY), (_MANY, KEY_CHUNK + KEY_SPLIT + 33)):
             for probe in attentions:
                 q, k = random(2, newest, *probe.queries), random(2, keys, *probe.keys)
                 if not _attention_is_invariant(probe, q, kv.keys(k), kv.dtype):
                     variant.append(f"{probe.name} over {keys} keys")
-        variant += [name for name, (one, several) in _forms(random, spec).items() if not _same(one, several)]
+        drawn = (logits, torch.full((_MANY,), 0.7, device=device), tokens, tokens)
+        if not torch.equal(ops.draw(*drawn), dispatch.OPS["draw"](*drawn)):  # the kernel bounds the FP64 sums
+            variant.append("draw")
+        variant += [name for name, (one, several) in _forms(random, spec).items() if not torch.equal(one, several)]
     return variant
 
 
@@ -146,7 +145,7 @@ def choose_tiles(device: torch.device | str) -> dict[str, bool]:
         tiles.ALLOWED[size] = False
         before = results(device)
         tiles.ALLOWED[size] = True
-        tiles.ALLOWED[size] = equal = all(_same(a, b) for a, b in zip(before, results(device), strict=True))
+        tiles.ALLOWED[size] = equal = all(torch.equal(a, b) for a, b in zip(before, results(device), strict=True))
         if not equal:
             logger.warning(
                 f"numerics: found other bits with tiles {sizes} than with tiles of 128, expected equal bits. Tiles of "
@@ -180,7 +179,7 @@ def allow_deepgemm(device: torch.device | str) -> str | None:
     except Exception as error:
         deepgemm.allow(None)
         return f"DeepGEMM fails with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}"
-    if different := [name for name, bits in ours.items() if not _same(bits, theirs[name])]:
+    if different := [name for name, bits in ours.items() if not torch.equal(bits, theirs[name])]:
         deepgemm.allow(None)
         return f"other bits than those of the Triton kernel, in {', '.join(different)}"
     return None
@@ -385,18 +384,18 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor, kept: 
     if not oldest:
         lengths = torch.tensor([length, length - 100], device=q.device)
         queries, keys, expected = (torch.cat([x[0], x[1, : length - 100]]) for x in (q, kv, whole))
-        if not _same(probe.attend(probe.packed, queries, keys, lengths), expected):
+        if not torch.equal(probe.attend(probe.packed, queries, keys, lengths), expected):
             return False
         queries, keys, expected = (torch.cat([x[0], x[1, common:]]) for x in (q, kv, whole))
         tree = _of_two(length, common, q.device)
-        if probe.tree is not None and not _same(probe.attend(probe.tree, queries, keys, tree), expected):
+        if probe.tree is not None and not torch.equal(probe.attend(probe.tree, queries, keys, tree), expected):
             return False
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
-    return _same(paged(oldest, length), whole) and all(
-        _same(
+    return torch.equal(paged(oldest, length), whole) and all(
+        torch.equal(
             probe.attend(probe.whole, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]), whole[:1, i : i + 1]
         )
-        and _same(paged(t, t + 1), whole[:, i : i + 1])
+        and torch.equal(paged(t, t + 1), whole[:, i : i + 1])
         for t in (*ends, length - 1)
         if 0 <= (i := t - oldest) < q.shape[1]
     )

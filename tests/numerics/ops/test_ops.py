@@ -190,10 +190,11 @@ def test_this_machine_is_row_invariant_and_the_probe_sees_an_op_that_is_not(monk
         return ops.packed_attention(q, k, v, torch.tensor([len(q)]), scale)
 
     monkeypatch.setattr(ops, "rms_norm", normalised_over_the_batch)
+    monkeypatch.setattr(ops, "draw", lambda logits, *_: logits.argmax(-1))
     monkeypatch.setattr(probe, "_ATTENTION", replace(probe._ATTENTION, tree=over_the_branch_before))
     monkeypatch.setattr(dispatch, "USERS_PROBES", [dispatch.Probes(rows=of_a_user)])
     found = row_variant_ops()
-    assert {"rms_norm", "its own", "attention over 384 keys"} <= set(found) and "another" not in found
+    assert {"rms_norm", "its own", "attention over 384 keys", "draw"} <= set(found) and "another" not in found
 
 
 SCALINGS = {
