@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster import reservations as reservations_module
-from fp8rl.rl.run.cluster.placement import interface_of, nodes_up, views
+from fp8rl.rl.run.cluster.nodes import interface_of, nodes_up, views
 from fp8rl.rl.run.cluster.reservations import NoRoomError, Reservations
 from fp8rl.trainer.config import ActorPlacement
 from tests.support.experiments import experiment
@@ -26,20 +28,173 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """The driver's node with two GPUs."""
-    head = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False}
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Nodes with so many GPUs, the driver's first. The first has the resource `near`, the second `far` and the
+    label `side=right`."""
+    head, *others = ({"num_cpus": 1, "num_gpus": gpus} for gpus in request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a trainer that was in this process
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster = Cluster(
+            initialize_head=True, head_node_args={**head, "resources": {"near": 1}, "include_dashboard": False}
+        )
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        for node in others:
+            cluster.add_node(**node, resources={"far": 1}, labels={"side": "right"})
+        cluster.wait_for_nodes()
         yield cluster
         ray.shutdown()
         cluster.shutdown()
 
 
-def spec(**sections: Any) -> Experiment:
-    return experiment(model={"path": str(EXAMPLES / "models/tiny_qwen3_moe")}, **sections)
+def on(*gpus: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("cluster", [gpus], indirect=True, ids=[f"GPUs {gpus}"])
+
+
+def spec(ranks: int = 1, engines: int = 1, tp: int = 1, **sections: Any) -> Experiment:
+    rollout = {"engines": engines, "tp": tp} | sections.pop("rollout", {})
+    model = {"path": str(EXAMPLES / "models/tiny_qwen3_moe")}
+    return experiment(trainer={"dp": ranks}, rollout=rollout, model=model, **sections)
+
+
+NATIVE: dict[str, Any] = {"numerics": {"mode": "native"}}
+DISK, DISTRIBUTED = ({"sync": {"transport": name}} for name in ("disk", "distributed"))
+SPREAD = {"cluster": {"placement": "spread"}}
+TAUGHT = {"algorithm": {"name": "opd"}, "teacher": {"path": "/t", "engines": 2}}
+BASE = {"adapter": {"rank": 8}, "sync": {"shared_base": True}}
+
+
+@contextmanager
+def reserved(experiment: Experiment, folder: Path) -> Iterator[Reservations]:
+    """Reservations that are given back behind the block."""
+    free = [node.room for node in nodes_up()]
+    reservations = Reservations(experiment, folder)
+    try:
+        yield reservations
+    finally:
+        reservations.close()
+        assert wait_until(lambda: [node.room for node in nodes_up()] == free, 10)
+
+
+def seat(placement: ActorPlacement) -> tuple[str, Any, int]:
+    """The node of an actor (`a` is the driver's), its placement group and its bundle."""
+    strategy = placement.options["scheduling_strategy"]
+    group, bundle = strategy.placement_group, strategy.placement_group_bundle_index
+    letters = {node.id: letter for node, letter in zip(nodes_up(), "abc", strict=False)}
+    return letters[placement_group_table(group)["bundles_to_node_id"][bundle]], group, bundle
+
+
+def placed_as(reservations: Reservations, experiment: Experiment) -> str:
+    """Ranks, then engines: the node of each, with the rank that an engine shares a GPU with, such as "aa b0"."""
+    ranks = [seat(placement) for placement in reservations.trainer()]
+    policys = experiment.rollout.engines if experiment.needs_engines else 0
+    teachers = 0 if experiment.teacher is None else experiment.teacher.engines
+    engines = [seat(reservations.engine("policy", index)) for index in range(policys)]
+    engines += [seat(reservations.engine("teacher", index)) for index in range(teachers)]
+    shares = [str(ranks.index(each)) if each in ranks else "" for each in engines]
+    placed = [node + share for (node, *_), share in zip(engines, shares, strict=True)]
+    return " ".join(["".join(node for node, *_ in ranks), *placed])
+
+
+@on(2, 4)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # A GPU for each, of the node with the most; where none is left, engines share the trainer's.
+        ({}, "b b"),
+        ({"ranks": 3, "engines": 3}, "bbb b b0 b1"),
+        ({"ranks": 3, "engines": 2, **DISTRIBUTED}, "bbb b a"),
+        ({"ranks": 5, **DISTRIBUTED}, "abbbb a"),
+        # An engine of two ranks takes two GPUs of one node.
+        ({"engines": 2, "tp": 2, **DISTRIBUTED, **NATIVE}, "b b a"),
+        # The second node by its three kinds of names. The trainer leaves the engines' nodes to them.
+        ({**DISTRIBUTED, "cluster": {"engine_nodes": "far"}}, "a b"),
+        ({**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
+        ({**DISTRIBUTED, "cluster": {"engine_nodes": "far", "trainer_nodes": "side=right"}}, "b b"),
+        ({"cluster": {"engine_nodes": "side=right"}}, "b b"),
+        ({"ranks": 2, "engines": 2, **DISTRIBUTED, **SPREAD}, "ab b b"),
+        # Sleeping engines and those with the trainer's base share its GPU.
+        ({"ranks": 4, "rollout": {"sleep": True}}, "bbbb b0"),
+        (BASE, "b b0"),
+        # A teacher's engines are placed behind the policy's and need not be on the trainer's node.
+        ({"ranks": 3, **TAUGHT}, "bbb b a a"),
+        ({"ranks": 4, **TAUGHT, "teacher": {"path": "/t", "engines": 4}}, "bbbb b0 a a b3 b2"),
+        ({"algorithm": {"name": "sft"}, "eval": {"problems": 0}, "ranks": 2}, "bb"),
+    ],
+)
+def test_ray_places_ranks_and_engines(
+    cluster: Cluster, tmp_path: Path, settings: dict[str, Any], expected: str
+) -> None:
+    run = spec(**settings)
+    with reserved(run, tmp_path) as reservations:
+        assert placed_as(reservations, run) == expected
+
+
+@on(2, 4)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 7}, r"trainer: found 'tp \* pp \* dp \* cp = 7 ranks', expected at most the 6 free GPUs of"),
+        (
+            {"ranks": 2, "engines": 6},
+            "rollout.engines: found 6, expected at most 4, for which .* have GPUs: 1 for each",
+        ),
+        ({"ranks": 6, **DISTRIBUTED}, r"rollout.engines: found 1, expected at most 0.*: none that the trainer uses\)"),
+        ({"ranks": 2, **DISTRIBUTED, **NATIVE, "tp": 4}, "rollout.engines: found 1, .* have GPUs: 4 for each"),
+        ({"ranks": 5}, "sync.transport: found 'tensor, with the trainer on .* and engines on .*, expected all on one"),
+        ({"tp": 2}, "rollout.tp: found '2 with numerics.mode=exact on GPUs', expected 1 there"),
+        (
+            {"cluster": {"engine_nodes": "h200"}},
+            "engine_nodes: found 'h200', expected the address, .*, far, side=right",
+        ),
+        ({"rollout": {"sleep": True}}, "rollout.sleep: found 'true with an engine on a GPU of its own'"),
+        (
+            {"ranks": 6, **TAUGHT, **DISK, "engines": 7},
+            r"rollout.engines \+ teacher.engines: found 9, expected at most 6",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    cluster: Cluster, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    free = [node.room for node in nodes_up()]
+    with pytest.raises(UserError, match=message):
+        Reservations(spec(**settings), tmp_path)
+    assert wait_until(lambda: [node.room for node in nodes_up()] == free, 10), "nothing stays reserved"
+
+
+@on(0, 0)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"ranks": 2, "engines": 3}, "aa a a a"),
+        ({"ranks": 2, "rollout": {"sleep": True}}, "aa a"),
+        ({"ranks": 2, **BASE}, "aa a"),
+        ({**DISTRIBUTED, "cluster": {"trainer_nodes": "far"}}, "b b"),
+        ({**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
+    ],
+)
+def test_any_number_fits_on_cpus_and_the_drivers_node_is_the_first_choice(
+    cluster: Cluster, tmp_path: Path, settings: dict[str, Any], expected: str
+) -> None:
+    run = spec(**settings)
+    with reserved(run, tmp_path) as reservations:
+        assert placed_as(reservations, run) == expected
+
+
+@on(0, 0)
+def test_a_run_is_spread_over_cpus(cluster: Cluster, tmp_path: Path) -> None:
+    run = spec(ranks=2, engines=4, **DISK, **SPREAD)
+    with reserved(run, tmp_path) as reservations:
+        ranks, *engines = placed_as(reservations, run).split()
+        assert ranks == "ab" and sorted(engines) == ["a", "a", "b", "b"]
+
+
+@on(0, 0)
+def test_an_engine_of_several_ranks_is_refused_on_cpus_in_native_mode(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="rollout.tp: found '2 with numerics.mode=native on CPUs', expected"):
+        Reservations(spec(tp=2, **NATIVE), tmp_path)
+    with pytest.raises(UserError, match="teacher.tp: found '2 with numerics.mode=native on CPUs'"):
+        Reservations(spec(**TAUGHT | {"teacher": {"path": "/t", "tp": 2}, **NATIVE}), tmp_path)
 
 
 class Looker:
@@ -51,60 +206,80 @@ class Looker:
         return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids(), visible, interface
 
 
-def start(placement: ActorPlacement) -> Any:
-    return ray.remote(num_cpus=0)(Looker).options(**placement.actor_options()).remote()
-
-
-def sees(*placements: ActorPlacement) -> list[Any]:
-    actors = [start(placement) for placement in placements]
+def sees(placements: Sequence[ActorPlacement]) -> list[Any]:
+    actors = [ray.remote(num_cpus=0)(Looker).options(**each.actor_options()).remote() for each in placements]
     return ray.get([actor.sees.remote() for actor in actors])
 
 
+@on(2)
 def test_an_engine_shares_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster, tmp_path: Path) -> None:
-    reservations = Reservations(spec(rollout={"engines": 2}), tmp_path)
     here = nodes_up()[0].id
-    try:
+    with reserved(spec(engines=2), tmp_path) as reservations:
         given = [*reservations.trainer(), reservations.engine("policy", 0), reservations.engine("policy", 1)]
-        (node, (rank,), *rest), (_, (own,), *of_own), (_, (shared,), *of_shared) = sees(*given)
+        (node, (rank,), *rest), (_, (own,), *of_own), (_, (shared,), *of_shared) = sees(given)
         assert node == here and rest == [str(rank), None], "a rank sees its GPU alone, and is on loopback"
         assert own != rank and shared == rank
         assert of_own == of_shared == [None, None], "engines map the trainer's GPU, so that they see all"
         assert {placement.host for placement in given} == {"127.0.0.1"}
-        assert nodes_up()[0].gpus == 0
+        assert nodes_up()[0].room == 0
         with pytest.raises(UserError, match="at most the 0 free GPUs"):
             Reservations(spec(), tmp_path)
-    finally:
-        reservations.close()
-    assert wait_until(lambda: nodes_up()[0].gpus == 2, 10)
 
 
+@on(2)
+def test_three_processes_share_one_gpu(cluster: Cluster, tmp_path: Path) -> None:
+    both = spec(**TAUGHT | {"teacher": {"path": "/t"}})
+    with reserved(spec(algorithm={"name": "sft"}, eval={"problems": 0}), tmp_path), reserved(both, tmp_path) as run:
+        found = sees([*run.trainer(), run.engine("policy", 0), run.engine("teacher", 0)])
+        assert len({gpu for _, (gpu,), *_ in found}) == 1
+
+
+@on(3)
 def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations_module, "_ROOM_SECONDS", 0.0)
-    leaves = cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
+    leaves = cluster.add_node(num_cpus=1, num_gpus=6, resources={"far": 1})
     here, far = nodes_up()
-    one = Reservations(spec(sync={"transport": "distributed"}, cluster={"trainer_nodes": "far"}), tmp_path)
-    other = Reservations(spec(sync={"transport": "distributed"}, cluster={"placement": "spread"}), tmp_path)
+
+    def run(**cluster: str) -> Reservations:
+        return Reservations(spec(**DISTRIBUTED, cluster=cluster), tmp_path)
+
+    whole, free, bound = (
+        run(trainer_nodes="far"),
+        run(trainer_nodes="near", placement="spread"),
+        run(engine_nodes="far"),
+    )
+    engines = [each.engine("policy", 0) for each in (whole, free, bound)]
     try:
-        given = [*one.trainer(), one.engine("policy", 0), *other.trainer(), other.engine("policy", 0)]
-        found = sees(*given)
-        assert [node for node, *_ in found] == [far.id, far.id, here.id, far.id]
-        assert {placement.host for placement in given} == {far.address}
+        found = sees([*whole.trainer(), *engines, *free.trainer(), *bound.trainer()])
+        assert [node for node, *_ in found] == [*[far.id] * 4, here.id, here.id]
+        assert {placement.host for placement in engines} == {far.address}
         assert {interface for *_, interface in found} == {interface_of(far.address)} != {None}
         cluster.remove_node(leaves)
-        one.close()
+        whole.close()
         with pytest.raises(NoRoomError, match=r"the run was lost, .*cluster.trainer_nodes: found 'far'"):
-            Reservations(one._experiment, tmp_path, again=True)
-        ((moved, *_),) = sees(other.engine("policy", 0))
-        assert moved == here.id
-        cluster.add_node(num_cpus=1, num_gpus=2, resources={"far": 1})
-        one = Reservations(one._experiment, tmp_path, again=True)
-        ((again, *_),) = sees(*one.trainer())
-        assert again not in (here.id, far.id)
+            Reservations(whole._experiment, tmp_path, again=True)
+        assert wait_until(lambda: moved(free), 10) and moved(free) == "a"
+        with pytest.raises(NoRoomError, match=r"no room .* \(cluster.engine_nodes: far\)"):
+            bound.engine("policy", 0)
+        cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
+        assert wait_until(lambda: moved(bound), 10) and moved(bound) == "b"
+        whole = Reservations(whole._experiment, tmp_path, again=True)
+        ((back, *_),) = sees(whole.trainer())
+        assert back not in (here.id, far.id)
     finally:
-        one.close()
-        other.close()
+        for each in (whole, free, bound):
+            each.close()
 
 
+def moved(reservations: Reservations) -> str | None:
+    """The node of the engine; None if it has none now."""
+    try:
+        return seat(reservations.engine("policy", 0))[0]
+    except NoRoomError:
+        return None
+
+
+@on(2)
 def test_a_folder_that_a_node_does_not_see_is_refused_before_the_start(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"model.path: found '{tmp_path}, which node .* does not see'"):
         views(nodes_up(), tmp_path, [tmp_path / "config.json"])
