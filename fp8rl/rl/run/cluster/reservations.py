@@ -33,6 +33,7 @@ from fp8rl.trainer.config import ActorPlacement
 _RESERVE_SECONDS = 10
 """Seconds in which Ray has to reserve what nodes have reported as free."""
 _MOVE_SECONDS = 1
+"""Seconds in which Ray has to say where an engine's group is."""
 _ROOM_SECONDS = 60.0
 """Seconds for which a run that was lost with a node waits for room on other nodes."""
 _AGAIN_SECONDS = 1.0
@@ -130,7 +131,7 @@ class Reservations:
         if self._spans and (interface := self._views[seat.node.id].interface) is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
         strategy = PlacementGroupSchedulingStrategy(seat.group, placement_group_bundle_index=seat.bundle)
-        options = {"num_gpus": seat.gpus if seat.node.has_gpus else 0.0, "scheduling_strategy": strategy}
+        options = {"num_gpus": seat.gpus, "scheduling_strategy": strategy}
         return ActorPlacement(seat.node.address if self._spans else LOOPBACK, environment, options)
 
     def _look_at(self, nodes: Iterable[Node]) -> None:
@@ -164,7 +165,7 @@ class Reservations:
                 expected=f"at most the {room} free GPU{'s' * (room != 1)} of {listed(able)}, one for each",
                 remedy="Lower trainer.tp, trainer.pp, trainer.dp or trainer.cp, or wait for GPUs that others use.",
             )
-        # With shared memory both sides are on one node; otherwise the trainer leaves the engines' nodes to engines.
+        # Sides that share memory need one node. Others part: ranks leave the engines' nodes to engines if they can.
         shares_memory = self._experiment.sync.transport == "tensor"
         better = [node for node in able if (node in of_engines) is shares_memory]
         if sum(node.room for node in better) >= count:
@@ -173,10 +174,9 @@ class Reservations:
         if pack and count <= able[0].room == max(node.room for node in able):
             able = able[:1]
         among = {"ray.io/node-id": f"in({','.join(node.id for node in able)})"}
-        group = _reserved([able[0].bundle(1)] * count, [among] * count, "PACK" if pack else "SPREAD")
-        seats = [_Seat(node, group, bundle, _PART) for bundle, node in enumerate(_nodes_of(group, up))]
+        seats = _reserve(up, count, able[0].bundle(1), among, "PACK" if pack else "SPREAD")
         for seat in seats:
-            seat.node.room -= 1
+            seat.gpus = min(seat.gpus, _PART)
         return sorted(seats, key=lambda seat: up.index(seat.node))
 
     def _place_engine(self, index: int, up: Sequence[Node], able: Sequence[Node]) -> _Seat:
@@ -202,13 +202,10 @@ class Reservations:
                     remedy="Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or "
                     "remove rollout.sleep.",
                 )
-            # Ray packs within a group only. Beside the ranks it packs by a preference for the node of the last of them.
-            # Without a preference it takes the emptiest node, which spreads engines.
+            # Ray packs or spreads the bundles of one group. To pack an engine beside the ranks it is told to prefer the
+            # node of the last of them. Without a preference it takes the emptiest node, which spreads engines.
             near = self._ranks[-1].node.id if experiment.cluster.placement == "pack" else None
-            group = _reserved([able[0].bundle(width) | resources], [labels], "STRICT_PACK", near)
-            (node,) = _nodes_of(group, up)
-            node.room -= width
-            return _Seat(node, group, 0, width)
+            return _reserve(up, 1, able[0].bundle(width) | resources, labels, "STRICT_PACK", near)[0]
         ranks = [seat for seat in self._ranks if seat.node in able]
         sharing = sum(seat in self._ranks for seat in self._engines[0 if of_policy else policys :])
         if width == 1 and not sync.engines_own_gpus and sharing < len(ranks):
@@ -237,20 +234,35 @@ class Reservations:
         return nodes[0]
 
 
-def _reserved(
-    bundles: list[dict[str, float]], labels: list[dict[str, str]], strategy: str, near: str | None = None
-) -> PlacementGroup:
-    """Reserve bundles on nodes with these labels. near: the node that Ray prefers. Raises NoRoomError."""
-    group = placement_group(bundles, strategy, bundle_label_selector=labels, _soft_target_node_id=near)
-    if not group.wait(_RESERVE_SECONDS):
+def _reserve(
+    up: Sequence[Node],
+    count: int,
+    bundle: dict[str, float],
+    labels: dict[str, str],
+    strategy: str,
+    near: str | None = None,
+) -> list[_Seat]:
+    """Reserve `count` bundles on nodes with these labels, and return a seat in each, which takes all its GPUs. Raises
+    NoRoomError. near: the node that Ray prefers."""
+    group = placement_group(
+        [bundle] * count, strategy, bundle_label_selector=[labels] * count, _soft_target_node_id=near
+    )
+    gpus = bundle.get("GPU", 0.0)
+    try:
+        if not group.wait(_RESERVE_SECONDS):
+            raise NoRoomError(f"found no room for {count} x {bundle}, which nodes had; has another run just taken it?")
+        seats = [_Seat(node, group, index, gpus) for index, node in enumerate(_nodes_of(group, up))]
+    except NoRoomError:
         remove_placement_group(group)
-        raise NoRoomError(f"found no room for {bundles} within {_RESERVE_SECONDS} s; has another run just taken it?")
-    return group
+        raise
+    for seat in seats:  # Ray's own figures are late by some milliseconds
+        seat.node.room -= gpus
+    return seats
 
 
 def _nodes_of(group: PlacementGroup, up: Sequence[Node]) -> list[Node]:
     """Return the node that Ray has chosen for each bundle. Raises NoRoomError: one has come or left just now."""
     chosen, by_id = placement_group_table(group)["bundles_to_node_id"], {node.id: node for node in up}
     if missing := set(chosen.values()) - by_id.keys():
-        raise NoRoomError(f"found {missing} among its nodes, expected a node that is up")
+        raise NoRoomError(f"found {missing} among its nodes, expected nodes that are up")
     return [by_id[chosen[bundle]] for bundle in sorted(chosen)]

@@ -35,15 +35,13 @@ def gpus_of_header(text: str) -> int:
 
 
 def check_on(spec: Experiment, shape: Shape, kind: str | None, gpus: int) -> None:
-    """Check the rules, and that the GPUs are enough: one for each rank; an engine may share one with the first rank
-    that has none yet, if it has one rank and shares memory or a disk with the trainer."""
+    """The rules, and whether the GPUs are enough: one for each rank, which an engine of one rank may share."""
     check_target(spec, shape, on(kind))
-    ranks, sync, widths = spec.trainer.world_size, spec.sync, spec.engine_ranks
-    free = gpus - ranks
-    apart = sync.engines_own_gpus or max(widths, default=1) > 1
-    assert not gpus or free >= (sum(widths) if apart else max(0, len(widths) - ranks))
-    assert sync.transport != "tensor" or not widths or gpus <= GPUS_PER_NODE
-    assert not (spec.rollout.sleep and free)
+    left, widths = gpus - spec.trainer.world_size, spec.engine_ranks
+    apart = spec.sync.engines_own_gpus or max(widths, default=1) > 1
+    assert not gpus or left >= (sum(widths) if apart else max(0, len(widths) - spec.trainer.world_size))
+    assert gpus <= GPUS_PER_NODE or not widths or spec.sync.transport != "tensor"
+    assert not gpus or not left or not spec.rollout.sleep
 
 
 @pytest.mark.slow

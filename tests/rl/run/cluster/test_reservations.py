@@ -47,7 +47,10 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def on(*gpus: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("cluster", [gpus], indirect=True, ids=[f"GPUs {gpus}"])
+    return pytest.mark.parametrize("cluster", [gpus], indirect=True)
+
+
+GPUS, CPUS = (2, 4), (0, 0)
 
 
 def spec(ranks: int = 1, engines: int = 1, tp: int = 1, **sections: Any) -> Experiment:
@@ -95,106 +98,83 @@ def placed_as(reservations: Reservations, experiment: Experiment) -> str:
     return " ".join(["".join(node for node, *_ in ranks), *placed])
 
 
-@on(2, 4)
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("cluster", "settings", "expected"),
     [
         # A GPU for each, of the node with the most; where none is left, engines share the trainer's.
-        ({}, "b b"),
-        ({"ranks": 3, "engines": 3}, "bbb b b0 b1"),
-        ({"ranks": 3, "engines": 2, **DISTRIBUTED}, "bbb b a"),
-        ({"ranks": 5, **DISTRIBUTED}, "abbbb a"),
+        (GPUS, {}, "b b"),
+        (GPUS, {"ranks": 3, "engines": 3}, "bbb b b0 b1"),
+        (GPUS, {"ranks": 3, "engines": 2, **DISTRIBUTED}, "bbb b a"),
+        (GPUS, {"ranks": 5, **DISTRIBUTED}, "abbbb a"),
+        (GPUS, {"ranks": 2, "engines": 2, **DISTRIBUTED, **SPREAD}, "ab b b"),
         # An engine of two ranks takes two GPUs of one node.
-        ({"engines": 2, "tp": 2, **DISTRIBUTED, **NATIVE}, "b b a"),
-        # The second node by its three kinds of names. The trainer leaves the engines' nodes to them.
-        ({**DISTRIBUTED, "cluster": {"engine_nodes": "far"}}, "a b"),
-        ({**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
-        ({**DISTRIBUTED, "cluster": {"engine_nodes": "far", "trainer_nodes": "side=right"}}, "b b"),
-        ({"cluster": {"engine_nodes": "side=right"}}, "b b"),
-        ({"ranks": 2, "engines": 2, **DISTRIBUTED, **SPREAD}, "ab b b"),
+        (GPUS, {"engines": 2, "tp": 2, **DISTRIBUTED, **NATIVE}, "b b a"),
+        # The second node by its kinds of names. The trainer leaves the engines' nodes to them.
+        (GPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "far"}}, "a b"),
+        (GPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "far", "trainer_nodes": "side=right"}}, "b b"),
+        (GPUS, {"cluster": {"engine_nodes": "side=right"}}, "b b"),
         # Sleeping engines and those with the trainer's base share its GPU.
-        ({"ranks": 4, "rollout": {"sleep": True}}, "bbbb b0"),
-        (BASE, "b b0"),
+        (GPUS, {"ranks": 4, "rollout": {"sleep": True}}, "bbbb b0"),
+        (GPUS, BASE, "b b0"),
         # A teacher's engines are placed behind the policy's and need not be on the trainer's node.
-        ({"ranks": 3, **TAUGHT}, "bbb b a a"),
-        ({"ranks": 4, **TAUGHT, "teacher": {"path": "/t", "engines": 4}}, "bbbb b0 a a b3 b2"),
-        ({"algorithm": {"name": "sft"}, "eval": {"problems": 0}, "ranks": 2}, "bb"),
+        (GPUS, {"ranks": 3, **TAUGHT}, "bbb b a a"),
+        (GPUS, {"ranks": 4, **TAUGHT, "teacher": {"path": "/t", "engines": 4}}, "bbbb b0 a a b3 b2"),
+        (GPUS, {"algorithm": {"name": "sft"}, "eval": {"problems": 0}, "ranks": 2}, "bb"),
+        # CPUs: any number fits anywhere, the driver's node is the first choice.
+        (CPUS, {"ranks": 2, "engines": 3}, "aa a a a"),
+        (CPUS, {"rollout": {"sleep": True}, **BASE}, "a a"),
+        (CPUS, {**DISTRIBUTED, "cluster": {"trainer_nodes": "far"}}, "b a"),
+        (CPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
     ],
+    indirect=["cluster"],
 )
-def test_ray_places_ranks_and_engines(
-    cluster: Cluster, tmp_path: Path, settings: dict[str, Any], expected: str
-) -> None:
+def test_ray_places_ranks_and_engines(cluster: object, tmp_path: Path, settings: Any, expected: str) -> None:
     run = spec(**settings)
     with reserved(run, tmp_path) as reservations:
         assert placed_as(reservations, run) == expected
 
 
-@on(2, 4)
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("cluster", "settings", "message"),
     [
-        ({"ranks": 7}, r"trainer: found 'tp \* pp \* dp \* cp = 7 ranks', expected at most the 6 free GPUs of"),
+        (GPUS, {"ranks": 7}, r"trainer: found 'tp \* pp \* dp \* cp = 7 ranks', expected at most the 6 free GPUs of"),
+        (GPUS, {"ranks": 2, "engines": 6}, "rollout.engines: found 6, expected at most 4, .* have GPUs: 1 for each"),
+        (GPUS, {"ranks": 6, **DISTRIBUTED}, r"engines: found 1, expected at most 0.*: none that the trainer uses\)"),
+        (GPUS, {"ranks": 2, **DISTRIBUTED, **NATIVE, "tp": 4}, "engines: found 1, expected .* have GPUs: 4 for each"),
         (
-            {"ranks": 2, "engines": 6},
-            "rollout.engines: found 6, expected at most 4, for which .* have GPUs: 1 for each",
-        ),
-        ({"ranks": 6, **DISTRIBUTED}, r"rollout.engines: found 1, expected at most 0.*: none that the trainer uses\)"),
-        ({"ranks": 2, **DISTRIBUTED, **NATIVE, "tp": 4}, "rollout.engines: found 1, .* have GPUs: 4 for each"),
-        ({"ranks": 5}, "sync.transport: found 'tensor, with the trainer on .* and engines on .*, expected all on one"),
-        ({"tp": 2}, "rollout.tp: found '2 with numerics.mode=exact on GPUs', expected 1 there"),
-        (
-            {"cluster": {"engine_nodes": "h200"}},
-            "engine_nodes: found 'h200', expected the address, .*, far, side=right",
-        ),
-        ({"rollout": {"sleep": True}}, "rollout.sleep: found 'true with an engine on a GPU of its own'"),
-        (
+            GPUS,
             {"ranks": 6, **TAUGHT, **DISK, "engines": 7},
-            r"rollout.engines \+ teacher.engines: found 9, expected at most 6",
+            r"engines \+ teacher.engines: found 9, expected at most 6",
         ),
+        (
+            GPUS,
+            {"ranks": 5},
+            "sync.transport: found 'tensor, with the trainer on .* engines on .*, expected all on one",
+        ),
+        (GPUS, {"rollout": {"sleep": True}}, "rollout.sleep: found 'true with an engine on a GPU of its own'"),
+        (
+            GPUS,
+            {"cluster": {"engine_nodes": "x"}},
+            "engine_nodes: found 'x', expected the address, .*, far, side=right",
+        ),
+        (GPUS, {"tp": 2}, "rollout.tp: found '2 with numerics.mode=exact on GPUs', expected 1 there"),
+        (CPUS, {"tp": 2, **NATIVE}, "rollout.tp: found '2 with numerics.mode=native on CPUs', expected 1 there"),
+        (CPUS, {**TAUGHT, "teacher": {"path": "/t", "tp": 2}, **NATIVE}, "teacher.tp: found '2 with numerics.mode=nat"),
     ],
+    indirect=["cluster"],
 )
-def test_what_does_not_fit_is_refused_by_name(
-    cluster: Cluster, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_fit_is_refused_by_name(cluster: object, tmp_path: Path, settings: Any, message: str) -> None:
     free = [node.room for node in nodes_up()]
     with pytest.raises(UserError, match=message):
         Reservations(spec(**settings), tmp_path)
     assert wait_until(lambda: [node.room for node in nodes_up()] == free, 10), "nothing stays reserved"
 
 
-@on(0, 0)
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"ranks": 2, "engines": 3}, "aa a a a"),
-        ({"ranks": 2, "rollout": {"sleep": True}}, "aa a"),
-        ({"ranks": 2, **BASE}, "aa a"),
-        ({**DISTRIBUTED, "cluster": {"trainer_nodes": "far"}}, "b b"),
-        ({**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
-    ],
-)
-def test_any_number_fits_on_cpus_and_the_drivers_node_is_the_first_choice(
-    cluster: Cluster, tmp_path: Path, settings: dict[str, Any], expected: str
-) -> None:
-    run = spec(**settings)
-    with reserved(run, tmp_path) as reservations:
-        assert placed_as(reservations, run) == expected
-
-
-@on(0, 0)
-def test_a_run_is_spread_over_cpus(cluster: Cluster, tmp_path: Path) -> None:
+@on(*CPUS)
+def test_a_run_is_spread_over_cpus(cluster: object, tmp_path: Path) -> None:
     run = spec(ranks=2, engines=4, **DISK, **SPREAD)
     with reserved(run, tmp_path) as reservations:
-        ranks, *engines = placed_as(reservations, run).split()
-        assert ranks == "ab" and sorted(engines) == ["a", "a", "b", "b"]
-
-
-@on(0, 0)
-def test_an_engine_of_several_ranks_is_refused_on_cpus_in_native_mode(cluster: Cluster, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="rollout.tp: found '2 with numerics.mode=native on CPUs', expected"):
-        Reservations(spec(tp=2, **NATIVE), tmp_path)
-    with pytest.raises(UserError, match="teacher.tp: found '2 with numerics.mode=native on CPUs'"):
-        Reservations(spec(**TAUGHT | {"teacher": {"path": "/t", "tp": 2}, **NATIVE}), tmp_path)
+        assert sorted(placed_as(reservations, run).split()) == ["a", "a", "ab", "b", "b"]
 
 
 class Looker:
@@ -212,31 +192,24 @@ def sees(placements: Sequence[ActorPlacement]) -> list[Any]:
 
 
 @on(2)
-def test_an_engine_shares_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster, tmp_path: Path) -> None:
+def test_engines_share_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster, tmp_path: Path) -> None:
     here = nodes_up()[0].id
-    with reserved(spec(engines=2), tmp_path) as reservations:
-        given = [*reservations.trainer(), reservations.engine("policy", 0), reservations.engine("policy", 1)]
-        (node, (rank,), *rest), (_, (own,), *of_own), (_, (shared,), *of_shared) = sees(given)
+    with reserved(spec(engines=2, **TAUGHT | {"teacher": {"path": "/t"}}), tmp_path) as run:
+        given = [*run.trainer(), run.engine("policy", 0), run.engine("policy", 1), run.engine("teacher", 0)]
+        (node, (rank,), *rest), (_, (own,), *of_own), *sharing = sees(given)
         assert node == here and rest == [str(rank), None], "a rank sees its GPU alone, and is on loopback"
-        assert own != rank and shared == rank
-        assert of_own == of_shared == [None, None], "engines map the trainer's GPU, so that they see all"
+        assert own != rank and of_own == [None, None], "an engine maps the trainer's GPU, so that it sees all"
+        assert sharing == [(here, [rank], None, None)] * 2
         assert {placement.host for placement in given} == {"127.0.0.1"}
         assert nodes_up()[0].room == 0
         with pytest.raises(UserError, match="at most the 0 free GPUs"):
             Reservations(spec(), tmp_path)
 
 
-@on(2)
-def test_three_processes_share_one_gpu(cluster: Cluster, tmp_path: Path) -> None:
-    both = spec(**TAUGHT | {"teacher": {"path": "/t"}})
-    with reserved(spec(algorithm={"name": "sft"}, eval={"problems": 0}), tmp_path), reserved(both, tmp_path) as run:
-        found = sees([*run.trainer(), run.engine("policy", 0), run.engine("teacher", 0)])
-        assert len({gpu for _, (gpu,), *_ in found}) == 1
-
-
 @on(3)
 def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations_module, "_ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(reservations_module, "_MOVE_SECONDS", 5)
     leaves = cluster.add_node(num_cpus=1, num_gpus=6, resources={"far": 1})
     here, far = nodes_up()
 
@@ -258,25 +231,17 @@ def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeyp
         whole.close()
         with pytest.raises(NoRoomError, match=r"the run was lost, .*cluster.trainer_nodes: found 'far'"):
             Reservations(whole._experiment, tmp_path, again=True)
-        assert wait_until(lambda: moved(free), 10) and moved(free) == "a"
+        assert seat(free.engine("policy", 0))[0] == "a"
         with pytest.raises(NoRoomError, match=r"no room .* \(cluster.engine_nodes: far\)"):
             bound.engine("policy", 0)
         cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
-        assert wait_until(lambda: moved(bound), 10) and moved(bound) == "b"
+        assert seat(bound.engine("policy", 0))[0] == "b"
         whole = Reservations(whole._experiment, tmp_path, again=True)
         ((back, *_),) = sees(whole.trainer())
         assert back not in (here.id, far.id)
     finally:
         for each in (whole, free, bound):
             each.close()
-
-
-def moved(reservations: Reservations) -> str | None:
-    """The node of the engine; None if it has none now."""
-    try:
-        return seat(reservations.engine("policy", 0))[0]
-    except NoRoomError:
-        return None
 
 
 @on(2)
