@@ -123,6 +123,7 @@ def placed_as(reservations: Reservations, experiment: Experiment) -> str:
         # CPUs: any number fits anywhere, the driver's node is the first choice.
         (CPUS, {"ranks": 2, "engines": 3}, "aa a a a"),
         (CPUS, {"rollout": {"sleep": True}, **BASE}, "a a"),
+        (CPUS, {**DISK, "cluster": {"trainer_nodes": "near", "placement": "spread"}}, "a b"),
         (CPUS, {**DISTRIBUTED, "cluster": {"trainer_nodes": "far"}}, "b a"),
         (CPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
     ],
@@ -168,13 +169,6 @@ def test_what_does_not_fit_is_refused_by_name(cluster: object, tmp_path: Path, s
     with pytest.raises(UserError, match=message):
         Reservations(spec(**settings), tmp_path)
     assert wait_until(lambda: [node.room for node in nodes_up()] == free, 10), "nothing stays reserved"
-
-
-@on(*CPUS)
-def test_a_run_is_spread_over_cpus(cluster: object, tmp_path: Path) -> None:
-    run = spec(ranks=2, engines=4, **DISK, **SPREAD)
-    with reserved(run, tmp_path) as reservations:
-        assert sorted(placed_as(reservations, run).split()) == ["a", "a", "ab", "b", "b"]
 
 
 class Looker:
