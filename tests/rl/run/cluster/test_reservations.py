@@ -60,9 +60,10 @@ def spec(ranks: int = 1, engines: int = 1, tp: int = 1, **sections: Any) -> Expe
 
 
 NATIVE: dict[str, Any] = {"numerics": {"mode": "native"}}
-DISK, DISTRIBUTED = ({"sync": {"transport": name}} for name in ("disk", "distributed"))
+DISK: dict[str, Any] = {"sync": {"transport": "disk"}}
+DISTRIBUTED: dict[str, Any] = {"sync": {"transport": "distributed"}}
 SPREAD = {"cluster": {"placement": "spread"}}
-TAUGHT = {"algorithm": {"name": "opd"}, "teacher": {"path": "/t", "engines": 2}}
+TAUGHT: dict[str, Any] = {"algorithm": {"name": "opd"}, "teacher": {"path": "/t", "engines": 2}}
 BASE = {"adapter": {"rank": 8}, "sync": {"shared_base": True}}
 
 
@@ -107,7 +108,6 @@ def placed_as(reservations: Reservations, experiment: Experiment) -> str:
         (GPUS, {"ranks": 3, "engines": 2, **DISTRIBUTED}, "bbb b a"),
         (GPUS, {"ranks": 5, **DISTRIBUTED}, "abbbb a"),
         (GPUS, {"ranks": 2, "engines": 2, **DISTRIBUTED, **SPREAD}, "ab b b"),
-        # An engine of two ranks takes two GPUs of one node.
         (GPUS, {"engines": 2, "tp": 2, **DISTRIBUTED, **NATIVE}, "b b a"),
         # The second node by its kinds of names. The trainer leaves the engines' nodes to them.
         (GPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "far"}}, "a b"),
