@@ -210,11 +210,8 @@ def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeyp
     def run(**cluster: str) -> Reservations:
         return Reservations(spec(**DISTRIBUTED, cluster=cluster), tmp_path)
 
-    whole, free, bound = (
-        run(trainer_nodes="far"),
-        run(trainer_nodes="near", placement="spread"),
-        run(engine_nodes="far"),
-    )
+    whole, bound = run(trainer_nodes="far"), run(engine_nodes="far")
+    free = run(trainer_nodes="near", engine_nodes=here.address, placement="spread")  # both nodes have this address
     engines = [each.engine("policy", 0) for each in (whole, free, bound)]
     try:
         found = sees([*whole.trainer(), *engines, *free.trainer(), *bound.trainer()])
