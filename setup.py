@@ -6,7 +6,13 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-EXAMPLES = ("arithmetic.yaml", "data/arithmetic_train.jsonl", "data/arithmetic_eval.jsonl", "models/tiny_qwen3_moe")
+EXAMPLES = (
+    "arithmetic.yaml",
+    "first",
+    "data/arithmetic_train.jsonl",
+    "data/arithmetic_eval.jsonl",
+    "models/tiny_qwen3_moe",
+)
 
 
 class WithExamples(build_py):

@@ -22,7 +22,7 @@ from fp8rl.models.families import Activations, Family, PartNames, Widths, gated_
 from fp8rl.models.families.attention import o_proj
 from fp8rl.models.families.gated_delta import CONV_BYTES, IN_FP32, STATE_BYTES
 from fp8rl.models.program import ADD_NORM, EPS, LINEAR, Host, Op, OpForm, OpSite
-from fp8rl.models.sizes import ModelSizes, SigmoidRouter, check_groups
+from fp8rl.models.sizes import ModelSizes, sigmoid_router
 from fp8rl.models.tensors import Location, TensorRow
 from fp8rl.numerics import ops
 
@@ -187,7 +187,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     kinds = {name: linear.values.get(name) or [] for name in ("kda_layers", "full_attn_layers")}
     if sorted(layer for each in kinds.values() for layer in each) != list(range(1, layers + 1)):
         raise config.refusal("linear_attn_config", kinds, f"each layer from 1 to {layers} in one of both lists")
-    check_groups(config, experts, groups, kept, top_k)
+    router = sigmoid_router(config, experts, groups, kept, top_k, 1.0)
     return ModelSizes(
         layers=layers,
         hidden_size=config.size("hidden_size"),
@@ -207,9 +207,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
         dense_layers=config.count("first_k_dense_replace"),
         shared_size=config.count("num_shared_experts") * width,
         renormalize=config.flag("moe_renormalize", default=True),
-        sigmoid_router=SigmoidRouter(
-            groups=groups, kept_groups=kept, factor=config.number("routed_scaling_factor", default=1.0)
-        ),
+        sigmoid_router=router,
         head_norms=None,
         own=(
             latent.Latent(

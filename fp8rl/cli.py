@@ -38,18 +38,14 @@ class Commands(typer.core.TyperGroup):
     """The group of all commands. It expands `~` in arguments, because shells do not in quotes or after `=`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, [_at_home(arg) for arg in args])
+        parts = (arg.split("=", 1) if arg.startswith("--") else [arg] for arg in args)
+        return super().parse_args(ctx, ["=".join(map(at_home, part)) for part in parts])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (now := REPLACED.get(args[0])) is not None:
             say_error(f"`fp8rl {args[0]}` is now `fp8rl {now}`; the next release drops the old name")
             args = [*now.split(), *args[1:]]
         return super().resolve_command(ctx, args)
-
-
-def _at_home(argument: str) -> str:
-    option, equals, value = argument.partition("=")
-    return f"{option}{equals}{at_home(value)}" if argument.startswith("--") and equals else at_home(argument)
 
 
 app = typer.Typer(

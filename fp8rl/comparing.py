@@ -66,19 +66,16 @@ def listed(runs: Sequence[Run]) -> Listing:
     rows = []
     for run in runs:
         try:
-            rows.append(_line(run))
+            metrics = run.metrics
+            done = metrics[-1]["step"] if metrics else 0
+            names = ("rollout/reward_mean", "eval/accuracy", ABS_DIFF_MAX)
+            numbers = [next((row[name] for row in reversed(metrics) if name in row), None) for name in names]
+            numbers.append(summarize(metrics).step_seconds)
+            ended = run.stopped or ("" if run.model is None else "well")
+            rows.append([run.name, ended, f"{done}/{run.spec.run.steps}", *map(_brief, numbers)])
         except UserError as error:
             rows.append([run.name, f"cannot be read: {str(error).splitlines()[0]}", *[""] * 5])
     return Listing("", ["run", "ended", "steps", "reward", "held-out", "max abs d", "s / step"], rows, 2)
-
-
-def _line(run: Run) -> list[str]:
-    metrics = run.metrics
-    done = metrics[-1]["step"] if metrics else 0
-    numbers = [_last(metrics, name) for name in ("rollout/reward_mean", "eval/accuracy", ABS_DIFF_MAX)]
-    ended = run.stopped or ("" if run.model is None else "well")
-    numbers.append(summarize(metrics).step_seconds)
-    return [run.name, ended, f"{done}/{run.spec.run.steps}", *map(_brief, numbers)]
 
 
 def specs_compared(one: Run, other: Run) -> Listing:
@@ -139,10 +136,6 @@ def _at_the_end(rows: Sequence[Row], name: str, steps: Sequence[int]) -> float |
     values = [row[name] for row in rows if name in row and row["step"] in wanted]
     values = values[-1:] if name.startswith("eval/") else values[-LAST:]
     return fmean(values) if values else None
-
-
-def _last(rows: Sequence[Row], name: str) -> float | None:
-    return next((row[name] for row in reversed(rows) if name in row), None)
 
 
 def _brief(value: float | None) -> str:

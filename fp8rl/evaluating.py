@@ -47,8 +47,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
     sets: paths of data files, or entries of `eval.sets` in YAML. They replace the run's own sets; all their problems
     are asked. overrides: keys of the spec, as in training.
 
-    Raises:
-        UserError: there is no such model, no evaluation set, or a key or value is wrong.
+    Raises UserError: there is no such model, no evaluation set, or a key or value is wrong.
     """
     _check_keys(subject, overrides)
     served = read_served(subject, "exact", "fp8_block_pow2", architecture_of(overrides))

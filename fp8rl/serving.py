@@ -78,8 +78,7 @@ def serve(
 
     say: prints which kernels are compiled first. port: None takes a free port. api_key: None makes a new key.
 
-    Raises:
-        UserError, EngineError: see `SGLangServer.start`. HandshakeError: the engine computes in other numerics.
+    Raises UserError, EngineError: see `SGLangServer.start`. HandshakeError: the engine computes in other numerics.
     """
     experiment, spec = served.experiment, served.numerics.rollout_spec
     config = experiment.rollout.model_copy(update={"port": port})
@@ -123,8 +122,7 @@ def convert_model(
 
     architecture: a user's file with the model's architecture. note: prints remarks on unusual weights.
 
-    Raises:
-        UserError: the model, the preset or the adapter cannot be used, or `out` exists.
+    Raises UserError: the model, the preset or the adapter cannot be used, or `out` exists.
     """
     spec, model = QuantSpec.preset(preset), model_given(model, architecture, "MODEL")
     definition = read_model(model, "MODEL")
@@ -172,8 +170,7 @@ def give_adapter(
     definition: the model with its adapters. base: digests of the weights, quantized by the spec, with which the engine
         was started as version 0.
 
-    Raises:
-        SyncError: the engine holds other tensors, and does not generate.
+    Raises SyncError: the engine holds other tensors, and does not generate.
     """
     config = definition.adapter
     assert config is not None, "a model without adapters"

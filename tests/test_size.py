@@ -6,13 +6,13 @@ from tests.support.paths import ROOT
 
 LINES = {
     "numerics": 10_747,
-    "models": 5_519,
-    "trainer": 8_825,
-    "rollout": 8_120,
+    "models": 5_405,
+    "trainer": 8_552,
+    "rollout": 8_035,
     "weight_sync": 1_437,
-    "rl": 13_956,
+    "rl": 13_503,
     "diagnose": 4_225,
-    "cli": 1_825,
+    "cli": 1_759,
     "tests": 41_738,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
@@ -20,7 +20,7 @@ LINES = {
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 63_163
+WORDS = 63_144
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""

@@ -82,8 +82,7 @@ def refuse_given(context: typer.Context, names: Sequence[str], beside: str) -> N
 
     names: the command's parameters for these options. beside: the other argument, in words.
 
-    Raises:
-        UserError: such options were given; the message names them.
+    Raises UserError: such options were given; the message names them.
     """
     options = {each.name: each.opts[0] for each in context.command.params}
     given = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]

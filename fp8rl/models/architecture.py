@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import fp8rl.models.architectures as ours
 from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.families import FIRST_OPS, LAST_OPS, Family, families_of_layer, first_tensors, last_tensors
+from fp8rl.models.families import FIRST_OPS, LAST_OPS, Family, first_tensors, last_tensors
 from fp8rl.models.multimodal import Multimodal
 from fp8rl.models.program import Forward
 from fp8rl.models.shape import Shape
@@ -64,19 +65,6 @@ class Architecture:
         """The module kinds that a quantization spec can name; kinds that one matrix product fuses share a tuple."""
         return tuple(kinds for family in self.families for kinds in family.kinds)
 
-    def tensors(self, sizes: ModelSizes) -> Iterator[TensorRow]:
-        """Yield the rows of a model of these sizes, in the order of its forward."""
-        yield from first_tensors(sizes)
-        for layer in range(sizes.layers):
-            for family in families_of_layer(self.families, sizes, layer):
-                yield from family.tensors(sizes, layer)
-        yield from last_tensors(sizes)
-
-    def forward(self, sizes: ModelSizes) -> Forward:
-        """Return the ops of a model of these sizes."""
-        layers = (families_of_layer(self.families, sizes, layer) for layer in range(sizes.layers))
-        return Forward(FIRST_OPS, tuple(sum((f.ops(sizes) for f in families), ()) for families in layers), LAST_OPS)
-
 
 @dataclass(frozen=True)
 class Model:
@@ -97,14 +85,24 @@ class Model:
         return Shape(self.sizes, self.architecture.families, adapters)
 
     @functools.cached_property
+    def families(self) -> list[list[Family]]:
+        """The families of ops of each layer, in the order of its forward pass."""
+        sizes, known = self.sizes, self.architecture.families
+        return [[family for family in known if family.within(sizes, layer)] for layer in range(sizes.layers)]
+
+    @functools.cached_property
     def tensors(self) -> TensorTable:
-        rows = list(self.architecture.tensors(self.sizes))
+        """The rows of the model and its adapters, in the order of its forward."""
+        sizes = self.sizes
+        layers = (family.tensors(sizes, layer) for layer, found in enumerate(self.families) for family in found)
+        rows = [*first_tensors(sizes), *chain.from_iterable(layers), *last_tensors(sizes)]
         adapters = adapter_rows(rows, self.adapter) if self.adapter else ()
-        return TensorTable((*rows, *adapters), self.sizes.kv_heads // self.sizes.joined)
+        return TensorTable((*rows, *adapters), sizes.kv_heads // sizes.joined)
 
     @functools.cached_property
     def forward(self) -> Forward:
-        return self.architecture.forward(self.sizes)
+        ops = (tuple(op for family in found for op in family.ops(self.sizes)) for found in self.families)
+        return Forward(FIRST_OPS, tuple(ops), LAST_OPS)
 
     def adapted(self, adapter: AdapterSection | None) -> Model:
         """Return the model with these adapters. Raises UserError, as :func:`models.adapters.check_adapter` does, if the
@@ -153,8 +151,7 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
 
     served: the directory is for an engine, so its weights may be quantized.
 
-    Raises:
-        UserError: no readable config, an unknown architecture, or a variant that is not supported.
+    Raises UserError: no readable config, an unknown architecture, or a variant that is not supported.
     """
     return model_of(ConfigFile.read(Path(path), key), served=served)
 
@@ -188,14 +185,9 @@ def model_of(config: ConfigFile, *, served: bool = False) -> Model:
     return Model(architecture, sizes)
 
 
-def multimodal_of(path: Path, key: str = "model.path") -> Multimodal | None:
-    """Return how a directory's checkpoint holds its text model together with an image encoder; None: it has none."""
-    return read_model(path, key, served=True).multimodal
-
-
-def text_config(path: Path, key: str = "model.path") -> dict[str, Any]:
+def text_config(path: Path) -> dict[str, Any]:
     """Return the config.json of a directory's text model, as a checkpoint without an image encoder would have it."""
-    config, model = ConfigFile.read(path, key), read_model(path, key, served=True)
+    config, model = ConfigFile.read(path, "model.path"), read_model(path, served=True)
     if (multimodal := model.multimodal) is None:
         return config.values
     alone = {"architectures": [model.architecture.name], "model_type": model.architecture.model_type}
@@ -209,9 +201,8 @@ def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | No
     adapter: the adapters that are trained in place of the weights. The shape does not depend on whether the weights are
     quantized. Draft layers (multi-token prediction) are not counted.
 
-    Raises:
-        UserError: no readable config, an unknown architecture, a value that is missing or wrong, or an adapter that the
-            model cannot have.
+    Raises UserError: no readable config, an unknown architecture, a value that is missing or wrong, or an adapter that
+    the model cannot have.
     """
     return read_model(path, key, served=True).adapted(adapter).shape
 

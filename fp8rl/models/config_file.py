@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,18 +122,15 @@ class ConfigFile:
         kinds = self._values.get("layer_types")
         if kinds is not None and not (isinstance(kinds, list) and all(kind in layers for kind in kinds)):
             raise self._variant("layer_types", kinds, f"{' or '.join(map(repr, layers))} in every layer")
-        for name in () if scaled else _ROPE_PLACES:
-            self._refuse_scaled_rope(name, rotary_part, mrope)
-
-    def _refuse_scaled_rope(self, name: str, rotary_part: bool, mrope: bool) -> None:
-        rope = self._rope(name)
         plain = {"rope_type": "default", "type": "default"} | ({} if rotary_part else {"partial_rotary_factor": 1})
-        for key, expected in plain.items():
-            if rope.get(key) is not None and rope[key] != expected:
-                raise self._variant(f"{name}.{key}", rope[key], repr(expected))
-        for key in rope.keys() - _ROPE_KEYS - (_MROPE_KEYS if mrope else set()):
-            if rope[key] is not None:
-                raise self._variant(f"{name}.{key}", rope[key], "no such key: plain rotary embeddings")
+        for name in () if scaled else _ROPE_PLACES:
+            rope = self._rope(name)
+            for key, value in plain.items():
+                if rope.get(key) is not None and rope[key] != value:
+                    raise self._variant(f"{name}.{key}", rope[key], repr(value))
+            for key in rope.keys() - _ROPE_KEYS - (_MROPE_KEYS if mrope else set()):
+                if rope[key] is not None:
+                    raise self._variant(f"{name}.{key}", rope[key], "no such key: plain rotary embeddings")
 
     def _rope(self, name: str) -> dict[str, Any]:
         """Return the description of the rotation under the key `name`; an empty one if it is null or missing."""
@@ -167,16 +164,12 @@ class ConfigFile:
         def number(key: str, default: float | None = None) -> float:
             return self._positive(f"{name}.{key}", rope.get(key, default))
 
-        return self._llama3(name, number) if known == "llama3" else self._yarn(name, rope, number)
-
-    def _llama3(self, name: str, number: Callable[..., float]) -> Llama3:
-        low, high = number("low_freq_factor"), number("high_freq_factor")
-        if low >= high:
-            raise self._variant(f"{name}.low_freq_factor", low, f"less than high_freq_factor = {high:g}")
-        original = int(number("original_max_position_embeddings"))
-        return Llama3(factor=number("factor"), original=original, low=low, high=high)
-
-    def _yarn(self, name: str, rope: Mapping[str, Any], number: Callable[..., float]) -> Yarn:
+        if known == "llama3":
+            low, high = number("low_freq_factor"), number("high_freq_factor")
+            if low >= high:
+                raise self._variant(f"{name}.low_freq_factor", low, f"less than high_freq_factor = {high:g}")
+            original = int(number("original_max_position_embeddings"))
+            return Llama3(factor=number("factor"), original=original, low=low, high=high)
         if rope.get("truncate", True) is not True:
             raise self._variant(f"{name}.truncate", rope["truncate"], "true")
         mscale = number("mscale_all_dim")
@@ -215,15 +208,15 @@ class ConfigFile:
             raise self.refusal(name, found, f"one part of head_dim = {head_dim} that is an even number of channels")
         return int(size)
 
-    def leading(self, name: str, first: str, other: str, default: int) -> int:
-        """Return how many leading entries of the list `name` are `first`; all others must be `other`. Without a list
-        return the default."""
-        kinds = self._values.get(name)
+    def dense_layers(self, default: int) -> int:
+        """Return how many leading layers are dense by the list `mlp_layer_types`; all others must be sparse. Without
+        the list return the default."""
+        kinds = self._values.get("mlp_layer_types")
         if kinds is None:
             return default
-        count = kinds.count(first) if isinstance(kinds, list) else 0
-        if not isinstance(kinds, list) or kinds != [first] * count + [other] * (len(kinds) - count) or not count:
-            raise self._variant(name, kinds, f"{first!r} in the first layers and {other!r} in all others")
+        count = kinds.count("dense") if isinstance(kinds, list) else 0
+        if not isinstance(kinds, list) or kinds != ["dense"] * count + ["sparse"] * (len(kinds) - count) or not count:
+            raise self._variant("mlp_layer_types", kinds, "'dense' in the first layers and 'sparse' in all others")
         return count
 
     def interval(self, name: str, kinds: str, other: str, one: str, layers: int, default: int) -> int:

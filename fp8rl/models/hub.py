@@ -62,8 +62,7 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
 
     config_only: fetch only config.json.
 
-    Raises:
-        UserError: the hub does not give the model; the message calls the model `key`.
+    Raises UserError: the hub does not give the model; the message calls the model `key`.
     """
     check_path(path, key)
     if not is_hub_name(path):
@@ -100,8 +99,7 @@ def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
 
     Without a network, return the commit that the hub gave when it was last asked.
 
-    Raises:
-        UserError: as `model_directory` does.
+    Raises UserError: as `model_directory` does.
     """
     from huggingface_hub import HfApi
 

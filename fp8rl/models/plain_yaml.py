@@ -53,7 +53,11 @@ def parse_yaml(text: str) -> Any:
         check_yaml(text)
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(_problem(error)) from error
+        mark = getattr(error, "problem_mark", None)
+        if isinstance(error, yaml.MarkedYAMLError) and mark is not None:
+            where = f"in line {mark.line + 1}, column {mark.column + 1}"
+            raise ValueError(f"{error.problem or error.context} {where}") from error
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def write_yaml(value: Any) -> str:
@@ -128,10 +132,3 @@ def check_yaml(text: str, ours: bool = True) -> None:
             raise ValueError(f"lists and mappings nested more than {DEEPEST} deep")
         if count > MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES} values")
-
-
-def _problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
-        return " ".join(str(error).split())
-    return f"{error.problem or error.context} in line {mark.line + 1}, column {mark.column + 1}"

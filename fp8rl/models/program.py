@@ -217,17 +217,9 @@ def norm_weight(host: Host, site: OpSite, of: str = "") -> Tensor:
     return ops.one_plus(weight) if host.sizes.zero_centered_norms else weight
 
 
-def _norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
-    return (ops.rms_norm(x.contiguous(), norm_weight(host, site), host.sizes.norm_eps),)
-
-
 def _add_norm(host: Host, site: OpSite, x: Tensor, residual: Tensor | None) -> Sequence[Tensor]:
     weight, eps = norm_weight(host, site), host.sizes.norm_eps
     return (ops.rms_norm(x, weight, eps), x) if residual is None else ops.add_rms_norm(x, residual, weight, eps)
-
-
-def _norm_rows(host: Host, site: OpSite, x: Tensor, residual: Tensor | None) -> Sequence[Any]:
-    return ops.norm_rows(x, residual, norm_weight(host, site), host.sizes.norm_eps, host.spec.activation)
 
 
 EMBED = OpForm(
@@ -236,7 +228,13 @@ EMBED = OpForm(
     part="embedding",
     compute=lambda host, site, tokens: (host.embed(site, tokens),),
 )
-NORM = OpForm(name="norm", shapes="[T, H] -> [T, H]", constants=(EPS,), part="norm", compute=_norm)
+NORM = OpForm(
+    name="norm",
+    shapes="[T, H] -> [T, H]",
+    constants=(EPS,),
+    part="norm",
+    compute=lambda host, site, x: (ops.rms_norm(x.contiguous(), norm_weight(host, site), host.sizes.norm_eps),),
+)
 ADD_NORM = OpForm(
     name="add_norm",
     shapes="x, residual [T, H] -> normed, and the sum that was normed; a model's first norm has no residual",
@@ -244,7 +242,13 @@ ADD_NORM = OpForm(
     part="norm",
     compute=_add_norm,
 )
-NORM_ROWS = replace(ADD_NORM, name="norm_rows", compute=_norm_rows)
+NORM_ROWS = replace(
+    ADD_NORM,
+    name="norm_rows",
+    compute=lambda host, site, x, residual: ops.norm_rows(
+        x, residual, norm_weight(host, site), host.sizes.norm_eps, host.spec.activation
+    ),
+)
 LINEAR = OpForm(
     name="linear",
     shapes="[T, K] -> [T, N]; a router's product too, whose module is the router",

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from fp8rl.models.families import Activations, Family, families_of_layer, first_tensors, last_tensors
+from fp8rl.models.families import Activations, Family, first_tensors, last_tensors
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.spec import QuantSpec
@@ -162,7 +162,7 @@ class Shape:
         parts: set[str | None] = {None, *(family.part for family in self.families)}
         found = []
         for layer in range(self.sizes.layers):
-            within = [(f.part, f.activations(self.sizes)) for f in families_of_layer(self.families, self.sizes, layer)]
+            within = [(f.part, f.activations(self.sizes)) for f in self.families if f.within(self.sizes, layer)]
             found.append({part: total([kept for of, kept in within if part in (None, of)]) for part in parts})
         return found
 

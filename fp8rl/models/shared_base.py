@@ -56,28 +56,24 @@ def engine_parameters(
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, by_index in model.tensors.in_engine.items():
         rows = next(iter(by_index.values()))
-        if rows[0].adapts is None:
-            stacked = () if None in by_index else (len(by_index) // rank.ranks,)
-            shape, quantized = (*stacked, *_shape(rows, rank)), model.quantizes(rows[0], spec)
-            found[name] = shape, spec.weight.dtype if quantized else rows[0].served
-            if quantized:
-                found[name + SCALE_SUFFIX] = scale_shape(shape, spec.weight), scales
+        first, count, rest = rows[0], sum(map(rank.rows, rows)), list(rows[0].shape[1:])
+        if first.adapts is not None:
+            continue
+        if first.engine.padded:
+            count = -(-first.shape[0] // PADDED_TO) * PADDED_TO // rank.ranks
+        if first.engine.split == 1:
+            rest[0] //= rank.ranks
+        stacked = () if None in by_index else (len(by_index) // rank.ranks,)
+        shape, quantized = (*stacked, count, *rest), model.quantizes(first, spec)
+        found[name] = shape, spec.weight.dtype if quantized else first.served
+        if quantized:
+            found[name + SCALE_SUFFIX] = scale_shape(shape, spec.weight), scales
     return found
 
 
 def base_bytes(model: Model, spec: QuantSpec) -> int:
     """Return the size of a base in bytes."""
     return max(span.stop for span in parameter_spans(model, spec).values())
-
-
-def _shape(rows: Sequence[TensorRow], rank: EngineRank) -> tuple[int, ...]:
-    first, count = rows[0].engine, sum(rank.rows(row) for row in rows)
-    if first.padded:
-        count = -(-rows[0].shape[0] // PADDED_TO) * PADDED_TO // rank.ranks
-    rest = list(rows[0].shape[1:])
-    if first.split == 1:
-        rest[0] //= rank.ranks
-    return (count, *rest)
 
 
 class SharedBase:

@@ -135,13 +135,14 @@ class ModelSizes:
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
     """Return all arguments of ModelSizes but those for MLPs. Most architectures read them in the same way."""
+    together = max(1, FP8_BLOCK // head_dim)  # heads of 64, as in Qwen2.5-0.5B and Llama-3.2-1B, fill a block in pairs
     return {
         "layers": config.size("num_hidden_layers"),
         "hidden_size": config.size("hidden_size"),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "joined": _joined(head_dim, kv_heads),
+        "joined": 1 if FP8_BLOCK % head_dim or kv_heads % together else together,
         "rotary_dim": head_dim,
         "vocab_size": config.size("vocab_size"),
         "norm_eps": config.number("rms_norm_eps", default=1e-6),
@@ -149,12 +150,6 @@ def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -
         "max_positions": config.size("max_position_embeddings"),
         "tied": config.flag("tie_word_embeddings", default=False),
     }
-
-
-def _joined(head_dim: int, kv_heads: int) -> int:
-    """Return `ModelSizes.joined`: heads of 64, as in Qwen2.5-0.5B and Llama-3.2-1B, fill a block in pairs."""
-    count = max(1, FP8_BLOCK // head_dim)
-    return 1 if FP8_BLOCK % head_dim or kv_heads % count else count
 
 
 def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:
@@ -168,8 +163,11 @@ def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:
     return sizes
 
 
-def check_groups(config: ConfigFile, experts: int, groups: int, kept: int, top_k: int) -> None:
-    """Refuse groups that do not divide the experts, or whose kept groups have fewer experts than a token takes."""
+def sigmoid_router(
+    config: ConfigFile, experts: int, groups: int, kept: int, top_k: int, factor: float
+) -> SigmoidRouter:
+    """Return a router with sigmoids. Refuse groups that do not divide the experts, or whose kept groups have fewer
+    experts than a token takes. factor: the default of `routed_scaling_factor`."""
     if experts % groups or (groups > 1 and experts // groups < 2):
         expected = f"a divisor of n_routed_experts = {experts} that leaves two of them or more in a group"
         raise config.refusal("n_group", groups, expected)
@@ -178,3 +176,5 @@ def check_groups(config: ConfigFile, experts: int, groups: int, kept: int, top_k
     if top_k > experts // groups * kept:
         expected = f"at most {experts // groups * kept}, the experts of topk_group = {kept} groups"
         raise config.refusal("num_experts_per_tok", top_k, expected)
+    factor = config.number("routed_scaling_factor", default=factor)
+    return SigmoidRouter(groups=groups, kept_groups=kept, factor=factor)

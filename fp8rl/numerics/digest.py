@@ -36,20 +36,14 @@ def tensor_digests(tensors: Sequence[Tensor]) -> list[str]:
     if not tensors:
         return []
     words = [_as_words(tensor) for tensor in tensors]
-    sums = _tensor_sums(chunk_sums(words).cpu(), torch.tensor([-(-its_words.numel() // CHUNK) for its_words in words]))
+    counts = torch.tensor([-(-its_words.numel() // CHUNK) for its_words in words])
+    tensor_of = torch.arange(len(counts)).repeat_interleave(counts)
+    # Each chunk has a weight of its own, so that two swapped chunks change the sums.
+    within = torch.arange(len(tensor_of)) - (counts.cumsum(0) - counts)[tensor_of]
+    weighted = chunk_sums(words).cpu() * _odd(_OF_CHUNKS + torch.stack((within, within + counts[tensor_of])))
+    sums = weighted.new_zeros(2, len(counts)).index_add_(1, tensor_of, weighted).t().tolist()
     texts = [f"{tensor.dtype}|{tuple(tensor.shape)}|{both}" for tensor, both in zip(tensors, sums, strict=True)]
     return [hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts]
-
-
-def _tensor_sums(sums: Tensor, counts: Tensor) -> list[list[int]]:
-    """Return the two sums of each tensor. sums: int64 [2, chunks of all tensors]; counts: each tensor's chunks.
-
-    Each chunk has a weight of its own, so that two swapped chunks change the sums.
-    """
-    tensor = torch.arange(len(counts)).repeat_interleave(counts)
-    within = torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor]
-    weights = _odd(_OF_CHUNKS + torch.stack((within, within + counts[tensor])))
-    return sums.new_zeros(2, len(counts)).index_add_(1, tensor, sums * weights).t().tolist()  # type: ignore[no-any-return]
 
 
 @op

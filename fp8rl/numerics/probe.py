@@ -142,12 +142,11 @@ def choose_tiles(device: torch.device | str) -> dict[str, bool]:
         return {"of 64 rows": False, "of 256 columns": False}
     from fp8rl.numerics.kernels.products import tiles
 
-    def allowed(allow: Callable[[bool], None], results: Callable[[], list[Tensor]], sizes: str) -> bool:
-        allow(False)
-        before = results()
-        allow(True)
-        equal = all(_same(a, b) for a, b in zip(before, results(), strict=True))
-        allow(equal)
+    def allowed(size: int, results: Callable[[torch.device | str], list[Tensor]], sizes: str) -> bool:
+        tiles.ALLOWED[size] = False
+        before = results(device)
+        tiles.ALLOWED[size] = True
+        tiles.ALLOWED[size] = equal = all(_same(a, b) for a, b in zip(before, results(device), strict=True))
         if not equal:
             logger.warning(
                 f"numerics: found other bits with tiles {sizes} than with tiles of 128, expected equal bits. Tiles of "
@@ -156,8 +155,8 @@ def choose_tiles(device: torch.device | str) -> dict[str, bool]:
         return equal
 
     return {
-        "of 64 rows": allowed(tiles.allow_short, lambda: _of_few_rows(device), "of 64 rows"),
-        "of 256 columns": allowed(tiles.allow_wide, lambda: _of_many_columns(device), "of 256 columns"),
+        "of 64 rows": allowed(tiles.SHORT, _of_few_rows, "of 64 rows"),
+        "of 256 columns": allowed(tiles.WIDE, _of_many_columns, "of 256 columns"),
     }
 
 

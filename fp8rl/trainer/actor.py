@@ -25,8 +25,6 @@ from fp8rl.trainer.step.objective import Objective, OffloadReport, PassResult, S
 if TYPE_CHECKING:
     from fp8rl.models.architecture import Role
 
-# Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
-_CPUS_PER_RANK = 0
 RANK_ENVIRONMENT = {
     **BOUNDED_MEMORY,
     # One thread per rank: row-invariance is only established for one, and two were slower on two cores.
@@ -132,8 +130,7 @@ class TrainerGroup:
         weight_version: number of optimizer steps of the policy.
         merges: whether adapters are merged into the weights.
 
-    Raises:
-        TrainerDiedError: from any method, when a rank's process has ended.
+    Raises TrainerDiedError: from any method, when a rank's process has ended.
     """
 
     def __init__(self, actors: list[Any], hung_after_s: float = 120.0, merges: bool = False) -> None:
@@ -148,12 +145,12 @@ class TrainerGroup:
 
         placements: where each rank runs. None: all ranks on this machine, without GPUs.
 
-        Raises:
-            UserError: the model, the layout and the sizes do not fit together.
+        Raises UserError: the model, the layout and the sizes do not fit together.
         """
         spec = replace(spec, model_path=Path(spec.model_path).absolute())
         placements = placements or [ActorPlacement()] * spec.config.world_size
-        remote = ray.remote(num_cpus=_CPUS_PER_RANK, concurrency_groups={_WATCH: 1, _WRITER: 1})(TrainerActor)
+        # Actors share the machine with the engine and mostly wait for each other: they ask Ray for no CPU of their own.
+        remote = ray.remote(num_cpus=0, concurrency_groups={_WATCH: 1, _WRITER: 1})(TrainerActor)
         actors = [
             remote.options(**placement.actor_options(RANK_ENVIRONMENT)).remote(rank, spec.config)
             for rank, placement in enumerate(placements)
@@ -161,7 +158,7 @@ class TrainerGroup:
         group = cls(actors, spec.config.hung_after_s, spec.adapter is not None and spec.adapter.mode == "merged")
         try:
             host = placements[0].host
-            port = group._one(0, "open_rendezvous", host) if spec.config.world_size > 1 else 0
+            port = group._first("open_rendezvous", host) if spec.config.world_size > 1 else 0
             group._all("start", host, port, spec)
         except BaseException:
             group.shutdown()
@@ -209,9 +206,7 @@ class TrainerGroup:
         calls = self._send("apply", "policy", "score_routed", ray.put(batch), of_reporting_ranks=True)
 
         def scored() -> Tensor:
-            return _assembled(
-                [part for part in self._get(range(len(calls)), calls) if part is not None], batch
-            ).logprobs
+            return _assembled([part for part in self._get(calls) if part is not None], batch).logprobs
 
         return scored
 
@@ -219,11 +214,6 @@ class TrainerGroup:
         """Switch every model to other numerics of the same mode, with the same weights. Raises UserError, and changes
         nothing, if the model's sizes do not fit the spec."""
         self._all("apply", None, "set_numerics", numerics)
-
-    def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Write a checkpoint, by `stage` and `write`. extra: JSON values. texts: the texts of more files, by name."""
-        self.stage(path, extra, texts or {})
-        self.write(path)
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
         """Copy the contents of a checkpoint, which `write` then writes. An earlier one must be written already."""
@@ -234,12 +224,11 @@ class TrainerGroup:
 
         The directory appears complete or not at all.
 
-        Raises:
-            OSError: the disk is full, or the bytes read back are not the bytes that were written.
+        Raises OSError: the disk is full, or the bytes read back are not the bytes that were written.
         """
         path = Path(path).absolute()
         try:
-            self._one(0, "publish", self._all("write"))
+            self._first("publish", self._all("write"))
         except BaseException:
             discard(path)
             raise
@@ -279,12 +268,13 @@ class TrainerGroup:
             ray.kill(actor)
         self._actors = []
 
-    def _one(self, rank: int, method: str, *args: Any) -> Any:
-        return self._get([rank], [getattr(self._actors[rank], method).remote(*args)])[0]
+    def _first(self, method: str, *args: Any) -> Any:
+        """Call a method of rank 0."""
+        return self._get([getattr(self._actors[0], method).remote(*args)])[0]
 
     def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         calls = self._send(method, *args, **kwargs)
-        return self._get(range(len(calls)), calls)
+        return self._get(calls)
 
     def _of_reporting(self, role: Role, method: str, *args: Any) -> list[Any]:
         return [part for part in self._all("apply", role, method, *args, of_reporting_ranks=True) if part is not None]
@@ -292,9 +282,9 @@ class TrainerGroup:
     def _send(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self._actors]
 
-    def _get(self, ranks: Sequence[int], calls: list[Any]) -> list[Any]:
-        """Return the results in order. Raise the first failure at once, without waiting for the other ranks: in a
-        collective with the failed rank they may hang for minutes."""
+    def _get(self, calls: list[Any]) -> list[Any]:
+        """Return the results in order. Call n is rank n's. Raise the first failure at once, without waiting for the
+        other ranks: in a collective with the failed rank they may hang for minutes."""
         waiting = list(calls)
         while waiting:
             done, waiting = ray.wait(waiting, timeout=_PULSE_SECONDS)
@@ -310,7 +300,7 @@ class TrainerGroup:
                 # The rank's own exception, so that callers can tell a UserError from a bug; Ray's shows where it rose.
                 raise error.cause from error
             except ray.exceptions.RayError as error:
-                raise _died(ranks[calls.index(done[0])], error) from error
+                raise _died(calls.index(done[0]), error) from error
         return ray.get(calls)
 
     def _check_alive(self) -> None:
@@ -336,15 +326,10 @@ class TrainerGroup:
 
 def _died(rank: int, error: ray.exceptions.RayError) -> TrainerDiedError:
     remedy = _FREE_MEMORY if isinstance(error, ray.exceptions.OutOfMemoryError) else ""
-    return TrainerDiedError(
-        f"trainer rank {rank}: found its process ended ({_why(error)}), expected it to answer{remedy}"
-    )
-
-
-def _why(error: ray.exceptions.RayError) -> str:
-    if isinstance(error, ray.exceptions.RayActorError):
-        return "out of memory, a signal, or its node left?"
-    return str(error).strip().splitlines()[0]  # of Ray's memory monitor, for one, which says what it found
+    why = "out of memory, a signal, or its node left?"
+    if not isinstance(error, ray.exceptions.RayActorError):  # Ray's memory monitor, for one, says what it found
+        why = str(error).strip().splitlines()[0]
+    return TrainerDiedError(f"trainer rank {rank}: found its process ended ({why}), expected it to answer{remedy}")
 
 
 def _assembled(parts: Sequence[tuple[list[int], Any]], batch: TokenBatch) -> Scored:

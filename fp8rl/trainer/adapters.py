@@ -46,8 +46,7 @@ def attach(
 
     start: initial tensors to use instead, by name.
 
-    Raises:
-        UserError: a weight needs an adapter, but its module cannot compute adapters.
+    Raises UserError: a weight needs an adapter, but its module cannot compute adapters.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(stays(name))
@@ -100,7 +99,17 @@ def _made(
     """
     stacked, shared = held.dim() == 3, config.experts == "shared"
     axis = getattr(held, "partition_dim", -1) if getattr(held, "tensor_model_parallel", False) else -1
-    adapted = [row for row in weights.rows_of(names[0]) if config.adapts(row)]
+    rows = weights.rows_of(names[0])
+    adapted = [row for row in rows if config.adapts(row)]
+    fused = None
+    if len(rows) > 1:
+
+        def number(row: TensorRow) -> Tensor:
+            return torch.full((row.shape[0], 1), adapted.index(row) if row in adapted else -1)
+
+        part = weights.part(names[0], number, 0 if axis == 0 else None).flatten()
+        places = (part >= 0).nonzero().flatten()
+        fused = Fused.of(places, part[places], len(part), len(adapted), config.rank).to(held.device)
 
     def begin(letter: str, own_axis: int, first: Callable[[TensorRow], Tensor]) -> nn.Parameter:
         split = axis == own_axis
@@ -123,23 +132,9 @@ def _made(
         begin("b", 0, lambda row: start[row.name] if start else torch.zeros(row.shape)),
         config,
         len(adapted),
-        _fused(held, names[0], weights, config, axis),
+        fused,
         halves=len(adapted) == 2 and adapted[0].megatron.layout == "rows",
     )
-
-
-def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterSection, axis: int) -> Fused | None:
-    """Return which rows of a fused weight B's rows belong to. None if one matrix is the whole weight."""
-    adapted = [row.name for row in weights.rows_of(name) if config.adapts(row)]
-
-    def number(row: TensorRow) -> Tensor:
-        return torch.full((row.shape[0], 1), adapted.index(row.name) if row.name in adapted else -1)
-
-    part = weights.part(name, number, 0 if axis == 0 else None).flatten()
-    if len(weights.rows_of(name)) == 1:
-        return None
-    rows = (part >= 0).nonzero().flatten()
-    return Fused.of(rows, part[rows], len(part), len(adapted), config.rank).to(held.device)
 
 
 @torch.no_grad()

@@ -35,13 +35,25 @@ weights that were quantized for a product since the last update. `gradients`: th
 
 def inventory(trainer: Trainer) -> list[Holding]:
     """List all tensors that this rank keeps for its model and its optimizer."""
-    found = [*of_model(trainer), *_gradients(trainer)]
-    for suffix, kind, tensor, places in _state(trainer):
+    found = list(of_model(trainer))
+    for name, parameter in trainer.model.named_parameters():
+        for matrix, weight in matrices(name, parameter) if parameter.requires_grad else ():
+            total = parameter.main_grad
+            size = weight.numel() * total.itemsize
+            found.append(Holding(matrix, "gradients", format_of(total.dtype), tuple(weight.shape), size))
+    for suffix, kind, tensor, places in optimizer_parts(trainer):
         for name, place in places:
             shape = (place.stop - place.start,) if tensor.dim() else ()
             size = math.prod(shape) * tensor.itemsize
             found.append(Holding(f"{name}{suffix}", kind, format_of(tensor.dtype), shape, size))
-    return [*found, *_padding(trainer)]
+    for index, buffer in enumerate(buffers(trainer)):
+        gradients = (each.main_grad for each in trainer.model.parameters() if each in buffer.param_to_bucket)
+        spare = buffer.grad_data.numel() - sum(gradient.numel() for gradient in gradients)
+        for part, data in (("gradients", buffer.grad_data), ("parameters", buffer.param_data)):
+            if data is not None and spare:
+                name, size = f"buffer {index} of {part}: padding", spare * data.itemsize
+                found.append(Holding(name, "rest", format_of(data.dtype), (spare,), size))
+    return found
 
 
 def of_model(model: Scorer) -> Iterator[Holding]:
@@ -81,42 +93,36 @@ class _Listener(TorchDispatchMode):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
         self.heard: list[Transfer] = []
-        self._buffers = buffer_kinds(trainer)
+        self._buffers: dict[int, Kind] = {}
+        """The kind of each of Megatron's buffers by its address."""
+        for buffer in buffers(trainer):
+            self._buffers[_storage(buffer.grad_data)] = "gradients"
+            if buffer.param_data is not None:
+                self._buffers[_storage(buffer.param_data)] = "parameters"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.heard.append(transfer(func, args, kwargs or {}, self._buffers))
+            self.heard.append(self._transfer(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-
-def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Transfer:
-    """Describe one call of a c10d operator of torch. buffers: the result of `buffer_kinds`."""
-    leaves = tree_leaves((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    kinds = [buffers[place] for tensor in tensors if (place := _storage(tensor)) in buffers]
-    # A boxed argument may be a process group, or what its ranks do with the numbers.
-    boxed = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-    groups = [value for value in boxed if value._type().qualified_name().endswith(".ProcessGroup")]
-    # Where it writes to comes first: a rank hands in the last of the tensors.
-    sent = tensors[-1] if tensors else torch.empty(0)
-    return Transfer(
-        collective=func.__name__.partition(".")[0],
-        kind=kinds[0] if kinds else "rest",
-        format=format_of(sent.dtype),
-        shape=tuple(sent.shape),
-        bytes=sent.nbytes,
-        ranks=max((dist.ProcessGroup.unbox(group).size() for group in groups), default=1),
-    )
-
-
-def buffer_kinds(trainer: Trainer) -> dict[int, Kind]:
-    """Return the kind, `parameters` or `gradients`, of each of Megatron's buffers by its address."""
-    kinds: dict[int, Kind] = {}
-    for buffer in buffers(trainer):
-        kinds[_storage(buffer.grad_data)] = "gradients"
-        if buffer.param_data is not None:
-            kinds[_storage(buffer.param_data)] = "parameters"
-    return kinds
+    def _transfer(self, func: Any, args: Any, kwargs: Any) -> Transfer:
+        """Describe one call of a c10d operator of torch."""
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        kinds = [self._buffers[place] for tensor in tensors if (place := _storage(tensor)) in self._buffers]
+        # A boxed argument may be a process group, or what its ranks do with the numbers.
+        boxed = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+        groups = [value for value in boxed if value._type().qualified_name().endswith(".ProcessGroup")]
+        # Where it writes to comes first: a rank hands in the last of the tensors.
+        sent = tensors[-1] if tensors else torch.empty(0)
+        return Transfer(
+            collective=func.__name__.partition(".")[0],
+            kind=kinds[0] if kinds else "rest",
+            format=format_of(sent.dtype),
+            shape=tuple(sent.shape),
+            bytes=sent.nbytes,
+            ranks=max((dist.ProcessGroup.unbox(group).size() for group in groups), default=1),
+        )
 
 
 def _parameters(trainer: Scorer) -> Iterator[Holding]:
@@ -129,33 +135,19 @@ def _parameters(trainer: Scorer) -> Iterator[Holding]:
             yield holding(name, "parameters", parameter.data)
 
 
-def _gradients(trainer: Trainer) -> Iterator[Holding]:
-    for name, parameter in trainer.model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        total = parameter.main_grad
-        for matrix_name, weight in matrices(name, parameter):
-            size = weight.numel() * total.itemsize
-            yield Holding(matrix_name, "gradients", format_of(total.dtype), tuple(weight.shape), size)
-
-
 def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
     """Yield (name, kind, tensor) for each weight in each tensor of this rank's optimizer.
 
     The name is the weight's name in `named_weights`, then a suffix for the tensor such as `:exp_avg`.
     """
-    for suffix, kind, tensor, places in _state(trainer):
+    for suffix, kind, tensor, places in optimizer_parts(trainer):
         for name, place in places:
             yield f"{name}{suffix}", kind, tensor[place] if tensor.dim() else tensor
 
 
-def optimizer_tensors(trainer: Trainer) -> Iterator[tuple[Kind, Tensor]]:
-    """Yield (kind, tensor) for each tensor of this rank's optimizer, also if the tensor is offloaded."""
-    return ((kind, tensor) for _, kind, tensor, _ in _state(trainer))
-
-
-def _state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str, slice]]]]:
-    """Yield (suffix, kind, tensor, the name and the slice of each weight in it) for each tensor of the optimizer."""
+def optimizer_parts(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str, slice]]]]:
+    """Yield (suffix, kind, tensor, the name and the slice of each weight in it) for each tensor of the optimizer, also
+    if it is offloaded."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         if optimizer.is_stub_optimizer:  # of a rank without such parameters
@@ -171,18 +163,6 @@ def _state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str
                     kind: Kind = "moments" if key.startswith("exp_avg") else "rest"
                     of = places if value.dim() else [(name, slice(0, 1))]
                     yield f":{key}", "masters" if key == "master_param" else kind, value, of
-
-
-def _padding(trainer: Trainer) -> Iterator[Holding]:
-    parameters = list(trainer.model.parameters())
-    for index, buffer in enumerate(buffers(trainer)):
-        members = [parameter for parameter in parameters if parameter in buffer.param_to_bucket]
-        spare = buffer.grad_data.numel() - sum(parameter.main_grad.numel() for parameter in members)
-        for part, data in (("gradients", buffer.grad_data), ("parameters", buffer.param_data)):
-            if data is not None and spare:
-                yield Holding(
-                    f"buffer {index} of {part}: padding", "rest", format_of(data.dtype), (spare,), spare * data.itemsize
-                )
 
 
 def buffers(trainer: Trainer) -> list[Any]:

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.trainer import device
 from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.offload import HostCopy
-from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_tensors
+from fp8rl.trainer.inventory import inventory, of_model
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
@@ -54,14 +53,13 @@ class Roles:
             self.models["critic"] = Critic(spec.model_path, spec.critic, *given, **trained)
 
     def offload(self) -> OffloadReport:
-        """Free memory on the device, on which engines then sample. See :func:`offload`."""
+        """Free memory on the device, on which engines then sample."""
         total = sum(
             holding.bytes
             for model in self._held()
             for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
         )
-        moved = sum(offload(model) for model in self.models.values() if isinstance(model, Trainer))
-        moved += sum(model.offload() for model in self.models.values() if isinstance(model, Reference))
+        moved = sum(model.offload() for model in self.models.values() if isinstance(model, Trainer | Reference))
         return OffloadReport(moved, total - moved)
 
     def onload(self) -> None:
@@ -123,29 +121,10 @@ class WithoutAdapter:
     def __init__(self, policy: Trainer) -> None:
         self._policy = policy
 
-    def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
-        """Score the rows of this rank, as :meth:`trainer.scorer.Scorer.score` does."""
-        with self._policy.without_adapter():
-            return self._policy.score(batch)
-
     def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored]:
         """Score the rows of this rank, as :meth:`trainer.scorer.Scorer.score_routed` does."""
-        with self._policy.without_adapter():
+        with self._policy.precision.without_adapters(self._policy.definition.adapter):
             return self._policy.score_routed(batch)
-
-
-def offload(trainer: Trainer) -> int:
-    """Move masters and moments to host memory, and drop the gradients. Return how many bytes of the device are freed.
-
-    The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
-    (`trainer.optimizer.offload`), only the gradients' bytes are freed.
-    """
-    trainer.forget_gradients()
-    here = device.current().type
-    state = (tensor for kind, tensor in optimizer_tensors(trainer) if kind in ("masters", "moments"))
-    return trainer.optimizer.host_copy.offload(
-        [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(trainer)]
-    )
 
 
 # One rank of a critic: a model that says what reward is still to come, in place of what token comes next.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.shared_base import SharedBase
-from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import NAN, give_back, placeholders
@@ -31,7 +30,6 @@ from fp8rl.trainer.step.head import Head, HeadOutput, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import Objective, RankPass, Scored
 from fp8rl.trainer.step.passes import run_pass
-from fp8rl.trainer.step.trees import form_of
 from fp8rl.trainer.weights.hf_weights import HFWeights
 
 
@@ -62,24 +60,24 @@ class Scorer:
 
         shared_base: load no weights. `adopt` must then read them from a base. Until then they are NaN, without memory.
 
-        Raises:
-            UserError: the directory, the layout or the sizes do not fit together.
+        Raises UserError: the directory, the layout or the sizes do not fit together.
         """
         self.config, self.numerics, self.layout = config, numerics, layout
         self.definition = read_model(model_path).adapted(adapter)
         sizes = self.definition.sizes
         check_layout(self.definition.shape, config, numerics.trainer_spec)
         check_rows(config, numerics.mode, device.has_transformer_engine())
-        _check_sequence_length(max_sequence_length, sizes)
+        if max_sequence_length > sizes.max_positions:
+            expected = f"at most {sizes.max_positions}, the model's {sizes.limit}"
+            remedy = "Lower rollout.context_length, or use a model with more positions."
+            raise user_error("max_sequence_length", max_sequence_length, expected, remedy)
         _check_k_splits(config, numerics)
         self.max_sequence_length = max_sequence_length
         self.cache = WeightCache()
         self.lowering = lower(numerics, device.has_transformer_engine())
-        self._precision = Precision(numerics, self.cache, sizes.layers)
+        self.precision = Precision(numerics, self.cache, sizes.layers)
         with placeholders(NAN) if shared_base else nullcontext():
-            self.model = build_model(
-                self.definition, config, self._precision, self.lowering, max_sequence_length, dtype
-            )
+            self.model = build_model(self.definition, config, self.precision, self.lowering, max_sequence_length, dtype)
         spec = numerics.spec.weight
         self.weights = HFWeights(model_path, self.definition, spec, self.cache, layout, dtype)
         self._waits = shared_base
@@ -124,7 +122,7 @@ class Scorer:
         check_layout(self.definition.shape, self.config, numerics.trainer_spec)
         _check_k_splits(self.config, numerics)
         te_runtime.switch(self.lowering, lower(numerics, self.lowering.transformer_engine), self.model.config)
-        self.numerics = self._precision.numerics = numerics
+        self.numerics = self.precision.numerics = numerics
         self.weights_changed()
 
     def _finish(self, model: GPTModel) -> None:
@@ -136,12 +134,8 @@ class Scorer:
         return self.model
 
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
-        budget, multiple = self.config.micro_batch_tokens, self.layout.tp_size * self.lowering.row_multiple
-        counting = objective is not None and self.config.router_bias_rate > 0
-        form, codes = form_of(self.config), self.numerics.kv_format.quantized
-        return run_pass(
-            self._runs, batch, self.layout, budget, multiple, objective, self._read_head, form, counting, codes
-        )
+        codes, multiple = self.numerics.kv_format.quantized, self.lowering.row_multiple
+        return run_pass(self._runs, batch, self.layout, self.config, objective, self._read_head, multiple, codes)
 
     def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
         """Return the head's output for the final hidden states of a micro-batch."""
@@ -153,13 +147,6 @@ class Scorer:
                 f"batch: found rows of {batch.width} tokens, expected at most max_sequence_length="
                 f"{self.max_sequence_length}. Start the trainer with a larger max_sequence_length"
             )
-
-
-def _check_sequence_length(wanted: int, sizes: ModelSizes) -> None:
-    if wanted > sizes.max_positions:
-        expected = f"at most {sizes.max_positions}, the model's {sizes.limit}"
-        remedy = "Lower rollout.context_length, or use a model with more positions."
-        raise user_error("max_sequence_length", wanted, expected, remedy)
 
 
 def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import START, read_adapter
-from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
@@ -30,6 +28,7 @@ from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSection, travels_in_fp8
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.optimizer import Optimizer
+from fp8rl.trainer.inventory import buffers, optimizer_parts
 from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.scorer import Scorer
@@ -55,29 +54,17 @@ class Trainer(Scorer):
         *,
         seed: int,
         total_steps: int,
-        max_sequence_length: int,
-        dtype: torch.dtype = torch.bfloat16,
         adapter: AdapterSection | None = None,
-        shared_base: bool = False,
+        **options: Any,
     ) -> None:
         """Build the model, load the weights of the Hugging Face directory `model_path`, and make the optimizer.
 
-        adapter: the adapters to train in place of the weights. shared_base: see `Scorer`.
+        adapter: the adapters to train in place of the weights. options: those of `Scorer`.
 
-        Raises:
-            UserError: the directory, the layout, the sizes or the adapter do not fit together.
+        Raises UserError: the directory, the layout, the sizes or the adapter do not fit together.
         """
         torch.manual_seed(seed)
-        super().__init__(
-            model_path,
-            config,
-            numerics,
-            layout,
-            max_sequence_length=max_sequence_length,
-            dtype=dtype,
-            adapter=adapter,
-            shared_base=shared_base,
-        )
+        super().__init__(model_path, config, numerics, layout, adapter=adapter, **options)
         if adapter is not None:
             start = read_adapter(Path(adapter.start), model_path, self.definition, START) if adapter.start else None
             attach(self.model, self.weights, self.cache, adapter, seed, self._is_trained_whole, start)
@@ -86,7 +73,13 @@ class Trainer(Scorer):
         check_training(self.definition.shape, config, numerics.trainer_spec)
         self.weight_version = 0
         self.last_sent = LastSent()
-        self._rows = self._tensors_of_parameters()
+        rows = self.weights.rows(self.model)
+        self._rows = {
+            parameter: [row for matrix, _ in matrices(name, parameter) for row in rows[matrix]]
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        """The rows of the tensor table that each trained parameter has, whole or in part."""
         experts = [p for p, rows in self._rows.items() if rows[0].expert is not None]
         self.optimizer = Optimizer(self.model, config, self.lowering, total_steps, experts, self._gathered_in_fp8)
         self._ready_norm: float | None = None
@@ -124,21 +117,11 @@ class Trainer(Scorer):
         self.weights_changed()
         return lr
 
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        """Compute without adapters inside the block."""
-        with self._precision.without_adapters(self.definition.adapter):
-            yield
-
     def train_step(self, batch: TokenBatch, objective: Objective) -> RankPass:
         """Call `forward_backward`, then `update`. For tests and benchmarks: the loop runs its gates between the two."""
         done = self.forward_backward(batch, objective)
         self.update()
         return done
-
-    def forget_gradients(self) -> None:
-        """Discard the gradients. `update` then raises RuntimeError until the next `forward_backward`."""
-        self._ready_norm = None
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield (HF name, tensor) for this rank's share of the checkpoint. See :meth:`HFWeights.share`."""
@@ -167,6 +150,20 @@ class Trainer(Scorer):
         self.weights_changed()
         return extra
 
+    def offload(self) -> int:
+        """Move masters and moments to host memory, and drop the gradients. Return how many bytes of the device are
+        freed.
+
+        The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
+        (`trainer.optimizer.offload`), only the gradients' bytes are freed.
+        """
+        self._ready_norm = None
+        here = device.current().type
+        state = (tensor for _, kind, tensor, _ in optimizer_parts(self) if kind in ("masters", "moments"))
+        return self.optimizer.host_copy.offload(
+            [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(self)]
+        )
+
     def update_survival(self) -> float | None:
         """Measure how much of merged adapters survives quantization. None without merged adapters or quantization."""
         adapter, spec = self.definition.adapter, self.numerics.trainer_spec
@@ -183,15 +180,6 @@ class Trainer(Scorer):
     def _is_trained_whole(self, name: str) -> bool:
         """Return whether a parameter is trained itself in a run that trains adapters."""
         return False
-
-    def _tensors_of_parameters(self) -> dict[nn.Parameter, Sequence[TensorRow]]:
-        """Return for each trained parameter the rows of the tensor table that it has, whole or in part."""
-        rows = self.weights.rows(self.model)
-        return {
-            parameter: [row for matrix, _ in matrices(name, parameter) for row in rows[matrix]]
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
 
     def _gathered_in_fp8(self) -> dict[nn.Parameter, TensorSpec]:
         """Return the parameters that ranks send as FP8 codes after an update, each with its spec."""

@@ -31,6 +31,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "native": ("lab.bench.native:run",),
     "train": ("lab.bench.trainers:train",),
     "skipped": ("lab.bench.trainers:skipped",),
+    "launches": ("lab.bench.launches:run",),
     "sync": ("lab.bench.sync:run",),
     "canary": ("lab.bench.blocks:canary",),
     "churn": ("lab.bench.sync:churn",),

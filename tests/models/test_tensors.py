@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fp8rl.models.architecture import architectures, check_scope
+from fp8rl.models.architecture import Model, architectures, check_scope
 from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
 from fp8rl.models.tensors import EngineRank, Location, TensorRow, TensorTable
 from fp8rl.numerics.core.errors import UserError
@@ -22,7 +22,7 @@ from tests.support.served_model import DEFINITION, EXPERTS, HIDDEN, SPEC, WIDTH,
 
 EVERY = tiny_models()
 DENSE, MOE = (
-    TensorTable(architectures()[name].tensors(sizes), sizes.kv_heads)
+    Model(architectures()[name], sizes).tensors
     for name, sizes in (("Qwen3ForCausalLM", replace(SIZES, experts=0)), ("Qwen3MoeForCausalLM", SIZES))
 )
 LAYER = "model.layers.3."
@@ -149,9 +149,7 @@ def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:
 
 
 def test_a_tied_output_projection_is_the_embedding() -> None:
-    tied = TensorTable(
-        architectures()["Qwen3ForCausalLM"].tensors(replace(SIZES, experts=0, tied=True)), SIZES.kv_heads
-    )
+    tied = Model(architectures()["Qwen3ForCausalLM"], replace(SIZES, experts=0, tied=True)).tensors
     assert "lm_head.weight" not in tied.rows
     (output,) = tied.in_megatron["output_layer.weight"]
     assert output.name == "model.embed_tokens.weight"

@@ -13,7 +13,7 @@ from fp8rl.models.families.mlp import dense_tensors, moe_tensors
 from fp8rl.models.program import Forward
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import TensorRow
+from fp8rl.models.tensors import TensorRow, TensorTable
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
 SIZES = ModelSizes(
@@ -43,21 +43,20 @@ def tiny_models() -> dict[str, Model]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed(Architecture):
-    """An architecture whose rows a test says, without an op in its layers."""
+class Listed(Model):
+    """A model whose rows a test says, without an op in its layers."""
 
     rows: Callable[[ModelSizes], Iterator[TensorRow]]
+    forward = Forward(FIRST_OPS, (), LAST_OPS)
 
-    def tensors(self, sizes: ModelSizes) -> Iterator[TensorRow]:
-        return self.rows(sizes)
-
-    def forward(self, sizes: ModelSizes) -> Forward:
-        return Forward(FIRST_OPS, (), LAST_OPS)
+    @functools.cached_property
+    def tensors(self) -> TensorTable:
+        return TensorTable(self.rows(self.sizes), self.sizes.kv_heads)
 
 
 def listed(name: str, sizes: ModelSizes, rows: Callable[[ModelSizes], Iterator[TensorRow]]) -> Model:
     """A model of these rows."""
-    return Model(Listed(name=name, model_type=name, sizes=lambda _: sizes, families=(), rows=rows), sizes)
+    return Listed(Architecture(name=name, model_type=name, sizes=lambda _: sizes, families=()), sizes, rows=rows)
 
 
 def without_norms(rows: Iterator[TensorRow]) -> Iterator[TensorRow]:

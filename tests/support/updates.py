@@ -52,7 +52,8 @@ def trained_versions(pipeline: Pipeline, folder: Path) -> list[Path]:
         if number:
             pipeline.train_step(batch)
         made.append(folder / str(pipeline.trainer.weight_version))
-        pipeline.trainer.save(made[-1], {})
+        pipeline.trainer.stage(made[-1], {}, {})
+        pipeline.trainer.write(made[-1])
     return made
 
 

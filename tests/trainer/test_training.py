@@ -128,7 +128,7 @@ def test_an_entropy_has_the_gradient_of_the_whole_vocabulary(moe_path: Path, mak
 
     batch = random_batch(temperature=0.7)
     trainer = make_trainer(moe_path, dtype=torch.float32)
-    run_pass(trainer.optimizer.model, batch, trainer.layout, 100, 1, Entropy(int(batch.loss_mask.sum())))
+    run_pass(trainer.optimizer.model, batch, trainer.layout, trainer.config, Entropy(int(batch.loss_mask.sum())))
     model = reference(moe_path)
     logits = model(batch.tokens, attention_mask=batch.real_tokens().long()).logits[:, :-1] / 0.7
     entropy = torch.distributions.Categorical(logits=logits).entropy()

@@ -14,7 +14,7 @@ import torch
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import latent, mlp
-from fp8rl.models.sizes import ModelSizes, SigmoidRouter, check_groups, family_sizes
+from fp8rl.models.sizes import ModelSizes, family_sizes, sigmoid_router
 
 VARIANTS = {
     "hidden_act": "silu",
@@ -57,7 +57,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
         raise config.refusal("q_lora_rank", q_rank, expected, "Use a model with such a rank.")
     if rope % 2:
         raise config.refusal("qk_rope_head_dim", rope, "an even number: rotary embeddings turn pairs")
-    check_groups(config, experts, groups, kept, top_k)
+    router = sigmoid_router(config, experts, groups, kept, top_k, factor)
     family = family_sizes(config, heads, heads, config.size("qk_nope_head_dim") + rope)
     return ModelSizes(
         **family | {"rotary_dim": rope, "joined": 1},  # no keys and values of a head's own lie in a fused parameter
@@ -68,9 +68,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
         dense_layers=dense,
         shared_size=config.count("n_shared_experts") * expert_size,
         renormalize=config.flag("norm_topk_prob", default=True),
-        sigmoid_router=SigmoidRouter(
-            groups=groups, kept_groups=kept, factor=config.number("routed_scaling_factor", default=factor)
-        ),
+        sigmoid_router=router,
         head_norms=None,
         draft_layers=config.count("num_nextn_predict_layers"),
         rope_scaling=config.rope_scaling("yarn"),

@@ -12,8 +12,6 @@ from fp8rl.models.architectures import deepseek_v3
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.sizes import ModelSizes
 
-INDEXER = ".self_attn.indexer."
-"""The part of a name that marks a tensor of the indexer."""
 LIMIT = "index_topk (in a longer row the indexer leaves keys out, which is not supported)"
 
 
@@ -26,14 +24,12 @@ def sizes(config: ConfigFile) -> ModelSizes:
         raise config.refusal("moe_layer_freq", every, "1: experts in all layers but the first")
     for name in ("scoring_func", "topk_method"):
         config.expect(name, str(deepseek_v3.VARIANTS[name]), "as the engine's router has it")
-    dense = config.leading(
-        "mlp_layer_types", "dense", "sparse", default=config.size("first_k_dense_replace", default=3)
-    )
+    dense = config.dense_layers(config.size("first_k_dense_replace", default=3))
     found = deepseek_v3.latent_sizes(config, dense, 2.5, indexer=True)
     chosen = config.size("index_topk", default=2048)
     if chosen < found.max_positions:
         found = replace(found, max_positions=chosen, limit=LIMIT)
-    return replace(found, kept_in_layers=(INDEXER,))
+    return replace(found, kept_in_layers=(".self_attn.indexer.",))
 
 
 ARCHITECTURE = replace(

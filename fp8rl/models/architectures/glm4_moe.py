@@ -9,7 +9,7 @@ from __future__ import annotations
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
-from fp8rl.models.sizes import ModelSizes, SigmoidRouter, check_groups, checked, family_sizes
+from fp8rl.models.sizes import ModelSizes, checked, family_sizes, sigmoid_router
 
 NORM_EPS = 1e-5
 
@@ -31,7 +31,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     if dense >= attention["layers"]:
         expected = f"less than num_hidden_layers = {attention['layers']}"
         raise config.refusal("first_k_dense_replace", dense, expected)
-    check_groups(config, experts, groups, kept, top_k)
+    router = sigmoid_router(config, experts, groups, kept, top_k, 1.0)
     return checked(
         config,
         ModelSizes(
@@ -43,9 +43,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
             dense_layers=dense,
             shared_size=config.size("n_shared_experts", default=1) * expert_size,
             renormalize=config.flag("norm_topk_prob", default=True),
-            sigmoid_router=SigmoidRouter(
-                groups=groups, kept_groups=kept, factor=config.number("routed_scaling_factor", default=1.0)
-            ),
+            sigmoid_router=router,
             head_norms="each" if config.flag("use_qk_norm", default=False) else None,
             qkv_bias=config.flag("attention_bias", default=False),
             draft_layers=config.count("num_nextn_predict_layers"),

@@ -15,9 +15,7 @@ NORM_EPS = 1e-5
 def sizes(config: ConfigFile) -> ModelSizes:
     """Read the sizes. config.json must have every size. By default only the first layer is dense. `rms_norm_eps` has
     transformers' own default."""
-    dense = config.leading(
-        "mlp_layer_types", "dense", "sparse", default=config.size("first_k_dense_replace", default=1)
-    )
+    dense = config.dense_layers(config.size("first_k_dense_replace", default=1))
     norm_eps = config.number("rms_norm_eps", default=NORM_EPS)
     return replace(deepseek_v3.latent_sizes(config, dense, 1.8), norm_eps=norm_eps)
 

@@ -41,7 +41,6 @@ def sizes(config: ConfigFile) -> ModelSizes:
             experts=config.one_of("num_local_experts", "num_experts"),
             top_k=config.size("num_experts_per_tok", default=2),
             expert_size=config.size("intermediate_size"),
-            renormalize=True,
             head_norms=None,
         ),
     )

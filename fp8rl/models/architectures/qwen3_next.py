@@ -25,8 +25,6 @@ VARIANTS = {
     "mlp_only_layers": [],
 }
 """The only supported values of these keys."""
-DRAFTS = "mtp."
-"""The beginning of the names of the draft layer's tensors."""
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -59,7 +57,7 @@ def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
         joined=joined,
     )
     changes = {"rotary_dim": config.rotary_dim(head_dim, default=0.25), "joined": 1, "zero_centered_norms": True}
-    return arguments | changes | {"kept": (DRAFTS,), "own": (linear,)}
+    return arguments | changes | {"kept": ("mtp.",), "own": (linear,)}
 
 
 def expert_sizes(config: ConfigFile, experts: int, top_k: int) -> dict[str, Any]:
@@ -82,9 +80,8 @@ def engine_config(config: dict[str, Any], sizes: ModelSizes) -> dict[str, Any]:
 
 
 GATED_ATTENTION = replace(gated_attention.FAMILY, within=lambda sizes, layer: layer not in sizes.of(GatedDelta).layers)
-SHARED_EXPERT = "shared_expert"
 GATED_MOE = replace(
-    mlp.MOE, kinds=(*mlp.MOE.kinds, *mlp.DENSE.kinds), tensors=partial(mlp.moe_tensors, shared=SHARED_EXPERT)
+    mlp.MOE, kinds=(*mlp.MOE.kinds, *mlp.DENSE.kinds), tensors=partial(mlp.moe_tensors, shared="shared_expert")
 )
 """The family of experts, with the name that these checkpoints have for the shared expert."""
 ARCHITECTURE = Architecture(

@@ -37,8 +37,7 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
     If heads are narrower than a block, heads are added until they fill blocks together. check: called before anything
     is written, to refuse a padded model that cannot be used. Returns the new values of keys of config.json.
 
-    Raises:
-        UserError: the model has whole blocks already, or zeros would change what it computes.
+    Raises UserError: the model has whole blocks already, or zeros would change what it computes.
     """
     model, values = read_model(source, key), ConfigFile.read(source, key).values
     changes = _changes(values, model, key)
@@ -47,21 +46,21 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
     config.pop("quantization_config", None)  # what was in FP8 is read in BF16
     wider = model_of(ConfigFile(config, out / "config.json", key))
     check(wider)
-    _refuse_other_norms(model, wider, key)
+    # Padding changes the mean of norms over `hidden_size` values, and one epsilon is for all of them.
+    hidden, norms = model.sizes.hidden_size, [row for row in model.tensors.rows.values() if row.name.endswith(NORM)]
+    widens = hidden != wider.sizes.hidden_size
+    if not (widens and model.sizes.zero_centered_norms):
+        norms = [row for row in norms if row.shape != (hidden,)]
+    if others := [row for row in norms if widens or wider.tensors[row.name].shape != row.shape]:
+        raise UserError(
+            f"{key}: found the norm {others[0].name}, whose mean or epsilon padding would change, expected only norms "
+            f"of hidden_size = {hidden} values. Train this model in BF16 on both sides."
+        )
     if model.multimodal is not None or any(True for _ in kept_tensors(source, model, key)):
         expected = "a model without them, because their widths would no longer fit"
         remedy = "Save only its text model with transformers (docs/models.md)."
         raise user_error(key, "a model with draft layers or an image encoder", expected, remedy)
-    scale = math.sqrt(model.sizes.hidden_size / wider.sizes.hidden_size)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stored_tensors(source, model, key):
-            row = wider.tensors[name]
-            filled = tensor.new_zeros(row.shape)
-            filled[_corner(tensor.shape)] = _scaled(tensor, scale) if _is_norm(row, wider) else tensor
-            yield name, filled
-
-    write_directory(out, tensors(), lambda partial: _describe(source, partial, config))
+    _write(source, out, key, model, wider, config)
     return changes
 
 
@@ -77,26 +76,41 @@ def unpadded(source: Path, out: Path, key: str) -> dict[str, Any]:
     absent = {UNPADDED, *(name for name, value in before.items() if value is None)}
     config = {name: value for name, value in {**values, **before}.items() if name not in absent}
     model = model_of(ConfigFile(config, out / "config.json", key))
-    scale = math.sqrt(wider.sizes.hidden_size / model.sizes.hidden_size)
+    _write(source, out, key, wider, model, config)
+    return before
+
+
+def _write(source: Path, out: Path, key: str, old: Model, new: Model, config: Mapping[str, Any]) -> None:
+    """Write the model `old` of `source` in the widths of `new`, with zeros where these are larger."""
+    scale = math.sqrt(old.sizes.hidden_size / new.sizes.hidden_size)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stored_tensors(source, wider, key):
-            row = model.tensors[name]
-            kept = tensor[_corner(row.shape)].clone()
+        for name, tensor in stored_tensors(source, old, key):
+            row = new.tensors[name]
             _check_zeros(name, tensor, row, key)
-            yield name, _scaled(kept, scale) if _is_norm(row, model) else kept
+            both = tuple(slice(min(sizes)) for sizes in zip(tensor.shape, row.shape, strict=True))
+            resized = tensor.new_zeros(row.shape)
+            resized[both] = tensor[both]
+            if name.endswith(NORM) and row.shape == (new.sizes.hidden_size,):
+                resized = (resized.double() * scale).to(resized.dtype)
+            yield name, resized
 
-    write_directory(out, tensors(), lambda partial: _describe(source, partial, config))
-    return before
+    def describe(partial: Path) -> None:
+        copy_beside_weights(source, partial)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    write_directory(out, tensors(), describe)
 
 
 def _changes(values: Mapping[str, Any], model: Model, key: str) -> dict[str, Any]:
     sizes = model.sizes
     sized = {name: values[name] for name in WIDTHS if isinstance(values.get(name), int)}
-    changes: dict[str, Any] = {name: _up(size, FP8_BLOCK) for name, size in sized.items() if size % FP8_BLOCK}
+    changes: dict[str, Any] = {
+        name: -(-size // FP8_BLOCK) * FP8_BLOCK for name, size in sized.items() if size % FP8_BLOCK
+    }
     together = FP8_BLOCK // sizes.head_dim
     if FP8_BLOCK % sizes.head_dim == 0 and sizes.kv_heads % together:
-        groups = _up(sizes.kv_heads, together)
+        groups = -(-sizes.kv_heads // together) * together
         queries = groups * sizes.heads // sizes.kv_heads
         changes |= {"num_key_value_heads": groups, "num_attention_heads": queries, "head_dim": sizes.head_dim}
     if (hidden := changes.get("hidden_size")) is not None:
@@ -131,41 +145,8 @@ def _accepted(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
-
-
-def _refuse_other_norms(model: Model, wider: Model, key: str) -> None:
-    """Raise UserError unless all norms that padding changes are over `hidden_size` values, with the same epsilon."""
-    rows = {name: row for name, row in model.tensors.rows.items() if name.endswith(NORM)}
-    hidden = (model.sizes.hidden_size,)
-    widens = model.sizes.hidden_size != wider.sizes.hidden_size
-    others = [
-        name for name, row in rows.items() if row.shape != hidden and (widens or wider.tensors[name].shape != row.shape)
-    ]
-    if widens and model.sizes.zero_centered_norms:
-        others = list(rows)
-    if others:
-        raise UserError(
-            f"{key}: found the norm {others[0]}, whose mean or epsilon padding would change, expected only norms "
-            f"of hidden_size = {model.sizes.hidden_size} values. Train this model in BF16 on both sides."
-        )
-
-
-def _is_norm(row: TensorRow, model: Model) -> bool:
-    return row.name.endswith(NORM) and row.shape == (model.sizes.hidden_size,)
-
-
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    return (tensor.double() * factor).to(tensor.dtype)
-
-
-def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(size) for size in shape)
-
-
 def _check_zeros(name: str, tensor: Tensor, row: TensorRow, key: str) -> None:
-    """Raise UserError unless a tensor is zero in the rows that padding added and, for an embedding, in added columns.
+    """Raise UserError unless a tensor is zero in the rows beyond `row` and, for an embedding, in the columns beyond it.
 
     Added columns of a product are multiplied by zeros, so they may have any value. A merged adapter makes them random.
     """
@@ -177,8 +158,3 @@ def _check_zeros(name: str, tensor: Tensor, row: TensorRow, key: str) -> None:
         expected = "zeros, which training leaves as they are"
         remedy = "Keep the padded model: something else has changed it."
         raise user_error(f"{key}: {name}", f"{count} values that are not zero where it was padded", expected, remedy)
-
-
-def _describe(source: Path, partial: Path, config: Mapping[str, Any]) -> None:
-    copy_beside_weights(source, partial)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")

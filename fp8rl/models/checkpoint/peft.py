@@ -100,7 +100,7 @@ def read_config(path: Path, model: Model, key: str) -> AdapterSection:
     adapted = {row.name for row in found}
     if without := [row.name for row in _weights(model) if config.adapts(row) and row.name not in adapted]:
         some = f"{path} with adapters of some matrices {matrix(model.tensors[without[0]])} and none of {without[0]}"
-        raise _refusal(key, some, "an adapter for each matrix of that name", MERGE)
+        raise user_error(key, some, "an adapter for each matrix of that name", MERGE)
     return config
 
 
@@ -109,32 +109,31 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
 
     base: directory of the weights to which the adapters are added.
 
-    Raises:
-        UserError: as `read_config` does; or the model's adapters have other tensors, or another base.
+    Raises UserError: as `read_config` does; or the model's adapters have other tensors, or another base.
     """
     config = model.adapter
     assert config is not None, "a model without adapters"
     stored = read_config(path, model, key)
     for name in ("rank", "alpha"):
         if (found := getattr(stored, name)) != (expected := getattr(config, name)):
-            raise _refusal(key, f"{name} {found} in {path}", f"adapter.{name}={expected}", f"Set it to {found}.")
+            raise user_error(key, f"{name} {found} in {path}", f"adapter.{name}={expected}", f"Set it to {found}.")
     adapted = list(filter(config.adapts, _weights(model)))
     if others := {row.name for row in _weights(model) if stored.adapts(row)} ^ {row.name for row in adapted}:
         remedy = f"Set adapter.targets to {', '.join(stored.targets)} and adapter.experts={stored.experts}."
-        raise _refusal(key, f"adapters of other matrices in {path}, e.g. {min(others)}", "those of the spec", remedy)
+        raise user_error(key, f"adapters of other matrices in {path}, e.g. {min(others)}", "those of the spec", remedy)
     tensors: dict[str, Tensor] = {}
     with open_tensors(path / TENSORS, key) as file:
         if (digest := (file.metadata() or {}).get(BASE)) is not None and digest != (ours := base_digest(base, model)):
             found = f"{path}, trained on weights with the digest {digest}"
             remedy = "Give the model that they were trained on."
-            raise _refusal(key, found, f"the digest {ours} of {base}", remedy)
+            raise user_error(key, found, f"the digest {ours} of {base}", remedy)
         for row in adapted:
             for letter, name in zip("AB", pair_of(row, config), strict=True):
                 tensor = file.get_tensor(_key(row, letter))
                 check_finite(_key(row, letter), tensor, key)
                 if name in tensors and not equal(tensors[name], tensor):
                     found = f"experts with adapters of their own in {path}, e.g. {_key(row, letter)}"
-                    raise _refusal(key, found, "one adapter for a layer's experts", "Set adapter.experts=per_expert.")
+                    raise user_error(key, found, "one adapter for a layer's experts", "Set adapter.experts=per_expert.")
                 tensors[name] = tensor
     return tensors
 
@@ -153,19 +152,21 @@ def _adapted(path: Path, model: Model, described: PeftConfig, key: str) -> list[
         what = f"{path}: {min(left)}" if left else f"{path}: no tensors"
         expected = f"pairs like {_key(next(_weights(model)), 'A')}, of products of attention, MLPs and experts"
         remedy = "Give an adapter of this model whose target_modules are such products."
-        raise _refusal(key, what, expected, remedy)
+        raise user_error(key, what, expected, remedy)
     for row in found:
         (rows, columns), rank = row.shape, described.r
         for name, shape in ((_key(row, "A"), (rank, columns)), (_key(row, "B"), (rows, rank))):
             if (held := shapes[name][0]) != shape:
-                raise _refusal(key, f"{name} of shape {list(held)}", f"{list(shape)}", "Give an adapter of this model.")
+                raise user_error(
+                    key, f"{name} of shape {list(held)}", f"{list(shape)}", "Give an adapter of this model."
+                )
             if (dtype := shapes[name][1]) not in FLOAT_DTYPES:
-                raise _refusal(
+                raise user_error(
                     key, f"{name} in {dtype}", f"one of {', '.join(FLOAT_DTYPES)}", "Save it in one of them."
                 )
         if not described.adapts(module := row.name.removesuffix(f".{WEIGHT}"), row.layer):
             listed = "what target_modules, exclude_modules and layers_to_transform name, which is all that PEFT loads"
-            raise _refusal(key, f"{path} with adapters of {module}", listed, f"Correct {CONFIG}, or remove them.")
+            raise user_error(key, f"{path} with adapters of {module}", listed, f"Correct {CONFIG}, or remove them.")
     return found
 
 
@@ -175,10 +176,6 @@ def _weights(model: Model) -> Iterator[TensorRow]:
 
 def _key(row: TensorRow, letter: str) -> str:
     return f"{_PREFIX}{row.name.removesuffix(f'.{WEIGHT}')}.lora_{letter}.{WEIGHT}"
-
-
-def _refusal(key: str, found: str, expected: str, remedy: str) -> UserError:
-    return user_error(key, found=found, expected=expected, remedy=remedy)
 
 
 # The adapter_config.json of PEFT, read by what each of its keys may say.

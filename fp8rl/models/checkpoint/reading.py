@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.architecture import Model, multimodal_of
+from fp8rl.models.architecture import Model, read_model
 from fp8rl.models.checkpoint.stored import CODES, WeightFiles, check_scales, how_dequantized, is_scales
 from fp8rl.models.checkpoint.writing import INDEX
 from fp8rl.models.multimodal import Multimodal
@@ -38,9 +38,8 @@ def check_stored(
 
     say: called with sentences on how weights in FP8 are read and what happens to an image encoder.
 
-    Raises:
-        UserError: there are no files, a file is broken, or the files are of another model; the message names the first
-            wrong tensor.
+    Raises UserError: there are no files, a file is broken, or the files are of another model; the message names the
+    first wrong tensor.
     """
     found: dict[str, tuple[int, ...]] = {}
     coded: list[str] = []
@@ -63,8 +62,12 @@ def check_stored(
         spare = name.endswith(_SPARE) or model.sizes.keeps(name) or (model.sizes.tied and name == _OUTPUT)
         if not spare and not is_scales(name, files):
             raise _unexpected(key, name, found[name], model)
-    if model.sizes.tied and _OUTPUT in found:
-        _check_tied(files, key)
+    if model.sizes.tied and _OUTPUT in found:  # nothing would read another one
+        output, embedding = files.read(_OUTPUT), files.read(_EMBEDDING)
+        if output.shape != embedding.shape or not torch.equal(output.float(), embedding.float()):
+            expected = "the same, as tie_word_embeddings of config.json is true"
+            remedy = "Set tie_word_embeddings to false in config.json, or remove the tensor if it is a leftover."
+            raise user_error(f"{key}: {_OUTPUT}", f"weights other than {_EMBEDDING}", expected, remedy)
     if coded:
         say(how_dequantized(coded, files))
         if other := _other_choice(set(coded), model):
@@ -74,15 +77,6 @@ def check_stored(
     if sum(file.stat().st_size for file in paths) <= SCANNED_BYTES:
         for name, tensor in stored_tensors(path, model, key):
             check_finite(name, tensor, key)
-
-
-def _check_tied(files: WeightFiles, key: str) -> None:
-    """Refuse a tied output projection that differs from the embedding, because nothing would read it."""
-    output, embedding = files.read(_OUTPUT), files.read(_EMBEDDING)
-    if output.shape != embedding.shape or not torch.equal(output.float(), embedding.float()):
-        expected = "the same, as tie_word_embeddings of config.json is true"
-        remedy = "Set tie_word_embeddings to false in config.json, or remove the tensor if it is a leftover."
-        raise user_error(f"{key}: {_OUTPUT}", f"weights other than {_EMBEDDING}", expected, remedy)
 
 
 def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
@@ -119,7 +113,7 @@ def _other_choice(coded: set[str], model: Model) -> str:
 
 def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
     """Open the files of a directory. Tensors have the names of its model's table."""
-    return WeightFiles(weight_files(path, key), key, multimodal_of(path, key))
+    return WeightFiles(weight_files(path, key), key, read_model(path, key, served=True).multimodal)
 
 
 def _of_tower(path: Path, files: WeightFiles, name: str, multimodal: Multimodal) -> str:

@@ -29,8 +29,7 @@ class WeightFiles:
 
     multimodal: how the files hold the model and an image encoder; None: they hold only the model, by its table's names.
 
-    Raises:
-        UserError: from the constructor, for a file that is missing or broken; the message calls the file `key`.
+    Raises UserError: from the constructor, for a file that is missing or broken; the message calls the file `key`.
     """
 
     def __init__(self, files: Iterable[Path], key: str, multimodal: Multimodal | None = None) -> None:
@@ -52,15 +51,11 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as it is stored, or in BF16 if it is stored in FP8."""
-        tensor = self._read(name)
-        return dequantized(tensor, self._read(name + SCALE_SUFFIX)) if tensor.dtype == torch.float8_e4m3fn else tensor
+        tensor = self.stored(name)
+        return dequantized(tensor, self.stored(name + SCALE_SUFFIX)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
-    def loses_nothing(self, name: str) -> bool:
-        """Return whether all scales of a weight in FP8 are powers of two."""
-        significand, _ = torch.frexp(self._read(name + SCALE_SUFFIX).float())
-        return bool((significand == 0.5).all())
-
-    def _read(self, name: str) -> Tensor:
+    def stored(self, name: str) -> Tensor:
+        """Return a tensor as it is stored."""
         file, piece = self._open[self.where[name]], self.pieces[name]
         if not piece.of:
             tensor: Tensor = file.get_tensor(piece.name)
@@ -98,7 +93,8 @@ def check_scales(name: str, files: WeightFiles, key: str) -> None:
 
 def how_dequantized(names: Iterable[str], files: WeightFiles) -> str:
     """Describe how these weights in FP8 are read, and whether that rounds their values."""
-    lossless = [files.loses_nothing(name) for name in names]
+    scales = (files.stored(name + SCALE_SUFFIX).float() for name in names)
+    lossless = [bool((torch.frexp(each).mantissa == 0.5).all()) for each in scales]  # powers of two
     text = f"{len(lossless)} weights of the model are in FP8, and both sides start from them in BF16: "
     if all(lossless):
         return text + "their scales are powers of two, so that no value changes"

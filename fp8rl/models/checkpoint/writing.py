@@ -164,19 +164,16 @@ class Stacks:
         """Write parts of stacked tensors to their places. Yield all other tensors, with their names in the files."""
         for name, tensor in tensors:
             piece = self._pieces.get(name, Piece(name))
-            if piece.of:
-                self._put(piece, tensor)
-            else:
+            if not piece.of:
                 yield piece.name, tensor
-
-    def _put(self, piece: Piece, tensor: Tensor) -> None:
-        if tuple(tensor.shape) != piece.shape:
-            raise ValueError(f"{piece.name}: found a part of shape {list(tensor.shape)}, expected {list(piece.shape)}")
-        part, file = tensor.detach().to("cpu", self._dtype).contiguous(), self._files[piece.name]
-        with (self._folder / file).open("r+b") as stream:
-            stream.seek(8 + len(self._header(piece.name)) + piece.start * self._dtype.itemsize)
-            stream.write(part.view(torch.uint8).numpy().data)
-        self.written[piece.name] = file, part.nbytes + self.written.get(piece.name, (file, 0))[1]
+                continue
+            if (found := tuple(tensor.shape)) != piece.shape:
+                raise ValueError(f"{piece.name}: found a part of shape {list(found)}, expected {list(piece.shape)}")
+            part, file = tensor.detach().to("cpu", self._dtype).contiguous(), self._files[piece.name]
+            with (self._folder / file).open("r+b") as stream:
+                stream.seek(8 + len(self._header(piece.name)) + piece.start * self._dtype.itemsize)
+                stream.write(part.view(torch.uint8).numpy().data)
+            self.written[piece.name] = file, part.nbytes + self.written.get(piece.name, (file, 0))[1]
 
     def _header(self, name: str) -> bytes:
         kind = {torch.bfloat16: "BF16", torch.float32: "F32"}[self._dtype]

@@ -7,7 +7,7 @@ runs Megatron's modules instead (`trainer.modules.native`). An architecture list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -84,11 +84,6 @@ class Family:
     """The compute capability that the family's exact kernels need, and why; None: no more than all exact kernels."""
 
 
-def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int) -> list[Family]:
-    """Return the families of an architecture that a layer has, in the order of its forward pass."""
-    return [family for family in families if family.within(sizes, layer)]
-
-
 @dataclass(frozen=True)
 class PartNames:
     """The beginnings of the tensors' names in one part of a layer: in the checkpoint, in Megatron, in the engine."""
@@ -145,6 +140,13 @@ class PartNames:
 def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> TensorRow:
     """Return the row of a norm's weight. Every rank of trainer and engine has the whole weight."""
     return TensorRow(name=name, shape=(size,), op=op, layer=layer, engine=Location(name), megatron=Location(megatron))
+
+
+def norm_before(op: Literal["input", "post"], sizes: ModelSizes, layer: int, megatron: str) -> TensorRow:
+    """Return the row of the norm before a layer's attention (`input`) or after it. megatron: its name in the layer."""
+    name = {"input": "input_layernorm", "post": "post_attention_layernorm"}[op]
+    there = f"decoder.layers.{layer}.{megatron}"
+    return norm(f"model.layers.{layer}.{name}.weight", sizes.hidden_size, f"{op}_norm", layer, there)
 
 
 def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
-from fp8rl.models.families import Activations, Family, PartNames, Ranks, Widths, attention_activations, norm
+from fp8rl.models.families import Family, PartNames, Widths, attention_activations, norm_before
 from fp8rl.models.program import (
     ADD_NORM,
     EPS,
@@ -27,17 +26,9 @@ from fp8rl.models.tensors import Location, TensorRow
 from fp8rl.numerics import ops
 
 
-def _head_norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
-    return (ops.rms_norm(x, norm_weight(host, site), host.sizes.norm_eps),)
-
-
 def _heads_norm(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
     weight, eps = norm_weight(host, site), host.sizes.norm_eps
     return (host.over_heads(lambda heads: ops.rms_norm(heads, weight, eps), x.flatten(-2)).view(x.shape),)
-
-
-def _qkv(host: Host, site: OpSite, x: Tensor, rows: Any = None) -> Sequence[Tensor]:
-    return [out.unflatten(-1, (-1, host.sizes.head_dim)) for out in host.products(site, x, rows)]
 
 
 def _normed_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -45,12 +36,12 @@ def _normed_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor)
     return (host.attend(site, q, k, v, True, ops.HeadNorms(queries, keys, host.sizes.norm_eps)),)
 
 
-def _rotated_attention(host: Host, site: OpSite, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    return (host.attend(site, q, k, v, rotates=True),)
-
-
 HEAD_NORM = OpForm(
-    name="head_norm", shapes="[T, heads, D] -> the same", constants=(EPS,), part="norm", compute=_head_norm
+    name="head_norm",
+    shapes="[T, heads, D] -> the same",
+    constants=(EPS,),
+    part="norm",
+    compute=lambda host, site, x: (ops.rms_norm(x, norm_weight(host, site), host.sizes.norm_eps),),
 )
 HEADS_NORM = OpForm(
     name="heads_norm",
@@ -62,7 +53,9 @@ HEADS_NORM = OpForm(
 QKV = OpForm(
     name="qkv",
     shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",
-    compute=_qkv,
+    compute=lambda host, site, x, rows=None: [
+        out.unflatten(-1, (-1, host.sizes.head_dim)) for out in host.products(site, x, rows)
+    ],
     takes_rows=True,
 )
 ROPE = OpForm(
@@ -80,15 +73,16 @@ ATTENTION = OpForm(
 )
 NORMED_ATTENTION = replace(ATTENTION, name="normed_attention", compute=_normed_attention)
 """Norms of heads, rotation, the write to the cache, and attention. `ops.rope_heads` does all but attention at once."""
-ROTATED_ATTENTION = replace(ATTENTION, name="rotated_attention", compute=_rotated_attention)
+ROTATED_ATTENTION = replace(
+    ATTENTION, name="rotated_attention", compute=lambda host, site, q, k, v: (host.attend(site, q, k, v, rotates=True),)
+)
 FUSIONS = (
     Fusion((HEAD_NORM, HEAD_NORM, ROPE, ATTENTION), NORMED_ATTENTION),
     Fusion((ROPE, ATTENTION), ROTATED_ATTENTION),
 )
-INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "self_attention.linear_qkv")
 O_PROJ = Op("o_proj", LINEAR, ("x",), ("x",), "self_attention.linear_proj")
 OPS = (
-    INPUT_NORM,
+    Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "self_attention.linear_qkv"),
     Op("qkv", QKV, ("x",), ("q", "k", "v"), "self_attention.linear_qkv"),
     Op("q_norm", HEAD_NORM, ("q",), ("q",), "self_attention.q_layernorm"),
     Op("k_norm", HEAD_NORM, ("k",), ("k",), "self_attention.k_layernorm"),
@@ -110,8 +104,7 @@ def attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
 def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     hidden, head_dim, at = sizes.hidden_size, sizes.head_dim, PartNames.of(layer, "self_attn.", "self_attention.")
     projections = (("q_proj", sizes.heads), ("k_proj", sizes.kv_heads), ("v_proj", sizes.kv_heads))
-    before = f"model.layers.{layer}.input_layernorm.weight"
-    yield norm(before, hidden, "input_norm", layer, f"{at.there}linear_qkv.layer_norm_weight")
+    yield norm_before("input", sizes, layer, "self_attention.linear_qkv.layer_norm_weight")
     for name, heads in projections:
         yield at.product(
             *(name, (heads * head_dim, hidden)),
@@ -145,31 +138,23 @@ def o_proj(sizes: ModelSizes, at: PartNames, value_dim: int) -> TensorRow:
     return at.product("o_proj", shape, op="o_proj", kind="o_proj", split=1, megatron="linear_proj")
 
 
-def _activations(sizes: ModelSizes) -> Activations:
-    return attention_activations(sizes, sizes.head_dim)
-
-
 def _widths(sizes: ModelSizes) -> Widths:
     """Return the widths. A head, or a group of `joined` heads, must fill whole blocks, since ranks do not split it."""
     name = "head_dim" if sizes.joined == 1 else f"{sizes.joined} * head_dim"
     return Widths({name: sizes.joined * sizes.head_dim})
 
 
-def _unshared(sizes: ModelSizes) -> Mapping[Ranks, str]:
-    whole = "that norms queries and keys over all heads: an engine's ranks do not share this norm"
-    return {"engine": whole} if sizes.head_norms == "together" else {}
-
-
+_WHOLE_NORM = "that norms queries and keys over all heads: an engine's ranks do not share this norm"
 FAMILY = Family(
     name="attention",
     part="attention",
     kinds=(("q_proj", "k_proj", "v_proj"), ("o_proj",)),
     tensors=attention_tensors,
     ops=attention_ops,
-    activations=_activations,
+    activations=lambda sizes: attention_activations(sizes, sizes.head_dim),
     fusions=FUSIONS,
     widths=_widths,
-    unshared=_unshared,
+    unshared=lambda sizes: {"engine": _WHOLE_NORM} if sizes.head_norms == "together" else {},
     cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.kv_heads // min(ranks, sizes.kv_heads),
     value=lambda sizes: sizes.head_dim,
     scored=lambda sizes: sizes.heads * 2 * sizes.head_dim,

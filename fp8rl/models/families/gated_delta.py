@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.families import Activations, Family, PartNames, Widths, norm
+from fp8rl.models.families import Activations, Family, PartNames, Widths, norm_before
 from fp8rl.models.program import ADD_NORM, EPS, LINEAR, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
@@ -58,11 +58,6 @@ class GatedDelta:
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values of all heads, in this order."""
         return 2 * self.keys + self.values
-
-    @property
-    def kind(self) -> str:
-        """The first module kind of the product into queries, keys, values and z."""
-        return "in_proj_qkvz" if self.joined else "in_proj_qkv"
 
     @property
     def shares(self) -> int:
@@ -148,9 +143,8 @@ GATED_NORM = OpForm(
     compute=_gated_norm,
 )
 
-INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm")
 OPS = (
-    INPUT_NORM,
+    Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm"),
     Op("in_proj", IN_PROJ, ("x",), ("qkv", "z"), "self_attention.in_proj"),
     Op("gates", GATES, ("x",), ("b", "a"), "self_attention.gate_proj"),
     Op("conv", CONV, ("qkv",), ("qkv",), "self_attention.conv1d"),
@@ -164,18 +158,17 @@ def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     """Yield the rows of a layer. Megatron orders the matrices of both products by key heads, so that each rank takes
     consecutive whole heads. Checkpoints have this order only if they are `joined`."""
     own, hidden = sizes.of(GatedDelta), sizes.hidden_size
-    at, before = PartNames.of(layer, "linear_attn.", "self_attention."), f"model.layers.{layer}.input_layernorm.weight"
-    parts = own.keys, own.keys, own.values
-    yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")
+    at, parts = PartNames.of(layer, "linear_attn.", "self_attention."), (own.keys, own.keys, own.values)
+    yield norm_before("input", sizes, layer, "input_layernorm.weight")
     into: dict[str, Any] = {"op": "in_proj", "engine": "in_proj_qkvz", "split": 0, "megatron": "in_proj"}
     gates: dict[str, Any] = {"op": "gates", "engine": "in_proj_ba", "split": 0, "megatron": "gate_proj", "kind": None}
     gates["small"] = True
     if own.joined:
-        yield at.product(own.kind, (2 * (own.keys + own.values), hidden), kind=own.kind, **into)
+        yield at.product("in_proj_qkvz", (2 * (own.keys + own.values), hidden), kind="in_proj_qkvz", **into)
         yield at.product("in_proj_ba", (2 * own.value_heads, hidden), **gates)
     else:
         by_head: dict[str, Any] = {"layout": "heads", "groups": own.key_heads}
-        yield at.product(own.kind, (own.channels, hidden), kind=own.kind, parts=parts, **into, **by_head)
+        yield at.product("in_proj_qkv", (own.channels, hidden), kind="in_proj_qkv", parts=parts, **into, **by_head)
         yield at.product("in_proj_z", (own.values, hidden), kind="in_proj_z", **into, **by_head)
         for name in ("in_proj_b", "in_proj_a"):
             yield at.product(name, (own.value_heads, hidden), **gates, **by_head)

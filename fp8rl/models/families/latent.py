@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8rl.models.families import Activations, Family, PartNames, Widths, attention_activations, norm
+from fp8rl.models.families import Family, PartNames, Widths, attention_activations, norm_before
 from fp8rl.models.families.attention import O_PROJ, o_proj
 from fp8rl.models.program import ADD_NORM, LINEAR, NORM, ROPE_FACTOR, THETA, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
@@ -83,8 +83,7 @@ def latent_attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
 def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     latent, hidden, at = sizes.of(Latent), sizes.hidden_size, PartNames.of(layer, "self_attn.", "self_attention.")
     queries, narrow = sizes.heads * sizes.head_dim, (latent.kv_rank + latent.rope_dim, hidden)
-    before = f"model.layers.{layer}.input_layernorm.weight"
-    yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")
+    yield norm_before("input", sizes, layer, "input_layernorm.weight")
     if latent.q_rank:
         module, down = "fused_qkv_a_proj_with_mqa", "linear_kv_down_proj"
         yield at.product(
@@ -112,10 +111,6 @@ def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRo
     yield o_proj(sizes, at, latent.value_dim)
 
 
-def _activations(sizes: ModelSizes) -> Activations:
-    return attention_activations(sizes, sizes.of(Latent).value_dim)
-
-
 def _widths(sizes: ModelSizes) -> Widths:
     """Return the widths, without the rows of kv_a_proj_with_mqa, which need not be whole blocks."""
     latent, heads = sizes.of(Latent), sizes.heads
@@ -135,7 +130,7 @@ FAMILY = Family(
     kinds=(("q_a_proj", "kv_a_proj"), ("q_b_proj",), ("kv_b_proj",), ("o_proj",)),
     tensors=latent_attention_tensors,
     ops=latent_attention_ops,
-    activations=_activations,
+    activations=lambda sizes: attention_activations(sizes, sizes.of(Latent).value_dim),
     widths=_widths,
     cached=lambda sizes, ranks: sizes.of(Latent).kv_rank + sizes.of(Latent).rope_dim,
     value=lambda sizes: sizes.of(Latent).kv_rank,

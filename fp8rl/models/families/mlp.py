@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rl.models.families import Activations, Family, PartNames, Widths, mlp_activations, norm
+from fp8rl.models.families import Activations, Family, PartNames, Widths, mlp_activations, norm_before
 from fp8rl.models.program import ADD_NORM, LINEAR, Host, Op, OpForm, OpSite
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
 from fp8rl.numerics import ops
-
-
-def _router(host: Host, site: OpSite, x: Tensor) -> Sequence[Tensor]:
-    """Return a router's logits. Some engines hold its weight in FP32, though the checkpoint has it in BF16."""
-    return (ops.linear_partial(x, host.tensor(site).to(x.dtype)),)
-
-
-def _topk(host: Host, site: OpSite, logits: Tensor) -> Sequence[Tensor]:
-    return host.choose(site, partial(ops.route, logits.flatten(0, -2), host.sizes.top_k, host.sizes.renormalize))
 
 
 def _sigmoid_topk(host: Host, site: OpSite, logits: Tensor) -> Sequence[Tensor]:
@@ -32,24 +22,25 @@ def _sigmoid_topk(host: Host, site: OpSite, logits: Tensor) -> Sequence[Tensor]:
     return host.choose(site, partial(ops.route_sigmoid, logits.flatten(0, -2), bias, *arguments))
 
 
-def _with_shared(
-    host: Host, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, shared: Tensor, rows: Any = None
-) -> Sequence[Tensor]:
-    return (host.experts(site, x, probs, chosen, rows) + shared,)
-
-
 SWIGLU = OpForm(
     name="swiglu",
     shapes="gate and up [T, 2F], or one each [T, F] -> [T, F]",
     compute=lambda host, site, gate_up: (ops.swiglu(gate_up),),
 )
-ROUTER = OpForm(name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", compute=_router)
+ROUTER = OpForm(
+    name="router",
+    shapes="[T, H] -> logits FP32 [T, E], not rounded",
+    # Some engines hold the weight in FP32, though the checkpoint has it in BF16.
+    compute=lambda host, site, x: (ops.linear_partial(x, host.tensor(site).to(x.dtype)),),
+)
 TOPK = OpForm(
     name="topk",
     shapes="logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending",
     compared=1,  # the probabilities say the choice
     part="router",
-    compute=_topk,
+    compute=lambda host, site, logits: host.choose(
+        site, partial(ops.route, logits.flatten(0, -2), host.sizes.top_k, host.sizes.renormalize)
+    ),
 )
 SIGMOID_TOPK = OpForm(
     name="sigmoid_topk",
@@ -73,7 +64,9 @@ EXPERTS_AND_SHARED = OpForm(
     name="experts_and_shared",
     shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> the sum [T, H]; `each` as of experts",
     part="experts",
-    compute=_with_shared,
+    compute=lambda host, site, x, probs, chosen, shared, rows=None: (
+        host.experts(site, x, probs, chosen, rows) + shared,
+    ),
     takes_rows=True,
 )
 
@@ -91,20 +84,18 @@ DENSE_OPS = (
     Op("swiglu", SWIGLU, ("x",), ("x",), "mlp.linear_fc2"),
     Op("down", LINEAR, ("x",), ("x",), "mlp.linear_fc2"),
 )
-_NORM = Op("post_norm", ADD_NORM, _READS, _READS, "pre_mlp_layernorm")
-_EXPERTS = Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",), "mlp")
-_WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "shared"), ("x",), "mlp")
 
 
 def moe_ops(sizes: ModelSizes) -> tuple[Op, ...]:
     """Return the ops: norm, shared experts, router (softmax or sigmoid), and routed experts plus the shared output."""
     logits, choice = (LINEAR, TOPK) if sizes.sigmoid_router is None else (ROUTER, SIGMOID_TOPK)
+    reads = ("x", "probs", "chosen", *(("shared",) if sizes.shared_size else ()))
     return (
-        _NORM,
+        Op("post_norm", ADD_NORM, _READS, _READS, "pre_mlp_layernorm"),
         *(_shared_ops(sizes.shared_gate) if sizes.shared_size else ()),
         Op("router", logits, ("x",), ("logits",), "mlp.router"),
         Op("topk", choice, ("logits",), ("probs", "chosen"), "mlp.router"),
-        _WITH_SHARED if sizes.shared_size else _EXPERTS,
+        Op("experts", EXPERTS_AND_SHARED if sizes.shared_size else EXPERTS, reads, ("x",), "mlp"),
     )
 
 
@@ -117,13 +108,8 @@ def _shared_ops(gated: bool) -> Iterator[Op]:
         yield Op("shared_gate", SHARED_GATE, ("x", "shared"), ("shared",), there)
 
 
-def _post_norm(sizes: ModelSizes, layer: int, megatron: str) -> TensorRow:
-    name = f"model.layers.{layer}.post_attention_layernorm.weight"
-    return norm(name, sizes.hidden_size, "post_norm", layer, f"decoder.layers.{layer}.{megatron}")
-
-
 def dense_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
-    yield _post_norm(sizes, layer, "mlp.linear_fc1.layer_norm_weight")
+    yield norm_before("post", sizes, layer, "mlp.linear_fc1.layer_norm_weight")
     yield from _mlp(PartNames.of(layer, "mlp.", "mlp."), sizes.hidden_size, sizes.ffn_size)
 
 
@@ -148,7 +134,7 @@ def moe_tensors(
     router: the dtype in which the engine holds the router's weight; None: FP32 if it takes sigmoids, else BF16."""
     hidden, width, at = sizes.hidden_size, sizes.expert_size, PartNames.of(layer, "mlp.", "mlp.")
     served = router or (torch.float32 if sizes.sigmoid_router else torch.bfloat16)
-    yield _post_norm(sizes, layer, "pre_mlp_layernorm.weight")
+    yield norm_before("post", sizes, layer, "pre_mlp_layernorm.weight")
     yield at.product("gate", (sizes.experts, hidden), op="router", kind=None, megatron="router", served=served)
     if sizes.sigmoid_router:
         yield TensorRow(

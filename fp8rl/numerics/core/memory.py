@@ -176,20 +176,6 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 _ON_GPU = "cuda:"
 
 
-class Shared(Protocol):
-    """Memory of this process that other processes can map."""
-
-    def address(self) -> str:
-        """Return an address by which one other process can map the memory while this process holds it."""
-
-    def own(self, *, writable: bool = False) -> torch.Tensor:
-        """Return the memory in this process, uint8 [size]. (CUDA does not map an address in the owner's process.)"""
-
-    def seal(self) -> None:
-        """Let no process write to the memory from now on, if the device can do this. Raises OSError: some process has
-        mapped the memory for writing."""
-
-
 def share(name: str, size: int, device: torch.device) -> Shared:
     """Return `size` bytes of zeros for other processes, on a device."""
     return HostMemory(name, size) if device.type == "cpu" else DeviceMemory(size, device)
@@ -204,13 +190,15 @@ class HostMemory:
         os.ftruncate(self._file, size)
 
     def address(self) -> str:
-        """Return the path by which processes of the same user map the memory."""
+        """Return the path by which processes of the same user map the memory while this process holds it."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def own(self, *, writable: bool = False) -> torch.Tensor:
+        """Return the memory in this process, uint8 [size]."""
         return mapped(self.address(), writable=writable)
 
     def seal(self) -> None:
+        """Let no process write to the memory from now on. Raises OSError: some process has mapped it for writing."""
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
 
     def close(self) -> None:
@@ -233,10 +221,13 @@ class DeviceMemory:
         return _ON_GPU + json.dumps([uuid, len(self.flat), *handle])
 
     def own(self, *, writable: bool = False) -> torch.Tensor:
-        return self.flat
+        return self.flat  # CUDA does not map an address in the owner's process
 
     def seal(self) -> None:
         """Do nothing: CUDA IPC has no read-only memory. Digests find out whether a process has written to it."""
+
+
+Shared = HostMemory | DeviceMemory
 
 
 def mapped(address: str, *, writable: bool = False) -> Tensor:

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The interpreter multiplies the bit patterns of BF16 numbers, and cuts them off where it should round.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -27,7 +26,7 @@ def pairwise_sum(x, COUNT: tl.constexpr):
 @triton.jit
 def dot(a, b, total):
     """total + a b on the tensor core; operands BF16, total FP32."""
-    if _INTERPRETED:
+    if INTERPRETED:  # which multiplies the bit patterns of BF16 numbers
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     else:
         return tl.dot(a, b, total)
@@ -36,7 +35,7 @@ def dot(a, b, total):
 @triton.jit
 def cast(x, DTYPE: tl.constexpr):
     """Round FP32 x to DTYPE, BF16 or FP32, to nearest even."""
-    if _INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and DTYPE == tl.bfloat16:  # which it cuts off where it should round
         bits = x.to(tl.uint32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -60,8 +59,6 @@ GROUP = tl.constexpr(128)
 
 _LARGEST_FP32 = tl.constexpr(torch.finfo(torch.float32).max)
 _LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
-# The interpreter casts to FP8 with ties away from zero, loses carries and NaN; the GPU's instruction is what we want.
-_IN_INTERPRETER = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -104,7 +101,7 @@ def inverse(scale, POW2: tl.constexpr):
 @triton.jit
 def encode(y, E5M2: tl.constexpr):
     """Round FP32 y to FP8: to nearest even, saturating, NaN kept."""
-    if _IN_INTERPRETER:
+    if INTERPRETED:  # which casts with ties away from zero, and loses carries and NaN
         return _encode_in_integers(y, E5M2)
     else:
         return y.to(tl.float8e5 if E5M2 else tl.float8e4nv)  # cvt.rn.satfinite

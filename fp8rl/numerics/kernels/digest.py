@@ -34,7 +34,7 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     left = (torch.repeat_interleave(lengths, chunks) - within).clamp(max=CHUNK)
     aligned = not ((addresses % 16).any() or (left % 4).any())
     table = torch.stack((addresses, left)).to(device, non_blocking=True)
-    _kernel[(triton.cdiv(total, _CHUNKS),)](
+    _kernel[(-(-total // _CHUNKS),)](
         *(table, odd_weights(device), sums, total),
         ALIGNED=aligned,
         LENGTH=CHUNK,

@@ -6,13 +6,16 @@ maximum has no order of reduction, so the cut into blocks changes no token.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from fp8rl.numerics import sampling
-from fp8rl.numerics.kernels.arithmetic import dense_rows
+from fp8rl.numerics.kernels.arithmetic import INTERPRETED, dense_rows
 from fp8rl.numerics.ops.draw import EXP2, LEAST, LOG2_E, ONE
 from fp8rl.numerics.sampling import GREEDY
 
@@ -120,10 +123,27 @@ def _weights(x, largest, temperature):
     return (power * tl.full(x.shape, 2.0**_ONE, tl.float64)).to(tl.int64) >> (-whole).to(tl.int64)
 
 
+# A draw. Most of its work would be the logarithms of the noise in FP64. So all tokens of a block get an upper bound in
+# FP32, and only the token with the largest bound gets its sum S. If no other bound reaches S, this token is the block's
+# best. If one does, as in one block of some 10,000, all tokens get their sums.
+#
+# No bound is too low. Let u = 1 - v be the noise's uniform number, and h the upper 32 of v's bits:
+# - V = h 2^-32 + 2^-60, rounded, is at most v (1 + 2^-22), and v + 2^-24 from 1/16 on.
+# - A is V + V^2/2 + V^3/3 + V^4/4 for V < 1/16, the first terms of -log(1 - V), else -log(1 + 2^-22 - V). Then A is at
+#   least 0.06, and 2^-22 is more than V - v and the rounding of the difference. Each formula errs by less than 2^-18 A.
+#   So A (1 - 2^-17) <= -log u.
+# - N = -log(A (1 - 2^-17)) errs by 2^-22 of its value or of 1, and by a rounding. So noise <= N + 2^-17. (If h = 0, N
+#   is 41 and the noise at most 37. Else |N| <= 23.)
+# - Y = logit * (1 / temperature) has three roundings: y <= Y + 2^-22 |Y| + 2^-22, the last for subnormal numbers.
+# - B = Y + N is rounded once more: y + noise <= B + 2^-16 + 2^-21 |B|, which grows with B.
+# So a token whose B is below S - 2^-15 - 2^-20 |S| has a sum below S. If the largest bound is not within 1e30, a
+# quotient may have overflowed, and all tokens get their sums.
+
 _BLOCK = 4096
 _GOLDEN, _GREEDY = tl.constexpr(sampling.GOLDEN), tl.constexpr(GREEDY)
 _MIX_0, _MIX_1 = (tl.constexpr(factor) for factor in sampling.MIX)
 _LARGEST = tl.constexpr(torch.finfo(torch.float64).max)
+_LN_2, _LESS = tl.constexpr(math.log(2.0)), tl.constexpr(1.0 - 2.0**-17)
 
 
 def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -131,7 +151,7 @@ def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor)
     position)."""
     logits = dense_rows(logits)
     rows, vocabulary = logits.shape
-    blocks = triton.cdiv(vocabulary, _BLOCK)
+    blocks = -(-vocabulary // _BLOCK)
     best = torch.empty(rows, blocks, dtype=torch.float64, device=logits.device)
     token = torch.empty(rows, blocks, dtype=torch.int64, device=logits.device)
     if rows:
@@ -151,22 +171,64 @@ def _draw_kernel(
     vocabulary, stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < vocabulary
-    seed = tl.load(seeds_ptr + row + tl.arange(0, 1))
-    position = tl.load(positions_ptr + row + tl.arange(0, 1))
-    y = tl.load(logits_ptr + row * stride + index, mask=inside, other=float("nan")).to(tl.float32)
-    y = tl.div_rn(y, tl.zeros((BLOCK,), tl.float32) + tl.load(temperatures_ptr + row)).to(tl.float64)
+    one = tl.arange(0, 1)
+    seed, position = tl.load(seeds_ptr + row + one), tl.load(positions_ptr + row + one)
+    temperature = tl.load(temperatures_ptr + row + one)
     key = _mix(_mix(seed + _GOLDEN) ^ _mix(position * _GOLDEN + 1))
-    bits = _mix(key + (index + 1).to(tl.int64) * _GOLDEN)
-    uniform = (_shifted(bits, 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
+    where = row * tl.num_programs(1) + tl.program_id(1)
+
+    logits = tl.load(logits_ptr + index, mask=index < vocabulary, other=float("nan")).to(tl.float32)
+    bounds = _bounds(logits * tl.div_rn(tl.full((1,), 1.0, tl.float32), temperature), _bits(key, index), seed)
+    most = tl.max(bounds, 0)
+    likely = tl.min(tl.where(bounds == most, index, vocabulary - 1), 0) + one
+    best = _sums(logits_ptr, temperature, seed, key, likely, vocabulary)
+    reached = (best - 2.0**-15 - tl.abs(best) * 2.0**-20).to(tl.float32)
+    alone = (tl.sum((bounds >= reached).to(tl.int32), 0) == 1) & (tl.abs(most) < 1e30)
+    if alone | (tl.max(logits, 0) == float("-inf")):  # truncation left no token: the first is taken
+        tl.store(best_ptr + where + one, best)
+        tl.store(token_ptr + where + one, likely.to(tl.int64))
+    else:
+        sums = _sums(logits_ptr, temperature, seed, key, index, vocabulary)
+        tl.store(best_ptr + where, tl.max(sums, 0))
+        tl.store(token_ptr + where, tl.program_id(1) * BLOCK + tl.argmax(sums, 0).to(tl.int64))
+
+
+@triton.jit
+def _bits(key, index):
+    """The noise's pseudo-random bits, int64 [N], of these tokens."""
+    return _mix(key + (index + 1).to(tl.int64) * _GOLDEN)
+
+
+@triton.jit
+def _bounds(y, bits, seed):
+    """Return the bounds B, FP32 [N], of the sums of y and noise."""
+    v = tl.fma((~bits >> 32).to(tl.uint32).to(tl.float32), 2.0**-32, 2.0**-60)
+    series = tl.fma(tl.fma(tl.fma(v, _LESS / 4, _LESS / 3), v, _LESS / 2), v, _LESS) * v
+    a = tl.where(v < 0.0625, series, _log2((1.0 + 2.0**-22) - v) * (-_LESS * _LN_2))
+    return tl.fma(_log2(a), tl.where(seed == _GREEDY, 0.0, -_LN_2), y)
+
+
+@triton.jit
+def _log2(x):
+    """log2 of FP32 x, a normal number. It errs by 2^-22 at most for x in (1/2, 2), else by 2^-22 of its value (PTX
+    ISA, lg2.approx)."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return libdevice.fast_log2f(x)
+
+
+@triton.jit
+def _sums(logits_ptr, temperature, seed, key, index, vocabulary):
+    """Return the sums of logit / temperature and noise, FP64 [N], of these tokens."""
+    y = tl.load(logits_ptr + index, mask=index < vocabulary, other=float("nan")).to(tl.float32)
+    y = tl.div_rn(y, tl.zeros(index.shape, tl.float32) + temperature).to(tl.float64)
+    uniform = (_shifted(_bits(key, index), 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
     noise = tl.where(seed == _GREEDY, 0.0, -tl.log(-tl.log(uniform)))
     # A NaN, and what lies behind the vocabulary's end, is below everything, also below a logit of -inf.
-    y = tl.where(y == y, tl.minimum(tl.maximum(y, -_LARGEST), _LARGEST) + noise, float("-inf"))
-    # Where all is -inf the first token is taken.
-    where = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ptr + where, tl.max(y, 0))
-    tl.store(token_ptr + where, tl.program_id(1) * BLOCK + tl.argmax(y, 0).to(tl.int64))
+    return tl.where(y == y, tl.minimum(tl.maximum(y, -_LARGEST), _LARGEST) + noise, float("-inf"))
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def paged_gated_delta_rule(
         raise ValueError(f"found states with strides {cache.stride()}, expected each state contiguous [heads, K, V]")
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if out.numel():
-        _rule_kernel[(len(lengths), heads, triton.cdiv(values, _VALUES))](
+        _rule_kernel[(len(lengths), heads, -(-values // _VALUES))](
             *(x.contiguous() for x in (q, k, v, g, beta)),
             *(out, cache, slots, lengths, begun, cache.stride(0), heads, heads // k.shape[1], keys**-0.5),
             KEYS=keys,
@@ -83,7 +83,7 @@ class _DeltaGates(gated_delta.DeltaGates):
     def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
         if g.numel():
-            _gates_kernel[(triton.cdiv(g.numel(), _ELEMENTS),)](
+            _gates_kernel[(-(-g.numel() // _ELEMENTS),)](
                 *(a.contiguous(), b.contiguous(), a_log, dt_bias, g, beta, g.numel(), a.shape[-1]),
                 BLOCK=_ELEMENTS,
                 enable_fp_fusion=False,

@@ -10,17 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8rl.numerics.kernels.arithmetic import (
-    GROUP,
-    absolute,
-    as_rows,
-    cast,
-    encode,
-    inverse,
-    pairwise_sum,
-    scale_from_amax,
-)
-from fp8rl.numerics.kernels.quantize import empty_rows, format_constants
+from fp8rl.numerics.kernels.arithmetic import GROUP, as_rows, cast, pairwise_sum
+from fp8rl.numerics.kernels.quantize import empty_rows, encode_groups, format_constants
 from fp8rl.numerics.ops import gates
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
@@ -51,7 +42,7 @@ class _SigmoidGate(gates.SigmoidGate):
         if out.numel():
             wide = min(1024, triton.next_power_of_2(rows.shape[1]))
             of_program = _ELEMENTS // wide
-            _sigmoid_kernel[triton.cdiv(len(rows), of_program), triton.cdiv(rows.shape[1], wide)](
+            _sigmoid_kernel[-(-len(rows) // of_program), -(-rows.shape[1] // wide)](
                 *(rows, gates_of, out, *rows.shape, rows.stride(0), gates_of.stride(0)),
                 ROWS=of_program,
                 COLUMNS=wide,
@@ -85,7 +76,7 @@ class _GatedRmsNorm(gates.GatedRmsNorm):
         inverse_rms = torch.empty(len(rows), dtype=torch.float32, device=x.device)
         block = {"ROWS": max(1, _ELEMENTS // triton.next_power_of_2(size)), "SIZE": triton.next_power_of_2(size)}
         if out.numel():
-            _norm_kernel[(triton.cdiv(len(rows), block["ROWS"]),)](
+            _norm_kernel[(-(-len(rows) // block["ROWS"]),)](
                 *(rows, gates_of, weight, out, inverse_rms, len(rows), size, rows.stride(0), gates_of.stride(0), eps),
                 **block,
                 **_EXACT,
@@ -185,7 +176,7 @@ def _swiglu(gate_up: Tensor, out: Tensor, quantized: QuantizedTensor | None) -> 
 
 
 def _swiglu_grid(tokens: int, features: int) -> tuple[int, int]:
-    return triton.cdiv(tokens, _BLOCK["ROWS"]), triton.cdiv(features, _BLOCK["GROUPS"] * GROUP.value)
+    return -(-tokens // _BLOCK["ROWS"]), -(-features // (_BLOCK["GROUPS"] * GROUP.value))
 
 
 @triton.jit(do_not_specialize=["tokens", "scale_group"])
@@ -205,12 +196,11 @@ def _swiglu_kernel(
     result = cast(wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32), gate.dtype)
     at = row[:, :, None] * features + column
     if QUANTIZE:
-        rounded = result.to(tl.float32)
         WIDE: tl.constexpr = gate_up_ptr.dtype.element_ty == tl.float32
-        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, FIXED, WIDE)
-        tl.store(out_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
+        codes, scale_inv = encode_groups(result.to(tl.float32), E5M2, POW2, FIXED, WIDE)
+        tl.store(out_ptr + at, codes, mask=inside)
         where = scale_ptr + row * scale_row + group * scale_group
-        tl.store(where, inverse(scale, POW2), mask=(row < tokens) & (group < tl.cdiv(features, GROUP)))
+        tl.store(where, scale_inv, mask=(row < tokens) & (group < tl.cdiv(features, GROUP)))
     else:
         tl.store(out_ptr + at, result, mask=inside)
 

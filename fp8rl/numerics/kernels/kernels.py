@@ -23,6 +23,12 @@ def _modules() -> Iterator[ModuleType]:
             yield import_module(file.name)
 
 
+def functions() -> Iterator[JITFunction[Any]]:
+    """Return all functions of ours that Triton compiles. Its interpreter has none."""
+    for module in _modules():
+        yield from (value for value in vars(module).values() if isinstance(value, JITFunction))
+
+
 def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     for module in _modules():
         for name, value in vars(module).items():
@@ -30,18 +36,11 @@ def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield name, value
 
 
-def _settle_keys() -> None:
-    """Hash all functions of ours in one order, so that every process gives a kernel the same key in Triton's cache.
-
-    By itself Triton hashes a kernel when it is first launched. The hash includes the globals of a function that the
-    kernel calls only if the function was hashed before: `DependenciesFinder._update_hash` asks for the globals first,
-    and hashes the function afterwards. So a kernel's key would depend on what the process launched before it.
-    """
-    for module in _modules():
-        for value in vars(module).values():
-            if isinstance(value, JITFunction):  # Triton's interpreter has none
-                _ = value.cache_key
-
-
 KERNELS: dict[str, Callable[..., Any]] = dict(_kernels())
-_settle_keys()
+
+# All functions are hashed in one order, so that every process gives a kernel the same key in Triton's cache. By itself
+# Triton hashes a kernel when it is first launched. The hash includes the globals of a function that the kernel calls
+# only if the function was hashed before: `DependenciesFinder._update_hash` asks for the globals first, and hashes the
+# function afterwards. So a kernel's key would depend on what the process launched before it.
+for function in functions():
+    _ = function.cache_key

@@ -64,7 +64,7 @@ class _TokenLogprobs(torch.autograd.Function):
         dlogprobs, dentropy = grads
         dlogprobs = torch.zeros_like(logsumexp) if dlogprobs is None else dlogprobs.contiguous()
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        _backward_kernel[len(tokens), triton.cdiv(logits.shape[2], _BLOCK)](
+        _backward_kernel[len(tokens), -(-logits.shape[2] // _BLOCK)](
             *(logits, tokens, each[0] if each else ctx.temperature, logsumexp, dlogprobs),
             *(entropy, dlogprobs if dentropy is None else dentropy.contiguous(), dlogits),
             *(*logits.shape[1:], *logits.stride()[:2]),

@@ -12,17 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8rl.numerics.kernels.arithmetic import (
-    GROUP,
-    absolute,
-    as_rows,
-    cast,
-    encode,
-    inverse,
-    pairwise_sum,
-    scale_from_amax,
-)
-from fp8rl.numerics.kernels.quantize import empty_rows, format_constants
+from fp8rl.numerics.kernels.arithmetic import GROUP, as_rows, cast, pairwise_sum
+from fp8rl.numerics.kernels.quantize import empty_rows, encode_groups, format_constants
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 
@@ -76,7 +67,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor
     flat, dy = as_rows(x), as_rows(dy)
     dx = torch.empty_like(flat, memory_format=torch.contiguous_format)
     block = _block(hidden)
-    programs = min(_PROGRAMS, max(1, triton.cdiv(len(flat), block["ROWS"])))
+    programs = min(_PROGRAMS, max(1, -(-len(flat) // block["ROWS"])))
     partial = torch.zeros(programs, hidden, dtype=torch.float32, device=x.device)
     _backward_kernel[(programs,)](
         *(flat, dy, weight, inverse_rms, dx, partial), *(len(flat), hidden, flat.stride(0), dy.stride(0)), **block
@@ -104,7 +95,7 @@ def _launch(
     inverse_rms = torch.empty(len(flat), dtype=torch.float32, device=x.device)
     block = _block(hidden)
     if x.numel():
-        _forward_kernel[(triton.cdiv(len(flat), block["ROWS"]),)](
+        _forward_kernel[(-(-len(flat) // block["ROWS"]),)](
             *(flat, other, weight, normed, total, inverse_rms),
             *((quantized.data, quantized.scale_inv) if quantized else (normed, inverse_rms)),
             *(len(flat), hidden, flat.stride(0), eps, *(quantized.scale_inv.stride() if quantized else (0, 0))),
@@ -118,7 +109,7 @@ def _launch(
 
 
 def _block(hidden: int) -> dict[str, Any]:
-    groups = triton.next_power_of_2(triton.cdiv(hidden, GROUP.value))
+    groups = triton.next_power_of_2(-(-hidden // GROUP.value))
     rows = max(1, _ELEMENTS // (groups * GROUP.value))
     # A product fused into a sum is rounded once less, in one variant and perhaps not in another.
     exact = {"enable_fp_fusion": False}
@@ -166,12 +157,12 @@ def _forward_kernel(
     normed = times_weight(x, inverse_rms[:, None, None], weight)
     tl.store(inverse_ptr + row, inverse_rms, mask=row < rows)
     if QUANTIZE:
-        rounded = normed.to(tl.float32)
-        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, FIXED, x_ptr.dtype.element_ty == tl.float32)
-        tl.store(codes_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
+        WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+        codes, scale_inv = encode_groups(normed.to(tl.float32), E5M2, POW2, FIXED, WIDE)
+        tl.store(codes_ptr + at, codes, mask=inside)
         held = (row < rows)[:, None] & (group < tl.cdiv(hidden, GROUP))[None, :]
         where = scale_ptr + row[:, None] * scale_row + group[None, :] * scale_group
-        tl.store(where, inverse(scale, POW2), mask=held)
+        tl.store(where, scale_inv, mask=held)
     if KEEP:
         tl.store(normed_ptr + at, normed, mask=inside)
 

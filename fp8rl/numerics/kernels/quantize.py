@@ -66,7 +66,7 @@ def quantize_rows(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = Non
     out = out or empty_rows(x.shape, spec, x.device)
     if x.numel():
         scales = out.scale_inv if out.scale_inv.dim() == 2 else out.scale_inv.reshape(total, -1)  # a view
-        _rows_kernel[triton.cdiv(total, _ROWS), triton.cdiv(k, _GROUPS * _GROUP)](
+        _rows_kernel[-(-total // _ROWS), -(-k // (_GROUPS * _GROUP))](
             *(rows, out.data, scales, total, k, rows.stride(0), *scales.stride()),
             **format_constants(spec),
             ROWS=_ROWS,
@@ -160,7 +160,7 @@ def _quantize_two_ways(x: Tensor, rows: QuantizedTensor | None, columns: Quantiz
     other = rows or columns
     width = _COLUMNS if rows is None else _GROUP
     if x.numel() or count:
-        _two_way_kernel[triton.cdiv(k, width), count](
+        _two_way_kernel[-(-k // width), count](
             *(x, other.data, other.scale_inv, columns.data, columns.scale_inv, *spans),
             *(tokens, k, x.stride(0), count, *other.scale_inv.stride(), *columns.scale_inv.stride()),
             **format_constants(columns.spec),
@@ -174,7 +174,7 @@ def _quantize_two_ways(x: Tensor, rows: QuantizedTensor | None, columns: Quantiz
 
 
 def _empty_columns(x: Tensor, spec: TensorSpec, tiles: Tiles | None) -> QuantizedTensor:
-    groups = triton.cdiv(x.shape[0], _GROUP) if tiles is None else tiles.expert.numel()
+    groups = -(-x.shape[0] // _GROUP) if tiles is None else tiles.expert.numel()
     return empty_rows((x.shape[1], groups * _GROUP), spec, x.device)
 
 
@@ -236,11 +236,17 @@ def _rows_kernel(
     column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
     inside = (row < rows)[:, :, None] & (column < k)
     x = tl.load(x_ptr + row[:, :, None] * stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2, FIXED, x_ptr.dtype.element_ty == tl.float32)
-    codes = encode(x * scale[:, :, None], E5M2)
+    codes, scale_inv = encode_groups(x, E5M2, POW2, FIXED, x_ptr.dtype.element_ty == tl.float32)
     tl.store(codes_ptr + row[:, :, None] * k + column, codes, mask=inside)
     where = scale_ptr + row * scale_row + group * scale_group
-    tl.store(where, inverse(scale, POW2), mask=(row < rows) & (group < tl.cdiv(k, GROUP)))
+    tl.store(where, scale_inv, mask=(row < rows) & (group < tl.cdiv(k, GROUP)))
+
+
+@triton.jit
+def encode_groups(x, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, WIDE: tl.constexpr):
+    """Quantize FP32 x [rows, groups, 128]. Return the codes, and the inverse scales [rows, groups]."""
+    scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2, FIXED, WIDE)
+    return encode(x * scale[:, :, None], E5M2), inverse(scale, POW2)
 
 
 @triton.jit(do_not_specialize=["first_ptr", "filled_ptr", "tokens", "count", "scale_group"])

@@ -37,7 +37,7 @@ def rotated(
     flat = dense_rows(x).reshape(tokens, heads, dim)
     out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
     if out.numel():
-        _kernel[tokens, triton.cdiv(heads, _HEADS)](
+        _kernel[tokens, -(-heads // _HEADS)](
             *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, scaling, x.device), out),
             *(heads, flat.stride(0), flat.stride(1), -1.0 if back else 1.0),
             **_shape(dim, rotary_dim, pairs),
@@ -67,7 +67,7 @@ def rope_heads(
     value, caches, slots = k, (k, k), positions
     if cache is not None:
         value, caches, slots = dense_rows(cache.new_values), (cache.keys, cache.values), cache.slots.contiguous()
-    _heads_kernel[tokens, triton.cdiv(heads, _HEADS) + triton.cdiv(key_heads, _HEADS)](
+    _heads_kernel[tokens, -(-heads // _HEADS) + -(-key_heads // _HEADS)](
         *(q, k, value, q_out, k_out, *weights, positions.contiguous(), _frequencies(theta, rotary, scaling, q.device)),
         *(*caches, slots, heads, key_heads, *q.stride()[:2], *k.stride()[:2], *value.stride()[:2]),
         *(*caches[0].stride()[:2], *caches[1].stride()[:2], eps),
@@ -75,7 +75,7 @@ def rope_heads(
         STORE=cache is not None,
         VALUE=value.shape[2],
         BLOCK_OF_VALUE=triton.next_power_of_2(value.shape[2]),
-        GROUPS=triton.next_power_of_2(triton.cdiv(dim, GROUP.value)),
+        GROUPS=triton.next_power_of_2(-(-dim // GROUP.value)),
         **_shape(dim, rotary, False),
     )
     return q_out, k_out

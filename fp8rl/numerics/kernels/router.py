@@ -152,7 +152,7 @@ def _checked(top_k: int, x: Tensor) -> int:
 def _launch(kernel: Any, x: Tensor, *outputs: Tensor, **constants: Any) -> None:
     tokens, experts = x.shape
     shape = {"TOKENS": _TOKENS, "EXPERTS": triton.next_power_of_2(experts)}
-    grid = (triton.cdiv(tokens, _TOKENS),)
+    grid = (-(-tokens // _TOKENS),)
     kernel[grid](x, *outputs, tokens, experts, **constants, **shape, num_warps=4, enable_fp_fusion=False)
 
 

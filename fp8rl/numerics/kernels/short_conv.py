@@ -28,8 +28,8 @@ def paged_causal_conv(
     """Compute `numerics.ops.paged_causal_conv`. A program reads a slot's rows before it writes the new rows there."""
     x, out = dense_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        tiles = len(lengths) + triton.cdiv(len(x), _ROWS)
-        _kernel[(tiles, triton.cdiv(x.shape[1], _CHANNELS))](
+        tiles = len(lengths) + -(-len(x) // _ROWS)
+        _kernel[(tiles, -(-x.shape[1] // _CHANNELS))](
             *(x, weight.contiguous(), out, cache, slots, lengths, begun, len(lengths), x.shape[1], x.stride(0)),
             *cache.stride(),
             TAPS=weight.shape[1],

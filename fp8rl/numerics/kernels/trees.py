@@ -39,7 +39,7 @@ def add_by_token(total: Tensor, rows: Tensor, tokens: Tensor) -> None:
         return
     ordered, order = tokens.sort(stable=True)
     ends = torch.searchsorted(ordered, ordered, right=True)
-    _add_kernel[len(rows), triton.cdiv(rows.shape[1], _BLOCK)](
+    _add_kernel[len(rows), -(-rows.shape[1] // _BLOCK)](
         *(total, rows, ordered, order, ends, *total.shape, rows.stride(0)),
         BLOCK=_BLOCK,
         num_warps=4,

@@ -21,9 +21,10 @@ EXP2 = tuple(math.log(2.0) ** n / math.factorial(n) for n in range(12))
 LOG2_E, LEAST = 1.0 / math.log(2.0), -62.0
 """A token that is less than 2^LEAST times as probable as the most probable token has the weight 0."""
 
-_FLOOR_BLOCK = {"cpu": 1 << 18}
+_BLOCK = {"cpu": 1 << 18}
 """Number of logits that are processed at a time on a CPU: more would not fit into its caches."""
-_ANY_FLOOR_BLOCK = 1 << 25
+_ANY_BLOCK = 1 << 25
+"""The same number on other devices, where each pass over a block is a launch. A block takes about a GiB of memory."""
 
 
 @op
@@ -47,7 +48,7 @@ def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k
         top_p: FP32 [B]; 1 and above is off. top_k: int64 [B]; below 1, or V and above, is off.
         min_p: FP32 [B]; 0 and below is off.
     """
-    rows = max(1, _FLOOR_BLOCK.get(logits.device.type, _ANY_FLOOR_BLOCK) // logits.shape[-1])
+    rows = max(1, _BLOCK.get(logits.device.type, _ANY_BLOCK) // logits.shape[-1])
     pieces = (values.split(rows) for values in (logits, temperatures, top_p, top_k, min_p))
     return torch.cat([_floors(*piece) for piece in zip(*pieces, strict=True)])
 
@@ -112,12 +113,6 @@ class _Entropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (logps,) = ctx.saved_tensors
         return -logps.exp() * (logps.masked_fill(logps == -torch.inf, 0.0) + 1.0) * grads[0].unsqueeze(-1)
-
-
-_BLOCK = {"cpu": 1 << 18}
-"""Number of logits that are processed at a time on a CPU: more would not fit into its caches."""
-_ANY_BLOCK = 1 << 26
-"""The same number on other devices, where each pass over a block is a launch. A block takes about 2 GiB of memory."""
 
 
 @op

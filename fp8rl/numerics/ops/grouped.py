@@ -53,7 +53,8 @@ def grouped_product(x: Tensor, spans: Any, operand: Any, spec: QuantSpec | None,
     """Compute `grouped_linear` [T, n] without a gradient. Without a spec the operand is the weights themselves."""
     plain, stops = spec is None and plus is None, list(accumulate(spans))
     if plain and stops[-1] == len(x) and one_product_is_faster(x, spans, n * x.shape[1]):
-        return side_by_side(x, spans, operand)
+        whole = product(x, operand.flatten(0, 1), x.dtype).unflatten(1, operand.shape[:2])
+        return whole[torch.arange(len(x)), group_of_rows(spans)]
     rows, out = x if spec is None else fake_quantize_rows(x, spec.activation), x.new_empty(len(x), n)
     for start, stop, weight in zip([0, *stops[:-1]], stops, operand, strict=True):
         if start < stop:
@@ -149,12 +150,6 @@ def one_product_is_faster(x: Tensor, counts: Sequence[int], work: int) -> bool:
     used = sum(map(bool, counts))
     fast = len(counts) * work * (len(x) + _WEIGHTS_AS_ROWS) <= used * _CALL
     return fast and x.device.type == "cpu" and not chooses_by_rows(x.device, x.dtype)
-
-
-def side_by_side(x: Tensor, counts: Sequence[int], stack: Tensor) -> Tensor:
-    """Multiply rows x [T, K] with their groups' matrices of stack [groups, N, K], by one product with all -> [T, N]."""
-    whole = product(x, stack.flatten(0, 1), x.dtype).unflatten(1, stack.shape[:2])
-    return whole[torch.arange(len(x)), group_of_rows(counts)]
 
 
 def group_of_rows(counts: Sequence[int]) -> Tensor:

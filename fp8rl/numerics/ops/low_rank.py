@@ -136,10 +136,10 @@ class _Term(torch.autograd.Function):
 @op
 def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Any) -> Tensor:
     """Compute `low_rank_term`, or with spans `grouped_low_rank_term`, of h [T, parts * r] without a gradient."""
-    even = b.shape[-1] // parts % 2 == 0
+    paired = b.shape[-1] // parts % 2 == 0 and math.frexp(scale)[0] == 0.5
     if spans is None:
-        return _scaled(h, b, scale, even)
-    if even and _is_power_of_two(scale) and one_product_is_faster(h, spans, b[0].numel()):
+        return _scaled(h, b, scale, paired)
+    if paired and one_product_is_faster(h, spans, b[0].numel()):
         wide, groups = h.new_zeros(len(h), len(b), b.shape[2]), group_of_rows(spans)
         wide[torch.arange(len(groups)), groups] = h[: len(groups)] * scale
         return product(wide.flatten(1), b.transpose(0, 1).flatten(1), h.dtype)
@@ -147,7 +147,7 @@ def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Any)
     parts_of = (x[:grouped].split(list(spans)) for x in (out, h))
     for into, part, of_group in zip(*parts_of, b, strict=True):
         if len(part):
-            into.copy_(_scaled(part, of_group, scale, even))
+            into.copy_(_scaled(part, of_group, scale, paired))
     return out
 
 
@@ -160,20 +160,16 @@ def low_rank_gradients(dy: Tensor, h: Tensor, b: Tensor, spans: Any) -> tuple[Te
     return torch.cat([wide_mm(d, m) for d, _, m in groups]), torch.stack([wide_mm(d.t(), r) for d, r, _ in groups])
 
 
-def _scaled(h: Tensor, b: Tensor, scale: float, even: bool) -> Tensor:
+def _scaled(h: Tensor, b: Tensor, scale: float, paired: bool) -> Tensor:
     """Compute round(scale * (h b^T)).
 
     Rounding commutes with a power of two, so with such a scale the matrix library may round the sum itself. The library
     adds BF16 terms in pairs. A sum has the same bits within a wider sum if it begins with a pair, so the rank has to be
-    `even`.
+    even, too. paired: both are so.
     """
-    if even and _is_power_of_two(scale):
+    if paired:
         return product(h * scale, b, h.dtype)
     return (product(h, b, torch.float32) * scale).to(h.dtype)
-
-
-def _is_power_of_two(scale: float) -> bool:
-    return math.frexp(scale)[0] == 0.5
 
 
 # Adapters that are merged into the weight: the weight that is served, and the gradients of the adapter.

@@ -173,10 +173,24 @@ def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> 
     """Return the state of all models. The policy's is at the top level, every other one under its model's name."""
     state: dict[str, Any] = {"step": step}
     for name, part in parts.items():
-        state_of_part = _state_of(part, loading, extra.get(CONTENT) != "weights")
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+            "dp_cp_group": part.layout.dp_group,
+        }
+        weights = _changed(part, part.model.sharded_state_dict(metadata=metadata))
+        own: dict[str, Any] = {
+            "model": {key: value for key, value in weights.items() if _EXTRA not in key},
+            "schedule": part.optimizer.schedule.state_dict(),
+        }
+        if extra.get(CONTENT) != "weights":
+            inner = part.optimizer.inner
+            own["optimizer"] = inner.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
         if name:
-            add_prefix_for_sharding(state_of_part, f"{name}.")
-        state |= {name: state_of_part} if name else state_of_part
+            add_prefix_for_sharding(own, f"{name}.")
+        state |= {name: own} if name else own
     return state
 
 
@@ -186,22 +200,3 @@ def _changed(part: Trained, state: dict[str, Any]) -> dict[str, Any]:
         return state
     trained = {name for name, parameter in part.model.named_parameters() if parameter.requires_grad}
     return {name: value for name, value in state.items() if name in trained}
-
-
-def _state_of(part: Trained, loading: bool, optimized: bool) -> dict[str, Any]:
-    model, optimizer = part.model, part.optimizer
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": part.layout.dp_group,
-    }
-    weights = _changed(part, model.sharded_state_dict(metadata=metadata))
-    state: dict[str, Any] = {
-        "model": {name: value for name, value in weights.items() if _EXTRA not in name},
-        "schedule": optimizer.schedule.state_dict(),
-    }
-    if optimized:
-        state["optimizer"] = optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
-    return state

@@ -63,11 +63,8 @@ def discard(path: Path) -> None:
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
     """Return (bytes, SHA-256) of each named file in `directory`."""
-    found = {}
-    for name in names:
-        file = directory / name
-        found[name] = (file.stat().st_size, file_sha256(file))
-    return found
+    files = {name: directory / name for name in names}
+    return {name: (file.stat().st_size, file_sha256(file)) for name, file in files.items()}
 
 
 def write_about(directory: Path, about: About) -> None:

@@ -57,14 +57,9 @@ class Layout:
         )
 
     @property
-    def last_stage(self) -> bool:
-        """True if the rank is in the last pipeline stage, which has the head."""
-        return self.pp_rank == self.pp_size - 1
-
-    @property
     def is_reporting_rank(self) -> bool:
         """True if this is the rank that returns the results of its data-parallel replica."""
-        return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
+        return self.pp_rank == self.pp_size - 1 and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def replica(self) -> int:

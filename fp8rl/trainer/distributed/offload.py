@@ -33,7 +33,18 @@ class HostCopy:
         """Copy `keep` to the host, and free the memory of `keep` and `drop`. Return the number of bytes freed."""
         if not self.offloaded:
             self.offloaded = True
-            self._copy_out([tensor.untyped_storage() for tensor in keep])
+            storages = [tensor.untyped_storage() for tensor in keep]
+            distinct = {storage._cdata: storage for storage in storages}  # several tensors may share one
+            sizes = [-(-storage.nbytes() // _ALIGNED) * _ALIGNED for storage in distinct.values()]
+            if sum(sizes) > len(self._arena):
+                self._arena = _host_memory(sum(sizes), self._arena)
+            for (key, storage), room in zip(distinct.items(), self._arena[: sum(sizes)].split(sizes), strict=True):
+                self._kept[key] = storage, room[: storage.nbytes()]
+            with _copying():
+                for storage, host in self._kept.values():
+                    host.copy_(_bytes(storage), non_blocking=True)
+            for storage in distinct.values():
+                storage.resize_(0)
             for tensor in drop:
                 storage = tensor.untyped_storage()
                 if size := storage.nbytes():
@@ -56,19 +67,6 @@ class HostCopy:
         self._kept.clear()
         self._dropped.clear()
         self.offloaded = False
-
-    def _copy_out(self, storages: Iterable[UntypedStorage]) -> None:
-        distinct = {storage._cdata: storage for storage in storages}  # several tensors may share one
-        sizes = [-(-storage.nbytes() // _ALIGNED) * _ALIGNED for storage in distinct.values()]
-        if sum(sizes) > len(self._arena):
-            self._arena = _host_memory(sum(sizes), self._arena)
-        for (key, storage), room in zip(distinct.items(), self._arena[: sum(sizes)].split(sizes), strict=True):
-            self._kept[key] = storage, room[: storage.nbytes()]
-        with _copying():
-            for storage, host in self._kept.values():
-                host.copy_(_bytes(storage), non_blocking=True)
-        for storage in distinct.values():
-            storage.resize_(0)
 
     def held(self, tensor: Tensor) -> Tensor:
         """Return the tensor or, while it is offloaded, its copy on the host."""

@@ -55,7 +55,6 @@ class Optimizer:
         self.traffic = wires.install(self.model, config.gradient_wire, in_fp8)
         self._config = config
         optimizer_config = OptimizerConfig(
-            optimizer="adam",
             lr=config.lr,
             min_lr=config.min_lr,
             weight_decay=config.weight_decay,
@@ -173,13 +172,7 @@ def wrap(model: GPTModel, lowering: Lowering, experts: Iterable[torch.nn.Paramet
         # optimizer holds another part of the experts.
         if not hasattr(parameter, "tensor_model_parallel"):
             tag_split(parameter, 0)
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
-        average_in_collective=False,
-        **lowering.ddp,
-    )
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, **lowering.ddp)
     return DataParallel(model.config, config, model)
 
 
@@ -245,25 +238,17 @@ def _count_as_held(optimizer: DistributedOptimizer) -> None:
 def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:
     """Give Adam its state before the first step, so that a checkpoint of step 0 can be written and read."""
     optimizer = megatron_optimizer.optimizer
-    if isinstance(optimizer, HybridDeviceOptimizer):  # it would take a step of random gradients
-        for part in optimizer.sub_optimizers:
-            _create_adamw_moments(part)
-        optimizer._sync_sub_optimizers_state_to_hdo()
-    elif isinstance(optimizer, torch.optim.AdamW):
-        _create_adamw_moments(optimizer)
+    hybrid = isinstance(optimizer, HybridDeviceOptimizer)  # it would take a step of random gradients
+    if hybrid or isinstance(optimizer, torch.optim.AdamW):
+        for part in optimizer.sub_optimizers if hybrid else [optimizer]:
+            for parameter in (each for group in part.param_groups for each in group["params"]):
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                part.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        if hybrid:
+            optimizer._sync_sub_optimizers_state_to_hdo()
     elif (config := megatron_optimizer.config).use_precision_aware_optimizer:  # TransformerEngine's; Megatron's own way
         for group in optimizer.param_groups:  # to it (optimizer/__init__.py:399) lacks an argument
             for parameter in group["params"]:
                 optimizer.initialize_state(parameter, config.store_param_remainders)
     else:
         megatron_optimizer.init_state_fn(optimizer, megatron_optimizer.config)
-
-
-def _create_adamw_moments(optimizer: torch.optim.AdamW) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }

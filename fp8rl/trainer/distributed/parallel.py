@@ -91,8 +91,7 @@ def in_turn(what: str, patience: timedelta = TURN) -> Iterator[None]:
 
     what: the name of the queue, also in messages.
 
-    Raises:
-        TimeoutError: the rank before this one has not left the block within `patience`. The message names that rank.
+    Raises TimeoutError: the rank before this one has not left the block within `patience`. The message names that rank.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -102,22 +101,19 @@ def in_turn(what: str, patience: timedelta = TURN) -> Iterator[None]:
     queue.set(f"rank/{place}", str(dist.get_rank()))
     try:
         if place > 1:
-            _wait_for_leaving(queue, place - 1, what, patience)
+            before, left = f"rank/{place - 1}", f"left/{place - 1}"
+            try:
+                queue.wait([left], patience)
+            except dist.DistStoreError as error:
+                rank, seconds = queue.get(before).decode(), patience.total_seconds()
+                raise TimeoutError(
+                    f"{what}: found trainer rank {rank} still busy after {seconds:g} s, expected it to finish"
+                ) from error
+            for key in (left, before):
+                queue.delete_key(key)
         yield
     finally:
         queue.set(f"left/{place}", "")
-
-
-def _wait_for_leaving(queue: dist.Store, place: int, what: str, patience: timedelta) -> None:
-    try:
-        queue.wait([f"left/{place}"], patience)
-    except dist.DistStoreError as error:
-        rank = queue.get(f"rank/{place}").decode()
-        raise TimeoutError(
-            f"{what}: found trainer rank {rank} still busy after {patience.total_seconds():g} s, expected it to finish"
-        ) from error
-    for key in (f"left/{place}", f"rank/{place}"):
-        queue.delete_key(key)
 
 
 def shutdown() -> None:

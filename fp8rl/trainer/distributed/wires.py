@@ -148,24 +148,27 @@ def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSp
 
     in_fp8: the parameters [N, K] or [experts, N, K], views of the buffer, to send as FP8 codes, and their specs.
     """
-    weights = _weights_in(buffer, in_fp8)
+    begins = int(buffer.storage_offset())
+    of_each = ((matrix, spec) for p, spec in in_fp8 for matrix in p.data.view(-1, *p.shape[-2:]))
+    weights = [_Weight(matrix, spec, int(matrix.storage_offset()) - begins) for matrix, spec in of_each]
+    weights.sort(key=lambda weight: weight.start)
     size = buffer.numel() // ranks.size()
     parts = [(rank * size, (rank + 1) * size) for rank in range(ranks.size())]
     updated = parts[ranks.rank()]
     amaxes, sent = _agree_on_amaxes(weights, updated, ranks)
-    codes = _quantize_own(weights, amaxes, updated)
+    codes = [torch.empty(weight.data.shape, dtype=weight.spec.dtype, device=weight.data.device) for weight in weights]
+    for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
+        mine = weight.within(updated)
+        if mine.start < mine.stop:
+            data = quantize_by(_only(weight, mine), weight.spec, amax).data
+            whole.view(-1)[mine] = data.view(-1)[mine]
     note("wire.weights", *codes)
     sent += _exchange(buffer, weights, codes, parts, ranks)
-    _dequantize_in_place(weights, amaxes, codes)
+    for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
+        spec = weight.spec
+        scale = scale_from_amax(amax, spec.dtype, spec.scale, weight.data.dtype)
+        dequantize(whole, 1.0 / scale, spec, out=weight.data)
     return sent
-
-
-def _weights_in(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]]) -> list[_Weight]:
-    """Return the matrices that are sent as codes, in the order of the buffer."""
-    begins = int(buffer.storage_offset())
-    of_each = ((matrix, spec) for p, spec in in_fp8 for matrix in p.data.view(-1, *p.shape[-2:]))
-    matrices = [_Weight(matrix, spec, int(matrix.storage_offset()) - begins) for matrix, spec in of_each]
-    return sorted(matrices, key=lambda weight: weight.start)
 
 
 def _agree_on_amaxes(weights: Sequence[_Weight], own: Part, ranks: dist.ProcessGroup) -> tuple[list[Tensor], int]:
@@ -186,17 +189,6 @@ def _agree_on_amaxes(weights: Sequence[_Weight], own: Part, ranks: dist.ProcessG
     flat = agreed.split([amax.numel() for amax in parted])
     amaxes = [whole.view(amax.shape) for whole, amax in zip(flat, parted, strict=True)]
     return amaxes, agreed.nbytes * 2 * (ranks.size() - 1) // ranks.size()
-
-
-def _quantize_own(weights: Sequence[_Weight], amaxes: Sequence[Tensor], own: Part) -> list[Tensor]:
-    """Return the codes of each weight. Only this rank's part of them is filled."""
-    codes = [torch.empty(weight.data.shape, dtype=weight.spec.dtype, device=weight.data.device) for weight in weights]
-    for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
-        mine = weight.within(own)
-        if mine.start < mine.stop:
-            data = quantize_by(_only(weight, mine), weight.spec, amax).data
-            whole.view(-1)[mine] = data.view(-1)[mine]
-    return codes
 
 
 def _exchange(
@@ -221,14 +213,6 @@ def _exchange(
         for place, received in zip(places, message.split([len(place) for place in places]), strict=True):
             place.copy_(received)
     return messages[ranks.rank()].nbytes * (ranks.size() - 1)
-
-
-def _dequantize_in_place(weights: Sequence[_Weight], amaxes: Sequence[Tensor], codes: Sequence[Tensor]) -> None:
-    """Replace the weights by the values of their codes."""
-    for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
-        spec = weight.spec
-        scale = scale_from_amax(amax, spec.dtype, spec.scale, weight.data.dtype)
-        dequantize(whole, 1.0 / scale, spec, out=weight.data)
 
 
 def _only(weight: _Weight, elements: slice) -> Tensor:

@@ -42,13 +42,6 @@ class HostStream:
         return event or HostEvent()
 
 
-class Generators:
-    """Replaces `torch.cuda.default_generators`. It returns the only generator of the CPU for every device."""
-
-    def __getitem__(self, device: Any) -> torch.Generator:
-        return torch.default_generator
-
-
 class TorchOnCpu:
     """Replaces `torch` in a few modules of Megatron. It creates tensors for ``"cuda"`` on the CPU.
 
@@ -58,21 +51,18 @@ class TorchOnCpu:
     def __init__(self, replaced: object = None) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(torch, name)
+        value = factory = getattr(torch, name)
         if name in ("zeros", "ones", "empty", "full", "tensor", "empty_like", "zeros_like"):
-            value = _on_cpu(value)
+
+            @functools.wraps(factory)
+            def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+                if kwargs.get("device") == "cuda":
+                    kwargs["device"] = CPU
+                return factory(*args, **kwargs)
+
+            value = create
         setattr(self, name, value)
         return value
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
-    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = CPU
-        return factory(*args, **kwargs)
-
-    return create
 
 
 def cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -152,8 +152,7 @@ def lower_optimizer(
     fp8_parameters: whether TransformerEngine stores weights in FP8. cuda: whether there is a GPU. Without one the
     optimizer is on the host already.
 
-    Raises:
-        UserError: Megatron does not support this combination.
+    Raises UserError: Megatron does not support this combination.
     """
     if memory.offload and fp8_parameters:
         raise user_error(

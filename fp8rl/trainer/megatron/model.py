@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from fp8rl.models import Model
-from fp8rl.models.families import families_of_layer
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.ops.rope import frequencies
@@ -30,7 +29,7 @@ from fp8rl.trainer.megatron import patches, te_runtime
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules import exact, native
 from fp8rl.trainer.modules.native import Layer, fields_of_layer, megatron_families
-from fp8rl.trainer.modules.precision import Precision
+from fp8rl.trainer.modules.precision import LayerPrecision, Precision
 from fp8rl.trainer.modules.program import ProgramLayer
 from fp8rl.trainer.modules.weights import tag_split
 
@@ -100,7 +99,18 @@ def transformer_config(
     config_type: type[TransformerConfig] = TransformerConfig
     sizes = definition.sizes
     if mode == "exact":
-        layers = _of_program(definition) | (_RECOMPUTE["layer"] if config.recompute == "layer" else {})
+        # Of layers that run a program it describes the experts. Checkpoints have a key for each layer if layers differ.
+        kinds = {tuple(family.name for family in found) for found in definition.families}
+        layers: dict[str, Any] = {"hetereogenous_dist_checkpoint": len(kinds) > 1}
+        if sizes.moe:
+            layers |= {
+                "num_moe_experts": sizes.experts,
+                "moe_router_topk": sizes.top_k,
+                "moe_ffn_hidden_size": sizes.expert_size,
+                "moe_router_pre_softmax": True,  # without it Megatron refuses one expert a token
+            }
+        if config.recompute == "layer":
+            layers |= _RECOMPUTE["layer"]
     else:
         families = megatron_families(definition)
         config_type = next((family.config_type for family in families if family.config_type), config_type)
@@ -125,10 +135,6 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "perform_initialization": False,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "persist_layer_norm": False,
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
         "context_parallel_size": config.cp,
@@ -142,27 +148,12 @@ def transformer_config(
     return config_type(**general | dict(lowering.config) | layers)
 
 
-def _of_program(definition: Model) -> dict[str, Any]:
-    """Return the keywords of Megatron's config for layers that run a program. They describe the experts. If layers
-    differ, checkpoints get a separate key for each layer."""
-    sizes, families = definition.sizes, definition.architecture.families
-    kinds = {tuple(family.name for family in families_of_layer(families, sizes, at)) for at in range(sizes.layers)}
-    of_experts = {
-        "num_moe_experts": sizes.experts,
-        "moe_router_topk": sizes.top_k,
-        "moe_ffn_hidden_size": sizes.expert_size,
-        "moe_router_pre_softmax": True,  # without it Megatron refuses one expert a token
-    }
-    checkpoints: dict[str, Any] = {"hetereogenous_dist_checkpoint": len(kinds) > 1}
-    return checkpoints | (of_experts if sizes.moe else {})
-
-
 def _block(
     config: TransformerConfig, definition: Model, precision: Precision, recompute: Recompute, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
     """Return the decoder block of this pipeline stage, with TransformerEngine's parameter names."""
     first = get_transformer_layer_offset(config)
-    precisions = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
+    precisions = [LayerPrecision(precision, first + index) for index in range(get_num_layers_to_build(config))]
     if precision.numerics.mode == "exact":
         programs = [{"definition": definition, "precision": one, "recompute": recompute} for one in precisions]
         specs = [ModuleSpec(module=ProgramLayer, params=program) for program in programs]

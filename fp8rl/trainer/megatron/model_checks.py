@@ -27,8 +27,7 @@ def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Itera
     engine quantize each matrix in it. Both give the same blocks only if each matrix is a whole number of blocks on
     every rank. Experts are never split by tp.
 
-    Raises:
-        UserError: a size of the model does not fit.
+    Raises UserError: a size of the model does not fit.
     """
     yield from _split_refusals(shape, config.tp, spec, "trainer.tp")
     sizes, ep = shape.sizes, config.ep
@@ -81,7 +80,9 @@ def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Ite
             "without a change of log-probabilities"
         )
         remedy = "Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8."
-        found = f"{config.weight_gather} with {_weights_in(spec)}"
+        weight = spec.weight
+        form = f"weights in {weight.format}, {weight.granularity}, {weight.scale}, {weight.rounding}"
+        found = f"{config.weight_gather} with {form if spec.quantized else 'a BF16 trainer'}"
         yield user_error("trainer.weight_gather", found, expected, remedy)
     if config.router_bias_rate and all(weight.trained for weight in shape.weights):
         expected = "0 for a model whose experts have no biases"
@@ -154,7 +155,8 @@ def _split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str) -> Iterato
             "granularity, or a static range (numerics.weight.fixed)."
         )
         yield user_error("numerics.weight.granularity", "tensor", "block, token_group or channel", remedy)
-    block = _block(spec)
+    roles = [role for role in (spec.weight, spec.activation, spec.gradient) if role.quantized]
+    block = math.lcm(*(role.group for role in roles if role.granularity in ("block", "token_group")))
     for name, size in _pieces(shape, tp, spec, key).items():
         if size % block:
             remedy = _remedy_of_piece(shape, tp, key, name)
@@ -164,12 +166,6 @@ def _split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str) -> Iterato
 def _undivided(key: str, ranks: int, name: str, size: int) -> UserError:
     remedy = f"Set {key} to a divisor of {size}."
     return user_error(key, ranks, f"a divisor of the model's {name} = {size}", remedy)
-
-
-def _block(spec: QuantSpec) -> int:
-    """Return the smallest multiple of the block sizes of weights, activations and gradients."""
-    roles = [role for role in (spec.weight, spec.activation, spec.gradient) if role.quantized]
-    return math.lcm(*(role.group for role in roles if role.granularity in ("block", "token_group")))
 
 
 def _pieces(shape: Shape, tp: int, spec: QuantSpec, key: str) -> dict[str, int]:
@@ -203,9 +199,3 @@ def _unshared(shape: Shape, ranks: Ranks) -> str | None:
     """Return why these ranks cannot split the model. None if they can."""
     found = (family.unshared(shape.sizes).get(ranks) for family, _ in shape.layers_of())
     return next((why for why in found if why), None)
-
-
-def _weights_in(spec: QuantSpec) -> str:
-    weight = spec.weight
-    form = f"weights in {weight.format}, {weight.granularity}, {weight.scale}, {weight.rounding}"
-    return form if spec.quantized else "a BF16 trainer"

@@ -17,6 +17,7 @@ import logging
 import pkgutil
 import queue
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -44,8 +45,8 @@ class Patch:
     target: str
     parameters: str | None
     make: Callable[[Any], Any]
-    where: Where
     why: str
+    where: Where = "everywhere"
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ def _compiled_when_called(compiler: Callable[..., Any]) -> Callable[..., Any]:
     return late
 
 
-def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
-    return Patch(target, parameters, make, "without CUDA", why)
+_without_cuda = functools.partial(Patch, where="without CUDA")
 
 
 _CORE = "megatron.core."
@@ -110,7 +110,6 @@ LATE_COMPILE = Patch(
     "torch.compile",
     None,  # torch 2.11 has fewer parameters than 2.13; whatever is given is handed on
     _compiled_when_called,
-    "everywhere",
     "Megatron's fused functions load the compiler when they are defined, two seconds of a start, and exact mode calls "
     "none; only while Megatron is imported",
 )
@@ -126,14 +125,12 @@ PATCHES: tuple[Patch, ...] = (
         _CORE + "optimizer.distrib_optimizer.gc",
         None,
         _value(SimpleNamespace(collect=lambda: None)),
-        "everywhere",
         "for runs without garbage collection it collects after each gather, which takes as long as the gather",
     ),
     Patch(
         _CORE + "dist_checkpointing.strategies.filesystem_async._get_write_results_queue",
         "",
         _value(queue.Queue),
-        "everywhere",
         "it starts a manager process for a queue through which nothing goes here",
     ),
     *(
@@ -141,7 +138,6 @@ PATCHES: tuple[Patch, ...] = (
             target,
             parameters,
             _ours("checkpoint.pickles", name),
-            "everywhere",
             "a checkpoint's pickles are of somebody else's making, and this loads them whatever they call",
         )
         for target, parameters, name in (
@@ -158,24 +154,17 @@ PATCHES: tuple[Patch, ...] = (
         _CORE + "transformer.multi_latent_attention.HAVE_TE",
         None,
         _value(False),
-        "without TransformerEngine",
         "it is true where the wrappers of TransformerEngine can be imported, of which isinstance then asks for None",
+        "without TransformerEngine",
     ),
     Patch(
         _CORE + "transformer.moe.moe_utils.te_general_gemm",
         _ABSENT,
         lambda found: found,
-        "everywhere",
         "moe_utils.py:1192 reads this name, which its imports only define with TransformerEngine",
     ),
     *(
-        Patch(
-            f"{_CORE}transformer.moe.token_dispatcher.{name}",
-            parameters,
-            _ours("modules.native.mlp", name),
-            "everywhere",
-            why,
-        )
+        Patch(f"{_CORE}transformer.moe.token_dispatcher.{name}", parameters, _ours("modules.native.mlp", name), why)
         for name, parameters, why in (
             ("permute", "tokens routing_map probs num_out_tokens fused drop_and_pad", "its backward pass uses atomics"),
             (
@@ -189,24 +178,23 @@ PATCHES: tuple[Patch, ...] = (
         _CORE + "transformer.moe.moe_utils.group_limited_topk",
         "scores topk num_tokens num_experts num_groups group_topk",
         _ours("modules.native.mlp", "best_of_groups"),
-        "everywhere",
         "it scores a group by its topk // group_topk best experts (moe_utils.py:554), models by their two best",
     ),
     Patch(
         _CORE + "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
         "model_param tensors",
         cpu_runtime.step_of_its_own,
-        "without TransformerEngine",
         "distrib_optimizer.py:821 gives all parameters of torch's AdamW one `step` tensor on loading, so that each "
         "advances everybody's, and :940 writes into leaves that require grad",
+        "without TransformerEngine",
     ),
     Patch(
         _CORE + "extensions.transformer_engine.TEGroupedLinear._split_extra_state",
         "state",
         _value(lambda self, state: [state] * self.num_gemms),
-        "with TransformerEngine",
         "block scaling keeps no state between steps: an empty one cannot be cut into experts for a checkpoint "
         "(extensions/transformer_engine.py:1705)",
+        "with TransformerEngine",
     ),
     _without_cuda(
         _CORE + "transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
@@ -237,7 +225,7 @@ PATCHES: tuple[Patch, ...] = (
             ("manual_seed_all", "seed", lambda seed: torch.default_generator.manual_seed(seed)),
         )
     ),
-    _without_cuda("torch.cuda.default_generators", None, _value(cpu_runtime.Generators()), _RANDOM),
+    _without_cuda("torch.cuda.default_generators", None, _value(defaultdict(lambda: torch.default_generator)), _RANDOM),
     *(
         _without_cuda(f"{module}._lazy_call", "callable kwargs", _value(lambda call, **kwargs: call()), _RANDOM)
         for module in ("torch.cuda", f"{_CORE}tensor_parallel.random")
@@ -254,12 +242,6 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-_LINEAR = "input weight args kwargs"
-_LINEAR_WHY = "the local product alone is another; communication stays Megatron's"
-_BUCKETS = _CORE + "distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
-_BUCKETS_WHY = (
-    "gradients and weights travel in the formats of the spec, and are counted; Megatron names the class itself"
-)
 OVERRIDES: tuple[Override, ...] = (
     Override(
         _CORE + "tensor_parallel.layers.VocabParallelEmbedding.forward",
@@ -270,9 +252,9 @@ OVERRIDES: tuple[Override, ...] = (
     *(
         Override(
             _CORE + f"tensor_parallel.layers.{base}._forward_impl",
-            _LINEAR,
+            "input weight args kwargs",
             f"fp8rl.trainer.modules.{ours}",
-            _LINEAR_WHY,
+            "the local product alone is another; communication stays Megatron's",
         )
         for base, ours in (
             ("ColumnParallelLinear", "exact.PlainColumnLinear"),  # GPTModel names the class itself
@@ -287,7 +269,12 @@ OVERRIDES: tuple[Override, ...] = (
         "it records while it replays, and leaves unknown routes to the router; the router names the class itself",
     ),
     *(
-        Override(_BUCKETS + method, parameter, "fp8rl.trainer.distributed.wires.BucketGroup", _BUCKETS_WHY)
+        Override(
+            f"{_CORE}distributed.param_and_grad_buffer._ParamAndGradBucketGroup.{method}",
+            parameter,
+            "fp8rl.trainer.distributed.wires.BucketGroup",
+            "gradients and weights travel in the formats of the spec, and are counted; Megatron names the class itself",
+        )
         for method, parameter in (("start_grad_sync", "force_all_reduce"), ("start_param_sync", "force_sync"))
     ),
     Override(

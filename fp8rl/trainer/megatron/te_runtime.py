@@ -56,8 +56,7 @@ def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None
 
     With TransformerEngine, a model that was built in FP8 can switch to BF16 products and back. Its weights stay in FP8.
 
-    Raises:
-        UserError: the change is another one. The model has not changed.
+    Raises UserError: the change is another one. The model has not changed.
     """
     if not built.transformer_engine:
         return

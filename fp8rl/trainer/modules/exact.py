@@ -103,7 +103,7 @@ class Product(Held):
     the results of the checkpoint's matrices.
 
     If ranks split K, their FP32 partial sums are added in rank order and rounded once. A single rank does the same
-    with `precision.k_splits` slices of K, so both layouts give the same bits.
+    with `numerics.k_splits` slices of K, so both layouts give the same bits.
     """
 
     computes_adapters = True
@@ -150,7 +150,7 @@ class Product(Held):
     def _over_ranks(self, x: Tensor) -> Tensor:
         p, weight, group, adapter = self.precision, self.weight, self.tp_group, self.precision.used(self.adapter)
         if group.size() == 1:
-            return p.product(self.kind, x, weight, adapter, p.k_splits)
+            return p.product(self.kind, x, weight, adapter, p.model.numerics.k_splits)
         if p.quantizes(self.kind):
             partial = ops.fp8_linear_partial(x, weight, p.operand(weight), p.spec, p.backward)
         else:
@@ -203,7 +203,7 @@ class Experts(Held):
         """x [T, H] sorted by expert, counts int64 [experts of this rank] -> [T, H]"""
         p, linears = self.precision, (self.linear_fc1, self.linear_fc2)
         w13, w2 = (self._weights(linear) for linear in linears)
-        if not any(self._merges(linear) for linear in linears):
+        if not any((adapter := p.used(linear.adapter)) is not None and adapter.merges for linear in linears):
             return ops.experts(x, counts, w13, w2, p.spec, p.backward)
         hidden = ops.swiglu(self._product(x, counts, self.linear_fc1, w13))
         return self._product(hidden, counts, self.linear_fc2, w2)
@@ -215,10 +215,6 @@ class Experts(Held):
         if not p.quantizes(linear.kind):
             return ExpertWeights(p.plain(stack), None, low_rank)
         return ExpertWeights(stack, p.operand(stack), low_rank)
-
-    def _merges(self, linear: StackedWeights) -> bool:
-        adapter = self.precision.used(linear.adapter)
-        return adapter is not None and adapter.merges
 
     def _product(self, x: Tensor, counts: Tensor, linear: StackedWeights, w: ExpertWeights) -> Tensor:
         """Compute one of the two products of `ops.experts`, with a gradient for a merged adapter."""

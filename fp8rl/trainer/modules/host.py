@@ -125,16 +125,12 @@ class LayerHost:
         if self.packed is not None:
             return self.packed.positions[None]
         if self._known is None:
-            self._known = self._counted(x)
-        return self._known
-
-    def _counted(self, x: Tensor) -> Tensor:
-        if self._shares_rows:
-            group = parallel_state.get_context_parallel_group()
-            positions = own_positions(x.shape[0] * group.size(), group.rank(), group.size()).to(x.device)
-        else:
             positions = torch.arange(x.shape[0], device=x.device)
-        return positions.expand(x.shape[1], -1)
+            if self._shares_rows:
+                group = parallel_state.get_context_parallel_group()
+                positions = own_positions(x.shape[0] * group.size(), group.rank(), group.size()).to(x.device)
+            self._known = positions.expand(x.shape[1], -1)
+        return self._known
 
     # Linear attention goes from token to token of whole rows: between `in_rows` and `recur`, values are [T, ...].
 
@@ -163,11 +159,9 @@ class LayerHost:
     # Experts
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        return route(choose=self._choice)
-
-    def _choice(self, probs: Tensor, top_k: int) -> Tensor:
-        """Return the experts to replay or, without replay, the experts with the highest `probs`."""
-        return self.layer.router_replay.get_replay_topk(probs, top_k, default_compute_topk=_best)[1]
+        """Choose the experts to replay or, without replay, the experts with the highest probabilities."""
+        replay = self.layer.router_replay.get_replay_topk
+        return route(choose=lambda probs, top_k: replay(probs, top_k, default_compute_topk=_best)[1])
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Compute the experts of each token. Experts return unweighted outputs in the model's dtype. The rank with the

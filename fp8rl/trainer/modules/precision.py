@@ -76,13 +76,10 @@ class Adapter:
 def initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return the initial A of a matrix, FP32 [rank, K]. It is uniform, as in `peft`, and depends only on the matrix's
     name and the run's seed. The initial B is zero."""
-    generator = torch.Generator().manual_seed(_number(f"{seed}/{name}"))
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass
@@ -115,10 +112,6 @@ class Precision:
         finally:
             self.bare = None
 
-    def of_layer(self, layer: int) -> LayerPrecision:
-        """Return the precision of layer number `layer`, counted from 0, for the layer's modules."""
-        return LayerPrecision(self, layer)
-
 
 @dataclass(frozen=True)
 class LayerPrecision:
@@ -137,16 +130,6 @@ class LayerPrecision:
         """The precision of a quantized module's GEMMs in the backward pass."""
         numerics = self.model.numerics
         return "fp8" if numerics.trainer == "fp8" and numerics.spec.gradient.quantized else "bf16"
-
-    @property
-    def kv(self) -> KVFormat:
-        """The format of keys and values."""
-        return self.model.numerics.kv_format
-
-    @property
-    def k_splits(self) -> int:
-        """Number of slices of K into which one rank cuts a row-parallel product."""
-        return self.model.numerics.k_splits
 
     def quantizes(self, kind: str | None) -> bool:
         """Return whether the GEMMs of this module kind run in FP8. kind: None for a product that never does."""
@@ -197,7 +180,7 @@ class KVRounding:
     @property
     def format(self) -> KVFormat:
         """The present format. It changes with the numerics of the model."""
-        return self._precision.kv
+        return self._precision.model.numerics.kv_format
 
     def keys(self, x: Tensor) -> Tensor:
         """Return `KVFormat.keys` of x [b, s, ...], or of packed rows [s, ...]."""

@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from fp8rl.models import Model
-from fp8rl.models.families import families_of_layer
 from fp8rl.models.program import ADD_NORM, CHOSEN, NORM, Op, OpSite, Watch, norm_weight, run
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.trainer.config import Recompute
@@ -64,8 +63,7 @@ class ProgramLayer(OpsModule):
         number, self.sizes, self.kv = precision.layer, definition.sizes, KVRounding(precision)
         self.layer_number = number + 1  # Megatron counts from 1
         self.weights = hold(self, definition.tensors.in_layer[number], definition.tensors)
-        families = families_of_layer(definition.architecture.families, self.sizes, number)
-        ops = [(op, family.part) for family in families for op in family.ops(self.sizes)]
+        ops = [(op, family.part) for family in definition.families[number] for op in family.ops(self.sizes)]
         self.sites = tuple(OpSite(number, op) for op, _ in ops)
         if any(CHOSEN in op.writes for op, _ in ops):
             self.router_replay = RouterReplay()
@@ -74,11 +72,7 @@ class ProgramLayer(OpsModule):
         self.blocks = cut_blocks(fused, again if recompute in ("attention", "experts") else set(), number)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: None = None,
-        packed_seq_params: PackedRows | None = None,
-        **unused: Any,
+        self, hidden_states: Tensor, packed_seq_params: PackedRows | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> [S, B, H], and no context"""
         host = LayerHost(self, packed_seq_params)
@@ -145,16 +139,6 @@ def hold(layer: Held, rows: Sequence[TensorRow], table: TensorTable, inside: str
             module = getattr(module, name)
         for name in sorted(tensors, key=lambda name: (name != "weight", name != "bias")):  # as Megatron has them
             _give(module, name, tensors[name], table)
-    return _by_op(layer, rows, inside)
-
-
-def place(row: TensorRow, inside: str = "") -> str:
-    """Return the name, in the layer, of the parameter with this tensor. All experts share one parameter."""
-    name = row.megatron.parameter.removeprefix(f"decoder.layers.{row.layer}.{inside}")
-    return name if row.expert is None else name.rstrip("0123456789")
-
-
-def _by_op(layer: Held, rows: Sequence[TensorRow], inside: str) -> dict[str, OpWeights]:
     found: dict[str, OpWeights] = {}
     for row in rows:
         path, _, name = place(row, inside).rpartition(".")
@@ -168,6 +152,12 @@ def _by_op(layer: Held, rows: Sequence[TensorRow], inside: str) -> dict[str, OpW
         if not row.product or "" not in own.tensors:  # an op may have a norm beside its product
             own.tensors[""] = getattr(module, name)
     return found
+
+
+def place(row: TensorRow, inside: str = "") -> str:
+    """Return the name, in the layer, of the parameter with this tensor. All experts share one parameter."""
+    name = row.megatron.parameter.removeprefix(f"decoder.layers.{row.layer}.{inside}")
+    return name if row.expert is None else name.rstrip("0123456789")
 
 
 def _give(module: Held, name: str, rows: Sequence[TensorRow], table: TensorTable) -> None:
@@ -255,13 +245,8 @@ def norms_in_products(ops: Sequence[Op], takes: Callable[[Op], bool]) -> list[Op
     found = list(ops)
     for at, norm in enumerate(ops[:-1]):
         value, behind = norm.writes[0], ops[at + 1]
-        alone = value in behind.writes or not _is_read(value, ops[at + 2 :])
+        later = next((op for op in ops[at + 2 :] if value in (*op.reads, *op.writes)), None)
+        alone = value in behind.writes or later is None or value not in later.reads
         if norm.form in (NORM, ADD_NORM) and behind.reads == (value,) and alone and takes(behind):
             found[at] = replace(norm, form=replace(norm.form, compute=_left_to_product))
     return found
-
-
-def _is_read(value: str, ops: Sequence[Op]) -> bool:
-    """Return whether one of the ops reads the value before an op writes another value of this name."""
-    touching = next((op for op in ops if value in (*op.reads, *op.writes)), None)
-    return touching is not None and value in touching.reads

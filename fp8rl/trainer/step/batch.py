@@ -66,14 +66,9 @@ def left_out(
     drawn: bool [n], True if the token after the position was drawn. supports: [n], the ids that were kept for that
     token. If it has no entry, or if supports is None, truncation is applied to the logits.
     """
-    rows, device = len(logits), logits.device
-    settings = (
-        torch.full((rows,), truncation.top_p, device=device),
-        torch.full((rows,), truncation.top_k, device=device),
-        torch.full((rows,), truncation.min_p, device=device),
-    )
-    temperatures = torch.full((rows,), temperature, device=device)
-    floors = ops.truncation_floors(logits, temperatures, *settings).masked_fill(~drawn, -torch.inf)
+    settings = (temperature, truncation.top_p, truncation.top_k, truncation.min_p)
+    of_rows = (torch.full((len(logits),), setting, device=logits.device) for setting in settings)
+    floors = ops.truncation_floors(logits, *of_rows).masked_fill(~drawn, -torch.inf)
     out = logits < floors.unsqueeze(-1)
     if supports is not None:
         carried = (supports.at != NOT_CARRIED).nonzero().flatten()
@@ -218,14 +213,13 @@ class TokenBatch:
         if self.truncation != other.truncation or (self.supports is None) != (other.supports is None):
             raise ValueError("found batches that differ in truncation or supports, expected the same in both")
         seeds = None if self.seeds is None or other.seeds is None else torch.cat([self.seeds, other.seeds])
-        return TokenBatch(
+        return replace(
+            self,
             tokens=torch.cat([self.tokens, other.tokens]),
             lengths=torch.cat([self.lengths, other.lengths]),
             loss_mask=torch.cat([self.loss_mask, other.loss_mask]),
-            temperature=self.temperature,
             fields={name: torch.cat([value, other.fields[name]]) for name, value in self.fields.items()},
             seeds=seeds,
-            truncation=self.truncation,
             supports=self.supports and other.supports and self.supports.followed_by(other.supports),
         )
 
@@ -239,16 +233,14 @@ class TokenBatch:
 
     def _changed(self, change: Callable[[Tensor], Tensor], lengths: Tensor, seeds: Tensor | None) -> TokenBatch:
         """Return the batch with `change` applied to every [B, S, ...] tensor."""
-        return TokenBatch(
+        return replace(
+            self,
             tokens=change(self.tokens),
             lengths=lengths,
             loss_mask=change(self.loss_mask),
-            temperature=self.temperature,
             fields={name: change(value) for name, value in self.fields.items()},
             routes=None if self.routes is None else change(self.routes),
-            replay=self.replay,
             seeds=seeds,
-            truncation=self.truncation,
             supports=self.supports and replace(self.supports, at=change(self.supports.at)),
         )
 

@@ -29,7 +29,8 @@ class MicroBatch:
     @classmethod
     def of(cls, batch: TokenBatch, rows: list[int], multiple: int) -> MicroBatch:
         """Build the micro-batch of these rows of `batch`. multiple: the padded length is a multiple of this number."""
-        return cls(rows, pad_to_multiple(rows_of(batch, rows), multiple).to(device.current()))
+        chosen = rows_of(batch, rows)
+        return cls(rows, chosen.padded(-(-chosen.width // multiple) * multiple).to(device.current()))
 
     @classmethod
     def plan(cls, batch: TokenBatch, dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
@@ -99,11 +100,6 @@ def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> li
 def rows_of(batch: TokenBatch, rows: list[int]) -> TokenBatch:
     """Return these rows of the batch. If there are none, return the shortest row, so that the model has an input."""
     return batch.select(rows or [int(batch.lengths.argmin())])
-
-
-def pad_to_multiple(batch: TokenBatch, multiple: int) -> TokenBatch:
-    """Pad the batch's width to a multiple, as sequence parallelism and FP8 products need."""
-    return batch.padded(-(-batch.width // multiple) * multiple)
 
 
 def _fill(rows: list[int], lengths: list[int], budget: int, multiple: int) -> list[list[int]]:

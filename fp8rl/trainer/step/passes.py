@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from fp8rl.numerics.core.process import all_gathered
-from fp8rl.trainer.config import CHUNKS
+from fp8rl.trainer.config import CHUNKS, TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.modules.precision import count, kv_saturated
 from fp8rl.trainer.step.batch import OWN_LIKELY, UNKNOWN, TokenBatch
@@ -26,19 +25,17 @@ from fp8rl.trainer.step.head import ReadHead, gpt_of, head_of, hidden_states, re
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import NonFiniteLossError, Objective, PassResult, RankPass
 from fp8rl.trainer.step.routing import Routing, routing_of
-from fp8rl.trainer.step.trees import with_tree_ratio
+from fp8rl.trainer.step.trees import form_of, with_tree_ratio
 
 
 def run_pass(
     model: nn.Module,
     batch: TokenBatch,
     layout: Layout,
-    budget: int,
-    multiple: int,
+    config: TrainerSection,
     objective: Objective | None,
     read_head: ReadHead = read_logprobs,
-    form: type[MicroBatch] = MicroBatch,
-    counting: bool = False,
+    row_multiple: int = 1,
     codes: bool = False,
 ) -> RankPass:
     """Score the batch. With an objective, also sum its gradients in the buffers of `model`.
@@ -46,12 +43,9 @@ def run_pass(
     All ranks must call this with the same batch.
 
     Args:
-        budget: largest number of tokens of a micro-batch, padding included.
-        multiple: each row of the model's input is padded to a multiple of this number of tokens.
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
         read_head: computes the head's output from the final hidden states.
-        form: the layout of the rows of a micro-batch.
-        counting: whether to count the tokens of each expert.
+        row_multiple: on each tensor-parallel rank a row of the model's input is padded to a multiple of this number.
         codes: whether keys and values are in FP8. Numbers that saturate are then counted.
 
     Raises:
@@ -59,15 +53,17 @@ def run_pass(
             micro-batches.
         UserError, ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
     """
+    multiple, form = layout.tp_size * row_multiple, form_of(config)
     if layout.cp_size > 1:
         multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
     if objective is None:
         batch = replace(batch, fields={})  # nobody reads them
-    groups = form.plan(batch, layout.replicas, budget, multiple)[layout.replica]
+    groups = form.plan(batch, layout.replicas, config.micro_batch_tokens, multiple)[layout.replica]
     # Gradients are added over ranks without dividing by a token count: the objective has its own denominators.
     get_model_config(model).finalize_model_grads_func = lambda model, tokens, **more: finalize_model_grads(
         model, None, **more
     )
+    counting = objective is not None and config.router_bias_rate > 0
     with routing_of(model, batch, layout, counting) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
@@ -128,35 +124,25 @@ def _forward(
     if codes:
         count(model, None)
     routes = routing.own_choice(micro)
-    return hidden, partial(
-        _loss, model=gpt_of(model), micro=micro, objective=objective, read_head=read_head, routes=routes
-    )
 
+    def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, _MicroOutput]:
+        """Return what Megatron expects: the loss, an unused number of tokens, and results to keep."""
+        batch, found = micro.batch, read_head(hidden, head_of(gpt_of(model)), micro)
+        real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
+        logprobs = F.pad(torch.where(real, found.values, 0.0), (1, 0))
+        metrics: dict[str, Tensor] = {}
+        if objective is None or not micro.rows:
+            loss = logprobs.sum() * 0.0
+        else:
+            if found.likely is not None:
+                batch = batch.with_fields(**{OWN_LIKELY: F.pad(found.likely, (0, 0, 1, 0))})
+            share = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
+            loss = share.loss
+            metrics = {name: value.detach() for name, value in (share.metrics | micro.metrics()).items()}
+        kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
+        return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
 
-def _loss(
-    hidden: Tensor,
-    model: GPTModel,
-    micro: MicroBatch,
-    objective: Objective | None,
-    read_head: ReadHead,
-    routes: Tensor | None,
-) -> tuple[Tensor, Tensor, _MicroOutput]:
-    """Return what Megatron expects of a loss function: the loss, an unused number of tokens, and results to keep."""
-    batch = micro.batch
-    found = read_head(hidden, head_of(model), micro)
-    real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
-    logprobs = F.pad(torch.where(real, found.values, 0.0), (1, 0))
-    metrics: dict[str, Tensor] = {}
-    if objective is None or not micro.rows:
-        loss = logprobs.sum() * 0.0
-    else:
-        if found.likely is not None:
-            batch = batch.with_fields(**{OWN_LIKELY: F.pad(found.likely, (0, 0, 1, 0))})
-        share = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
-        loss = share.loss
-        metrics = {name: value.detach() for name, value in (share.metrics | micro.metrics()).items()}
-    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
-    return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
+    return hidden, loss_of
 
 
 def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[str, float]]:

@@ -94,16 +94,6 @@ class Routing:
         """
         if not self._layers:
             return None
-        routes = self._chosen(micro)
-        if self.loads is not None and micro.rows and self._layout.cp_rank == 0:
-            for load, experts in zip(self.loads, routes[micro.batch.real_tokens()].unbind(1), strict=True):
-                load += experts.flatten().bincount(minlength=len(load))
-        if micro.batch.routes is None:
-            return None
-        return torch.where(micro.batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
-
-    def _chosen(self, micro: MicroBatch) -> Tensor:
-        """Return the routers' own choice, int32 [B, S, L, K]. Values in the padding are arbitrary."""
         # Not int16, which gloo does not carry.
         chosen = torch.stack([layer.recorded_topk_idx for layer in self._layers], dim=1).int()
         if self._layout.tp_size > 1:
@@ -111,7 +101,13 @@ class Routing:
             dist.all_gather(parts, chosen, group=self._layout.tp_group)
             chosen = torch.cat(parts)
         rows = micro.to_model(micro.batch.tokens).shape[0]
-        return micro.from_model(chosen.sort(-1).values.unflatten(0, (-1, rows)).transpose(0, 1))
+        routes = micro.from_model(chosen.sort(-1).values.unflatten(0, (-1, rows)).transpose(0, 1))
+        if self.loads is not None and micro.rows and self._layout.cp_rank == 0:
+            for load, experts in zip(self.loads, routes[micro.batch.real_tokens()].unbind(1), strict=True):
+                load += experts.flatten().bincount(minlength=len(load))
+        if micro.batch.routes is None:
+            return None
+        return torch.where(micro.batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
 
 
 class LayerRouting(RouterReplay):
@@ -141,6 +137,8 @@ class LayerRouting(RouterReplay):
 
 
 def _check_routes(batch: TokenBatch, routers: list[Any]) -> None:
+    """Check that the routes have the model's layers and k. If they are replayed, every token must have k different
+    experts of the model in each layer, or only -1."""
     assert batch.routes is not None
     found, expected = list(batch.routes.shape[2:]), [len(routers), routers[0].config.moe_router_topk if routers else 0]
     if found != expected:
@@ -148,12 +146,9 @@ def _check_routes(batch: TokenBatch, routers: list[Any]) -> None:
             f"routes: found {found} (layers, experts of a token), expected {expected}, as in the trainer's model. "
             "Replay routes of the same model"
         )
-    if batch.replay:
-        _check_experts(batch.routes, routers[0].config.num_moe_experts)
-
-
-def _check_experts(routes: Tensor, experts: int) -> None:
-    """Check that every token has k different experts of the model in each layer, or only -1."""
+    if not batch.replay:
+        return
+    routes, experts = batch.routes, routers[0].config.num_moe_experts
     ascending = routes.sort(-1).values
     unknown = (ascending == UNKNOWN).all(-1)
     known = (ascending[..., 0] >= 0) & (ascending[..., -1] < experts) & (ascending.diff(dim=-1) > 0).all(-1)

@@ -66,10 +66,12 @@ class TreeMicroBatch(PackedMicroBatch):
             index = torch.cat([index, index[-1:].expand(padding)])
             positions = torch.cat([positions, torch.arange(padding)])
         here = device.current()
+        layout = PackedRows.of(torch.tensor([len(positions)]))  # to code that does not know trees it is one row
+        layout.positions, layout.tree = positions.to(here), tree.to(here)
         return cls(
             rows,
             chosen.to(here),
-            _layout(tree, positions),
+            layout,
             index=index.to(here),
             real=real,
             numbers=numbers.to(here),
@@ -246,10 +248,3 @@ def _padded(tree: TokenTree, tokens: int, padding: int) -> TokenTree:
         flat=torch.cat([tree.flat, added]),
         first=torch.cat([tree.first, len(tree.flat) + torch.arange(padding)]),
     )
-
-
-def _layout(tree: TokenTree, positions: Tensor) -> PackedRows:
-    """Return the layout for attention. To code that does not know trees it is one row."""
-    layout = PackedRows.of(torch.tensor([len(positions)]))
-    layout.positions, layout.tree = positions.to(device.current()), tree.to(device.current())
-    return layout

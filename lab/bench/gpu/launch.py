@@ -14,6 +14,7 @@ from fp8rl.numerics.kernels.quantize import quantize_rows, quantize_rows_and_col
 from fp8rl.numerics.quantize import quantize
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, random
 from lab.bench.gpu.products import BLOCKS, ROWS
+from lab.bench.short_launches import shortened
 
 TOKENS, FEATURES = 16, 256
 """So few that a kernel has next to nothing to do."""
@@ -32,6 +33,9 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     }
     for name, call in ours.items():
         done.row({"what": "launch", "kernel": name}, {"us of the host": watch.host_seconds(call, repeats=200) * 1e6})
+        with shortened():
+            short = watch.host_seconds(call, repeats=200) * 1e6
+        done.row({"what": "short launch", "kernel": name}, {"us of the host": short})
     torch_adds = watch.host_seconds(lambda: x.add_(1), repeats=200)
     done.row({"what": "launch of torch", "kernel": "add"}, {"us of the host": torch_adds * 1e6})
     for name, call in ours.items():

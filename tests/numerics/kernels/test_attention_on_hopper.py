@@ -39,7 +39,7 @@ with compiled_only(loops=True) as found:
         cache, table = tensor(4096, key_heads, 128), torch.zeros(32, longest, dtype=torch.int32)
         count = torch.ones(sequences, dtype=torch.int64)
         paged_attention(tensor(tokens, heads, 128), cache, cache, table, count, count.int(), count, 0.1)
-    heights.allow_short(True)
+    heights.ALLOWED[heights.SHORT] = True
     for heads, key_heads in ((32, 4), (64, 4), (8, 8), (5, 1)):
         cache, table = tensor(4096, key_heads, 128), torch.zeros(32, 32768, dtype=torch.int32)
         count = torch.ones(32, dtype=torch.int64)

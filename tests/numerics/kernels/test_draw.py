@@ -6,14 +6,16 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.kernels.draw import draw, truncation_floors
-from fp8rl.numerics.sampling import GREEDY
+from fp8rl.numerics.kernels.draw import _bounds, draw, truncation_floors
+from fp8rl.numerics.sampling import GREEDY, shifted
 from tests.support.kernels import DEVICE
 
 # The interpreter's numpy warns of NaN and of products that wrap around.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
 
 
 def case(rows, vocabulary, dtype=torch.float32):
@@ -52,6 +54,47 @@ def test_ties_go_to_the_lower_id_also_in_another_block():
     arguments = [torch.full((4,), 0.5), torch.tensor([4, 5, 6, 7]), torch.arange(4)]
     arguments = [logits, *(value.to(DEVICE) for value in arguments)]
     assert draw(*arguments).tolist() == ops.draw(*arguments).tolist() == [4999, 4998, 0, 4097]
+
+
+@triton.jit
+def _bounds_kernel(y_ptr, bits_ptr, seed_ptr, bounds_ptr, COUNT: tl.constexpr):
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    bounds = _bounds(tl.load(y_ptr + at), tl.load(bits_ptr + at), tl.load(seed_ptr + tl.arange(0, 1)))
+    tl.store(bounds_ptr + at, bounds)
+
+
+@pytest.mark.slow
+def test_no_bound_is_too_low_and_few_are_far_too_high():
+    """2^21 sums: every noise, and many in the tails, where the formulas change, and of the fewest bits."""
+    generator = torch.Generator().manual_seed(0)
+    count = 1 << 21
+    bits = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+    shift, kind = torch.randint(0, 64, (count,), generator=generator), torch.arange(count) % 4
+    small = shifted(bits, 1) >> shift
+    sixteenth = ~((1 << 60) + (small >> 20) * (1 - 2 * (shift & 1)))  # v near 1/16
+    bits = torch.stack((bits, small, ~small, sixteenth))[kind, torch.arange(count)]
+    bits[:4] = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
+    y = torch.randn(count, generator=generator) * 10.0 ** torch.randint(-3, 6, (count,), generator=generator)
+    sums = y.double() - (-((shifted(bits, 12).double() + 0.5) * 2.0**-52).log()).log()
+    found = torch.empty(count, device=DEVICE)
+    seed = torch.tensor([3], device=DEVICE)
+    _bounds_kernel[(32,)](y.to(DEVICE), bits.to(DEVICE), seed, found, COUNT=count // 32)
+    bounds = found.cpu().double()
+    margin = 2.0**-16 + bounds.abs() * 2.0**-21
+    assert (sums - bounds <= margin).all() and (bounds - sums <= margin)[kind == 0].double().mean() > 0.99
+
+
+@pytest.mark.parametrize("scale", (0.0, 1.0, 30.0, 1e9, 1e37))
+def test_tokens_of_ties_and_of_extreme_numbers_are_those_of_the_definition(scale):
+    logits, temperatures, seeds, positions = case(60, 37)
+    logits = (logits / 2).round() * scale  # many are equal
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-45]).to(DEVICE)
+    logits[::3, 7:13], logits[::6, 13:] = odd, -math.inf
+    extreme = torch.tensor([0.0, 1e-45, 3e-39, 1e-30, 1e-3, 1e38, -0.5, math.nan]).to(DEVICE)
+    temperatures[::4] = extreme.repeat(2)[:15]
+    logits[4] = math.nan
+    logits[4, 8:10] = torch.tensor([-1.0, 0.0])  # whose temperature has no inverse
+    assert draw(logits, temperatures, seeds, positions).equal(ops.draw(logits, temperatures, seeds, positions))
 
 
 def truncated(rows, vocabulary, dtype):

@@ -53,7 +53,7 @@ def counted(layers, *batches):
             step(layers, tokens, sequences)
     return found
 
-heights.allow_short(True)
+heights.ALLOWED[heights.SHORT] = True
 with using("triton"), torch.no_grad():
     with launches():
         layer, norm = make_layer(SHAPE, META), make_norm(SHAPE.hidden, META)

@@ -47,7 +47,7 @@ with compiled_only(loops=True) as found:
     note("FP8 gradient", grouped_wgrad, a, b, tall, half, torch.empty(8, 2048, 1536))
     note("BF16", grouped_gemm, x, torch.empty(8, 1536, 2048, dtype=half), tall, half)
     note("BF16", gemm, x, x, half)
-    heights.allow_wide(True)
+    heights.ALLOWED[heights.WIDE] = True
     note("BF16, wide", gemm, x, x, half)
     note("BF16, wide to FP32", gemm, x, x, full)
     note("BF16, wide in slices", gemm, x, x, half, 2)
@@ -57,7 +57,7 @@ with compiled_only(loops=True) as found:
     note("FP32", gemm, x.float(), x[:128].float(), full)
     note("FP8 plus", gemm, rows, weight, half, plus=plus)
     note("FP8 in slices plus", gemm, rows, weight, half, 2, plus=plus)
-    heights.allow_short(True)
+    heights.ALLOWED[heights.SHORT] = True
     note("FP8, short", gemm, few, weight, half)
     note("FP8 in slices, short", gemm, few, weight, half, 2)
     note("FP8, short", grouped_gemm, tensor(256, 2048), stack, short, half)

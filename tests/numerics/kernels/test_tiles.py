@@ -20,14 +20,14 @@ BLOCK = TensorSpec(granularity="block")
 @pytest.fixture(autouse=True)
 def tall_again():
     yield
-    tiles.allow_short(False)
-    tiles.allow_wide(False)
+    tiles.ALLOWED[tiles.SHORT] = False
+    tiles.ALLOWED[tiles.WIDE] = False
 
 
 def in_both(run):
-    tiles.allow_short(False)
+    tiles.ALLOWED[tiles.SHORT] = False
     tall = run()
-    tiles.allow_short(True)
+    tiles.ALLOWED[tiles.SHORT] = True
     return tall, run()
 
 

@@ -221,11 +221,9 @@ def two_steps(trainer: Any) -> list[tuple[float, float]]:
 def gradients(trainer: Any) -> dict[str, Tensor]:
     """The summed gradients by HF name, those of this rank's share."""
     from fp8rl.trainer.step.passes import run_pass
-    from fp8rl.trainer.step.trees import form_of
 
-    batch, layout, config = random_batch(**BATCH), trainer.layout, trainer.config
-    wrapped, budget, objective = trainer.optimizer.model, config.micro_batch_tokens, cross_entropy(batch)
-    run_pass(wrapped, batch, layout, budget, layout.tp_size, objective, form=form_of(config))
+    batch, wrapped = random_batch(**BATCH), trainer.optimizer.model
+    run_pass(wrapped, batch, trainer.layout, trainer.config, cross_entropy(batch))
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
         # The distributed optimizer leaves each rank the sums of its own part of the buffer.
         group = buffer.data_parallel_group

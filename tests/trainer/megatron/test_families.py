@@ -243,6 +243,6 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
     from fp8rl.trainer.step.passes import run_pass
 
     batch = random_batch()
-    run_pass(trainer.optimizer.model, batch, trainer.layout, 100, 2, cross_entropy(batch))
+    run_pass(trainer.optimizer.model, batch, trainer.layout, trainer.config, cross_entropy(batch))
     named = trainer.model.named_parameters()
     return {each: grad.clone() for name, parameter in named for each, grad in matrices(name, parameter.main_grad)}

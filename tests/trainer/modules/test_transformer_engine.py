@@ -37,7 +37,7 @@ from fp8rl.trainer.modules.native import (
     fields_of_layer,
     transformer_engine_modules,
 )
-from fp8rl.trainer.modules.precision import Precision
+from fp8rl.trainer.modules.precision import LayerPrecision, Precision
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.lowering import DEFAULT, native
 from tests.support.models import write_family
@@ -80,7 +80,7 @@ def test_its_modules_are_taken(model: str, layer: int, beside: set[str], monkeyp
 def fields(model: str, layer: int) -> dict[str, Any]:
     definition = read_model(ROOT / "examples/models" / model)
     numerics = NumericsConfig(mode="native", spec=QuantSpec.preset("fp8_block_pow2"))
-    precision = Precision(numerics, WeightCache(), definition.sizes.layers).of_layer(layer)
+    precision = LayerPrecision(Precision(numerics, WeightCache(), definition.sizes.layers), layer)
     return fields_of_layer(Layer(definition, transformer_engine_modules(precision), precision))
 
 

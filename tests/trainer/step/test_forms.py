@@ -16,7 +16,7 @@ from fp8rl.diagnose.doctor.watch import watch_step
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, OWN_LIKELY, UNKNOWN, KeptTokenPool, TokenBatch
-from fp8rl.trainer.step.microbatches import PackedMicroBatch, pad_to_multiple, plan, plan_packed
+from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, plan, plan_packed
 from fp8rl.trainer.step.objective import ObjectiveOutput
 from fp8rl.trainer.step.trees import TreeMicroBatch, plan_trees, token_keys
 from tests.support.batches import cross_entropy, random_batch, random_routes
@@ -108,7 +108,7 @@ def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(kind, batches, f
 @pytest.mark.parametrize(
     ("kind", "dtype", "precision", "bound"),
     [*((kind, torch.float32, "bf16", 1e-6) for kind in ("moe", "latent", "linear")),
-     ("moe", torch.bfloat16, "fp8", 3e-4)],
+     ("moe", torch.bfloat16, "fp8", 1e-3)],
 )  # fmt: skip
 def test_gradients_differ_by_the_order_of_sums(kind, dtype, precision, bound, make_trainer, models) -> None:
     """In FP8 the embedding's, behind all layers, do not differ at all where rows are end to end. In FP32 they may: some
@@ -239,6 +239,5 @@ def test_as_few_micro_batches_as_the_tokens_need_and_padding_adds_no_targets() -
         assert each([300, 4, 4], 1, 100) == [[[0], [1, 2]]], "a row beyond the budget is alone"
         assert each([5], 2, 100) == [[[0]], [[]]], "a rank without rows"
     assert [len(rank) for rank in plan_packed([60] * 8, 2, 100)] == [4, 4]
-    padded = pad_to_multiple(batch := random_batch(rows=3, longest=7), 4)
+    padded = MicroBatch.of(batch := random_batch(rows=3, longest=7), [0, 1, 2], 4).batch
     assert padded.width == 8 and padded.loss_mask.sum() == batch.loss_mask.sum()
-    assert pad_to_multiple(padded, 4) is padded

@@ -97,7 +97,7 @@ def packed_constant(lengths: Tensor | None) -> int:
 
 def tiles_of(rows: int, height: int, lengths: Tensor | None) -> int:
     """Return the number of tiles of one sequence, or the most tiles that sequences end to end can need."""
-    return triton.cdiv(rows, height) if lengths is None else rows // height + len(lengths)
+    return -(-rows // height) if lengths is None else rows // height + len(lengths)
 
 
 def stages_of(dim: int, tail: int = 0) -> int:

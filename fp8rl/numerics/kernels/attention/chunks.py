@@ -81,8 +81,8 @@ def parts_of(out: Tensor, key_heads: int, longest: int, tiles: int) -> Parts | N
     """Allocate the parts of out [tokens, heads, D] over up to `longest` keys. Return None if one program is to take all
     chunks of a tile. Only shapes decide. tiles: the number of tiles of all heads."""
     tokens, heads, dim = out.shape
-    chunks = triton.cdiv(longest, KEY_CHUNK)
-    programs = min(chunks, triton.cdiv(PROGRAMS, tiles))
+    chunks = -(-longest // KEY_CHUNK)
+    programs = min(chunks, -(-PROGRAMS // tiles))
     if programs <= 1 or 4 * tokens * heads * chunks * (dim + 2) > PART_BYTES:
         return None
     shape = (chunks, key_heads, tokens, heads // key_heads)
@@ -95,7 +95,7 @@ def merge_parts(parts: Parts, out: Tensor, new: Tensor | None, lengths: Tensor, 
     """Merge the parts of `paged_attention` into out BF16 [tokens, heads, D]; tokens of no sequence are left alone."""
     tokens, heads, dim = out.shape
     sequences = len(lengths)
-    _merge_kernel[tokens, triton.cdiv(heads, _ROWS)](
+    _merge_kernel[tokens, -(-heads // _ROWS)](
         *(parts.outs, parts.peaks, parts.totals, out, new, lengths, sequences, tokens, heads, scale),
         GROUP=parts.outs.shape[3],
         SEQUENCES=max(_SEQUENCES, triton.next_power_of_2(sequences)),

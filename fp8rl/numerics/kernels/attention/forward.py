@@ -170,7 +170,7 @@ def attend_paged(
     else:
         new, out = new.contiguous(), torch.zeros(tokens, heads, dim, dtype=q.dtype, device=q.device)
     # Rows of a sequence in the mean; the accumulators of a larger head would leave a short tile's registers.
-    height = tile_height(triton.cdiv(tokens * group, max(sequences, 1))) if dim <= 128 else SHORT if tail else TALL
+    height = tile_height(-(-tokens * group // max(sequences, 1))) if dim <= 128 else SHORT if tail else TALL
     most_tiles = tokens * group // height + sequences
     longest, tiles = table.shape[1], most_tiles * k_cache.shape[1]
     parts = parts_of(out, k_cache.shape[1], longest, tiles)

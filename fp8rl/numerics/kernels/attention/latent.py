@@ -128,7 +128,7 @@ def _gradients(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp:
     (batch, queries, heads, channels), dim = q.shape, dout.shape[3]
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     delta = torch.empty_like(logsumexp)
-    _delta_kernel[batch * queries, triton.cdiv(heads, _TAKEN)](
+    _delta_kernel[batch * queries, -(-heads // _TAKEN)](
         *(dout, result, delta, *dout.stride()[:3], queries, heads), D=dim, ROWS=_TAKEN
     )
 

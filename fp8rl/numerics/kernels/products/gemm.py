@@ -68,8 +68,8 @@ def gemm(
     if not out.numel() or not k:
         return out.zero_()
     height = tiles.height if tiles else tile_height(rows) if isinstance(a, QuantizedTensor) else TALL
-    row_tiles = tiles.expert.numel() if tiles else triton.cdiv(rows, height)
-    _product_kernel[min(row_tiles * triton.cdiv(n, width), programs(out.device) * (TALL // height)),](
+    row_tiles = tiles.expert.numel() if tiles else -(-rows // height)
+    _product_kernel[min(row_tiles * -(-n // width), programs(out.device) * (TALL // height)),](
         *(describe(left, height, depth), describe(right.flatten(0, -2), width, depth), out, plus),
         *((tiles.expert, tiles.first, tiles.rows, tiles.starts[-1:]) if tiles else (None,) * 4),
         *(rows, n, k, k // k_splits // depth, *scales(a, b, width)),
@@ -119,7 +119,7 @@ def _side_by_side(scale_inv: Tensor, width: int) -> Tensor:
     rows, groups = scale_inv.shape
     if rows % width == 0 and scale_inv.stride(0) == 1:
         return scale_inv
-    room = scale_inv.new_empty(groups, triton.cdiv(rows, width) * width)
+    room = scale_inv.new_empty(groups, -(-rows // width) * width)
     room[:, :rows] = scale_inv.t()
     return room.t()
 
@@ -131,19 +131,15 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """
     unit = 16 // x.element_size()
     if x.stride(1) != 1 or x.stride(0) < x.shape[1] or x.stride(0) % unit or x.data_ptr() % 16:
-        room = x.new_empty(x.shape[0], triton.cdiv(x.shape[1], unit) * unit)
+        room = x.new_empty(x.shape[0], -(-x.shape[1] // unit) * unit)
         x = room[:, : x.shape[1]].copy_(x)
     return TensorDescriptor.from_tensor(x, [rows, columns])
 
 
+@functools.cache
 def programs(device: torch.device) -> int:
     """Return the number of programs that share the tiles: one per SM. The interpreter runs one after the other."""
-    return _multiprocessors(device.index) if device.type == "cuda" else 1
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit(do_not_specialize=["m", "a_step", "slice_steps", "b_row", "first_ptr", "rows_ptr"])

@@ -49,7 +49,7 @@ def grouped_wgrad(
         raise user_error("grouped_wgrad", f"{left.shape[1]} and {right.shape[1]} columns", expected, remedy)
     out = _room(tiles, n, k, dtype, left.device, columns) if total is None else total
     if out.numel() and columns:
-        _wgrad_kernel[triton.cdiv(k, TALL), triton.cdiv(n, TALL), len(out)](
+        _wgrad_kernel[-(-k // TALL), -(-n // TALL), len(out)](
             *(describe(left, TALL, TALL), describe(right, TALL, TALL), out, tiles.starts, n, k),
             *scales(dy_t, x_t, TALL),
             **_constants(dtype, total),
@@ -73,7 +73,7 @@ def grouped_wgrad_matmul(
     n, k = dy.shape[1], x.shape[1]
     out = _room(tiles, n, k, dtype, x.device, len(x)) if total is None else total
     if out.numel() and len(x):
-        _wgrad_matmul_kernel[triton.cdiv(k, TALL), triton.cdiv(n, TALL), len(out)](
+        _wgrad_matmul_kernel[-(-k // TALL), -(-n // TALL), len(out)](
             *(dy, x, out, tiles.starts, tiles.first, tiles.rows, n, k),
             **_constants(dtype, total),
             SIZE=TALL,

@@ -32,7 +32,7 @@ def head_product(
     columns = rank if transposed else count
     out = torch.empty(tokens, heads, columns, dtype=x.dtype, device=x.device)
     if out.numel():
-        _kernel[triton.cdiv(tokens, _ROWS), triton.cdiv(columns, _COLUMNS), heads](
+        _kernel[-(-tokens // _ROWS), -(-columns // _COLUMNS), heads](
             *(x, codes, scale_inv, None if plus is None else plus.contiguous(), out, tokens, heads, columns, k),
             *(*x.stride()[:2], len(weight) // heads, first, rank, 0 if scale_inv is None else scale_inv.stride(0)),
             TRANSPOSED=transposed,

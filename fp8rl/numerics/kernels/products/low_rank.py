@@ -34,8 +34,8 @@ def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Tile
     out = torch.empty(rows, n, dtype=h.dtype, device=h.device)
     if not out.numel():
         return out
-    row_tiles = spans.expert.numel() if spans else triton.cdiv(rows, TALL)
-    _term_kernel[row_tiles, triton.cdiv(n, _WIDTH)](
+    row_tiles = spans.expert.numel() if spans else -(-rows // TALL)
+    _term_kernel[row_tiles, -(-n // _WIDTH)](
         *(h, b, out),
         *((spans.expert, spans.first, spans.rows) if spans else (None,) * 3),
         *(rows, n, scale),

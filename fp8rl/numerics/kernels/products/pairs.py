@@ -39,7 +39,7 @@ def gather_by_expert(
     tiles = room_for_tiles(experts, pairs, height, device)
     out, row_of = empty_rows((pairs, k), rows.spec, device), torch.empty(pairs, dtype=torch.int64, device=device)
     own = _MANY if pairs >= _MANY_FROM else _FEW
-    _gather_kernel[triton.cdiv(pairs, own),](
+    _gather_kernel[-(-pairs // own),](
         *(chosen, rows.data.view(torch.uint8), rows.scale_inv, out.data.view(torch.uint8), out.scale_inv, row_of),
         *(tiles.expert, tiles.first, tiles.rows, tiles.starts, pairs, experts, tiles.expert.numel(), k),
         *(*rows.scale_inv.stride(), *out.scale_inv.stride()),
@@ -102,7 +102,7 @@ def combine_rows(outputs: Tensor, probs: Tensor, row_of: Tensor, dtype: torch.dt
     (tokens, top_k), hidden = probs.shape, outputs.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
     if out.numel():
-        _combine_kernel[tokens, triton.cdiv(hidden, _COLUMNS)](
+        _combine_kernel[tokens, -(-hidden // _COLUMNS)](
             *(outputs, probs, row_of, out, hidden), TOP_K=top_k, BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=False
         )
     return out

@@ -27,35 +27,23 @@ TALL, SHORT = 128, 64
 NARROW, WIDE = 128, 256
 _WIDE_FROM = 2048  # columns of a product; a tensor-parallel rank holds a part of them
 _ROWS_OF_A_WARP = 16
-_short_allowed = False
-_wide_allowed = False
+ALLOWED = {SHORT: False, WIDE: False}
+"""Whether this process uses these sizes."""
 
 
 def tile_height(rows: int) -> int:
     """Return the height of the tiles for this number of rows, which may share a tile."""
-    return SHORT if _short_allowed and rows <= SHORT else TALL
+    return SHORT if ALLOWED[SHORT] and rows <= SHORT else TALL
 
 
 def tile_width(columns: int) -> int:
     """Return the width of the tiles of a BF16 product with this number of columns."""
-    return WIDE if _wide_allowed and columns >= _WIDE_FROM else NARROW
+    return WIDE if ALLOWED[WIDE] and columns >= _WIDE_FROM else NARROW
 
 
 def warps(height: int) -> int:
     """Return the number of warps that run a tile: each holds 16 whole rows, whatever the height."""
     return height // _ROWS_OF_A_WARP
-
-
-def allow_short(allowed: bool) -> None:
-    """Allow short tiles, or forbid them, for the rest of this process."""
-    global _short_allowed
-    _short_allowed = allowed
-
-
-def allow_wide(allowed: bool) -> None:
-    """Allow wide tiles, or forbid them, for the rest of this process."""
-    global _wide_allowed
-    _wide_allowed = allowed
 
 
 _TILES = 64  # that one program describes
@@ -94,7 +82,7 @@ def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
     experts = counts.numel()
     tiles = room_for_tiles(experts, rows, height, counts.device)
     most = tiles.expert.numel()
-    _tiles_kernel[max(1, triton.cdiv(most, _TILES)),](
+    _tiles_kernel[max(1, -(-most // _TILES)),](
         *(counts, tiles.expert, tiles.first, tiles.rows, tiles.starts, experts, most),
         EXPERTS=triton.next_power_of_2(max(experts, 1)),
         SIZE=height,

@@ -22,7 +22,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import Tensor, nn
 
 from fp8rl.models.architecture import Model
-from fp8rl.models.families import Family, families_of_layer
+from fp8rl.models.families import Family
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer.modules import exact
@@ -53,10 +53,6 @@ class Layer:
     definition: Model
     modules: LayerModules
     precision: LayerPrecision
-
-    @property
-    def sizes(self) -> ModelSizes:
-        return self.definition.sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +89,7 @@ def megatron_families(model: Model) -> list[MegatronFamily]:
 def fields_of_layer(layer: Layer) -> dict[str, Any]:
     """Return the fields that the families of a layer fill."""
     found: dict[str, Any] = {}
-    for family in families_of_layer(layer.definition.architecture.families, layer.sizes, layer.precision.layer):
+    for family in layer.definition.families[layer.precision.layer]:
         found |= megatron_family(family).layer(layer)
     return found
 

@@ -74,16 +74,12 @@ class HeadsNorm(nn.Module):
 def _attention(layer: Layer, gated: bool = False) -> Fields:
     """Return the fields of a layer with grouped-query attention. The norm before the attention is in linear_qkv, as in
     TransformerEngine. gated: whether the attention's output has gates."""
-    modules, sizes, te = layer.modules, layer.sizes, layer.modules.provider
+    modules, sizes, te = layer.modules, layer.definition.sizes, layer.modules.provider
 
     def head_norm(heads: int) -> ModuleSpec | type[nn.Module] | None:
-        match sizes.head_norms:
-            case None:
-                return None
-            case "each":
-                return modules.norm
-            case "together":
-                return ModuleSpec(module=HeadsNorm, params={"norm": modules.norm, "heads": heads})
+        if sizes.head_norms == "together":
+            return ModuleSpec(module=HeadsNorm, params={"norm": modules.norm, "heads": heads})
+        return modules.norm if sizes.head_norms == "each" else None
 
     submodules = SelfAttentionSubmodules(
         linear_qkv=modules.norm_column_linear("q_proj"),

@@ -88,7 +88,7 @@ class GatedDeltaNet(OpsModule):
     ) -> None:
         super().__init__(config, pg_collection, layer.precision)
         number, table = layer.precision.layer, layer.definition.tensors
-        self.sizes, self.kv = layer.sizes, KVRounding(layer.precision)
+        self.sizes, self.kv = layer.definition.sizes, KVRounding(layer.precision)
         self.weights = {}
         ops: tuple[Op, ...] = OPS[1:]
         for op in ops:
@@ -129,11 +129,7 @@ class GatedDeltaNet(OpsModule):
         return product
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        packed_seq_params: PackedRows | None = None,
-        **unused: Any,
+        self, hidden_states: Tensor, packed_seq_params: PackedRows | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> ([S, B, H], no bias). S is this tensor-parallel rank's part of the sequence."""
         host = NativeHost(self, packed_seq_params)

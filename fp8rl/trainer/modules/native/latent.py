@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
@@ -25,6 +24,7 @@ from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily
 from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.weights import empty_weight
 
 NARROW = {"linear_q_down_proj": "q_a_proj", "linear_kv_down_proj": "kv_a_proj"}
 """The products from the hidden size to the latent ranks, by Megatron's names, and their module kinds."""
@@ -38,8 +38,7 @@ class NarrowLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.precision, self.kind = precision, kind
-        empty = torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight = nn.Parameter(empty)
+        self.weight = empty_weight(config, output_size, input_size)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:

@@ -82,7 +82,7 @@ class GroupedLinear(StackedWeights):
 def _experts(layer: Layer) -> Fields:
     """Return the fields of a layer with a router, routed experts and, if the model has them, shared experts. Megatron's
     router is used if its probabilities are those of the model."""
-    sizes, modules, kind, shared = layer.sizes, layer.modules, TopKRouter, None
+    sizes, modules, kind, shared = layer.definition.sizes, layer.modules, TopKRouter, None
     grouped = with_precision(layer.precision, GroupedLinear)
     products = MLPSubmodules(linear_fc1=grouped(GATE), linear_fc2=grouped(DOWN))
     if modules.provider is not None:
@@ -108,8 +108,6 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
         "moe_ffn_hidden_size": sizes.expert_size,
         "moe_grouped_gemm": True,
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_score_function": "softmax",
         "moe_enable_routing_replay": True,
         # Probabilities that sum to one are a softmax over the chosen logits; exact mode's router has its own.
         "moe_router_pre_softmax": not sizes.renormalize or sizes.top_k == 1,
@@ -135,11 +133,11 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
 
 
 def _dense(layer: Layer) -> Fields:
-    modules = layer.modules
+    modules, width = layer.modules, {"ffn_hidden_size": layer.definition.sizes.ffn_size}
     submodules = MLPSubmodules(
         linear_fc1=modules.norm_column_linear("gate_proj"), linear_fc2=modules.row_linear("down_proj")
     )
-    return {"mlp": ModuleSpec(module=MLP, params={"ffn_hidden_size": layer.sizes.ffn_size}, submodules=submodules)}
+    return {"mlp": ModuleSpec(module=MLP, params=width, submodules=submodules)}
 
 
 FAMILIES = {"mlp": MegatronFamily(layer=_dense), "experts": MegatronFamily(layer=_experts, config=_config)}
