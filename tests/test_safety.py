@@ -23,7 +23,7 @@ REMOVALS = {
     "fp8rl/rl/record/run_dir.py": {"rename", "unlink"},  # to NAME.replaced-TIME; a lock; repeated steps
     "fp8rl/rl/run/checkpoints.py": {"replace", "rmtree"},  # `.step_N.pending`, to a name that was free; `step_N`
     "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
-    "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
+    "fp8rl/rl/run/cluster/nodes.py": {"unlink"},  # `.seen-RANDOM`
     "fp8rl/rl/run/run.py": {"TemporaryDirectory", "rmtree"},  # a pair of engines; `served`
     "fp8rl/rollout/engine/server/scratch.py": set("mkdtemp rename unlink rmtree".split()),  # our scratch, and shared
     # memory of its note

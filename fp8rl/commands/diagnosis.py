@@ -61,7 +61,7 @@ def warm(
         from fp8rl.numerics.kernels import cache
         from fp8rl.numerics.spec import QuantSpec
         from fp8rl.rl.experiment.budget.job import gpu_named
-        from fp8rl.rl.run.cluster.placement import own_capability
+        from fp8rl.rl.run.cluster.nodes import own_capability
 
         capability = (own_capability() or (9, 0)) if gpu is None else gpu_named(gpu).capability
         if implementation_for(capability, QuantSpec.preset("fp8_block_pow2")) != "triton":

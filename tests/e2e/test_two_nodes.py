@@ -129,7 +129,7 @@ def test_trainer_and_engine_on_two_nodes_one_of_which_leaves(
 
         right.leave()
         run.wait_for("engine 0 is lost and replaced")
-        run.wait_for("engine 0 waits for a node: cluster.engine_nodes: found 'engines'")
+        run.wait_for("engine 0 waits for a node: found no room on the nodes that are up")
         seen = len(run.rows())
         right.start(f"--address={head}", '--resources={"engines": 1}')
         run.wait_until(lambda: len(run.rows()) > seen + 1, "steps with the node that is back")

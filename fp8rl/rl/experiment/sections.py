@@ -49,7 +49,7 @@ class ClusterSection(Section):
     """The nodes of a Ray cluster that a run uses. A side whose key is not set may use all nodes."""
 
     placement: Literal["pack", "spread"] = "pack"
-    """`pack`: as few nodes as possible, engines on the trainer's nodes. `spread`: evenly over the nodes."""
+    """`pack`: as few nodes as possible, engines near the trainer. `spread`: evenly over the nodes."""
     trainer_nodes: str | None = Field(default=None, min_length=1)
     """Nodes for the trainer's ranks: an address, a custom resource (`ray start --resources='{"NAME": 1}'`), or a label
     (`key=value`)."""

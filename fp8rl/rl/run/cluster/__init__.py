@@ -1,1 +1,1 @@
-"""The Ray cluster of a run: its nodes, the placement of ranks and engines, and reservations."""
+"""The Ray cluster of a run: its nodes, and the places that it reserves on them for ranks and engines."""

@@ -13,7 +13,7 @@ from fp8rl.numerics.backend.implementation import implementation_for
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.files import code_digest
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.run.cluster.placement import own_capability
+from fp8rl.rl.run.cluster.nodes import own_capability
 from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.actor import EngineActor

@@ -9,11 +9,9 @@ import yaml
 
 from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.job import GPUS, GPUS_PER_NODE, gpu_named
-from fp8rl.rl.experiment.preconditions.rules import Target, check_target
-from fp8rl.rl.run.cluster.placement import Node, place
+from fp8rl.rl.experiment.preconditions.rules import Target, check_target, engine_ranks
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT, SPECS
 
@@ -36,16 +34,14 @@ def gpus_of_header(text: str) -> int:
     return (NUMBERS[word] if word in NUMBERS else int(word)) + (int(serve[1]) if serve else 0)
 
 
-def cluster_of(gpus: int) -> list[Node]:
-    if not gpus:
-        return [Node("a", "10.0.0.1")]
-    parts = [min(GPUS_PER_NODE, gpus - first) for first in range(0, gpus, GPUS_PER_NODE)]
-    return [Node(str(index), f"10.0.0.{index}", part) for index, part in enumerate(parts, start=1)]
-
-
-def check_and_place(spec: Experiment, shape: Shape, target: Target, nodes: list[Node]) -> None:
-    check_target(spec, shape, target)
-    place(nodes, spec)
+def check_on(spec: Experiment, shape: Shape, kind: str | None, gpus: int) -> None:
+    """The rules, and whether the GPUs are enough: one for each rank, which an engine of one rank may share."""
+    check_target(spec, shape, on(kind))
+    left, widths = gpus - spec.trainer.world_size, spec.engine_ranks
+    apart = spec.sync.engines_own_gpus or max(widths, default=1) > 1
+    assert not gpus or left >= (sum(widths) if apart else max(0, len(widths) - spec.trainer.world_size))
+    assert gpus <= GPUS_PER_NODE or not widths or spec.sync.transport != "tensor"
+    assert not gpus or not left or not spec.rollout.sleep
 
 
 @pytest.mark.slow
@@ -55,12 +51,11 @@ def test_every_example_is_accepted_on_the_machines_that_its_header_names(path: P
     gpus = gpus_of_header(path.read_text())
     assert bool(gpus) is (example in KINDS)
     subject = read_plan_subject(str(path), NEEDS.get(example, []))
-    target = on(KINDS[example] if gpus else None)
-    check_and_place(subject.experiment, subject.shape, target, cluster_of(gpus))
+    check_on(subject.experiment, subject.shape, KINDS[example] if gpus else None, gpus)
 
 
-def launched(name: str) -> tuple[list[str], list[Node]]:
-    """The words that follow `fp8rl train` in a launch template, and its nodes."""
+def launched(name: str) -> tuple[list[str], int]:
+    """The words that follow `fp8rl train` in a launch template, and the GPUs of all its nodes."""
     values = yaml.safe_load((ROOT / "examples/launch" / name).read_text())
     if "entrypoint" in values.get("spec", {}):
         node = values["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
@@ -69,14 +64,14 @@ def launched(name: str) -> tuple[list[str], list[Node]]:
     else:
         gpus, nodes = int(values["resources"]["accelerators"].partition(":")[2]), values["num_nodes"]
         words = values["envs"]["SPEC"] + values["run"].partition('"$SPEC"')[2]
-    return shlex.split(words), cluster_of(gpus * nodes)
+    return shlex.split(words), gpus * nodes
 
 
 @pytest.mark.parametrize("template", ["kuberay.yaml", "skypilot.yaml"])
 def test_every_launch_template_starts_a_spec_that_its_machines_accept(template: str) -> None:
-    (spec, *overrides), nodes = launched(template)
+    (spec, *overrides), gpus = launched(template)
     subject = read_plan_subject(str(ROOT / spec), overrides)
-    check_and_place(subject.experiment, subject.shape, on("h100"), nodes)
+    check_on(subject.experiment, subject.shape, "h100", gpus)
 
 
 def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +79,8 @@ def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypa
     assert not Target.here().known
     wide = experiment(numerics={"mode": "native"}, rollout={"tp": 2})
     check_target(wide, read_plan_subject("qwen3_8b").shape, Target.here())
-    with pytest.raises(UserError, match=r"rollout\.tp: found '2 with numerics\.mode=native on CPUs'"):
-        place(cluster_of(0), wide)
+    (refusal,) = engine_ranks(wide, gpus=False)
+    assert "rollout.tp: found '2 with numerics.mode=native on CPUs'" in str(refusal)
 
 
 def test_a_gpu_is_found_by_the_names_that_people_write() -> None:

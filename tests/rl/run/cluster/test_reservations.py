@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster import reservations as reservations_module
-from fp8rl.rl.run.cluster.placement import interface_of, nodes_up, views
+from fp8rl.rl.run.cluster.nodes import interface_of, nodes_up, views
 from fp8rl.rl.run.cluster.reservations import NoRoomError, Reservations
 from fp8rl.trainer.config import ActorPlacement
 from tests.support.experiments import experiment
@@ -26,20 +28,147 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """The driver's node with two GPUs."""
-    head = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False}
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Nodes with so many GPUs, the driver's first. The first has the resource `near`, the second `far` and the
+    label `side=right`."""
+    head, *others = ({"num_cpus": 1, "num_gpus": gpus} for gpus in request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a trainer that was in this process
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster = Cluster(
+            initialize_head=True, head_node_args={**head, "resources": {"near": 1}, "include_dashboard": False}
+        )
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        for node in others:
+            cluster.add_node(**node, resources={"far": 1}, labels={"side": "right"})
+        cluster.wait_for_nodes()
         yield cluster
         ray.shutdown()
         cluster.shutdown()
 
 
-def spec(**sections: Any) -> Experiment:
-    return experiment(model={"path": str(EXAMPLES / "models/tiny_qwen3_moe")}, **sections)
+def on(*gpus: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("cluster", [gpus], indirect=True)
+
+
+GPUS, CPUS = (2, 4), (0, 0)
+
+
+def spec(ranks: int = 1, engines: int = 1, tp: int = 1, **sections: Any) -> Experiment:
+    rollout = {"engines": engines, "tp": tp} | sections.pop("rollout", {})
+    model = {"path": str(EXAMPLES / "models/tiny_qwen3_moe")}
+    return experiment(trainer={"dp": ranks}, rollout=rollout, model=model, **sections)
+
+
+NATIVE: dict[str, Any] = {"numerics": {"mode": "native"}}
+DISK: dict[str, Any] = {"sync": {"transport": "disk"}}
+DISTRIBUTED: dict[str, Any] = {"sync": {"transport": "distributed"}}
+SPREAD = {"cluster": {"placement": "spread"}}
+TAUGHT: dict[str, Any] = {"algorithm": {"name": "opd"}, "teacher": {"path": "/t", "engines": 2}}
+BASE = {"adapter": {"rank": 8}, "sync": {"shared_base": True}}
+
+
+@contextmanager
+def reserved(experiment: Experiment, folder: Path) -> Iterator[Reservations]:
+    """Reservations that are given back behind the block."""
+    free = [node.room for node in nodes_up()]
+    reservations = Reservations(experiment, folder)
+    try:
+        yield reservations
+    finally:
+        reservations.close()
+        assert wait_until(lambda: [node.room for node in nodes_up()] == free, 10)
+
+
+def seat(placement: ActorPlacement) -> tuple[str, Any, int]:
+    """The node of an actor (`a` is the driver's), its placement group and its bundle."""
+    strategy = placement.options["scheduling_strategy"]
+    group, bundle = strategy.placement_group, strategy.placement_group_bundle_index
+    letters = {node.id: letter for node, letter in zip(nodes_up(), "abc", strict=False)}
+    return letters[placement_group_table(group)["bundles_to_node_id"][bundle]], group, bundle
+
+
+def placed_as(reservations: Reservations, experiment: Experiment) -> str:
+    """Ranks, then engines: the node of each, with the rank that an engine shares a GPU with, such as "aa b0"."""
+    ranks = [seat(placement) for placement in reservations.trainer()]
+    policys = experiment.rollout.engines if experiment.needs_engines else 0
+    teachers = 0 if experiment.teacher is None else experiment.teacher.engines
+    engines = [seat(reservations.engine("policy", index)) for index in range(policys)]
+    engines += [seat(reservations.engine("teacher", index)) for index in range(teachers)]
+    shares = [str(ranks.index(each)) if each in ranks else "" for each in engines]
+    placed = [node + share for (node, *_), share in zip(engines, shares, strict=True)]
+    return " ".join(["".join(node for node, *_ in ranks), *placed])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings", "expected"),
+    [
+        # A GPU for each, of the node with the most; where none is left, engines share the trainer's.
+        (GPUS, {}, "b b"),
+        (GPUS, {"ranks": 3, "engines": 3}, "bbb b b0 b1"),
+        (GPUS, {"ranks": 3, "engines": 2, **DISTRIBUTED}, "bbb b a"),
+        (GPUS, {"ranks": 5, **DISTRIBUTED}, "abbbb a"),
+        (GPUS, {"ranks": 2, "engines": 2, **DISTRIBUTED, **SPREAD}, "ab b b"),
+        (GPUS, {"engines": 2, "tp": 2, **DISTRIBUTED, **NATIVE}, "b b a"),
+        # The second node by its kinds of names. The trainer leaves the engines' nodes to them.
+        (GPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "far"}}, "a b"),
+        (GPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "far", "trainer_nodes": "side=right"}}, "b b"),
+        (GPUS, {"cluster": {"engine_nodes": "side=right"}}, "b b"),
+        # Sleeping engines and those with the trainer's base share its GPU.
+        (GPUS, {"ranks": 4, "rollout": {"sleep": True}}, "bbbb b0"),
+        (GPUS, BASE, "b b0"),
+        # A teacher's engines are placed behind the policy's and need not be on the trainer's node.
+        (GPUS, {"ranks": 3, **TAUGHT}, "bbb b a a"),
+        (GPUS, {"ranks": 4, **TAUGHT, "teacher": {"path": "/t", "engines": 4}}, "bbbb b0 a a b3 b2"),
+        (GPUS, {"algorithm": {"name": "sft"}, "eval": {"problems": 0}, "ranks": 2}, "bb"),
+        # CPUs: any number fits anywhere, the driver's node is the first choice.
+        (CPUS, {"ranks": 2, "engines": 3}, "aa a a a"),
+        (CPUS, {"rollout": {"sleep": True}, **BASE}, "a a"),
+        (CPUS, {**DISK, "cluster": {"trainer_nodes": "near", "placement": "spread"}}, "a b"),
+        (CPUS, {**DISTRIBUTED, "cluster": {"trainer_nodes": "far"}}, "b a"),
+        (CPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
+    ],
+    indirect=["cluster"],
+)
+def test_ray_places_ranks_and_engines(cluster: object, tmp_path: Path, settings: Any, expected: str) -> None:
+    run = spec(**settings)
+    with reserved(run, tmp_path) as reservations:
+        assert placed_as(reservations, run) == expected
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings", "message"),
+    [
+        (GPUS, {"ranks": 7}, r"trainer: found 'tp \* pp \* dp \* cp = 7 ranks', expected at most the 6 free GPUs of"),
+        (GPUS, {"ranks": 2, "engines": 6}, "rollout.engines: found 6, expected at most 4, .* have GPUs: 1 for each"),
+        (GPUS, {"ranks": 6, **DISTRIBUTED}, r"engines: found 1, expected at most 0.*: none that the trainer uses\)"),
+        (GPUS, {"ranks": 2, **DISTRIBUTED, **NATIVE, "tp": 4}, "engines: found 1, expected .* have GPUs: 4 for each"),
+        (
+            GPUS,
+            {"ranks": 6, **TAUGHT, **DISK, "engines": 7},
+            r"engines \+ teacher.engines: found 9, expected at most 6",
+        ),
+        (
+            GPUS,
+            {"ranks": 5},
+            "sync.transport: found 'tensor, with the trainer on .* engines on .*, expected all on one",
+        ),
+        (GPUS, {"rollout": {"sleep": True}}, "rollout.sleep: found 'true with an engine on a GPU of its own'"),
+        (
+            GPUS,
+            {"cluster": {"engine_nodes": "x"}},
+            "engine_nodes: found 'x', expected the address, .*, far, side=right",
+        ),
+        (GPUS, {"tp": 2}, "rollout.tp: found '2 with numerics.mode=exact on GPUs', expected 1 there"),
+        (CPUS, {"tp": 2, **NATIVE}, "rollout.tp: found '2 with numerics.mode=native on CPUs', expected 1 there"),
+        (CPUS, {**TAUGHT, "teacher": {"path": "/t", "tp": 2}, **NATIVE}, "teacher.tp: found '2 with numerics.mode=nat"),
+    ],
+    indirect=["cluster"],
+)
+def test_what_does_not_fit_is_refused_by_name(cluster: object, tmp_path: Path, settings: Any, message: str) -> None:
+    free = [node.room for node in nodes_up()]
+    with pytest.raises(UserError, match=message):
+        Reservations(spec(**settings), tmp_path)
+    assert wait_until(lambda: [node.room for node in nodes_up()] == free, 10), "nothing stays reserved"
 
 
 class Looker:
@@ -51,60 +180,62 @@ class Looker:
         return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids(), visible, interface
 
 
-def start(placement: ActorPlacement) -> Any:
-    return ray.remote(num_cpus=0)(Looker).options(**placement.actor_options()).remote()
-
-
-def sees(*placements: ActorPlacement) -> list[Any]:
-    actors = [start(placement) for placement in placements]
+def sees(placements: Sequence[ActorPlacement]) -> list[Any]:
+    actors = [ray.remote(num_cpus=0)(Looker).options(**each.actor_options()).remote() for each in placements]
     return ray.get([actor.sees.remote() for actor in actors])
 
 
-def test_an_engine_shares_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster, tmp_path: Path) -> None:
-    reservations = Reservations(spec(rollout={"engines": 2}), tmp_path)
+@on(2)
+def test_engines_share_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster, tmp_path: Path) -> None:
     here = nodes_up()[0].id
-    try:
-        given = [*reservations.trainer(), reservations.engine("policy", 0), reservations.engine("policy", 1)]
-        (node, (rank,), *rest), (_, (own,), *of_own), (_, (shared,), *of_shared) = sees(*given)
+    with reserved(spec(engines=2, **TAUGHT | {"teacher": {"path": "/t"}}), tmp_path) as run:
+        given = [*run.trainer(), run.engine("policy", 0), run.engine("policy", 1), run.engine("teacher", 0)]
+        (node, (rank,), *rest), (_, (own,), *of_own), *sharing = sees(given)
         assert node == here and rest == [str(rank), None], "a rank sees its GPU alone, and is on loopback"
-        assert own != rank and shared == rank
-        assert of_own == of_shared == [None, None], "engines map the trainer's GPU, so that they see all"
+        assert own != rank and of_own == [None, None], "an engine maps the trainer's GPU, so that it sees all"
+        assert sharing == [(here, [rank], None, None)] * 2
         assert {placement.host for placement in given} == {"127.0.0.1"}
-        assert nodes_up()[0].gpus == 0
+        assert nodes_up()[0].room == 0
         with pytest.raises(UserError, match="at most the 0 free GPUs"):
             Reservations(spec(), tmp_path)
-    finally:
-        reservations.close()
-    assert wait_until(lambda: nodes_up()[0].gpus == 2, 10)
 
 
+@on(3)
 def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations_module, "_ROOM_SECONDS", 0.0)
-    leaves = cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
+    monkeypatch.setattr(reservations_module, "_MOVE_SECONDS", 5)
+    leaves = cluster.add_node(num_cpus=1, num_gpus=6, resources={"far": 1})
     here, far = nodes_up()
-    one = Reservations(spec(sync={"transport": "distributed"}, cluster={"trainer_nodes": "far"}), tmp_path)
-    other = Reservations(spec(sync={"transport": "distributed"}, cluster={"placement": "spread"}), tmp_path)
+
+    def run(**cluster: str) -> Reservations:
+        return Reservations(spec(**DISTRIBUTED, cluster=cluster), tmp_path)
+
+    whole, bound = run(trainer_nodes="far"), run(engine_nodes="far")
+    free = run(trainer_nodes="near", engine_nodes=here.address, placement="spread")  # both nodes have this address
+    engines = [each.engine("policy", 0) for each in (whole, free, bound)]
     try:
-        given = [*one.trainer(), one.engine("policy", 0), *other.trainer(), other.engine("policy", 0)]
-        found = sees(*given)
-        assert [node for node, *_ in found] == [far.id, far.id, here.id, far.id]
-        assert {placement.host for placement in given} == {far.address}
+        found = sees([*whole.trainer(), *engines, *free.trainer(), *bound.trainer()])
+        assert [node for node, *_ in found] == [*[far.id] * 4, here.id, here.id]
+        assert {placement.host for placement in engines} == {far.address}
         assert {interface for *_, interface in found} == {interface_of(far.address)} != {None}
         cluster.remove_node(leaves)
-        one.close()
+        whole.close()
         with pytest.raises(NoRoomError, match=r"the run was lost, .*cluster.trainer_nodes: found 'far'"):
-            Reservations(one._experiment, tmp_path, again=True)
-        ((moved, *_),) = sees(other.engine("policy", 0))
-        assert moved == here.id
-        cluster.add_node(num_cpus=1, num_gpus=2, resources={"far": 1})
-        one = Reservations(one._experiment, tmp_path, again=True)
-        ((again, *_),) = sees(*one.trainer())
-        assert again not in (here.id, far.id)
+            Reservations(whole._experiment, tmp_path, again=True)
+        assert seat(free.engine("policy", 0))[0] == "a"
+        with pytest.raises(NoRoomError, match=r"no room .* \(cluster.engine_nodes: far\)"):
+            bound.engine("policy", 0)
+        cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
+        assert seat(bound.engine("policy", 0))[0] == "b"
+        whole = Reservations(whole._experiment, tmp_path, again=True)
+        ((back, *_),) = sees(whole.trainer())
+        assert back not in (here.id, far.id)
     finally:
-        one.close()
-        other.close()
+        for each in (whole, free, bound):
+            each.close()
 
 
+@on(2)
 def test_a_folder_that_a_node_does_not_see_is_refused_before_the_start(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"model.path: found '{tmp_path}, which node .* does not see'"):
         views(nodes_up(), tmp_path, [tmp_path / "config.json"])
