@@ -90,7 +90,7 @@ class OpSite:
     op: Op
 
     def key(self, name: str) -> str:
-        """Return the key of a value in a recording, such as `layers.1.qkv:out.q` or `lm_head:out.logits`."""
+        """Return the key of a value in a recording, such as `layers.1.qkv:q` or `lm_head:logits`."""
         return f"{self.op.name}:{name}" if self.layer is None else f"layers.{self.layer}.{self.op.name}:{name}"
 
 
@@ -112,7 +112,6 @@ class Forward:
 
 ROWS = ".rows"
 """The suffix that a value's name has in the name of its quantized rows."""
-Watch = Callable[[OpSite, Sequence[Tensor | None], Sequence[Tensor]], None]
 
 
 class Host(Protocol):
@@ -187,15 +186,14 @@ class Host(Protocol):
         """Compute `ops.routed_experts`."""
 
 
-def run(sites: Iterable[OpSite], host: Host, values: dict[str, Any], watch: Watch | None = None) -> dict[str, Any]:
-    """Run ops in order, each on the values written before it, and return all values. watch: called after each op."""
+def run(sites: Iterable[OpSite], host: Host, values: dict[str, Any]) -> dict[str, Any]:
+    """Run ops in order, each on the values written before it, and return all values."""
     outside = dispatch.place
     for site in sites:
         op, dispatch.place = site.op, site
         read = [values.get(name) for name in op.reads]
         written = op.form.compute(host, site, *read)
-        if watch is not None:
-            watch(site, read, written)
+        dispatch.show(dispatch.PROGRAM, {"host": host, "read": read}, written)
         values.update(zip(op.writes, written))
     dispatch.place = outside
     return values

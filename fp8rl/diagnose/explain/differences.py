@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8rl.models.program import CHOSEN, RESIDUAL, Forward
-from fp8rl.models.trace import EACH, output
+from fp8rl.models.program import CHOSEN, Forward
+from fp8rl.models.trace import EACH, PROBS
 from fp8rl.numerics import ops
 
 Tensors = Mapping[str, Tensor]
@@ -55,7 +55,10 @@ def op_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[
     """Compare every op of the trainer's recording with the engine's answer, in the order of the forward pass."""
     found = []
     for site in forward.sites():
-        ours, theirs = (output(side, site) for side in (trainer, engine))
+        ours, theirs = (
+            torch.cat([side[site.key(name)].reshape(len(side[site.key(name)]), -1) for name in site.op.compared], 1)
+            for side in (trainer, engine)
+        )
         difference = _difference(ours, theirs)
         differing = (difference != 0).double().mean().item()
         largest = difference.abs().max().item() if difference.numel() else 0.0
@@ -72,24 +75,16 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
     return difference / norm if math.isfinite(difference) and norm > 0 else math.inf
 
 
-def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[float]:
-    """Return by layer the relative RMS between the trainer's residual stream and that of the engine's own forward."""
-    streams: dict[int, Tensor] = {}  # as it goes into the layer: later ops of it write another
-    for site in forward.sites():
-        if site.layer is not None and RESIDUAL in site.op.writes:
-            streams.setdefault(site.layer, trainer[site.key(f"out.{RESIDUAL}")])
-    return [relative_rms(ours, theirs) for ours, theirs in zip(streams.values(), engine["free.stream"], strict=True)]
-
-
 def expert_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[ExpertDifference]:
     """Compare every expert of every layer, by the trainer's routing."""
     found = []
     for site in forward.sites():
-        if site.layer is None or site.key(EACH) not in trainer:
+        if CHOSEN in site.op.writes:
+            probs, chosen = (trainer[site.key(name)] for name in (PROBS, CHOSEN))
+        if site.layer is None or CHOSEN not in site.op.reads:
             continue
-        chosen = trainer[site.key(f"in.{CHOSEN}")]
-        ours, theirs = trainer[site.key(EACH)], engine[site.key(EACH)]
-        for expert in range(trainer[site.key("in.probs")].shape[1]):
+        ours, theirs = (side[site.key(EACH)] for side in (trainer, engine))
+        for expert in range(probs.shape[1]):
             here = chosen == expert
             tokens = int(here.any(1).sum())
             found.append(ExpertDifference(site.layer, expert, tokens, relative_rms(ours[here], theirs[here])))
@@ -139,21 +134,15 @@ def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> Tempera
         logprobs, _ = ops.token_logprobs(logits, tokens, temperature)
         return float((logprobs.double() - recorded).abs().mean())
 
-    best = minimize(remaining)
+    low, high = math.log(LOWEST), math.log(HIGHEST)
+    for _ in range(ROUNDS):  # on a finer and finer grid, between the neighbours of the best point
+        points = torch.linspace(low, high, GRID, dtype=torch.float64).tolist()
+        at = min(range(GRID), key=lambda index: remaining(math.exp(points[index])))
+        low, high = points[max(at - 1, 0)], points[min(at + 1, GRID - 1)]
+    best = math.exp((low + high) / 2)
     least = remaining(best)
     for digits in range(1, 5):
         rounded = round(best, digits)
         if rounded > 0 and remaining(rounded) <= 1.001 * least:
             return TemperatureFit(rounded, remaining(rounded))
     return TemperatureFit(best, least)
-
-
-def minimize(function: Callable[[float], float]) -> float:
-    """Minimize a function on a grid, then on finer and finer grids between the neighbours of the best point."""
-    low, high = math.log(LOWEST), math.log(HIGHEST)
-    for _ in range(ROUNDS):
-        grid = torch.linspace(low, high, GRID, dtype=torch.float64).tolist()
-        values = [function(math.exp(x)) for x in grid]
-        at = values.index(min(values))
-        low, high = grid[max(at - 1, 0)], grid[min(at + 1, GRID - 1)]
-    return math.exp((low + high) / 2)
