@@ -92,7 +92,7 @@ class Recorder:
         """Watch a call of an op, or a tensor that a definition shows."""
         site: OpSite | None = dispatch.place
         if op == dispatch.PROGRAM:
-            self._programmed(site, made)
+            self._programmed(dispatch.place, made)
         elif op == "adapter.operands":
             self._adapted(site, made)
         elif op in self._plan:
