@@ -111,16 +111,14 @@ def score_recorded(model: Scorer, batch: TokenBatch) -> Scored:
 
 # How far two log-probabilities of the same tokens are apart, in the numbers that every diagnosis gives.
 
-_ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff_"
-
 
 def difference(first: Tensor, second: Tensor, mask: Tensor) -> Difference:
     """Compare two tensors on the tokens of a bool mask; all three have the shape [B, S]."""
-    values = logprob_metrics(first, second, mask)
+    values, abs_diff = logprob_metrics(first, second, mask), "mismatch/train_rollout_logprob_abs_diff"
     return Difference(
         tokens=int(values["mismatch/tokens"]),
         nonfinite=int(values["mismatch/nonfinite_count"]),
         exact_frac=values.get("mismatch/exact_frac"),
         k3_kl=values.get("mismatch/k3_kl"),
-        **{name: values.get(_ABS_DIFF + name) for name in ("mean", "p50", "p99", "max")},
+        **{name: values.get(f"{abs_diff}_{name}") for name in ("mean", "p50", "p99", "max")},
     )

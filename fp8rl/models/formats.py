@@ -8,7 +8,7 @@ formats are read from the op's arguments.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.models.architecture import Model
-from fp8rl.models.program import EMBED, LOGITS, RESIDUAL, OpSite
+from fp8rl.models.program import EMBED, LOGITS, PROGRAM, RESIDUAL, OpSite
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import format_of, tensors_in
@@ -91,8 +91,12 @@ class Recorder:
     def __call__(self, op: str, given: Mapping[str, Any], made: Any) -> None:
         """Watch a call of an op, or a tensor that a definition shows."""
         site: OpSite | None = dispatch.place
-        if op == dispatch.PROGRAM:
-            self._programmed(dispatch.place, made)
+        if op == PROGRAM:
+            *_, written = made
+            if dispatch.place.op.form is EMBED:
+                self.note("embedding.output", _name(site), self.found("embedding.output", written[0]))
+            elif RESIDUAL in dispatch.place.op.writes and self._side == "engine":  # the trainer's has a gradient
+                self.note("residual", _name(site), self.found("residual", written[-1]))
         elif op == "adapter.operands":
             self._adapted(site, made)
         elif op in self._plan:
@@ -111,14 +115,6 @@ class Recorder:
         if key is not None:
             result = made[0] if isinstance(made, tuple) else made
             self.note(key, _name(site), self.found(key, result))
-
-    def _programmed(self, site: OpSite, made: Sequence[Any]) -> None:
-        """Note the embeddings, and the residual stream of an engine. The trainer's has a gradient (`doctor.watch`)."""
-        if site.op.form is EMBED:
-            self.note("embedding.output", _name(site), self.found("embedding.output", made[0]))
-        elif RESIDUAL in site.op.writes and self._side == "engine":
-            stream = made[site.op.writes.index(RESIDUAL)]
-            self.note("residual", f"layers.{site.layer}", self.found("residual", stream))
 
     def found(self, key: str, x: Tensor) -> str | None:
         """Return the format of a result."""

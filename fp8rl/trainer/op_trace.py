@@ -1,4 +1,4 @@
-"""Shows a watcher all ops of the trainer's forward pass at their places, and records them (`models.trace`)."""
+"""Shows a watcher all ops of the trainer's forward pass at their places, and records them (`models.program`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8rl.models.program import LOGITS, TOKENS, OpSite, constants, run
-from fp8rl.models.trace import LENGTHS, TARGETS, TEMPERATURE, Trace
+from fp8rl.models.program import (
+    CHOSEN,
+    LENGTHS,
+    LOGITS,
+    PROGRAM,
+    TARGETS,
+    TEMPERATURE,
+    TOKENS,
+    OpSite,
+    Trace,
+    constants,
+    run,
+)
+from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
 from fp8rl.trainer import device
@@ -25,19 +37,7 @@ from fp8rl.trainer.trainer import Trainer
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> dict[str, Tensor]:
     """Run a forward pass for each sequence of `batch`, and record every op. trainer: in exact mode, whose layers run a
     program, and of one rank, because with several no rank sees a whole op."""
-    sizes = trainer.definition.sizes
-
-    def as_recorded(site: OpSite, name: str, value: Any) -> Tensor:
-        """[S, 1, ...] -> [S, ...], with the channels of all heads' first parts first."""
-        if isinstance(value, Normed):
-            value = ops.rms_norm(value.x, value.weight, value.eps)
-        value = value.flatten(0, 1) if value.dim() > 2 else value
-        if (channels := site.op.form.channels) is None or name != site.op.writes[0]:
-            return value  # type: ignore[no-any-return]
-        widths = channels(sizes)
-        return torch.cat([part.flatten(1) for part in value.unflatten(-1, (-1, sum(widths))).split(widths, -1)], 1)
-
-    trace, here, (*_, loss) = Trace(as_recorded=as_recorded), device.current(), trainer.definition.forward.sites()
+    trace, here, (*_, loss) = _Trace(trainer.definition.sizes), device.current(), trainer.definition.forward.sites()
     rows = [row[:n] for row, n in zip(batch.tokens, batch.lengths.tolist(), strict=True)]
     targets = [F.pad(row[1:], (0, 1)) for row in rows]
     with placed(trainer), dispatch.watched(trace):
@@ -48,6 +48,22 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> dict[str, Tensor]:
     recording = trace.recording() | {TOKENS: torch.cat(rows), TARGETS: torch.cat(targets), LENGTHS: batch.lengths}
     scalars = {TEMPERATURE: batch.temperature} | constants(trainer.model.decoder.layers[0].sizes)
     return recording | {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+
+
+class _Trace(Trace):
+    def __init__(self, sizes: ModelSizes) -> None:
+        super().__init__()
+        self._sizes = sizes
+
+    def in_recording(self, site: OpSite, name: str, value: Any) -> Tensor:
+        """[S, 1, ...] -> [S, ...], with the channels of all heads' first parts first. Experts' ids are int32."""
+        if isinstance(value, Normed):
+            value = ops.rms_norm(value.x, value.weight, value.eps)
+        value = value.flatten(0, 1) if value.dim() > 2 else value.int() if name == CHOSEN else value
+        if (channels := site.op.form.channels) is None or name != site.op.writes[0]:
+            return value  # type: ignore[no-any-return]
+        widths = channels(self._sizes)
+        return torch.cat([part.flatten(1) for part in value.unflatten(-1, (-1, sum(widths))).split(widths, -1)], 1)
 
 
 @dataclass(frozen=True)
@@ -89,7 +105,7 @@ def placed(trainer: Trainer) -> Iterator[None]:
         site: OpSite = dispatch.place
         if site.layer is None and out is not None:  # a norm's sum is what it was given
             made = [out[0] if isinstance(out, tuple) else out, *given[: len(site.op.writes) - 1]]
-            dispatch.show(dispatch.PROGRAM, {"host": None, "read": given}, made)
+            dispatch.note(PROGRAM, (None, given, made))
         dispatch.place = outer.pop()
 
     with ExitStack() as undo:

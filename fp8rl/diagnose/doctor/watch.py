@@ -28,8 +28,6 @@ from fp8rl.trainer.step.objective import Objective
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
-FLOATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
-
 
 def watch_step(
     trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig, config: TrainerSection
@@ -54,9 +52,10 @@ def watch_step(
     trainer.weights_changed()  # so that the operands of products are made within the step
     with placed(trainer), _outside_ops(trainer, recorder), dispatch.watched(recorder), transfers(trainer) as sent:
         trainer.forward_backward(batch, objective)
+    floats = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
     for wire in sent:
         # Others are counts, norms, and what the wires have told already.
-        if wire.kind == "rest" and wire.format in FLOATS and len(wire.shape) > 1:
+        if wire.kind == "rest" and wire.format in floats and len(wire.shape) > 1:
             recorder.note("wire.layer", f"{wire.collective} of {wire.ranks} ranks", wire.format, size=wire.bytes)
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         for gradient in optimizer.get_main_grads_for_grad_norm():

@@ -30,8 +30,7 @@ from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.manifest import SyncError
 
-SHOWN_OPS = 12
-SHOWN_EXPERTS = 8
+SHOWN_OPS, SHOWN_EXPERTS = 12, 8
 
 
 def explain(subject: Subject, *, quick: bool = False, say: Callable[[str], object]) -> Report:

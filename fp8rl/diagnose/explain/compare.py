@@ -18,8 +18,7 @@ from torch import Tensor
 from fp8rl.diagnose.explain.causes import SELF_FLOOR, Cause, Comparison, explains
 from fp8rl.diagnose.explain.differences import expert_differences, fit_temperature, op_differences
 from fp8rl.models import Model
-from fp8rl.models.program import CHOSEN
-from fp8rl.models.trace import TARGETS
+from fp8rl.models.program import CHOSEN, TARGETS
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import file_sha256
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 Recording = dict[str, Tensor]
-"""Tensors by name, as in `models.trace`."""
+"""Tensors by name, as `models.program.Trace` records them."""
 TRACED_TOKENS = 2048
 """The most tokens whose ops are compared. They are whole sequences, those that disagree most first; at least one."""
 
@@ -93,6 +92,7 @@ def compare(
         causes.append(Cause("routing", live, after, "the engine's experts in the trainer (R3)"))
     rescored = _mean_abs((scored - trained)[batch.loss_mask])
     causes += _other_scales(trainer, batch, numerics, {"engine": reproduced, "trainer": rescored})
+    sides = model.forward, model.sizes.experts, trace, answer
     return Comparison(
         model=model,
         numerics=numerics,
@@ -107,8 +107,8 @@ def compare(
         traced_tokens=int(sampled.sum()),
         live_abs_diff_mean=live,
         reproduced=reproduced,
-        ops=tuple(op_differences(model.forward, trace, answer)),
-        experts=tuple(expert_differences(model.forward, trace, answer)),
+        ops=tuple(op_differences(*sides)),
+        experts=tuple(expert_differences(*sides)),
         settings={
             site.op.name: (name, trace[name].item(), answer[name].item())
             for site in model.forward.sites()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8rl.models.program import CHOSEN, Forward
-from fp8rl.models.trace import EACH, PROBS
+from fp8rl.models.program import CHOSEN, EACH, Forward, OpSite
 from fp8rl.numerics import ops
 
 Tensors = Mapping[str, Tensor]
@@ -51,14 +50,20 @@ class ExpertDifference:
         return f"layers.{self.layer}.experts.{self.expert}"
 
 
-def op_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[OpDifference]:
-    """Compare every op of the trainer's recording with the engine's answer, in the order of the forward pass."""
+def op_differences(forward: Forward, experts: int, trainer: Tensors, engine: Tensors) -> list[OpDifference]:
+    """Compare every op of the trainer's recording with the engine's answer, in the order of the forward pass. A choice
+    of experts is compared by the probabilities of all `experts`, which are 0 for experts not chosen."""
+
+    def compared(site: OpSite, side: Tensors) -> Tensor:
+        values = [side[site.key(name)] for name in site.op.writes]
+        if CHOSEN in site.op.writes:
+            probs, chosen = values
+            return probs.new_zeros(len(probs), experts).scatter(1, chosen.long(), probs)
+        return torch.cat([value.reshape(len(value), -1) for value in values], 1)
+
     found = []
     for site in forward.sites():
-        ours, theirs = (
-            torch.cat([side[site.key(name)].reshape(len(side[site.key(name)]), -1) for name in site.op.compared], 1)
-            for side in (trainer, engine)
-        )
+        ours, theirs = compared(site, trainer), compared(site, engine)
         difference = _difference(ours, theirs)
         differing = (difference != 0).double().mean().item()
         largest = difference.abs().max().item() if difference.numel() else 0.0
@@ -75,16 +80,16 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
     return difference / norm if math.isfinite(difference) and norm > 0 else math.inf
 
 
-def expert_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[ExpertDifference]:
+def expert_differences(forward: Forward, experts: int, trainer: Tensors, engine: Tensors) -> list[ExpertDifference]:
     """Compare every expert of every layer, by the trainer's routing."""
     found = []
     for site in forward.sites():
         if CHOSEN in site.op.writes:
-            probs, chosen = (trainer[site.key(name)] for name in (PROBS, CHOSEN))
+            chosen = trainer[site.key(CHOSEN)]
         if site.layer is None or CHOSEN not in site.op.reads:
             continue
         ours, theirs = (side[site.key(EACH)] for side in (trainer, engine))
-        for expert in range(probs.shape[1]):
+        for expert in range(experts):
             here = chosen == expert
             tokens = int(here.any(1).sum())
             found.append(ExpertDifference(site.layer, expert, tokens, relative_rms(ours[here], theirs[here])))
@@ -134,15 +139,20 @@ def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> Tempera
         logprobs, _ = ops.token_logprobs(logits, tokens, temperature)
         return float((logprobs.double() - recorded).abs().mean())
 
-    low, high = math.log(LOWEST), math.log(HIGHEST)
-    for _ in range(ROUNDS):  # on a finer and finer grid, between the neighbours of the best point
-        points = torch.linspace(low, high, GRID, dtype=torch.float64).tolist()
-        at = min(range(GRID), key=lambda index: remaining(math.exp(points[index])))
-        low, high = points[max(at - 1, 0)], points[min(at + 1, GRID - 1)]
-    best = math.exp((low + high) / 2)
+    best = minimize(remaining)
     least = remaining(best)
     for digits in range(1, 5):
         rounded = round(best, digits)
         if rounded > 0 and remaining(rounded) <= 1.001 * least:
             return TemperatureFit(rounded, remaining(rounded))
     return TemperatureFit(best, least)
+
+
+def minimize(function: Callable[[float], float]) -> float:
+    """Minimize a function on a grid, then on finer and finer grids between the neighbours of the best point."""
+    low, high = math.log(LOWEST), math.log(HIGHEST)
+    for _ in range(ROUNDS):
+        grid = torch.linspace(low, high, GRID, dtype=torch.float64).tolist()
+        at = min(range(GRID), key=lambda index: function(math.exp(grid[index])))
+        low, high = grid[max(at - 1, 0)], grid[min(at + 1, GRID - 1)]
+    return math.exp((low + high) / 2)

@@ -26,8 +26,6 @@ NATIVE_TOLERANCE = 0.01
 differently in another batch. Between trainer and engine 0.01 was measured with BF16 on both sides."""
 
 WORST_TOKENS = 12
-Apply = Callable[..., list[Any]]
-"""Calls `function(trainer, *args)` on every rank of a trainer; returns the results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +115,9 @@ class Rescored:
         )
 
 
-def rescore(capsule: Capsule, apply: Apply) -> Rescored:
-    """Score a capsule's sequences with a trainer of one rank, in the capsule's numerics. Raises UserError: the trainer
-    does not hold the weights of the capsule's manifest."""
+def rescore(capsule: Capsule, apply: Callable[..., list[Any]]) -> Rescored:
+    """Score a capsule's sequences with a trainer of one rank, in the capsule's numerics. apply: calls a function with
+    the trainer and further arguments. Raises UserError: the trainer does not hold the weights of the manifest."""
     manifest, spec = capsule.manifest, capsule.numerics.rollout_spec
     sent = apply(would_hold, spec, capsule.experiment.rollout.tp)  # the weights, quantized as for the engine
     if differing := sorted(manifest.mismatched(Manifest.merged(int(manifest.version), spec, sent).entries)):

@@ -46,15 +46,13 @@ SWIGLU = OpForm(
 ROUTER = OpForm(name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", compute=_router)
 TOPK = OpForm(
     name="topk",
-    shapes="logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending",
-    compared=1,  # the probabilities say the choice
+    shapes="logits [T, E] -> probabilities FP32 [T, k] of the experts that are chosen; chosen int [T, k], ascending",
     part="router",
     compute=_topk,
 )
 SIGMOID_TOPK = OpForm(
     name="sigmoid_topk",
     shapes="as topk, for experts that are chosen by sigmoid + bias",
-    compared=1,
     part="router",
     compute=_sigmoid_topk,
     formats={

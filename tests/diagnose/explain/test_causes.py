@@ -82,20 +82,20 @@ def test_relative_rms_by_hand() -> None:
         assert relative_rms(torch.tensor(one), torch.tensor(other)) == pytest.approx(expected)
 
 
-def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
+def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype_and_a_choice_by_probabilities_of_all() -> None:
     ops = (
         Op("embed", EMBED, ("tokens",), ("x",)), Op("norm", ADD_NORM, ("x", "residual"), ("x", "residual")),
         Op("topk", TOPK, ("x",), ("probs", "chosen")),
     )  # fmt: skip
     written = {
         "embed:x": torch.ones(2, 3), "norm:x": torch.tensor([[1.0], [2.0]]),
-        "norm:residual": torch.tensor([[2.0], [4.0]]), "topk:probs": torch.ones(2, 2),
+        "norm:residual": torch.tensor([[2.0], [4.0]]), "topk:probs": torch.ones(2, 1),
     }  # fmt: skip
-    trainer, engine = (written | {"topk:chosen": torch.full((2, 1), value)} for value in (0.0, 1.0))
+    trainer, engine = (written | {"topk:chosen": torch.tensor([[0], [second]])} for second in (0, 1))
     engine["norm:residual"] = torch.tensor([[2.0], [3.0]]).bfloat16()
-    first, second, third = op_differences(Forward(ops, (), ()), trainer, engine)
+    first, second, third = op_differences(Forward(ops, (), ()), 4, trainer, engine)
     assert (second.layer, second.op, second.differing, second.largest) == (None, "norm", 0.25, 1.0)
-    assert second.relative_rms == pytest.approx(0.2) and (first.differing, third.differing) == (0.0, 0.0)
+    assert second.relative_rms == pytest.approx(0.2) and (first.differing, third.differing) == (0.0, 0.25)
 
 
 def test_experts_by_hand() -> None:
@@ -104,12 +104,10 @@ def test_experts_by_hand() -> None:
     each = torch.ones(3, 2, 4)
     theirs = each.clone()
     theirs[0, 1] = theirs[1, 1] = 2.0
-    trainer = {
-        "layers.1.experts:each": each, "layers.1.topk:chosen": chosen, "layers.1.topk:probs": torch.zeros(3, 4),
-    }  # fmt: skip
+    trainer = {"layers.1.experts:each": each, "layers.1.topk:chosen": chosen}
     dense, topk = (Op("down", LINEAR, ("x",), ("x",)),), Op("topk", TOPK, ("x",), ("probs", "chosen"))
     forward = Forward((), (dense, (topk, Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",)))), ())
-    found = expert_differences(forward, trainer, {"layers.1.experts:each": theirs})
+    found = expert_differences(forward, 4, trainer, {"layers.1.experts:each": theirs})
     assert [(e.expert, e.tokens, e.relative_rms) for e in found] == [(0, 2, 0.0), (1, 2, 0.0), (2, 2, 1.0), (3, 0, 0.0)]
 
 

@@ -94,5 +94,4 @@ def test_a_decode_step_reads_weights_and_cache() -> None:
     assert decode_step(shape, spec, 1, 1000).weights < 0.6 * one.weights
     tied = read_shape(CONFIGS / "qwen3_4b")  # its embedding is its head, which each step reads once
     assert decode_step(tied, bf16, 1, 1000).weights == 2 * tied.parameters
-    exact, native = (decode_step(QWEN, spec, 1, 1000, mode=mode).kernels for mode in ("exact", "native"))
-    assert exact == 48 * 15 + 14 <= native
+    assert decode_step(QWEN, spec, 1, 1).kernels == 48 * 15 + 14 <= decode_step(QWEN, spec, 1, 1, mode="native").kernels

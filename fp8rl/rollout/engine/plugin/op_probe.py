@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl.models.formats import Recorder, Sighting, address, own_formats
 from fp8rl.models.lowering import lowered
-from fp8rl.models.program import CHOSEN, LOGITS, LOGPROBS, TOKENS, constants, run
-from fp8rl.models.trace import LENGTHS, TARGETS, TEMPERATURE, Trace, on_recorded
+from fp8rl.models.program import CHOSEN, LENGTHS, LOGITS, LOGPROBS, TARGETS, TEMPERATURE, TOKENS, Trace, constants, run
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.core.files import file_sha256
 from fp8rl.numerics.precision_map import precision_map
@@ -40,9 +39,11 @@ def answer(runner: Any, path: Path) -> str:
     recording = load_file(path, str(next(host.parameters()).device))
     host.tokens = Recorded(recording[LENGTHS], recording[TARGETS], float(recording[TEMPERATURE]))
     forward, on_trainers, free = host.definition.forward, Trace(), Trace(FREE)
+    values: dict[str, Any] = {TOKENS: recording[TOKENS]}
     with dispatch.watched(on_trainers):
-        for site, values in on_recorded(forward, recording):
-            run([site], host, values)
+        for site in forward.sites():
+            run([site], host, dict(values))
+            values |= {name: recording[site.key(name)] for name in site.op.writes}
     with dispatch.watched(free):
         run(forward.sites(), host, {TOKENS: recording[TOKENS]})
     found = on_trainers.recording() | {f"free.{key}": value for key, value in free.recording().items()}
