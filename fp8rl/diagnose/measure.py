@@ -14,7 +14,6 @@ from torch import Tensor
 from fp8rl.diagnose.report import Difference
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
 from fp8rl.rl.run.batching import batch_from_trajectories
@@ -24,7 +23,6 @@ from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Scored
-from fp8rl.weight_sync.manifest import SyncError
 
 if TYPE_CHECKING:
     from fp8rl.rl.run.run import Run
@@ -39,19 +37,6 @@ ANSWERS = 2
 LONG_PROMPTS = 4
 LONG_TOKENS = 320
 """Tokens of a long prompt: more than two key splits of attention, so that their order of summation is tested."""
-
-
-def sync_weights(run: Run) -> None:
-    """Send the trainer's weights to the engines. Raises `UserError`: an engine does not hold those weights."""
-    try:
-        run.syncing.sync()
-    except SyncError as error:
-        raise user_error(
-            "sync",
-            found=str(error),
-            expected="engines that hold the trainer's weights",
-            remedy="`fp8rl doctor SPEC` names what differs; compare the versions of sglang on both sides.",
-        ) from error
 
 
 def calibration_prompts(run: Run) -> list[Prompt]:
@@ -126,19 +111,14 @@ def score_recorded(model: Scorer, batch: TokenBatch) -> Scored:
 
 # How far two log-probabilities of the same tokens are apart, in the numbers that every diagnosis gives.
 
-_ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff_"
-
 
 def difference(first: Tensor, second: Tensor, mask: Tensor) -> Difference:
     """Compare two tensors on the tokens of a bool mask; all three have the shape [B, S]."""
-    values = logprob_metrics(first, second, mask)
+    values, abs_diff = logprob_metrics(first, second, mask), "mismatch/train_rollout_logprob_abs_diff"
     return Difference(
         tokens=int(values["mismatch/tokens"]),
         nonfinite=int(values["mismatch/nonfinite_count"]),
-        mean=values.get(_ABS_DIFF + "mean"),
-        p99=values.get(_ABS_DIFF + "p99"),
-        max=values.get(_ABS_DIFF + "max"),
         exact_frac=values.get("mismatch/exact_frac"),
-        p50=values.get(_ABS_DIFF + "p50"),
         k3_kl=values.get("mismatch/k3_kl"),
+        **{name: values.get(f"{abs_diff}_{name}") for name in ("mean", "p50", "p99", "max")},
     )

@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +19,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.engine.protocol import LIBRARIES
 from fp8rl.weight_sync.manifest import some_of
 
-SCHEMA = 2
+SCHEMA = 3
 """The version of the JSON. It grows when a key changes its meaning or is removed."""
 Grade = Literal["ok", "note", "warning", "error"]
 _STYLES: dict[Grade, str] = {"ok": "bold green", "note": "bold", "warning": "bold yellow", "error": "bold red"}
@@ -81,15 +80,6 @@ class Report:
         values = {"schema": SCHEMA} | {name: plain(getattr(self, name)) for name in names}
         return json.dumps(values, indent=1, allow_nan=False)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read a report. Raises ValueError if its schema is not `SCHEMA`."""
-        values = json.loads(text)
-        if values.pop("schema", None) != SCHEMA:
-            raise ValueError(f"schema: found {json.loads(text).get('schema')}, expected {SCHEMA}")
-        findings = TypeAdapter(tuple[Finding, ...]).validate_python(values.pop("findings"))
-        return cls(**values, findings=findings)
-
     def __rich__(self) -> RenderableType:
         """Render the tables, then the findings, then the verdict."""
         found = Table.grid(padding=(0, 2, 0, 0))
@@ -114,13 +104,14 @@ def plain(value: Any) -> Any:
 
 def _versions() -> dict[str, str]:
     """Return the versions of fp8rl and of the libraries that it computes with, if installed."""
-    found = {}
-    for name in (*LIBRARIES, "megatron-core"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {name: installed_version(name) or "not installed" for name in (*LIBRARIES, "megatron-core")}
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)

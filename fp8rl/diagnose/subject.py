@@ -63,9 +63,7 @@ def newest_run(folder: Path) -> Path:
     found = sorted(folder.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
     if not found:
         remedy = "Name the directory of a run or of a capsule."
-        raise user_error(
-            _RUN_OR_CAPSULE, found=str(folder), expected="a folder with a run that made a step", remedy=remedy
-        )
+        raise user_error(_RUN_OR_CAPSULE, str(folder), "a folder with a run that made a step", remedy)
     return found[-1].parent
 
 
@@ -75,45 +73,33 @@ def read_subject(path: Path, model: Path | None = None) -> Subject:
     check_path(path, _RUN_OR_CAPSULE)
     path = Path(path).absolute()
     if (path / "capsule.json").is_file():
-        return _of_capsule(read_capsule(path), model)
+        capsule = read_capsule(path)
+        load_architecture_of(capsule.experiment)
+        if model is not None:
+            check_path(model, "--model")
+        if (weights := model or capsule.weights) is None:
+            expected = f"the weights of version {capsule.scored.version} as a Hugging Face directory"
+            remedy = "Give --model DIR, or set guard.capsule_weights=true in runs to come."
+            raise user_error("--model", "nothing, for a capsule without weights", expected, remedy)
+        experiment = capsule.beginning(weights)
+        name = f"{experiment.run.name} {capsule.path.name}"
+        return Subject(name, capsule.path, experiment, capsule.numerics, capsule=capsule)
     if model is not None:
         expected = "none beside a run, which has its own weights"
         raise user_error("--model", found=str(model), expected=expected, remedy="Leave it out.")
-    run, experiment = open_run(
-        path,
-        key=_RUN_OR_CAPSULE,
-        found=str(path),
-        expected="the directory of a run or of a capsule",
-        remedy="Give for example runs/demo, or runs/demo/capsules/step_7.",
+    expected, remedy = (
+        "the directory of a run or of a capsule",
+        "Give for example runs/demo, or runs/demo/capsules/step_7.",
     )
+    run, experiment = open_run(path, key=_RUN_OR_CAPSULE, found=str(path), expected=expected, remedy=remedy)
     step = max(run.checkpoint_steps(), default=None)
     trained = _trained(run, experiment) if step is None else experiment
     if trained is None:
-        raise user_error(
-            _RUN_OR_CAPSULE,
-            found=f"{run.path} without model/, adapter/ or a checkpoint",
-            expected="weights to compare",
-            remedy="Let the run reach its first checkpoint, or name one of its capsules.",
-        )
-    return Subject(
-        run.name, run.path, trained, last_numerics(run, experiment), None if step is None else run.checkpoint(step)
-    )
-
-
-def _of_capsule(capsule: Capsule, model: Path | None) -> Subject:
-    load_architecture_of(capsule.experiment)
-    if model is not None:
-        check_path(model, "--model")
-    if (weights := model or capsule.weights) is None:
-        raise user_error(
-            "--model",
-            found="nothing, for a capsule without weights",
-            expected=f"the weights of version {capsule.scored.version} as a Hugging Face directory",
-            remedy="Give --model DIR, or set guard.capsule_weights=true in runs to come.",
-        )
-    experiment = capsule.beginning(weights)
-    name = f"{experiment.run.name} {capsule.path.name}"
-    return Subject(name, capsule.path, experiment, capsule.numerics, capsule=capsule)
+        found = f"{run.path} without model/, adapter/ or a checkpoint"
+        remedy = "Let the run reach its first checkpoint, or name one of its capsules."
+        raise user_error(_RUN_OR_CAPSULE, found, "weights to compare", remedy)
+    checkpoint = None if step is None else run.checkpoint(step)
+    return Subject(run.name, run.path, trained, last_numerics(run, experiment), checkpoint)
 
 
 def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) -> tuple[RunDir, Experiment]:
@@ -139,9 +125,8 @@ def load_architecture_of(experiment: Experiment) -> None:
 
 def last_numerics(run: RunDir, experiment: Experiment) -> NumericsConfig:
     """Return the numerics of a run since its last checkpoint. A gate may have changed them to BF16."""
-    return GateState.of_checkpoint(run, max(run.checkpoint_steps(), default=None)).numerics(
-        experiment.numerics_config()
-    )
+    state = GateState.of_checkpoint(run, max(run.checkpoint_steps(), default=None))
+    return state.numerics(experiment.numerics_config())
 
 
 LONGEST = 32768
@@ -172,12 +157,9 @@ def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = 
     load_architecture_of(experiment)
     trained, beside = _trained(run, experiment), engine_adapter(experiment) is not None
     if trained is None or (trained.adapter is not None) is not beside:  # an adapter that was to be merged
-        raise user_error(
-            _KEY,
-            found=f"{path}, a run without {'adapter' if beside else 'model'}/",
-            expected="a finished run",
-            remedy=f"Finish it with fp8rl train {run.experiment} --resume, or give the directory of a model.",
-        )
+        found = f"{path}, a run without {'adapter' if beside else 'model'}/"
+        remedy = f"Finish it with fp8rl train {run.experiment} --resume, or give the directory of a model."
+        raise user_error(_KEY, found, "a finished run", remedy)
     definition = check_model(trained.model.directory)
     if trained.adapter is not None:
         read_config(run.adapter, definition, _KEY)
@@ -221,10 +203,7 @@ def _refuse_converted(model: Path) -> None:
     except UserError:
         return  # what else is wrong is said by those who read it
     if quantized:
-        raise user_error(
-            _KEY,
-            found=f"{model}, whose weights are quantized",
-            expected="a model in BF16, which this command quantizes itself",
-            remedy="Give the directory that it was converted from. What `fp8rl convert` writes is for a server of "
-            "your own: python -m sglang.launch_server --model-path ...",
-        )
+        expected = "a model in BF16, which this command quantizes itself"
+        remedy = "Give the directory that it was converted from. What `fp8rl convert` writes is for a server of your "
+        remedy += "own: python -m sglang.launch_server --model-path ..."
+        raise user_error(_KEY, f"{model}, whose weights are quantized", expected, remedy)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.models.architecture import Model
-from fp8rl.models.program import LOGITS, OpSite
+from fp8rl.models.program import EMBED, LOGITS, PROGRAM, RESIDUAL, OpSite
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import format_of, tensors_in
@@ -91,7 +91,13 @@ class Recorder:
     def __call__(self, op: str, given: Mapping[str, Any], made: Any) -> None:
         """Watch a call of an op, or a tensor that a definition shows."""
         site: OpSite | None = dispatch.place
-        if op == "adapter.operands":
+        if op == PROGRAM:
+            *_, written = made
+            if dispatch.place.op.form is EMBED:
+                self.note("embedding.output", _name(site), self.found("embedding.output", written[0]))
+            elif RESIDUAL in dispatch.place.op.writes and self._side == "engine":  # the trainer's has a gradient
+                self.note("residual", _name(site), self.found("residual", written[-1]))
+        elif op == "adapter.operands":
             self._adapted(site, made)
         elif op in self._plan:
             self.note(op, _name(site), format_of(made.dtype), size=made.nbytes if "wire" in op else 0)

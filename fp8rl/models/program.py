@@ -7,10 +7,12 @@ trainer's host reads the rows of a batch. A lowered program (`models.lowering`) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
@@ -38,8 +40,6 @@ class OpForm:
     name: str
     shapes: str
     """The shapes of inputs and outputs. T is the number of tokens of some sequences, end to end."""
-    compared: int | None = None
-    """The number of leading outputs that are compared between trainer and engine; None: all."""
     constants: tuple[str, ...] = ()
     """Names of constants of the op, which both sides report."""
     compute: Callable[..., Sequence[Any]]
@@ -69,11 +69,6 @@ class Op:
     """The dotted path of the op's module in Megatron. If a linear module contains a norm, or attention contains rope,
     it is the path of the containing module."""
 
-    @property
-    def compared(self) -> tuple[str, ...]:
-        """Names of the written values that are compared."""
-        return self.writes[: self.form.compared]
-
 
 @dataclass(frozen=True)
 class Fusion:
@@ -90,7 +85,7 @@ class OpSite:
     op: Op
 
     def key(self, name: str) -> str:
-        """Return the key of a value in a recording, such as `layers.1.qkv:out.q` or `lm_head:out.logits`."""
+        """Return the key of a value in a recording, such as `layers.1.qkv:q` or `lm_head:logits`."""
         return f"{self.op.name}:{name}" if self.layer is None else f"layers.{self.layer}.{self.op.name}:{name}"
 
 
@@ -112,7 +107,6 @@ class Forward:
 
 ROWS = ".rows"
 """The suffix that a value's name has in the name of its quantized rows."""
-Watch = Callable[[OpSite, Sequence[Tensor | None], Sequence[Tensor]], None]
 
 
 class Host(Protocol):
@@ -187,18 +181,59 @@ class Host(Protocol):
         """Compute `ops.routed_experts`."""
 
 
-def run(sites: Iterable[OpSite], host: Host, values: dict[str, Any], watch: Watch | None = None) -> dict[str, Any]:
-    """Run ops in order, each on the values written before it, and return all values. watch: called after each op."""
+PROGRAM = "program"
+"""The name under which a watcher gets an op of a program at `dispatch.place`: its host, what it read, what it wrote."""
+
+
+def run(sites: Iterable[OpSite], host: Host, values: dict[str, Any]) -> dict[str, Any]:
+    """Run ops in order, each on the values written before it, and return all values."""
     outside = dispatch.place
     for site in sites:
         op, dispatch.place = site.op, site
         read = [values.get(name) for name in op.reads]
         written = op.form.compute(host, site, *read)
-        if watch is not None:
-            watch(site, read, written)
+        dispatch.note(PROGRAM, (host, read, written))
         values.update(zip(op.writes, written))
     dispatch.place = outside
     return values
+
+
+TARGETS, LENGTHS, TEMPERATURE, EACH = "targets", "lengths", "temperature", "each"
+"""Names in a recording, in addition to TOKENS, the constants, and `site:name` of the values that ops wrote. The token
+after each token, int64 [T], 0 at a sequence's end; the sequences' lengths, int64; their temperature. `site:each` has
+the terms of a token's experts, [T, k, H]. The tokens [T] of all sequences are end to end."""
+
+
+class Trace:
+    """Records the values that a program's ops write, while it watches them (`dispatch.watched`). names: of these values
+    alone; None: all, and EACH."""
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self._names = names
+        self._parts: dict[str, list[Tensor]] = defaultdict(list)
+
+    def recording(self) -> dict[str, Tensor]:
+        """Return what was recorded so far. Values of several passes are end to end."""
+        return {key: torch.cat(parts) for key, parts in self._parts.items()}
+
+    def in_recording(self, site: OpSite, name: str, value: Any) -> Tensor:
+        """Return a value as a recording has it, [T, ...]."""
+        return value  # type: ignore[no-any-return]
+
+    def __call__(self, op: str, given: Mapping[str, Any], made: Any) -> None:
+        if op != PROGRAM:
+            return
+        site: OpSite = dispatch.place
+        host, read, written = made
+        values = {name: self.in_recording(site, name, value) for name, value in zip(site.op.writes, written)}
+        if CHOSEN in site.op.reads and self._names is None:
+            x, probs, chosen = read[:3]
+            alone = torch.eye(chosen.shape[1], device=chosen.device)
+            each = [host.experts(site, x, probs * only, chosen) for only in alone]
+            values[EACH] = torch.stack([self.in_recording(site, EACH, term) for term in each], 1)
+        for name, value in values.items():
+            if self._names is None or name in self._names:
+                self._parts[site.key(name)].append(value.detach().to("cpu", copy=True))
 
 
 EPS, THETA, ROPE_FACTOR = "norm_eps", "rope_theta", "the factor of the rope scaling"

@@ -15,7 +15,7 @@ from fp8rl.diagnose.report import Report
 from fp8rl.models import read_model
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.run import Run, open_pair
-from tests.support.commands import result_of
+from tests.support.commands import report_of, result_of
 from tests.support.rig import Rig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -39,7 +39,7 @@ def doctor(stack: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[R
     def invoke(*arguments: str) -> tuple[Result, Report]:
         result = result_of("doctor", SPEC, *arguments, "--json")
         assert result.exit_code in (0, 1), (result.output, result.exception)
-        return result, Report.from_json(result.stdout)
+        return result, report_of(result.stdout)
 
     monkeypatch.setattr("fp8rl.diagnose.doctor.pair.open_pair", opened_as(stack))
     return invoke

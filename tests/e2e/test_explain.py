@@ -40,7 +40,6 @@ def test_nothing_is_found_where_nothing_is_planted(rig: Rig) -> None:
     assert result.findings == ()
     assert result.abs_diff_mean == result.live_abs_diff_mean == 0
     assert {difference.differing for difference in result.ops} == {0.0}
-    assert set(result.stream) == {0.0}
     assert {expert.relative_rms for expert in result.experts} == {0.0}
     layers = 3
     assert len(result.ops) == 1 + layers * 11 + 3
@@ -60,7 +59,6 @@ def test_a_doubled_scale_in_the_engine(rig: Rig) -> None:
     assert (first.key, first.names) == ("weights", (SCALES,))
     assert "layer 1 qkv differs" in first.found and "weights in the engine are not those of version" in first.found
     assert [(d.layer, d.op) for d in result.ops if d.differing] == [(1, "qkv")]
-    assert result.stream[:2] == (0.0, 0.0) and result.stream[2] > 0.01
     assert attributed(pipeline, pipeline.sample(1.0, count=4)).findings == ()
 
 

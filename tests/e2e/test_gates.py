@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl.diagnose.report import Report
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import read_capsule
@@ -35,7 +34,7 @@ from fp8rl.rollout.types import Trajectory
 from fp8rl.weight_sync.served import served_tensors, write_served_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.cli_runs import SMALL
-from tests.support.commands import by_the_command, result_of
+from tests.support.commands import by_the_command, report_of, result_of
 from tests.support.faults import MATRIX, Named, Tampered
 from tests.support.live_runs import prepared
 from tests.support.ranks import in_a_fork
@@ -312,7 +311,7 @@ def rescored(capsule: Path) -> str:
 
 @pytest.mark.parametrize("step", [CORRUPTED, STOPPED], ids=["fp8", "bf16"])
 def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_path: Path, step: int) -> None:
-    report = Report.from_json(in_a_fork(tmp_path, partial(rescored, run.capsule(step))))
+    report = report_of(in_a_fork(tmp_path, partial(rescored, run.capsule(step))))
     facts = report.facts["scored_again"]
     assert (
         [(each.key, each.grade) for each in report.findings] == [("trainer", "ok")]

@@ -1,5 +1,6 @@
 """A command in this process."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.report import Report
+from fp8rl.diagnose.report import SCHEMA, Finding, Report
 
 
 def result_of(*arguments: object, **options: Any) -> Result:
@@ -25,4 +26,12 @@ def by_the_command(capsule: Path) -> Report:
     """What `fp8rl explain` finds on a capsule in which something differs."""
     result = result_of("explain", capsule, "--json")
     assert result.exit_code == 1, result.output
-    return Report.from_json(result.stdout)
+    return report_of(result.stdout)
+
+
+def report_of(text: str) -> Report:
+    """The report of a command from its JSON."""
+    values = json.loads(text)
+    assert values.pop("schema") == SCHEMA
+    findings = (Finding(**each | {"names": tuple(each["names"])}) for each in values.pop("findings"))
+    return Report(**values, findings=tuple(findings))

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fp8rl.models import Model, read_model
 from fp8rl.models.families.gated_delta import GatedDelta
 from fp8rl.models.families.latent import Latent
+from fp8rl.models.program import LOGITS, TOKENS, run
 from fp8rl.numerics.config import KVPrecision, NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.plugin import hooks
 from fp8rl.rollout.engine.plugin.lifecycle import after_load_model
-from fp8rl.rollout.engine.plugin.op_probe import free_forward
 from fp8rl.rollout.engine.plugin.state import configure
 from fp8rl.rollout.engine.plugin.tokens import Recorded
 from fp8rl.rollout.engine.server.arguments import server_arguments
@@ -57,7 +57,7 @@ def engine_paths(path: Path, folder: Path, kv: KVPrecision = "bf16") -> dict[str
             forward(tokens[:-1], 0)
             steps[capture] = forward(tokens[-1:], len(tokens) - 1, decode=True, capture=capture)
         model.tokens = Recorded(torch.tensor([len(tokens)]), tokens, 1.0)
-        steps["as it is"] = free_forward(model, tokens)["logits"][-1].float()
+        steps["as it is"] = run(definition.forward.sites(), model, {TOKENS: tokens})[LOGITS][-1].float()
         stubs = list(called)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens[None]).logits[0, -1]

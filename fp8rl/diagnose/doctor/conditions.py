@@ -73,15 +73,8 @@ def data_found(experiment: Experiment) -> Iterator[DataFound]:
         with rendering():  # where a check was refused that would have tried the template
             ids = prompt_ids(tokenizer, first)
         tokens = len(behind_ids(tokenizer, first.answer[:LONGEST_ANSWER]))
-        yield DataFound(
-            source.key,
-            str(source.path),
-            len(problems),
-            text_of(tokenizer, ids, first=True),
-            len(ids),
-            first.answer,
-            {} if rewards is None else _rewards(rewards, first, tokens),
-        )
+        prompt, of_answer = text_of(tokenizer, ids, first=True), _rewards(rewards, first, tokens) if rewards else {}
+        yield DataFound(source.key, str(source.path), len(problems), prompt, len(ids), first.answer, of_answer)
 
 
 def _rewards(config: RewardsSection, problem: Problem, tokens: int) -> dict[str, str]:

@@ -113,7 +113,7 @@ def _installed(machine: Machine) -> RenderableType:
         if version is not None or name in machine.wanted:
             text = "" if version is None else version + (cuda if name == "torch" else "")
             rows.append((name, text or Text("no", style="dim"), machine.wanted.get(name, "any")))
-    for name in ("driver", "cublaslt", "cudnn", "nccl", "nvcc", "cc", "cxx"):
+    for name in ("driver", "nvcc", "cc", "cxx"):
         if value := getattr(machine, name):
             rows.append((name, value, f"CUDA up to {machine.driver_cuda}" if name == "driver" else ""))
     return grid(("installed", "version", "this release is written for"), rows)

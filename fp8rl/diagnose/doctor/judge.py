@@ -50,14 +50,10 @@ def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
         *_of_the_arithmetic(machine, numerics),
         *_of_native_mode(machine, numerics),
     ]
-    return Diagnosis(
-        machine,
-        numerics.mode,
-        numerics.spec.digest(),
-        (_trainer(machine, numerics), _engine(machine, numerics)),
-        tuple(features(gpu, machine.torch_cuda) for gpu in machine.gpus),
-        tuple(sorted(findings, key=lambda finding: finding.grade != "error")),
-    )
+    findings.sort(key=lambda finding: finding.grade != "error")
+    able = tuple(features(gpu, machine.torch_cuda) for gpu in machine.gpus)
+    sides = _trainer(machine, numerics), _engine(machine, numerics)
+    return Diagnosis(machine, numerics.mode, numerics.spec.digest(), sides, able, tuple(findings))
 
 
 def features(gpu: InstalledGpu, torch_cuda: str | None) -> Features:
@@ -80,21 +76,16 @@ def _weakest(machine: Machine) -> InstalledGpu | None:
     return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
 
 
-_ON_DEEPGEMM = {
-    True: ", FP8 products on DeepGEMM",
-    None: ", FP8 products on DeepGEMM if it gives the kernels' bits",
-    False: "",
-}
-"""The words about DeepGEMM in a side's description, by `numerics.deepgemm`."""
-
-
 def _shared_ops(machine: Machine, spec: QuantSpec, deepgemm: bool | None) -> str:
     capability = gpu.capability if (gpu := _weakest(machine)) else None
     if implementation_for(capability, spec) != "triton":
         return "shared ops, torch" + ", emulated FP8" * spec.quantized
     if deepgemm is None and deepgemm_lacks(capability, machine.libraries.get(_DEEPGEMM) is not None):
         deepgemm = False
-    return "shared ops, Triton kernels" + _ON_DEEPGEMM[deepgemm] * spec.quantized
+    if deepgemm is False or not spec.quantized:
+        return "shared ops, Triton kernels"
+    surely = "" if deepgemm else " if it gives the kernels' bits"
+    return f"shared ops, Triton kernels, FP8 products on DeepGEMM{surely}"
 
 
 def _trainer(machine: Machine, numerics: NumericsConfig) -> Side:

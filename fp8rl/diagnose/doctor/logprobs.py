@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.measure import difference, sampled_batch
+from fp8rl.diagnose.measure import difference
 from fp8rl.diagnose.report import Difference, Finding, shown_number
 from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.rl.run.run import Run
 from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
-from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.step.batch import TokenBatch
 
-Agreement = Literal["spec", "bytes", "logprobs"]
 SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics.rollout=fp8, or bf16 for both."
 NATIVE_LIMIT = 6.0
 """The most that mean abs(d) may be in native mode, in multiples of BF16/BF16's. Measured with FP8 on both sides: 4.2 on
@@ -27,8 +24,8 @@ OTHER_TEMPERATURES = (0.8, 1.25)
 """Factors of the spec's temperature: these temperatures must explain the log-probabilities worse than the spec's."""
 
 
-def judged(agreement: Agreement, name: str, ok: bool, found: str, expected: str, remedy: str = "") -> Finding:
-    """Make a check's finding. agreement: what both sides must have in common."""
+def judged(agreement: str, name: str, ok: bool, found: str, expected: str, remedy: str = "") -> Finding:
+    """Make a check's finding. agreement: what both sides must have in common: spec, bytes or logprobs."""
     return Finding(f"same {agreement}, {name}", found, expected, remedy, "ok" if ok else "error")
 
 
@@ -76,20 +73,14 @@ def sampler_temperature(run: Run, batch: TokenBatch, measured: Difference) -> Fi
     """Check that the engine's log-probabilities belong to the temperature that it was asked to sample at."""
     asked = batch.temperature
     others = {
-        asked * factor: against_trainer(run, replace(batch, temperature=asked * factor))
-        for factor in OTHER_TEMPERATURES
+        t: against_trainer(run, replace(batch, temperature=t)).mean for t in (asked * f for f in OTHER_TEMPERATURES)
     }
-    means = {asked: measured.mean, **{t: d.mean for t, d in others.items()}}
-    ok = all(measured.mean is not None and d.mean is not None and measured.mean < d.mean for d in others.values())
-    return judged(
-        "logprobs",
-        "sampler temperature",
-        ok,
-        "mean |d| " + ", ".join(f"{shown_number(mean)} at {t:g}" for t, mean in means.items()),
-        f"the smallest mean at rollout.temperature = {asked:g}",
-        "The engine samples at another temperature, or ignores it in its logprobs. Unset "
-        "SGLANG_RETURN_ORIGINAL_LOGPROB, and compare the versions of sglang.",
-    )
+    ok = all(measured.mean is not None and mean is not None and measured.mean < mean for mean in others.values())
+    means = ", ".join(f"{shown_number(mean)} at {t:g}" for t, mean in ({asked: measured.mean} | others).items())
+    expected = f"the smallest mean at rollout.temperature = {asked:g}"
+    remedy = "The engine samples at another temperature, or ignores it in its logprobs. Unset "
+    remedy += "SGLANG_RETURN_ORIGINAL_LOGPROB, and compare the versions of sglang."
+    return judged("logprobs", "sampler temperature", ok, f"mean |d| {means}", expected, remedy)
 
 
 # The noise floor: how far log-probabilities differ where nothing is wrong. One engine against itself, when the same
@@ -110,8 +101,6 @@ def prefill_against_decode(run: Run, batch: TokenBatch) -> Difference:
 
     batch: sampled at temperature 1, because SGLang scores given tokens only at 1.
     """
-    if batch.temperature != 1.0:
-        raise ValueError(f"temperature: found {batch.temperature}, expected 1.0, the temperature of every prefill")
     scored, known = _scored(run, batch)
     return difference(scored, batch.fields["rollout_logprobs"], batch.loss_mask & known)
 
@@ -126,13 +115,6 @@ def alone_against_together(run: Run, batch: TokenBatch) -> Difference:
     for row, values in enumerate(reversed(alone)):
         padded[row, : len(values)] = values
     return difference(padded, together, known)
-
-
-def bf16_on_both_sides(run: Run, prompts: list[Prompt], answers: int) -> Difference:
-    """Compare trainer and engine, both switched to BF16, on a sample of that engine. `run` stays in BF16."""
-    run.switch(run.numerics.in_bf16())
-    run.syncing.sync()
-    return against_trainer(run, sampled_batch(run, prompts, answers, run.experiment.rollout.temperature))
 
 
 def _scored(run: Run, batch: TokenBatch) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from fp8rl.diagnose.report import installed_version
 from fp8rl.numerics.backend.cuda_toolkit import installed
 from fp8rl.numerics.backend.implementation import expandable_segments
 from fp8rl.numerics.config import NumericsConfig
@@ -75,9 +77,6 @@ class Machine:
     driver: str | None = None
     driver_cuda: str | None = None
     """The newest CUDA version that NVIDIA's driver supports."""
-    cublaslt: str | None = None
-    cudnn: str | None = None
-    nccl: str | None = None
     nvcc: str | None = None
     """The compiler of CUDA `torch_cuda`. SGLang compiles kernels with it at run time."""
     other_nvcc: str | None = None
@@ -104,57 +103,45 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
 
     say: prints each step that begins. quick: do not start that process.
     """
+    probe = None
     if not quick:
         say("testing the ops as a trainer would run them")
-    probe = None if quick else _start_probe(numerics)
+        command = [sys.executable, "-P", "-c", PROBE, json.dumps(numerics.to_dict())]
+        # One thread, like a run's processes; that must be set before torch is loaded.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        probe = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     say("checking libraries, GPUs and compilers")
     torch_sees = torch.cuda.is_available()
     driver, gpus = _nvidia_smi()
     if torch_sees:
         seen = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         gpus = tuple(InstalledGpu(each.name, each.total_memory, (each.major, each.minor)) for each in seen)
-    shown_libraries = {name: _version(name) for name in LIBRARIES}
     with suppress(ImportError):  # seconds that the checks need anyway, while the probe is at work
         from transformers import AutoTokenizer  # noqa: F401
-    untried: _Answer = (None, (), None, "")
-    compiles, row_variant, without_deepgemm, probe_error = untried if probe is None else _answer(probe)
     toolkits = list(installed()) if torch_sees else []
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        libraries=shown_libraries,
+        libraries={name: installed_version(name) for name in LIBRARIES},
         wanted=_specifiers("sglang") | _specifiers("fp8rl"),
         gpus=gpus,
         torch_sees=torch_sees,
         torch_cuda=torch.version.cuda,
         driver=driver,
         driver_cuda=_driver_cuda(),
-        cublaslt=_cublaslt() if torch_sees else None,
-        cudnn=_dotted(torch.backends.cudnn.version()) if torch_sees else None,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch_sees else None,
         nvcc=next((str(each.nvcc) for each in toolkits if each.release == torch.version.cuda), None),
         other_nvcc=", ".join(f"{each.nvcc} of CUDA {each.release}" for each in toolkits) or None,
         expandable_segments=expandable_segments(),
         cc=shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"),
         cxx=shutil.which(os.environ.get("CXX", "g++")),
-        compiles=compiles,
-        row_variant=row_variant,
-        probe_error=probe_error,
-        without_deepgemm=without_deepgemm,
         probed=not quick,
+        **({} if probe is None else _answer(probe)),
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _specifiers(distribution: str) -> dict[str, str]:
     """Read the versions of LIBRARIES that an installed distribution requires on any machine."""
-    if _version(distribution) is None:
+    if installed_version(distribution) is None:
         return {}
     requirements = map(Requirement, importlib.metadata.requires(distribution) or [])
     asked = {canonicalize_name(r.name): str(r.specifier) for r in requirements if r.specifier}
@@ -192,43 +179,16 @@ def _driver_cuda() -> str | None:
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
-def _cublaslt() -> str | None:
-    """Return the version of the cuBLASLt that torch has loaded."""
-    try:
-        get_version = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}").cublasLtGetVersion
-    except OSError:
-        return None
-    get_version.restype = ctypes.c_size_t
-    return _dotted(get_version())
-
-
-def _dotted(number: int | None) -> str | None:
-    """Write NVIDIA's 130101 as 13.1.1, and cuDNN's 92000 as 9.20.0."""
-    if not number:
-        return None
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
-def _start_probe(numerics: NumericsConfig) -> subprocess.Popen[str]:
-    """Start the probe with one thread, like a run's processes; that must be set before torch is loaded."""
-    command = [sys.executable, "-P", "-c", PROBE, json.dumps(numerics.to_dict())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-_Answer = tuple[bool | None, tuple[str, ...] | None, str | None, str]
-
-
-def _answer(probe: subprocess.Popen[str]) -> _Answer:
-    """Read the probe's answer: whether torch.compile works, which ops are not row-invariant, why DeepGEMM cannot run,
-    and how the probe died, if it did."""
+def _answer(probe: subprocess.Popen[str]) -> dict[str, Any]:
+    """Read the probe's answer, as fields of `Machine`."""
     try:
         answered, complained = probe.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         kill_family(probe.pid)  # whose compilers hold its pipes
         probe.communicate()
-        return None, None, None, f"no answer within {PROBE_SECONDS} s"
+        return {"row_variant": None, "probe_error": f"no answer within {PROBE_SECONDS} s"}
     if probe.returncode != 0:
-        return None, None, None, (complained.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        error = (complained.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        return {"row_variant": None, "probe_error": error}
     compiles, variant, without_deepgemm = json.loads(answered.splitlines()[-1])
-    return compiles, tuple(variant), without_deepgemm, ""
+    return {"compiles": compiles, "row_variant": tuple(variant), "without_deepgemm": without_deepgemm}

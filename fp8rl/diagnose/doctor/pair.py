@@ -57,8 +57,7 @@ def compare(experiment: Experiment, *, say: Callable[[str], None] = print) -> Pa
     wanted = "an engine that reports the trainer's spec, numerics and hooks"
     try:
         with open_pair(experiment, say=say) as run:
-            adapter, architecture = engine_adapter(experiment), experiment.model.architecture
-            report = expected_report(run.numerics, adapter, architecture)
+            report = expected_report(run.numerics, engine_adapter(experiment), experiment.model.architecture)
             versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
             same = f"spec {report.spec_digest}, {len(report.hooks)} hooks, {versions}"
             found.findings.append(judged("spec", "handshake", True, same, wanted))
@@ -105,7 +104,10 @@ def _examine(run: Run, found: Pair, say: Callable[[str], None]) -> None:
     numerics = run.numerics
     if numerics.mode == "native" and (numerics.trainer, numerics.rollout) != ("bf16", "bf16"):
         say("starting a BF16 engine, with which native mode is compared")
-        floors[BF16] = logprobs.bf16_on_both_sides(run, prompts, ANSWERS)
+        run.switch(numerics.in_bf16())
+        run.syncing.sync()
+        in_bf16 = sampled_batch(run, prompts, ANSWERS, run.experiment.rollout.temperature)
+        floors[BF16] = logprobs.against_trainer(run, in_bf16)
     found.differences |= floors
     found.findings.append(logprobs.trainer_against_engine(numerics, measured, floors.get(BF16)))
     found.findings.append(temperature)

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from fp8rl.models import Model
 from fp8rl.models.formats import Recorder, Sighting, address, own_formats, part_of, stored
-from fp8rl.models.program import OpSite
 from fp8rl.models.tensors import TensorRow, base_name
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
@@ -29,8 +28,6 @@ from fp8rl.trainer.step.objective import Objective
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
-FLOATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
-
 
 def watch_step(
     trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig, config: TrainerSection
@@ -39,9 +36,10 @@ def watch_step(
 
     numerics, config: as planned; the trainer may run others by now.
     """
-    from fp8rl.trainer.inventory import transfers
+    from fp8rl.trainer.inventory import inventory, transfers
     from fp8rl.trainer.modules.native import megatron_families
     from fp8rl.trainer.modules.weights import named_weights
+    from fp8rl.trainer.op_trace import placed
 
     definition, own = trainer.definition, own_formats(trainer.definition)
     if numerics.mode == "native":
@@ -52,73 +50,41 @@ def watch_step(
     adapters = {address(weight) for name, weight in named_weights(trainer.model) if rows[name].adapts is not None}
     recorder = Recorder(definition, numerics, plan, "trainer", adapters)
     trainer.weights_changed()  # so that the operands of products are made within the step
-    with _placed(trainer), _outside_ops(trainer, recorder), dispatch.watched(recorder), transfers(trainer) as sent:
+    with placed(trainer), _outside_ops(trainer, recorder), dispatch.watched(recorder), transfers(trainer) as sent:
         trainer.forward_backward(batch, objective)
-    for each in sent:
+    floats = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
+    for wire in sent:
         # Others are counts, norms, and what the wires have told already.
-        if each.kind == "rest" and each.format in FLOATS and len(each.shape) > 1:
-            recorder.note("wire.layer", f"{each.collective} of {each.ranks} ranks", each.format, size=each.bytes)
+        if wire.kind == "rest" and wire.format in floats and len(wire.shape) > 1:
+            recorder.note("wire.layer", f"{wire.collective} of {wire.ranks} ranks", wire.format, size=wire.bytes)
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         for gradient in optimizer.get_main_grads_for_grad_norm():
             recorder.note("clipping.norm", "gradients", format_of(gradient.dtype))
     keys = {name: class_of(definition, row) for name, row in rows.items()}
-    held = list(_held_in_pass(trainer, keys, plan))
+    held: list[Sighting] = []  # after the backward pass: weights, their operands, and gradients
+    for each in inventory(trainer):
+        of = {"parameters": keys.get(each.name), "operands": "product.cached", "gradients": "gradient.buffer"}
+        if each.name in keys and (key := of.get(each.kind)):  # not padding
+            held.append(Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes))
     with dispatch.watched(recorder):
         trainer.update()
     return [*recorder.sightings(), *held, *_held_by_optimizer(trainer, keys, plan)]
 
 
-# Where an op of the trainer runs, and what Megatron computes itself.
-
-
-@contextmanager
-def _placed(trainer: Trainer) -> Iterator[None]:
-    """Tell the dispatcher which op a Megatron module computes, outside the layers and in native mode's layers. In exact
-    mode the layers' program tells it."""
-    rows = trainer.definition.tensors.in_layer
-    layers = {layer.layer_number - 1: f"decoder.layers.{at}." for at, layer in enumerate(trainer.model.decoder.layers)}
-    exact, modules = trainer.numerics.mode == "exact", dict(trainer.model.named_modules())
-    sites: dict[str, OpSite] = {}
-    for site in trainer.definition.forward.sites():
-        outside = site.layer is None
-        if site.op.megatron and (outside or (not exact and site.layer in layers)):
-            path = ("" if outside else layers[site.layer]) + site.op.megatron  # type: ignore[index]
-            has_product = any(row.op == site.op.name and row.product for row in rows.get(site.layer, ()))
-            if path in modules and (has_product or path not in sites):  # of a norm and the product behind it
-                sites[path] = site
-    outer: list[Any] = []
-
-    def entering(site: OpSite) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            outer.append(dispatch.place)
-            dispatch.place = site
-
-        return enter
-
-    def leave(*_: Any) -> None:
-        dispatch.place = outer.pop()
-
-    with ExitStack() as undo:
-        for path, site in sites.items():
-            undo.callback(modules[path].register_forward_pre_hook(entering(site)).remove)
-            undo.callback(modules[path].register_forward_hook(leave, always_call=True).remove)
-        yield
-
-
 @contextmanager
 def _outside_ops(trainer: Trainer, recorder: Recorder) -> Iterator[None]:
-    """Note tensors of no shared op: embeddings, the residual stream and its gradient, weights' gradients."""
+    """Note tensors of no op: the residual stream and its gradient, weights' gradients."""
 
-    def result(key: str, name: str) -> Callable[..., None]:
-        def note(_: Any, __: Any, out: Any) -> None:
-            x = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-            recorder.note(key, name, recorder.grids.format(x, "activation"))
-            if key == "residual" and x.requires_grad:
-                x.register_hook(
-                    lambda grad: recorder.note("gradient.stream", name, recorder.grids.format(grad, "gradient"))
-                )
-
-        return note
+    def stream(layer: Any, _: Any, out: Any) -> None:
+        name, x = (
+            f"layers.{layer.layer_number - 1}",
+            next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)),
+        )
+        recorder.note("residual", name, recorder.grids.format(x, "activation"))
+        if x.requires_grad:
+            x.register_hook(
+                lambda grad: recorder.note("gradient.stream", name, recorder.grids.format(grad, "gradient"))
+            )
 
     def gradient(name: str) -> Callable[[Tensor | None], None]:
         """grad: None if a product has added the gradient to the buffer itself."""
@@ -126,10 +92,7 @@ def _outside_ops(trainer: Trainer, recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as undo:
         for layer in trainer.model.decoder.layers:
-            note = result("residual", f"layers.{layer.layer_number - 1}")
-            undo.callback(layer.register_forward_hook(note).remove)
-        if (embedding := getattr(trainer.model, "embedding", None)) is not None:
-            undo.callback(embedding.register_forward_hook(result("embedding.output", "embed")).remove)
+            undo.callback(layer.register_forward_hook(stream).remove)
         for name, weight in trainer.model.named_parameters():
             if weight.requires_grad:
                 undo.callback(weight.register_hook(gradient(name)).remove)
@@ -148,17 +111,6 @@ def class_of(definition: Model, row: TensorRow) -> str:
         if part in parts and (row.product or part == "embedding"):
             return f"{part}.weight"
     return "product.shadow" if row.product else "gain.weight"
-
-
-def _held_in_pass(trainer: Trainer, keys: Mapping[str, str], plan: Mapping[str, Planned]) -> Iterator[Sighting]:
-    """Yield the tensors held after a backward pass: weights, their operands, and gradients."""
-    from fp8rl.trainer.inventory import inventory
-
-    for each in inventory(trainer):
-        if each.name in keys:  # not padding
-            of = {"parameters": keys[each.name], "operands": "product.cached", "gradients": "gradient.buffer"}
-            if key := of.get(each.kind):
-                yield Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes)
 
 
 def _held_by_optimizer(trainer: Trainer, keys: Mapping[str, str], plan: Mapping[str, Planned]) -> Iterator[Sighting]:

@@ -7,38 +7,30 @@ trainer first scores again. Then a trainer and an engine are started here, and `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from fp8rl.diagnose.explain.causes import Comparison
-from fp8rl.diagnose.explain.compare import check_exact, compare
+from fp8rl.diagnose.explain.compare import compare
 from fp8rl.diagnose.explain.rescore import Rescored, recorded, rescore
-from fp8rl.diagnose.measure import (
-    ANSWERS,
-    LONG_PROMPTS,
-    LONG_TOKENS,
-    calibration_prompts,
-    one_trainer,
-    sampled_batch,
-    sync_weights,
-)
+from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, one_trainer, sampled_batch
 from fp8rl.diagnose.report import Finding, Report, grid
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.record.console import format_difference
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter
-from fp8rl.rl.run.run import Run, open_pair
+from fp8rl.rl.run.run import open_pair
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.trainer.config import TrainerSection
+from fp8rl.weight_sync.manifest import SyncError
 
-SHOWN_OPS = 12
-SHOWN_EXPERTS = 8
+SHOWN_OPS, SHOWN_EXPERTS = 12, 8
 
 
 def explain(subject: Subject, *, quick: bool = False, say: Callable[[str], object]) -> Report:
@@ -73,6 +65,13 @@ def explain(subject: Subject, *, quick: bool = False, say: Callable[[str], objec
     return reported(subject, *_compared(subject, say))
 
 
+def check_exact(numerics: NumericsConfig) -> None:
+    """Refuse native mode, in which both sides do not run one program."""
+    if numerics.mode == "native":
+        remedy = "See `fp8rl report` for log-probabilities, and `fp8rl doctor SPEC` for tensors."
+        raise user_error("numerics.mode", "native", "exact, to compare one program op by op", remedy)
+
+
 def reported(subject: Subject, again: Rescored | None, compared: Comparison | None, quick: bool = False) -> Report:
     """Make the report: the new scores, the comparison, the likeliest causes of a difference, and the verdict.
 
@@ -88,10 +87,9 @@ def reported(subject: Subject, again: Rescored | None, compared: Comparison | No
         facts["compared"] = compared.facts()
         tables += [Text(_headline(subject, compared)), *_tables(compared)]
         if all(each.grade != "error" for each in findings) and compared.differs:
+            found = "the log-probabilities differ, and no op or tensor does"
             remedy = "Explain other capsules of the run, and report it with what --json prints."
-            findings.append(
-                Finding("unexplained", "the log-probabilities differ, and no op or tensor does", "", remedy)
-            )
+            findings.append(Finding("unexplained", found, remedy=remedy))
     elif not quick:
         try:
             check_exact(subject.numerics)
@@ -149,7 +147,23 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
     For a run, its last weights first answer problems of its data, at its temperature.
     """
     capsule, again = subject.capsule, None
-    with _pair_of(subject, say) as run:
+    # One rank each, but `numerics.k_splits` of the run, so that the rank adds in the order of the run's layout. There
+    # are no rewards or environments, so no code that the subject names is imported.
+    trainer = TrainerSection(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
+    rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
+    plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
+    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
+    with open_pair(experiment, subject.numerics, say) as run:
+        if subject.checkpoint is not None:
+            with run.turn("train"):
+                run.trainer.load(subject.checkpoint)
+        elif capsule is not None:
+            run.trainer.weight_version = capsule.scored.version
+        try:
+            run.syncing.sync()
+        except SyncError as error:
+            remedy = "`fp8rl doctor SPEC` names what differs; compare the versions of sglang on both sides."
+            raise user_error("sync", str(error), "engines that hold the trainer's weights", remedy) from error
         if capsule is None:
             say("sampling a calibration batch")
             batch = sampled_batch(run, calibration_prompts(run), ANSWERS, run.experiment.rollout.temperature)
@@ -161,24 +175,3 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
         model = read_model(subject.experiment.model.directory).adapted(engine_adapter(subject.experiment))
         wrong = None if capsule is None else capsule.wrong
         return again, compare(run.trainer, endpoint, batch, subject.numerics, model, wrong=wrong)
-
-
-@contextmanager
-def _pair_of(subject: Subject, say: Callable[[str], object]) -> Iterator[Run]:
-    """Start an engine and a trainer of one rank each with the subject's weights.
-
-    `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout. There are no
-    rewards or environments, so no code that the subject names is imported.
-    """
-    trainer = TrainerSection(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
-    rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
-    plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
-    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
-    with open_pair(experiment, subject.numerics, say) as run:
-        if subject.checkpoint is not None:
-            with run.turn("train"):
-                run.trainer.load(subject.checkpoint)
-        elif subject.capsule is not None:
-            run.trainer.weight_version = subject.capsule.scored.version
-        sync_weights(run)
-        yield run

@@ -89,16 +89,28 @@ class Comparison:
     """Mean |d| between engine and record, over the same tokens."""
     ops: Sequence[OpDifference] = ()
     experts: Sequence[ExpertDifference] = ()
-    stream: Sequence[float] = ()
-    """By layer, how far the engine's residual stream has drifted from the trainer's at its entry (relative RMS)."""
     settings: dict[str, tuple[str, float, float]] = dataclasses.field(default_factory=dict)
     """For each op with a constant that differs: the constant's name, the trainer's value, the engine's value."""
     causes: Sequence[Cause] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings, the likeliest cause first; none if both sides agree."""
-        return rank(self)
+        """The findings, the likeliest cause first; none if both sides agree. Their keys are those of `REMEDIES`."""
+        by_owner: dict[Owner, list[str]] = defaultdict(list)
+        for name in sorted(self.expected.mismatched(self.held) | {base_name(label)[0] for label in self.wrong or ()}):
+            row = self.model.tensors.get(name)  # none of the adapters' scale
+            by_owner[(None, name, None) if row is None else (row.layer, row.op, row.expert)].append(name)
+        return (
+            *_scales(self),
+            *_weights(self, by_owner),
+            *_record(self),
+            *_ops(self, explained=() if self.wrong else by_owner.keys()),
+            *(
+                _finding("routing", f"{cause.note} changes mean |d| from {cause.before:.3g} to {cause.after:.3g}")
+                for cause in self.causes
+                if cause.name == "routing" and 0 < cause.before and cause.after <= CLOSER * cause.before
+            ),
+        )
 
     @property
     def differs(self) -> bool:
@@ -109,25 +121,6 @@ class Comparison:
         """Return the facts for a report, without those that the subject has."""
         left_out = ("model", "numerics", "expected", "held", "temperature")
         return {name: value for name, value in vars(self).items() if name not in left_out}
-
-
-def rank(found: Comparison) -> tuple[Finding, ...]:
-    """Return the findings, the likeliest cause first; none if both sides agree. Their keys are those of `REMEDIES`."""
-    by_owner: dict[Owner, list[str]] = defaultdict(list)
-    for name in sorted(found.expected.mismatched(found.held) | {base_name(label)[0] for label in found.wrong or ()}):
-        row = found.model.tensors.get(name)  # none of the adapters' scale
-        by_owner[(None, name, None) if row is None else (row.layer, row.op, row.expert)].append(name)
-    return (
-        *_scales(found),
-        *_weights(found, by_owner),
-        *_record(found),
-        *_ops(found, explained=() if found.wrong else by_owner.keys()),
-        *(
-            _finding("routing", f"{cause.note} changes mean |d| from {cause.before:.3g} to {cause.after:.3g}")
-            for cause in found.causes
-            if cause.name == "routing" and 0 < cause.before and cause.after <= CLOSER * cause.before
-        ),
-    )
 
 
 def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: float) -> bool:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8rl.diagnose.explain.causes import SELF_FLOOR, Cause, Comparison, explains
-from fp8rl.diagnose.explain.differences import expert_differences, fit_temperature, op_differences, stream_differences
+from fp8rl.diagnose.explain.differences import expert_differences, fit_temperature, op_differences
 from fp8rl.models import Model
-from fp8rl.models.trace import TARGETS, OpTrace
+from fp8rl.models.program import CHOSEN, TARGETS
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import file_sha256
 from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rollout.engine.plugin.op_probe import ANSWER
@@ -36,8 +34,10 @@ from fp8rl.weight_sync.manifest import Manifest
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
+Recording = dict[str, Tensor]
+"""Tensors by name, as `models.program.Trace` records them."""
 TRACED_TOKENS = 2048
-"""The most tokens whose ops are compared. They are whole sequences, those that disagree most first."""
+"""The most tokens whose ops are compared. They are whole sequences, those that disagree most first; at least one."""
 
 
 def compare(
@@ -48,41 +48,51 @@ def compare(
     model: Model,
     *,
     wrong: Sequence[str] | None = None,
-    traced_tokens: int = TRACED_TOKENS,
 ) -> Comparison:
     """Compare a trainer of one rank and an engine op by op, and remove one cause of mismatch after another.
 
     Args:
         batch: sampled sequences with `rollout_logprobs`, and with `train_logprobs` if they were recorded.
-        numerics, model: the same on both sides.
+        numerics, model: the same on both sides; in exact mode.
         wrong: tensors that were wrong in the engine that sampled the batch; None: not known.
-        traced_tokens: see TRACED_TOKENS; at least one sequence is traced.
 
-    Raises:
-        UserError: the numerics are native, or the trainer has several ranks.
-        EngineError: the engine failed.
+    Raises EngineError: the engine failed.
     """
-    check_exact(numerics)
     batch = _over_all_tokens(trainer, batch) if batch.truncation.cuts else batch
     recorded, scored = batch.fields["rollout_logprobs"], trainer.score(batch)
     trained = batch.fields.get("train_logprobs", scored)
     d = trained - recorded
-    traced = batch.select(_most_different(d, batch, traced_tokens))
+    traced = batch.select(_most_different(d, batch))
     trace = trainer.apply(_trace_ops, traced)[0]
     spec = numerics.rollout_spec
     expected = Manifest.merged(trainer.weight_version, spec, trainer.apply(would_hold, spec))
-    held, answer = asyncio.run(_ask(endpoint, trace, traced.temperature))
-    views = _Views.of(traced, trace, answer)
-    at = views.sampled & views.recorded.isfinite()
-    fit = fit_temperature(views.logits[at], views.targets[at], views.recorded[at]) if at.any() else None
+
+    async def ask() -> tuple[dict[str, str], Recording]:
+        async with EngineClient(endpoint) as client:
+            return (await client.manifest()).entries, await ask_engine(client, trace)
+
+    held, answer = asyncio.run(ask())
+    # The traced sequences, [T]. Index t is about the token that follows the token at t.
+    ours, theirs = trace["logprobs:logprobs"].double(), answer["free.logprobs:logprobs"].double()
+    record, sampled = _behind(traced.fields["rollout_logprobs"], traced).double(), _behind(traced.loss_mask, traced)
+    live = _mean_abs((ours - theirs)[sampled])
+    reproduced = _mean_abs((theirs - record)[sampled])
+    at, logits = sampled & record.isfinite(), answer["free.lm_head:logits"][:, : model.sizes.vocab_size]
+    fit = fit_temperature(logits[at], trace[TARGETS][at], record[at]) if at.any() else None
     causes = []
-    if fit is not None and explains(fit, batch.temperature, views.reproduced):
-        causes.append(_without_sampler(trainer, batch, d, fit.temperature))
-    if views.chosen is not None:
-        causes.append(_without_routing(trainer, traced, views, views.chosen))
+    if fit is not None and explains(fit, batch.temperature, reproduced):
+        fitted = trainer.score(replace(batch, temperature=fit.temperature)) - recorded
+        before, after = (_mean_abs(x[batch.loss_mask]) for x in (d, fitted))
+        note = f"temperature {fit.temperature:.4g} in place of {batch.temperature:.4g}"
+        causes.append(Cause("sampler", before, after, note))
+    chosen = [answer[f"free.{site.key(CHOSEN)}"] for site in model.forward.sites() if CHOSEN in site.op.writes]
+    if chosen:
+        replayed = _behind(_replayed(trainer, traced, torch.stack(chosen, 1)), traced).double()
+        after = _mean_abs((replayed - theirs)[sampled])
+        causes.append(Cause("routing", live, after, "the engine's experts in the trainer (R3)"))
     rescored = _mean_abs((scored - trained)[batch.loss_mask])
-    causes += _other_scales(trainer, batch, numerics, {"engine": views.reproduced, "trainer": rescored})
-    sides = trace.tensors, answer.tensors
+    causes += _other_scales(trainer, batch, numerics, {"engine": reproduced, "trainer": rescored})
+    sides = model.forward, model.sizes.experts, trace, answer
     return Comparison(
         model=model,
         numerics=numerics,
@@ -94,86 +104,25 @@ def compare(
         tokens=int(batch.loss_mask.sum()),
         abs_diff_mean=_mean_abs(d[batch.loss_mask]),
         nonfinite=int((batch.loss_mask & ~recorded.isfinite()).sum()),
-        traced_tokens=int(views.sampled.sum()),
-        live_abs_diff_mean=views.live_mean,
-        reproduced=views.reproduced,
-        ops=tuple(op_differences(model.forward, *sides)),
-        experts=tuple(expert_differences(model.forward, *sides)),
-        stream=tuple(stream_differences(model.forward, *sides)),
+        traced_tokens=int(sampled.sum()),
+        live_abs_diff_mean=live,
+        reproduced=reproduced,
+        ops=tuple(op_differences(*sides)),
+        experts=tuple(expert_differences(*sides)),
         settings={
-            site.op.name: (name, trace.settings[name], answer.settings[name])
+            site.op.name: (name, trace[name].item(), answer[name].item())
             for site in model.forward.sites()
             for name in site.op.form.constants
-            if trace.settings[name] != answer.settings[name]
+            if trace[name] != answer[name]
         },
         causes=tuple(causes),
     )
 
 
-def check_exact(numerics: NumericsConfig) -> None:
-    """Refuse native mode, in which both sides do not run one program."""
-    if numerics.mode == "native":
-        remedy = "See `fp8rl report` for log-probabilities, and `fp8rl doctor SPEC` for tensors."
-        raise user_error("numerics.mode", "native", "exact, to compare one program op by op", remedy)
-
-
-@dataclass(frozen=True)
-class _Views:
-    """The traced sequences end to end, [T]. Index t is about the token that follows the token at t."""
-
-    trainer: Tensor
-    """Log-probabilities of the trainer."""
-    engine: Tensor
-    """Log-probabilities of the engine's own forward pass."""
-    recorded: Tensor
-    """The batch's recorded log-probabilities of the engine."""
-    sampled: Tensor
-    """True where the sequence has a next token that the engine sampled."""
-    logits: Tensor
-    """Logits [T, V] of the engine."""
-    targets: Tensor
-    """The next tokens."""
-    chosen: Tensor | None
-    """The engine's experts [T, L, k], None if dense."""
-
-    @classmethod
-    def of(cls, batch: TokenBatch, trace: OpTrace, answer: OpTrace) -> _Views:
-        return cls(
-            trainer=trace.tensors["logprobs:out.logprobs"].double(),
-            engine=answer.tensors["free.logprobs"].double(),
-            recorded=_behind(batch.fields["rollout_logprobs"], batch).double(),
-            sampled=_behind(batch.loss_mask, batch),
-            logits=answer.tensors["free.logits"],
-            targets=trace.tensors[TARGETS],
-            chosen=answer.tensors.get("free.chosen"),
-        )
-
-    @property
-    def live(self) -> Tensor:
-        """Trainer minus engine, as both compute now."""
-        return self.trainer - self.engine
-
-    @property
-    def live_mean(self) -> float:
-        """Mean |d| of trainer and engine over the sampled tokens."""
-        return _mean_abs(self.live[self.sampled])
-
-    @property
-    def reproduced(self) -> float:
-        """Mean |d| between the engine as it computes now and the record."""
-        return _mean_abs((self.engine - self.recorded)[self.sampled])
-
-
-def _trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
+def _trace_ops(trainer: Trainer, batch: TokenBatch) -> Recording:
     from fp8rl.trainer.op_trace import trace_ops  # on the rank: the driver does without megatron
 
     return trace_ops(trainer, batch)
-
-
-async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[dict[str, str], OpTrace]:
-    """Ask the engine for its weights' digests, and for its answer to the trace."""
-    async with EngineClient(endpoint) as client:
-        return (await client.manifest()).entries, await ask_engine(client, trace, temperature)
 
 
 def _over_all_tokens(trainer: TrainerGroup, batch: TokenBatch) -> TokenBatch:
@@ -184,20 +133,11 @@ def _over_all_tokens(trainer: TrainerGroup, batch: TokenBatch) -> TokenBatch:
     return replace(whole, fields=fields, loss_mask=batch.loss_mask & added.isfinite())
 
 
-def _without_sampler(trainer: TrainerGroup, batch: TokenBatch, d: Tensor, temperature: float) -> Cause:
-    """Score the batch at the temperature at which the engine seems to have sampled. d: without this change."""
-    fitted = trainer.score(replace(batch, temperature=temperature)) - batch.fields["rollout_logprobs"]
-    before, after = (_mean_abs(x[batch.loss_mask]) for x in (d, fitted))
-    return Cause("sampler", before, after, f"temperature {temperature:.4g} in place of {batch.temperature:.4g}")
-
-
-def _without_routing(trainer: TrainerGroup, traced: TokenBatch, views: _Views, chosen: Tensor) -> Cause:
+def _replayed(trainer: TrainerGroup, traced: TokenBatch, chosen: Tensor) -> Tensor:
     """Score the traced sequences with the engine's experts. chosen: [T, L, k]."""
     routes = torch.full((*traced.tokens.shape, *chosen.shape[1:]), UNKNOWN, dtype=torch.int16)
     routes[traced.real_tokens()] = chosen.to(torch.int16)
-    replayed = _behind(trainer.score(replace(traced, routes=routes, replay=True)), traced).double()
-    after = _mean_abs((replayed - views.engine)[views.sampled])
-    return Cause("routing", views.live_mean, after, "the engine's experts in the trainer (R3)")
+    return trainer.score(replace(traced, routes=routes, replay=True))
 
 
 def _other_scales(
@@ -221,8 +161,9 @@ def _other_scales(
     trainer.set_numerics(numerics)
 
 
-def _most_different(d: Tensor, batch: TokenBatch, budget: int) -> list[int]:
-    """Return as many rows as fit the budget of tokens, by mean |d| over sampled tokens, the largest first."""
+def _most_different(d: Tensor, batch: TokenBatch) -> list[int]:
+    """Return as many rows as fit TRACED_TOKENS, by mean |d| over sampled tokens, the largest first."""
+    budget = TRACED_TOKENS
     used = batch.loss_mask & d.isfinite()
     means = torch.where(used, d.abs(), 0.0).sum(1) / used.sum(1).clamp(min=1)
     chosen: list[int] = []
@@ -244,16 +185,14 @@ def _mean_abs(values: Tensor) -> float:
     return finite.abs().mean().item() if finite.numel() else 0.0
 
 
-async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> OpTrace:
+async def ask_engine(client: EngineClient, trace: Recording) -> Recording:
     """Run the engine's ops on the trainer's inputs, and its forward pass on the tokens. Data pass over a shared disk.
     Raises EngineError: the engine failed, or its answer is damaged."""
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
         recording = Path(folder) / "trainer.safetensors"
-        save_file(trace.tensors, recording, {"temperature": repr(temperature)})
+        save_file(trace, recording)
         digest = await client.probe(recording)
         path = recording.with_name(ANSWER)
         if file_sha256(path) != digest:
             raise EngineError(f"{path}: found other bytes than the engine wrote. Look for a full disk, and try again.")
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-            return OpTrace(tensors, json.loads(file.metadata()["settings"]))
+        return load_file(path)

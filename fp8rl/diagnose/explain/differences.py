@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8rl.models.program import CHOSEN, RESIDUAL, Forward
-from fp8rl.models.trace import EACH, output
+from fp8rl.models.program import CHOSEN, EACH, Forward, OpSite
 from fp8rl.numerics import ops
 
 Tensors = Mapping[str, Tensor]
@@ -51,11 +50,20 @@ class ExpertDifference:
         return f"layers.{self.layer}.experts.{self.expert}"
 
 
-def op_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[OpDifference]:
-    """Compare every op of the trainer's recording with the engine's answer, in the order of the forward pass."""
+def op_differences(forward: Forward, experts: int, trainer: Tensors, engine: Tensors) -> list[OpDifference]:
+    """Compare every op of the trainer's recording with the engine's answer, in the order of the forward pass. A choice
+    of experts is compared by the probabilities of all `experts`, which are 0 for experts not chosen."""
+
+    def compared(site: OpSite, side: Tensors) -> Tensor:
+        values = [side[site.key(name)] for name in site.op.writes]
+        if CHOSEN in site.op.writes:
+            probs, chosen = values
+            return probs.new_zeros(len(probs), experts).scatter(1, chosen.long(), probs)
+        return torch.cat([value.reshape(len(value), -1) for value in values], 1)
+
     found = []
     for site in forward.sites():
-        ours, theirs = (output(side, site) for side in (trainer, engine))
+        ours, theirs = compared(site, trainer), compared(site, engine)
         difference = _difference(ours, theirs)
         differing = (difference != 0).double().mean().item()
         largest = difference.abs().max().item() if difference.numel() else 0.0
@@ -72,24 +80,16 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
     return difference / norm if math.isfinite(difference) and norm > 0 else math.inf
 
 
-def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[float]:
-    """Return by layer the relative RMS between the trainer's residual stream and that of the engine's own forward."""
-    streams: dict[int, Tensor] = {}  # as it goes into the layer: later ops of it write another
-    for site in forward.sites():
-        if site.layer is not None and RESIDUAL in site.op.writes:
-            streams.setdefault(site.layer, trainer[site.key(f"out.{RESIDUAL}")])
-    return [relative_rms(ours, theirs) for ours, theirs in zip(streams.values(), engine["free.stream"], strict=True)]
-
-
-def expert_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[ExpertDifference]:
+def expert_differences(forward: Forward, experts: int, trainer: Tensors, engine: Tensors) -> list[ExpertDifference]:
     """Compare every expert of every layer, by the trainer's routing."""
     found = []
     for site in forward.sites():
-        if site.layer is None or site.key(EACH) not in trainer:
+        if CHOSEN in site.op.writes:
+            chosen = trainer[site.key(CHOSEN)]
+        if site.layer is None or CHOSEN not in site.op.reads:
             continue
-        chosen = trainer[site.key(f"in.{CHOSEN}")]
-        ours, theirs = trainer[site.key(EACH)], engine[site.key(EACH)]
-        for expert in range(trainer[site.key("in.probs")].shape[1]):
+        ours, theirs = (side[site.key(EACH)] for side in (trainer, engine))
+        for expert in range(experts):
             here = chosen == expert
             tokens = int(here.any(1).sum())
             found.append(ExpertDifference(site.layer, expert, tokens, relative_rms(ours[here], theirs[here])))
@@ -153,7 +153,6 @@ def minimize(function: Callable[[float], float]) -> float:
     low, high = math.log(LOWEST), math.log(HIGHEST)
     for _ in range(ROUNDS):
         grid = torch.linspace(low, high, GRID, dtype=torch.float64).tolist()
-        values = [function(math.exp(x)) for x in grid]
-        at = values.index(min(values))
+        at = min(range(GRID), key=lambda index: function(math.exp(grid[index])))
         low, high = grid[max(at - 1, 0)], grid[min(at + 1, GRID - 1)]
     return math.exp((low + high) / 2)

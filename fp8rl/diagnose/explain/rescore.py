@@ -26,8 +26,6 @@ NATIVE_TOLERANCE = 0.01
 differently in another batch. Between trainer and engine 0.01 was measured with BF16 on both sides."""
 
 WORST_TOKENS = 12
-Apply = Callable[..., list[Any]]
-"""Calls `function(trainer, *args)` on every rank of a trainer; returns the results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +115,16 @@ class Rescored:
         )
 
 
-def rescore(capsule: Capsule, apply: Apply) -> Rescored:
-    """Score a capsule's sequences with a trainer of one rank, in the capsule's numerics. Raises UserError: the trainer
-    does not hold the weights of the capsule's manifest."""
-    _check_weights(capsule, apply)
+def rescore(capsule: Capsule, apply: Callable[..., list[Any]]) -> Rescored:
+    """Score a capsule's sequences with a trainer of one rank, in the capsule's numerics. apply: calls a function with
+    the trainer and further arguments. Raises UserError: the trainer does not hold the weights of the manifest."""
+    manifest, spec = capsule.manifest, capsule.numerics.rollout_spec
+    sent = apply(would_hold, spec, capsule.experiment.rollout.tp)  # the weights, quantized as for the engine
+    if differing := sorted(manifest.mismatched(Manifest.merged(int(manifest.version), spec, sent).entries)):
+        found = f"{len(differing)} tensors of other digests, {differing[0]} among them"
+        expected = f"the {len(manifest.entries)} digests of the manifest, weight version {manifest.version}"
+        remedy = "Give the weights that scored these sequences, in BF16, with --model DIR."
+        raise user_error("weights", found, expected, remedy)
     scored: Scored = apply(score_recorded, capsule.scored.batch)[0]
     rescored = dataclasses.replace(capsule.scored, logprobs=scored.logprobs, routes=scored.routes, draws=scored.draws)
     return Rescored(capsule, rescored, rescored.metrics() | rescored.drift())
@@ -132,18 +136,3 @@ def recorded(capsule: Capsule) -> TokenBatch:
     scored = capsule.scored
     fields = scored.batch.fields | {"train_logprobs": scored.logprobs}
     return dataclasses.replace(scored.batch, loss_mask=scored.fresh, fields=fields)
-
-
-def _check_weights(capsule: Capsule, apply: Apply) -> None:
-    """Check that the weights, quantized as for the engine, have the manifest's digests."""
-    manifest, spec = capsule.manifest, capsule.numerics.rollout_spec
-    sent = apply(would_hold, spec, capsule.experiment.rollout.tp)
-    found = Manifest.merged(int(manifest.version), spec, sent)
-    differing = sorted(manifest.mismatched(found.entries))
-    if differing:
-        raise user_error(
-            "weights",
-            found=f"{len(differing)} tensors of other digests, {differing[0]} among them",
-            expected=f"the {len(manifest.entries)} digests of the manifest, weight version {manifest.version}",
-            remedy="Give the weights that scored these sequences, in BF16, with --model DIR.",
-        )

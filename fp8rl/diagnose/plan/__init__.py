@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, writ
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on, read_plan_subject
 from fp8rl.diagnose.plan.time import StepTime, step_time
 from fp8rl.diagnose.report import Finding, plain
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment
@@ -171,13 +172,10 @@ def check_has_fp8(experiment: Experiment, gpu: Gpu) -> None:
     """Raise UserError if a side computes in FP8 and the GPU has no FP8."""
     if experiment.numerics.quantizes and not gpu.fp8:
         capability = ".".join(map(str, gpu.capability))
-        raise user_error(
-            "--gpu",
-            found=f"{gpu.name}, which has no FP8 (compute capability {capability})",
-            expected="a GPU with FP8 (8.9 or higher) for a spec in FP8",
-            remedy="Plan BF16 on both sides, with numerics.mode=native numerics.preset=bf16 numerics.trainer=bf16 "
-            "numerics.rollout=bf16, or another GPU.",
-        )
+        found = f"{gpu.name}, which has no FP8 (compute capability {capability})"
+        bf16 = "numerics.mode=native numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16"
+        remedy = f"Plan BF16 on both sides, with {bf16}, or another GPU."
+        raise user_error("--gpu", found, "a GPU with FP8 (8.9 or higher) for a spec in FP8", remedy)
 
 
 def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -> Plan:
@@ -219,26 +217,21 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -
         largest_with_slack=largest_micro_batch(job, memory[decides], gpu.memory, SLACK),
         largest_engine_tp=max(layouts.engine_widths(job), default=1),
         sync_bytes=tuple(served_bytes(shape, each.numerics.rollout_spec) for each in (job, job.in_bf16())),
-        decode=tuple(_decoded(job, batch) for batch in _batches(job)) if job.engines else (),
+        decode=tuple(_decoding(job)) if job.engines else (),
         rates=rates,
         steps=() if rates is None else tuple(step_time(each, rates) for each in (job, job.in_bf16())[: 1 + job.fp8]),
         findings=tuple(findings),
     )
 
 
-def _batches(job: Job) -> list[int]:
-    """Return the batches of DECODED whose answers fit the cache at half a row each, and the largest batch that fits."""
+def _decoding(job: Job) -> Iterator[tuple[Decode, Decode]]:
+    """Yield a decode step in the spec's precision and in BF16, for the batches of DECODED whose answers fit the cache
+    at half a row each, and for the largest batch that fits."""
+
+    def step(numerics: NumericsConfig, batch: int) -> Decode:
+        each = numerics.kv_format.dtype.itemsize
+        return decode_step(job.shape, numerics.rollout_spec, batch, job.length / 2, job.engine_tp, numerics.mode, each)
+
     room = max(1, job.kv_tokens // (job.length // 2 or 1))
-    return sorted({min(batch, room) for batch in DECODED})
-
-
-def _decoded(job: Job, batch: int) -> tuple[Decode, Decode]:
-    """Return a decode step in the spec's precision and in BF16."""
-    first, second = (
-        decode_step(
-            *(job.shape, each.numerics.rollout_spec, batch, job.length / 2, job.engine_tp, each.numerics.mode),
-            each.numerics.kv_format.dtype.itemsize,
-        )
-        for each in (job, job.in_bf16())
-    )
-    return first, second
+    for batch in sorted({min(batch, room) for batch in DECODED}):
+        yield step(job.numerics, batch), step(job.in_bf16().numerics, batch)

@@ -97,12 +97,8 @@ def _rates(report: Mapping[str, Any], path: Path, mode: Mode, remedy: str) -> Ra
         "nodes": launched("node", "us") if exact else None,
     }
     if not any(found.values()):
-        raise user_error(
-            "--bench",
-            found=f"{path} of {device} without rates that a plan uses",
-            expected="rows of `gemms`, `grouped`, `quantizers` or `launch`",
-            remedy=remedy,
-        )
+        expected = "rows of `gemms`, `grouped`, `quantizers` or `launch`"
+        raise user_error("--bench", f"{path} of {device} without rates that a plan uses", expected, remedy)
     return Rates(source=f"measured on {device} ({path})", **found)
 
 
@@ -156,13 +152,8 @@ def decode_step(
         if weight.place != "first"  # of which an answer takes a row; a tied one is read as the head
     )
     cache = batch * (context * shape.kv_bytes(each) + 2 * shape.request_bytes())  # a state is read and written
-    return Decode(batch, decode_kernels(shape, spec, mode), weights, cache, ranks)
-
-
-def decode_kernels(shape: Shape, spec: QuantSpec, mode: Mode) -> int:
-    """Return the number of kernels of a decode step."""
-    of_layer = OF_LAYER[mode, spec.quantized]
-    return BESIDE_LAYERS + sum(of_layer[shape.sizes.has_experts(layer)] for layer in range(shape.sizes.layers))
+    kernels = sum(OF_LAYER[mode, spec.quantized][sizes.has_experts(layer)] for layer in range(sizes.layers))
+    return Decode(batch, BESIDE_LAYERS + kernels, weights, cache, ranks)
 
 
 def experts_read(experts: int, top_k: int, batch: int) -> float:

@@ -26,12 +26,8 @@ def on_gpus(layout: TrainerSection, gpus: int) -> TrainerSection:
     """Return the layout with as many replicas as the GPUs allow. Raises UserError if it does not divide the GPUs."""
     each = layout.tp * layout.pp * layout.cp
     if gpus % each:
-        raise user_error(
-            "--gpus",
-            found=gpus,
-            expected=f"a multiple of trainer.tp * trainer.pp * trainer.cp = {layout.tp} * {layout.pp} * {layout.cp}",
-            remedy=f"Give {max(1, gpus // each) * each}, or change the layout.",
-        )
+        expected = f"a multiple of trainer.tp * trainer.pp * trainer.cp = {layout.tp} * {layout.pp} * {layout.cp}"
+        raise user_error("--gpus", gpus, expected, f"Give {max(1, gpus // each) * each}, or change the layout.")
     return layout.model_copy(update={"dp": gpus // each})
 
 
@@ -56,11 +52,10 @@ def choose(job: Job, gpu: Gpu, gpus: int) -> Job:
 
     Raises UserError: no layout lets the model be quantized by its spec.
     """
-    candidates = [
-        replace(job, layout=layout) for layout in layouts(job.shape, job.layout, gpus, job.numerics.blocks_spec)
-    ]
+    blocks = job.numerics.blocks_spec
+    candidates = [replace(job, layout=layout) for layout in layouts(job.shape, job.layout, gpus, blocks)]
     if not candidates:  # not even the plainest one, which says why
-        check_layout(job.shape, job.layout, job.numerics.blocks_spec)
+        check_layout(job.shape, job.layout, blocks)
         raise AssertionError("found no layout, expected the plainest one to be refused")
     fitting = (each for each in candidates if leaves_slack(colocated_memory(each).peak, gpu))
     return next(fitting, None) or min(candidates, key=lambda each: colocated_memory(each).peak)
@@ -127,32 +122,20 @@ def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterat
 def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
     """Yield objections to a plan that `train` would accept. memory: the fullest GPU's."""
     if subject.stands_in:
-        yield Finding(
-            grade="note",
-            key="model.path",
-            found=f"no {subject.experiment.model.path} yet",
-            expected="the model's directory before the run starts",
-            remedy=f"Planned with the packaged config of {subject.stands_in}; download the model before you train.",
-        )
+        found, expected = f"no {subject.experiment.model.path} yet", "the model's directory before the run starts"
+        remedy = f"Planned with the packaged config of {subject.stands_in}; download the model before you train."
+        yield Finding("model.path", found, expected, remedy, "note")
     found = f"{memory.peak / 1e9:.1f} GB on {'an engine' if memory.rank is None else f'rank {memory.rank}'}"
     if memory.peak <= gpu.memory and not leaves_slack(memory.peak, gpu):
-        yield Finding(
-            grade="note",
-            key="memory",
-            found=f"{found} of the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
-            expected=f"{SLACK:.0%} of it free, because a peak can be that much higher than calculated",
-            remedy=_remedy(job, gpu, memory),
-        )
+        found += f" of the {gpu.memory / 1e9:.0f} GB of a {gpu.name}"
+        expected = f"{SLACK:.0%} of it free, because a peak can be that much higher than calculated"
+        yield Finding("memory", found, expected, _remedy(job, gpu, memory), "note")
     bf16 = colocated_memory(job.in_bf16()).peak
     if job.fp8 and memory.peak > bf16 and memory.rank is not None:
         found = f"fp8, which takes {(memory.peak - bf16) / 1e9:+.1f} GB of the fullest GPU against BF16 on both sides"
-        yield Finding(
-            grade="note",
-            key="numerics.trainer",
-            found=found,
-            expected="no saving by FP8 in training, because codes and their transposes are kept beside BF16 weights",
-            remedy="FP8 saves memory only in the engine and in activations.",
-        )
+        expected = "no saving by FP8 in training, because codes and their transposes are kept beside BF16 weights"
+        remedy = "FP8 saves memory only in the engine and in activations."
+        yield Finding("numerics.trainer", found, expected, remedy, "note")
 
 
 def _remedy(job: Job, gpu: Gpu, memory: Memory) -> str:

@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fp8rl.diagnose.plan import Plan
-from fp8rl.diagnose.plan.time import Part
 from fp8rl.diagnose.report import Report, grid
 from fp8rl.rl.experiment.budget.memory import PHASES, Phase
 
@@ -134,14 +133,11 @@ _NOT_IN_TIMES = (
 
 def _times(plan: Plan) -> RenderableType:
     steps, source = plan.steps, plan.rates.source if plan.rates else ""
-    parts: dict[str, dict[int, Part]] = {part.name: {} for step in steps for part in step.parts}
-    for number, step in enumerate(steps):
-        for part in step.parts:
-            parts[part.name][number] = part
+    of_steps = [{part.name: part for part in step.parts} for step in steps]
     rows: list[tuple[RenderableType, ...]] = []
-    for name, found in parts.items():
-        seconds = (_between(found[number].seconds) if number in found else "" for number in range(len(steps)))
-        rests_on = dict.fromkeys(one for part in found.values() for one in part.rests_on.split("; "))
+    for name in dict.fromkeys(name for parts in of_steps for name in parts):
+        seconds = (_between(parts[name].seconds) if name in parts else "" for parts in of_steps)
+        rests_on = dict.fromkeys(one for parts in of_steps if name in parts for one in parts[name].rests_on.split("; "))
         rows.append((name, *seconds, "; ".join(rests_on)))
     rows.append((Text("a step, at least", style="bold"), *(_between(step.total) for step in steps), source))
     names = ("FP8" if plan.job.fp8 else "as planned", "BF16")

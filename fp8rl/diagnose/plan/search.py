@@ -50,7 +50,6 @@ def keys_that_fit(
     gpus: the number of GPUs for the trainer and for engines that share them. None: the number in the spec's layout (8
     for a model alone), doubled until the spec fits. With adapters only the spec's own layout is tried.
     """
-    target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
     base = subject.experiment
     world = gpus or (base.trainer.world_size if subject.chosen else GPUS_PER_NODE)
     most = world if gpus or subject.shape.adapters else MOST_GPUS
@@ -61,23 +60,22 @@ def keys_that_fit(
         while count <= most:
             for fraction in dict.fromkeys((base.rollout.memory_fraction, None)):  # null: SGLang's own
                 first = {"numerics.mode": mode, "rollout.memory_fraction": fraction}
-                if found := _first(subject, first, gpu, count, target, length, gpus is not None):
+                if found := _first(subject, first, gpu, count, length, gpus is not None):
                     return _differing(subject, found)
             count *= 2
     return None
 
 
-def _first(
-    subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None, no_more: bool
-) -> Keys | None:
+def _first(subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, length: int | None, no_more: bool) -> Keys | None:
     """Return the first keys in `ORDER`, with the first layout, that leave the slack; None if none do.
 
     no_more: engines that share GPUs with the trainer get no GPUs of their own.
     """
-    base = with_keys(subject.experiment, first)
-    fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
-    base = with_keys(base, fixed)
-    engines = _engine_ranks(base, subject, gpu, no_more)
+    based = replace(subject, experiment=with_keys(subject.experiment, first))
+    fixed = {**first, **dense_layers_in_bf16(based, gpu)}
+    base = with_keys(based.experiment, fixed)
+    based = replace(subject, experiment=base)
+    engines = _engine_ranks(based, gpu, no_more)
     own = [base.trainer] if subject.chosen and base.trainer.world_size == gpus else []
     blocks = base.numerics_config().blocks_spec
     others = [each for each in layouts.layouts(subject.shape, base.trainer, gpus, blocks) if each not in own]
@@ -86,15 +84,18 @@ def _first(
 
     def fitting(keys: Keys, some: list[TrainerSection]) -> Keys | None:
         tried = (_with_engines(base, {**fixed, **keys}, ranks) for ranks in engines)
-        found = (_in_layout(subject, each, layout, gpu, target, length) for each in tried for layout in some)
+        found = (_in_layout(subject, each, layout, gpu, length) for each in tried for layout in some)
         return next((keys for keys in found if keys is not None), None)
 
-    savings = list(_savings(base, subject, length))
-    longest = {_of_optimizer(keys): keys for keys in sorted(savings, key=len)}
+    savings = list(_savings(based, length))
+    # The most keys with each choice of the optimizer's keys, some of which some modes refuse.
+    longest = {
+        frozenset(key for key in keys if key.startswith("trainer.optimizer")): keys for keys in sorted(savings, key=len)
+    }
     if not any(fitting(keys, [*own, *others]) for keys in longest.values()):
         return None
-    ladder = [(_place(keys, keys), keys, own) for keys in savings if own]
-    ladder += [(_place([*keys, *([_LAYOUT] if own else [])], keys), keys, others) for keys in savings]
+    ladder = [(_place(keys, keys), keys, own) for keys in savings]
+    ladder += [(_place([*keys, _LAYOUT], keys), keys, others) for keys in savings]
     found = (fitting(keys, some) for _, keys, some in sorted(ladder, key=lambda each: each[0]))
     return next((keys for keys in found if keys is not None), None)
 
@@ -104,14 +105,7 @@ def _place(names: Iterable[str], keys: Keys) -> list[int]:
     return sorted((ORDER.index(name if name in ORDER else f"{name}={keys[name]}") for name in names), reverse=True)
 
 
-def _of_optimizer(keys: Keys) -> frozenset[str]:
-    """Return the optimizer's keys among `keys`. Some modes refuse them."""
-    return frozenset(key for key in keys if key.startswith("trainer.optimizer"))
-
-
-def _in_layout(
-    subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gpu, target: Target, length: int | None
-) -> Keys | None:
+def _in_layout(subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gpu, length: int | None) -> Keys | None:
     """Return `keys` and the layout's keys if they leave the slack and break no rule, else None."""
     keys = {**keys, **{f"trainer.{name}": getattr(layout, name) for name in _SIZES}}
     experiment = with_keys(subject.experiment, keys)
@@ -119,7 +113,7 @@ def _in_layout(
     apart = is_apart(experiment, job)
     if not layouts.leaves_slack(fullest(with_cache(job, experiment, gpu.memory, apart), apart).peak, gpu):
         return None
-    if any(broken_rules(experiment, subject.shape, target)) or not _loads(experiment):
+    if any(broken_rules(experiment, subject.shape, _target(gpu))) or not _loads(experiment):
         return None
     return keys
 
@@ -133,8 +127,13 @@ def _loads(experiment: Experiment) -> bool:
     return True
 
 
-def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iterator[dict[str, Any]]:
+def _target(gpu: Gpu) -> Target:
+    return Target(gpus=True, transformer_engine=True, capability=gpu.capability)
+
+
+def _savings(subject: PlanSubject, length: int | None) -> Iterator[dict[str, Any]]:
     """Yield sets of keys that save memory, and the empty set."""
+    base = subject.experiment
     trainer, rollout, row = base.trainer, base.rollout, length or base.rollout.context_length
     colocated = base.needs_engines and not (rollout.staleness or base.sync.delta or base.sync.engines_own_gpus)
     caches = base.needs_engines and (rollout.max_total_tokens or 0) > rollout.context_length
@@ -159,27 +158,22 @@ def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iter
 
 
 def dense_layers_in_bf16(subject: PlanSubject, gpu: Gpu) -> Keys:
-    """Return the key without which no plan of a mixture of experts is possible. Most models need none."""
-    target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
-    return _dense_layers_in_bf16(subject.experiment, subject, target)
-
-
-def _dense_layers_in_bf16(base: Experiment, subject: PlanSubject, target: Target) -> dict[str, Any]:
     """Return the key that keeps a mixture's dense first layers in BF16, if their width is no multiple of a block."""
-    sizes = subject.shape.sizes
+    base, sizes = subject.experiment, subject.shape.sizes
     dense = sizes.layers - sizes.moe_layers
     if not sizes.moe or not dense or base.numerics.first_layers_bf16 >= dense:
         return {}
     plain = with_keys(base, {f"trainer.{name}": 1 for name in _SIZES} | {"rollout.tp": 1})
-    widths = any("intermediate_size" in error.key for error in broken_rules(plain, subject.shape, target))
+    widths = any("intermediate_size" in error.key for error in broken_rules(plain, subject.shape, _target(gpu)))
     return {"numerics.first_layers_bf16": dense} if widths else {}
 
 
-def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu, no_more: bool) -> list[int]:
+def _engine_ranks(subject: PlanSubject, gpu: Gpu, no_more: bool) -> list[int]:
     """Return the numbers of ranks at which an engine alone on its GPUs leaves the slack. Exact mode allows only 1."""
+    base = subject.experiment
     if not base.needs_engines:
         return [1]
-    job = replace(job_on(replace(subject, experiment=base), gpu), kv_tokens=base.rollout.context_length)
+    job = replace(job_on(subject, gpu), kv_tokens=base.rollout.context_length)
     most = 1 if base.numerics.mode == "exact" or (no_more and not is_apart(base, job)) else GPUS_PER_NODE
     able = [ranks for ranks in layouts.engine_widths(job) if ranks <= most]
     alone = {ranks: engine_memory(replace(job, engine_tp=ranks)) for ranks in able}
@@ -196,26 +190,18 @@ def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:
 
 def _differing(subject: PlanSubject, keys: Keys) -> dict[str, Any]:
     """Return the keys that differ from the spec's. If the spec has no layout, also return the whole layout."""
-
-    def differs(key: str, value: Any) -> bool:
-        found = reduce(getattr, key.split("."), subject.experiment)
-        return bool(found != value) or (not subject.chosen and key.removeprefix("trainer.") in _SIZES[:4])
-
-    return {key: value for key, value in keys.items() if differs(key, value)}
+    layout = () if subject.chosen else tuple(f"trainer.{name}" for name in _SIZES[:4])
+    found = {key: reduce(getattr, key.split("."), subject.experiment) for key in keys}
+    return {key: value for key, value in keys.items() if found[key] != value or key in layout}
 
 
 def with_keys(section: Any, keys: Keys) -> Any:
     """Return a section of the spec, or the whole spec, with the values of `keys`."""
-    inner: dict[str, dict[str, Any]] = {}
-    values: dict[str, Any] = {}
     for key, value in keys.items():
         name, _, rest = key.partition(".")
-        if rest:
-            inner.setdefault(name, {})[rest] = value
-        else:
-            values[name] = value
-    values |= {name: with_keys(getattr(section, name), some) for name, some in inner.items()}
-    return section.model_copy(update=values)
+        value = with_keys(getattr(section, name), {rest: value}) if rest else value
+        section = section.model_copy(update={name: value})
+    return section
 
 
 def written(keys: Keys) -> list[str]:

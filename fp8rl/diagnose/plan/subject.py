@@ -50,14 +50,13 @@ def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> Pla
     check_path(path, "SPEC|MODEL")
     if path.is_file():
         experiment = load_experiment(path, overrides)
-        directory = Path(experiment.model.path)
-        stands_in = "" if directory.exists() else _packaged(directory.name)
-        if not stands_in:
-            directory = model_directory(str(directory), experiment.model.revision, "model.path", config_only=True)
-            if not directory.exists():
-                raise _unknown("model.path", str(directory), directory.name, "the directory of a model")
-        shape = read_shape(CONFIGS / stands_in if stands_in else directory, adapter=experiment.adapter)
-        teacher = _teacher(experiment, shape)
+        directory, stands_in = _config(experiment.model.path, experiment.model.revision, "model.path")
+        if not directory.exists():
+            raise _unknown("model.path", str(directory), directory.name, "the directory of a model")
+        teacher, shape = None, read_shape(directory, adapter=experiment.adapter)
+        if (section := experiment.teacher) is not None:
+            directory, _ = _config(section.path, section.revision, "teacher.path")
+            teacher = read_shape(directory, "teacher.path") if directory.exists() else shape
         return PlanSubject(subject, shape, experiment, chosen=True, stands_in=stands_in, teacher=teacher)
     packaged = "" if path.exists() else _packaged(subject) or _packaged(path.name)
     if not packaged:
@@ -79,17 +78,13 @@ def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> Pla
     chosen = any(key.startswith(f"trainer.{name}=") for key in overrides for name in ("tp", "pp", "ep", "dp"))
     engines_chosen = any(key.startswith("rollout.tp=") for key in overrides)
     experiment = compose_experiment(values, overrides)
-    return PlanSubject(subject, shape, experiment, chosen, engines_chosen, assumed=_assumed(experiment))
-
-
-def _assumed(experiment: Experiment) -> str:
-    """Say what a plan assumes about a model without a spec."""
     numerics, rollout = experiment.numerics, experiment.rollout
-    return (
+    assumed = (
         f"assumed without a spec: {experiment.algorithm.name}, {rollout.prompts_per_step} prompts of "
         f"{rollout.group_size} answers a step, rows of {rollout.context_length:,} tokens, {numerics.mode} mode in "
         f"{numerics.preset}, {rollout.engines} engine(s) on the trainer's GPUs. Any key may follow as key=value"
     )
+    return PlanSubject(subject, shape, experiment, chosen, engines_chosen, assumed=assumed)
 
 
 def job_on(subject: PlanSubject, gpu: Gpu, length: int | None = None) -> Job:
@@ -107,14 +102,12 @@ def is_apart(experiment: Experiment, job: Job) -> bool:
     return experiment.sync.engines_own_gpus or not job.engines or job.engine_tp > 1
 
 
-def _teacher(experiment: Experiment, policy: Shape) -> Shape | None:
-    if experiment.teacher is None:
-        return None
-    teacher = experiment.teacher
-    if not Path(teacher.path).exists() and (packaged := _packaged(Path(teacher.path).name)):
-        return read_shape(CONFIGS / packaged)
-    directory = model_directory(teacher.path, teacher.revision, "teacher.path", config_only=True)
-    return read_shape(directory, "teacher.path") if directory.exists() else policy
+def _config(path: str, revision: str | None, key: str) -> tuple[Path, str]:
+    """Return a directory with the config of a spec's model, and the name of the packaged config that stands in for a
+    model that is not there yet."""
+    if not Path(path).exists() and (packaged := _packaged(Path(path).name)):
+        return CONFIGS / packaged, packaged
+    return model_directory(path, revision, key, config_only=True), ""
 
 
 def _packaged(name: str) -> str:

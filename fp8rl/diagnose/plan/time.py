@@ -47,13 +47,13 @@ class StepTime:
     @property
     def total(self) -> tuple[float, float]:
         """The least seconds of the step: the GPU's work, or all launches if they take longer."""
-        ends = ({part.name: part.seconds[end] for part in self.parts if part.seconds} for end in (0, 1))
-        fast, slow = (
-            max(sum(one.values()) - one.get("launches", 0.0) - one.get("update", 0.0), one.get("launches", 0.0))
-            + one.get("update", 0.0)
-            for one in ends
-        )
-        return fast, slow
+
+        def at(end: int) -> float:
+            work = {part.name: part.seconds[end] for part in self.parts if part.seconds}
+            launches, update = work.pop("launches", 0.0), work.pop("update", 0.0)
+            return max(sum(work.values()), launches) + update
+
+        return at(0), at(1)
 
 
 def step_time(job: Job, rates: Rates) -> StepTime:
@@ -68,24 +68,20 @@ def _of_stage(job: Job, rates: Rates, stage: int) -> StepTime:
         return _part(name, [(size, rates.copy)], "the copy of `quantizers`")
 
     def multiplied(name: str, experts: bool) -> Part:
-        work: dict[Rate | None, float] = {}
-        for each in found:
-            if each.experts is experts:
-                for fp8, gradient in each.passes(job):
-                    rate = rates.product(experts, fp8, gradient)
-                    work[rate] = work.get(rate, 0.0) + times * each.flops * each.again
-        return _part(
-            name, [(flops, rate) for rate, flops in work.items()], "rows of `grouped`" if experts else "rows of `gemms`"
-        )
+        work = [
+            (times * each.flops * each.again, rates.product(experts, fp8, gradient))
+            for each in found
+            if each.experts is experts
+            for fp8, gradient in each.passes(job)
+        ]
+        return _part(name, work, "rows of `grouped`" if experts else "rows of `gemms`")
 
     quantized = sum(operand_bytes(job, each) * each.again for each in found if each.fp8)
     parts = [multiplied("products", experts=False)]
     parts += [multiplied("products of experts", experts=True)] if job.shape.sizes.moe else []
     parts += [passes("quantization", times * quantized)] if quantized else []
-    parts += [
-        passes("activations", times * PASSES * kept_bytes(job, stage)),
-        passes("update", update_bytes(job, stage)),
-    ]
+    parts.append(passes("activations", times * PASSES * kept_bytes(job, stage)))
+    parts.append(passes("update", update_bytes(job, stage)))
     if job.storage == "kernels":
         parts.append(_part("launches", [(times * kernels(job, stage), rates.launches)], "`launch`"))
     return StepTime(tuple(parts))
@@ -102,8 +98,7 @@ def _part(name: str, work: Sequence[tuple[float, Rate | None]], what: str) -> Pa
 
 def kernels(job: Job, stage: int = 0) -> float:
     """Return the launches of our kernels in a micro-batch's forward and backward on a stage."""
-    sizes, again = job.shape.sizes, job.layout.recompute == "layer"
-    spec = job.numerics.trainer_spec
+    sizes, spec, again = job.shape.sizes, job.numerics.trainer_spec, job.layout.recompute == "layer"
     kinds = ((spec.of_layer(at, sizes.layers).quantized, sizes.has_experts(at)) for at in _layers(job, stage))
     return float(sum(sum(OF_LAYER[kind][: 1 + again]) for kind in kinds))
 
@@ -139,31 +134,26 @@ class Product:
 
 def products(job: Job, stage: int) -> Iterator[Product]:
     """Yield the products of a micro-batch on a stage."""
-    here, tp = _layers(job, stage), job.layout.tp
+    here, tp, recompute = _layers(job, stage), job.layout.tp, job.layout.recompute
+
+    def twice(weight: WeightGroup) -> bool:
+        """Return whether the backward repeats the product's forward."""
+        if weight.place == "last":
+            return job.rank_tokens > job.layout.head_chunk_tokens
+        return recompute == "layer" or (recompute == "experts" and weight.place == "mlp")
+
     for weight in job.shape.weights:
         if not weight.taken or (weight.place == "last" and stage < job.layout.pp - 1):
             continue
         layers = len(overlap(weight.layers, here)) if weight.in_layers else 1
         fp8 = len(overlap(job.shape.quantized_layers(weight, job.numerics.trainer_spec), here))
-        experts, split, again = (
-            weight.share == "experts",
-            weight.share == "split",
-            4 / 3 if _twice(job, weight) else 1.0,
-        )
+        experts, split, again = weight.share == "experts", weight.share == "split", 4 / 3 if twice(weight) else 1.0
         rows = job.rank_tokens / (1 if split else tp) * (weight.taken if experts else 1)
         copies = weight.copies // job.layout.ep if experts else 1
         for count, quantized in ((layers - fp8, False), (fp8, True)):
             if count:
                 n = weight.rows // (tp if split else 1)
                 yield Product(rows, n, weight.columns, copies, count, experts, quantized, again)
-
-
-def _twice(job: Job, weight: WeightGroup) -> bool:
-    """Return whether the trainer computes a product's forward again in the backward."""
-    if weight.place == "last":
-        return job.rank_tokens > job.layout.head_chunk_tokens
-    inside = weight.place == "mlp"
-    return job.layout.recompute == "layer" or (job.layout.recompute == "experts" and inside)
 
 
 def operand_bytes(job: Job, each: Product) -> float:

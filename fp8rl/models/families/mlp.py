@@ -35,8 +35,7 @@ ROUTER = OpForm(
 )
 TOPK = OpForm(
     name="topk",
-    shapes="logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending",
-    compared=1,  # the probabilities say the choice
+    shapes="logits [T, E] -> probabilities FP32 [T, k] of the experts that are chosen; chosen int [T, k], ascending",
     part="router",
     compute=lambda host, site, logits: host.choose(
         site, partial(ops.route, logits.flatten(0, -2), host.sizes.top_k, host.sizes.renormalize)
@@ -45,7 +44,6 @@ TOPK = OpForm(
 SIGMOID_TOPK = OpForm(
     name="sigmoid_topk",
     shapes="as topk, for experts that are chosen by sigmoid + bias",
-    compared=1,
     part="router",
     compute=_sigmoid_topk,
     formats={

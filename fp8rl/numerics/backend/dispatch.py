@@ -7,7 +7,7 @@ ops says how the start-up probe tries them (`numerics.probe`). A user's family o
 (`register_kernel`), and appends its probes to USERS_PROBES.
 
 Every call passes here. So a watcher (`watched`) sees which op gets which tensors, at which `place` of the model. With
-`note` a definition also shows its inner tensors, such as the scores of an attention.
+`note` a definition also shows its inner tensors, such as the scores of an attention, and a program each of its ops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kernels = Mapping[str, Callable[..., Any]]
 
 
 Watcher = Callable[[str, Mapping[str, Any], Any], None]
-"""Gets an op's name, its arguments by name, and its result; from `note` the key, {} and one tensor."""
+"""Gets an op's name, its arguments by name, and its result; from `note` the key, {} and one thing."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def note(key: str, *tensors: Any) -> None:
-    """Pass tensors that no op takes or returns to the watcher. key: their class in the precision map."""
+    """Pass what no op takes or returns to the watcher. key: the tensors' class in the precision map, or `PROGRAM`."""
     if _watcher is not None:
         for tensor in tensors:
             _watcher(key, {}, tensor)

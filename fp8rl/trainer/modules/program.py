@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from fp8rl.models import Model
-from fp8rl.models.program import ADD_NORM, CHOSEN, NORM, Op, OpSite, Watch, norm_weight, run
+from fp8rl.models.program import ADD_NORM, CHOSEN, NORM, Op, OpSite, norm_weight, run
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.trainer.config import Recompute
 from fp8rl.trainer.modules.exact import Cut, Experts, Held, Normed, Product, StackedWeights
@@ -47,9 +47,6 @@ class OpsModule(Held):
 class ProgramLayer(OpsModule):
     """One layer of the model: holds its tensors, and runs its ops in their order."""
 
-    watch: Watch | None = None
-    """Called after each op with the op's inputs and outputs. While it is set, ops are not fused or recomputed."""
-
     def __init__(
         self,
         config: TransformerConfig,
@@ -64,7 +61,6 @@ class ProgramLayer(OpsModule):
         self.layer_number = number + 1  # Megatron counts from 1
         self.weights = hold(self, definition.tensors.in_layer[number], definition.tensors)
         ops = [(op, family.part) for family in definition.families[number] for op in family.ops(self.sizes)]
-        self.sites = tuple(OpSite(number, op) for op, _ in ops)
         if any(CHOSEN in op.writes for op, _ in ops):
             self.router_replay = RouterReplay()
         again = {op.name for op, part in ops if (op.form.across_tokens if recompute == "attention" else part == "mlp")}
@@ -76,17 +72,8 @@ class ProgramLayer(OpsModule):
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> [S, B, H], and no context"""
         host = LayerHost(self, packed_seq_params)
-        values: dict[str, Any] = {"x": hidden_states, "residual": None}
-        if self.watch is not None:
-            run(self.sites, host, values, self.watch)
-        else:
-            self.run_blocks(host, values)
+        values = self.run_blocks(host, {"x": hidden_states, "residual": None})
         return values["x"] + values["residual"], None
-
-    @property
-    def experts(self) -> Experts | None:
-        """This rank's experts. None if the layer has no experts."""
-        return next((each.experts for each in self.weights.values() if each.experts is not None), None)
 
     def _takes_norm(self, op: Op) -> bool:
         """Return whether an op is a single product that can compute the norm before it."""

@@ -17,11 +17,11 @@ import fp8rl.diagnose.doctor
 from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis, reported
 from fp8rl.diagnose.doctor.judge import judge
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine, parse_nvidia_smi
-from fp8rl.diagnose.report import Finding, Report
+from fp8rl.diagnose.report import Finding
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from tests.support.commands import result_of
+from tests.support.commands import report_of, result_of
 from tests.support.paths import EXAMPLES
 from tests.support.preconditions import edit_config, write_lines
 from tests.support.tiny_model import TinyModel, write_tiny_model
@@ -46,7 +46,7 @@ CPU = Machine(
 )  # fmt: skip
 H200 = replace(
     CPU, libraries=GPU_LIBRARIES, gpus=(InstalledGpu("NVIDIA H200", 141 << 30, (9, 0)),) * 8, torch_sees=True,
-    torch_cuda="13.0", driver="580.95.05", driver_cuda="13.0", cublaslt="13.1.1", nvcc="/usr/local/cuda/bin/nvcc",
+    torch_cuda="13.0", driver="580.95.05", driver_cuda="13.0", nvcc="/usr/local/cuda/bin/nvcc",
 )  # fmt: skip
 
 
@@ -164,8 +164,7 @@ def test_the_page_says_it_all_and_so_does_the_json() -> None:
     parts = ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "TransformerEngine", "error")
     assert all(part in console_text(found) for part in (*parts, "cannot run here yet"))
     report = reported(found, "spec.yaml")
-    read = Report.from_json(report.to_json())
-    assert (read.findings, read.versions, read.to_json()) == (report.findings, report.versions, report.to_json())
+    assert report_of(report.to_json()).to_json() == report.to_json()
     assert [*json.loads(report.to_json())] == ["schema", "command", "subject", "versions", "findings", "facts"]
 
 
@@ -237,7 +236,7 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
     example = str(EXAMPLES / "arithmetic.yaml")
     result = result_of("doctor", example, "--quick", "--json", *overrides)
     assert result.exit_code == 0, result.output
-    report = Report.from_json(result.stdout[result.stdout.index("{") :])
+    report = report_of(result.stdout[result.stdout.index("{") :])
     assert not report.facts["machine"]["probed"]
     train, held_out = report.facts["data"]
     assert (train["key"], train["problems"], held_out["key"]) == ("data.train", 3, "data.eval")
@@ -289,7 +288,7 @@ def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_
         shutil.copy(file, tmp_path)
     example = str(EXAMPLES / "arithmetic.yaml")
     result = result_of("doctor", example, "--json", f"model.path={tmp_path}", *overrides)
-    report = Report.from_json(result.stdout[result.stdout.index("{") :])
+    report = report_of(result.stdout[result.stdout.index("{") :])
     *refused, machine = [key for key, blocks in keys(report.findings) if blocks]
     assert result.exit_code == 1 and machine == "row invariance"
     assert [each.partition(".")[0] for each in refused] == [each.partition(".")[0] for each in found]

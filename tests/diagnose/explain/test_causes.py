@@ -12,9 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from fp8rl.diagnose.explain import reported
-from fp8rl.diagnose.explain.causes import Cause, Comparison, rank
-from fp8rl.diagnose.explain.compare import check_exact
+from fp8rl.diagnose.explain import check_exact, reported
+from fp8rl.diagnose.explain.causes import Cause, Comparison
 from fp8rl.diagnose.explain.differences import (
     ExpertDifference,
     OpDifference,
@@ -83,20 +82,20 @@ def test_relative_rms_by_hand() -> None:
         assert relative_rms(torch.tensor(one), torch.tensor(other)) == pytest.approx(expected)
 
 
-def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
+def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype_and_a_choice_by_probabilities_of_all() -> None:
     ops = (
         Op("embed", EMBED, ("tokens",), ("x",)), Op("norm", ADD_NORM, ("x", "residual"), ("x", "residual")),
         Op("topk", TOPK, ("x",), ("probs", "chosen")),
     )  # fmt: skip
     written = {
-        "embed:out.x": torch.ones(2, 3), "norm:out.x": torch.tensor([[1.0], [2.0]]),
-        "norm:out.residual": torch.tensor([[2.0], [4.0]]), "topk:out.probs": torch.ones(2, 2),
+        "embed:x": torch.ones(2, 3), "norm:x": torch.tensor([[1.0], [2.0]]),
+        "norm:residual": torch.tensor([[2.0], [4.0]]), "topk:probs": torch.ones(2, 1),
     }  # fmt: skip
-    trainer, engine = (written | {"topk:out.chosen": torch.full((2, 1), value)} for value in (0.0, 1.0))
-    engine["norm:out.residual"] = torch.tensor([[2.0], [3.0]]).bfloat16()
-    first, second, third = op_differences(Forward(ops, (), ()), trainer, engine)
+    trainer, engine = (written | {"topk:chosen": torch.tensor([[0], [second]])} for second in (0, 1))
+    engine["norm:residual"] = torch.tensor([[2.0], [3.0]]).bfloat16()
+    first, second, third = op_differences(Forward(ops, (), ()), 4, trainer, engine)
     assert (second.layer, second.op, second.differing, second.largest) == (None, "norm", 0.25, 1.0)
-    assert second.relative_rms == pytest.approx(0.2) and (first.differing, third.differing) == (0.0, 0.0)
+    assert second.relative_rms == pytest.approx(0.2) and (first.differing, third.differing) == (0.0, 0.25)
 
 
 def test_experts_by_hand() -> None:
@@ -105,11 +104,10 @@ def test_experts_by_hand() -> None:
     each = torch.ones(3, 2, 4)
     theirs = each.clone()
     theirs[0, 1] = theirs[1, 1] = 2.0
-    given = {"layers.1.experts:in.chosen": chosen, "layers.1.experts:in.probs": torch.zeros(3, 4)}
-    trainer = {"layers.1.experts:each": each, **given}
-    dense = (Op("down", LINEAR, ("x",), ("x",)),)
-    forward = Forward((), (dense, (Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",)),)), ())
-    found = expert_differences(forward, trainer, {"layers.1.experts:each": theirs})
+    trainer = {"layers.1.experts:each": each, "layers.1.topk:chosen": chosen}
+    dense, topk = (Op("down", LINEAR, ("x",), ("x",)),), Op("topk", TOPK, ("x",), ("probs", "chosen"))
+    forward = Forward((), (dense, (topk, Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",)))), ())
+    found = expert_differences(forward, 4, trainer, {"layers.1.experts:each": theirs})
     assert [(e.expert, e.tokens, e.relative_rms) for e in found] == [(0, 2, 0.0), (1, 2, 0.0), (2, 2, 1.0), (3, 0, 0.0)]
 
 
@@ -175,13 +173,14 @@ EXPERTS_DIFFER = differing((1, "experts", 0.2))
     ],
 )  # fmt: skip
 def test_findings_are_ranked_and_said(seen, says: list[str]) -> None:
-    found = [str(finding) for finding in rank(clues(**seen))]
+    found = [str(finding) for finding in clues(**seen).findings]
     assert len(found) == len(says), found
     assert all(re.search(pattern, text) for text, pattern in zip(found, says, strict=True)), found
 
 
 def test_a_finding_names_its_tensors_or_the_places_of_its_ops() -> None:
-    found = rank(clues(held=ENTRIES | dict.fromkeys((DOWN, QUERY, NORM), "x@7"), ops=differing((0, "rope", 0.3))))
+    held = ENTRIES | dict.fromkeys((DOWN, QUERY, NORM), "x@7")
+    found = clues(held=held, ops=differing((0, "rope", 0.3))).findings
     names = [("weights", (QUERY,)), ("weights", (DOWN,)), ("weights", (NORM,)), ("op", ("layers.0.rope",))]
     assert [(each.key, each.names) for each in found] == names
     assert all(each.remedy.endswith(".") and each.grade == "error" for each in found)

@@ -234,7 +234,7 @@ def test_times_are_those_of_measured_rates_alone(tmp_path: Path) -> None:
 def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() -> None:
     done = result_of("plan", "qwen3_8b", "--gpus", "8", "--json")
     report = json.loads(done.stdout)
-    assert done.exit_code == 0 and (report["command"], report["schema"]) == ("plan", 2)
+    assert done.exit_code == 0 and (report["command"], report["schema"]) == ("plan", 3)
     values = report["facts"]
     assert values["parameters"] == 8_190_735_360 and values["fewest"].keys() == {"tp", "pp", "ep", "dp"}
     assert values["memory"]["colocated"]["held"]["dense masters"]["train"] > 0

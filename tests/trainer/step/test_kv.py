@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fp8rl.models import read_model
-from fp8rl.models.trace import output
 from fp8rl.trainer.op_trace import trace_ops
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LAYERS, token_by_token, write_model
@@ -93,33 +92,31 @@ def test_saturated_numbers_are_counted_without_padding(kind: str, make_trainer: 
 def test_a_recording_is_the_forward_of_transformers(kind: str, models: Models, make_trainer: Any) -> None:
     trainer = make_trainer(models[kind], dtype=torch.float32)
     batch = random_batch(rows=3, longest=20, temperature=0.7)
-    record = trace_ops(trainer, batch).tensors
+    record = trace_ops(trainer, batch)
     reference = token_by_token(AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32))
     rows = [
         reference(row[None, :n], output_hidden_states=True, use_cache=False)
         for row, n in zip(batch.tokens, batch.lengths.tolist())
     ]
     for site in read_model(models[kind]).forward.sites():
-        assert len(output(record, site)) == int(batch.lengths.sum()), site
+        assert {len(record[site.key(name)]) for name in site.op.writes} == {int(batch.lengths.sum())}, site
     for layer in range(LAYERS):
         stream = torch.cat([row.hidden_states[layer][0] for row in rows])
-        torch.testing.assert_close(record[f"layers.{layer}.input_norm:out.residual"], stream, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(record[f"layers.{layer}.input_norm:residual"], stream, rtol=1e-3, atol=1e-4)
     logits = torch.cat([row.logits[0] for row in rows])
-    found = record["lm_head:out.logits"]
+    found = record["lm_head:logits"]
     torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
     logprobs = (found.double() / 0.7).log_softmax(-1).gather(1, record["targets"][:, None]).squeeze(1)
-    torch.testing.assert_close(record["logprobs:out.logprobs"].double(), logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(record["logprobs:logprobs"].double(), logprobs, rtol=0, atol=1e-5)
 
 
 def test_experts_and_log_probabilities_add_up_and_no_trace_is_left(moe_path, make_trainer: Any) -> None:
     trainer, batch = make_trainer(moe_path, "fp8"), random_batch(rows=2, longest=30)
-    trace = trace_ops(trainer, batch)
-    record, length = trace.tensors, int(batch.lengths[0])
-    assert torch.equal(record["logprobs:out.logprobs"][: length - 1], trainer.score(batch)[1][0, 1:length])
+    record, length, sizes = trace_ops(trainer, batch), int(batch.lengths[0]), trainer.definition.sizes
+    assert torch.equal(record["logprobs:logprobs"][: length - 1], trainer.score(batch)[1][0, 1:length])
     # What the experts add up to, each rounded on its own.
-    each, total = record["layers.1.experts:each"].float().sum(1), record["layers.1.experts:out.x"].float()
+    each, total = record["layers.1.experts:each"].float().sum(1), record["layers.1.experts:x"].float()
     assert 0 < (each - total).norm() / total.norm() < 0.01
-    sizes, scaling = trainer.definition.sizes, {"the factor of the rope scaling": 1.0}
-    assert trace.settings == {"rope_theta": sizes.rope_theta, "norm_eps": sizes.norm_eps} | scaling
-    for module in trainer.model.modules():
-        assert not module._forward_hooks and getattr(module, "watch", None) is None
+    assert (record["rope_theta"], record["norm_eps"]) == (sizes.rope_theta, sizes.norm_eps)
+    assert record["the factor of the rope scaling"] == 1.0
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules())
