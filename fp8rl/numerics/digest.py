@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.compiler import compilable
 from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.core.memory import alike
 from fp8rl.numerics.sampling import mix
 
 CHUNK = 1 << 14
 """Words that share one table of weights: 64 KiB of data, and a table that fits into a cache."""
 _OF_CHUNKS = 1 << 40  # where the counter of the chunks' weights starts, far from that of the words'
-_AT_ONCE = 64  # chunks in one step of the torch version, whose products take 8 bytes a word where not compiled
+_AT_ONCE = 8  # chunks in one step of the torch version, whose products take 8 bytes a word, so that they fit a cache
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -59,24 +60,29 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     words: int32 [n] each, in chunks of CHUNK words; the last chunk is shorter. Both sets of weights begin anew in each
     chunk.
     """
-    sums = [words[0].new_zeros(2, 0, dtype=torch.int64)]
-    for tensor in words:
-        weights = odd_weights(tensor.device)
-        whole = tensor[: tensor.numel() // CHUNK * CHUNK].view(-1, CHUNK)
-        sums += [_weighted_sums(part, weights) for part in whole.split(_AT_ONCE) if len(part)]
-        rest = tensor[whole.numel() :]
-        if rest.numel():
-            sums.append(_weigh(rest[None], weights[:, : rest.numel()]))  # small, and of any length
-    return torch.cat(sums, 1)
+    counts = [-(-tensor.numel() // CHUNK) for tensor in words]
+    first = [0, *itertools.accumulate(counts)]
+    weights, order = odd_weights(words[0].device), list[int]()
+    found = [words[0].new_zeros(2, 0, dtype=torch.int64)]
+    for places in alike(words, _AT_ONCE * CHUNK):  # many are small, and each call has its price
+        tensors = [words[place] for place in places]
+        stack = torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
+        whole, rest = divmod(stack.shape[1], CHUNK)
+        chunks = stack[:, : whole * CHUNK].reshape(-1, CHUNK)
+        found += [_weigh(part, weights) for part in chunks.split(_AT_ONCE) if len(part)]
+        order += [first[place] + chunk for place in places for chunk in range(whole)]
+        if rest:
+            found.append(_weigh(stack[:, -rest:], weights[:, :rest]))
+            order += [first[place] + whole for place in places]
+    sums = torch.empty_like(together := torch.cat(found, 1))
+    sums[:, order] = together
+    return sums
 
 
 def _weigh(words: Tensor, weights: Tensor) -> Tensor:
     """Return the sums [2, chunks] over words [chunks, n] with weights [2, n]."""
     wide = words.long()
     return torch.stack(((wide * weights[0]).sum(-1), (wide * weights[1]).sum(-1)))
-
-
-_weighted_sums = compilable(_weigh)
 
 
 def _as_words(tensor: Tensor) -> Tensor:

@@ -12,8 +12,11 @@ from torch import Tensor
 from fp8rl.numerics.backend.compiler import compilable
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.memory import alike, copy_all
 from fp8rl.numerics.rounding import fp8_max, group_amax, round_stochastically, round_to_grid, scale_from_amax
 from fp8rl.numerics.spec import Scale, TensorSpec
+
+_STACKED = 1 << 19  # elements of a stack, which fits into a cache
 
 # Fake quantization of activations and gradients on the way into a GEMM: the values after storing them in FP8.
 #
@@ -132,10 +135,23 @@ def quantize_by(x: Tensor, spec: TensorSpec, amax: Tensor) -> QuantizedTensor:
 def quantize_many(
     weights: Sequence[Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
-    """Compute `quantize` of each tensor. The kernel needs one launch for all: experts' matrices are many and small."""
+    """Compute `quantize` of each tensor. Experts' matrices are many and small, and each call has its price: the kernel
+    needs one launch for all, and here small tensors of the same shape are stacked."""
+    made: dict[int, QuantizedTensor] = {}
+    for places in alike(weights, 0 if spec.granularity == "tensor" else _STACKED):
+        if len(places) == 1:
+            made[places[0]] = quantize(weights[places[0]], spec)
+        else:
+            stack = quantize(torch.stack([weights[place] for place in places]), spec)
+            for place, data, scale_inv in zip(places, stack.data.unbind(), stack.scale_inv.unbind(), strict=True):
+                made[place] = QuantizedTensor(data, scale_inv, spec)
     if outs is None:
-        return [quantize(weight, spec) for weight in weights]
-    return [quantize(weight, spec, out) for weight, out in zip(weights, outs, strict=True)]
+        return [made[place] for place in range(len(weights))]
+    copy_all(
+        [part for out in outs for part in (out.data, out.scale_inv)],
+        [part for place in range(len(outs)) for part in (made[place].data, made[place].scale_inv)],
+    )
+    return list(outs)
 
 
 def check_quantizable(x: Tensor, spec: TensorSpec) -> None:

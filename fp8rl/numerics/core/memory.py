@@ -155,6 +155,17 @@ def batches_by_bytes(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[l
         yield batch
 
 
+def alike(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
+    """Yield places of tensors of the same shape and dtype, which together have at most `limit` elements; a larger
+    tensor comes alone."""
+    groups: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault((tensor.shape, tensor.dtype), []).append(place)
+    for (shape, _), places in groups.items():
+        count = max(1, limit // max(1, shape.numel()))
+        yield from (places[start : start + count] for start in range(0, len(places), count))
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, a tensor of the same shape. Tensors of the same dtype take one launch."""
     groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
