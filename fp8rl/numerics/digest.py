@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -60,39 +59,24 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     words: int32 [n] each, in chunks of CHUNK words; the last chunk is shorter. Both sets of weights begin anew in each
     chunk.
     """
-    counts = [-(-tensor.numel() // CHUNK) for tensor in words]
-    first = [0, *itertools.accumulate(counts)]
-    weights, order = odd_weights(words[0].device), list[int]()
-    found = [words[0].new_zeros(2, 0, dtype=torch.int64)]
-    for places in alike(words, _AT_ONCE * CHUNK):  # many are small, and each call has its price
-        tensors = [words[place] for place in places]
-        stack = torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
-        whole, rest = divmod(stack.shape[1], CHUNK)
-        chunks = stack[:, : whole * CHUNK].reshape(-1, CHUNK)
-        found += [_weigh(part, weights) for part in chunks.split(_AT_ONCE) if len(part)]
-        order += [first[place] + chunk for place in places for chunk in range(whole)]
-        if rest:
-            found.append(_weigh(stack[:, -rest:], weights[:, :rest]))
-            order += [first[place] + whole for place in places]
-    sums = torch.empty_like(together := torch.cat(found, 1))
-    sums[:, order] = together
+    chunks = [chunk for tensor in words for chunk in tensor.split(CHUNK) if len(chunk)]
+    weights = odd_weights(words[0].device)
+    sums = weights.new_empty(2, len(chunks))
+    for places in alike(chunks, _AT_ONCE * CHUNK):
+        wide = torch.stack([chunks[place] for place in places]).long()
+        of_one, of_other = (wide * some for some in weights[:, : wide.shape[1]])
+        sums[:, places] = torch.stack((of_one.sum(1), of_other.sum(1)))
     return sums
 
 
-def _weigh(words: Tensor, weights: Tensor) -> Tensor:
-    """Return the sums [2, chunks] over words [chunks, n] with weights [2, n]."""
-    wide = words.long()
-    return torch.stack(((wide * weights[0]).sum(-1), (wide * weights[1]).sum(-1)))
-
-
 def _as_words(tensor: Tensor) -> Tensor:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    aligned = data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0
-    if data.numel() % 4 or not aligned:
-        padded = data.new_zeros(-(-data.numel() // 4) * 4)
-        padded[: data.numel()] = data
-        data = padded
-    return data.view(torch.int32)
+    flat = tensor.detach().contiguous().view(-1)
+    size = flat.nbytes
+    if size % 4 or flat.data_ptr() % 4 or flat.storage_offset() * flat.itemsize % 4:
+        padded = flat.new_zeros(-(-size // 4) * 4, dtype=torch.uint8)
+        padded[:size] = flat.view(torch.uint8)
+        flat = padded
+    return flat.view(torch.int32)
 
 
 @functools.cache

@@ -93,21 +93,15 @@ class QuantizedTensor:
 
 
 @op
-def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+def quantize(x: Tensor, spec: TensorSpec) -> QuantizedTensor:
     """Quantize a BF16 or FP32 tensor [..., rows, columns], saturating.
 
     A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign). An infinite
     value makes the scale 1, and saturates. With a static range all scales are alike whatever the values. Blocks at
     ragged edges are smaller; nothing is padded in the result.
-    out: a result to write into, of the right shapes and dtypes and with contiguous data; it is returned.
     Raises `UserError` for a spec that does not quantize, or for a dtype or shape that cannot be quantized.
     """
-    quantized = quantize_by(x, spec, block_amax(x, spec))
-    if out is None:
-        return quantized
-    out.data.copy_(quantized.data)
-    out.scale_inv.copy_(quantized.scale_inv)
-    return out
+    return quantize_by(x, spec, block_amax(x, spec))
 
 
 def block_amax(x: Tensor, spec: TensorSpec) -> Tensor:
@@ -136,21 +130,22 @@ def quantize_many(
     weights: Sequence[Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
     """Compute `quantize` of each tensor. Experts' matrices are many and small, and each call has its price: the kernel
-    needs one launch for all, and here small tensors of the same shape are stacked."""
+    needs one launch for all, and here small tensors of the same shape are stacked.
+
+    outs: results to write into, of the right shapes and dtypes and with contiguous data; they are returned.
+    """
     made: dict[int, QuantizedTensor] = {}
     for places in alike(weights, 0 if spec.granularity == "tensor" else _STACKED):
         if len(places) == 1:
             made[places[0]] = quantize(weights[places[0]], spec)
-        else:
-            stack = quantize(torch.stack([weights[place] for place in places]), spec)
-            for place, data, scale_inv in zip(places, stack.data.unbind(), stack.scale_inv.unbind(), strict=True):
-                made[place] = QuantizedTensor(data, scale_inv, spec)
+            continue
+        stack = quantize(torch.stack([weights[place] for place in places]), spec)
+        parts = zip(stack.data.unbind(), stack.scale_inv.unbind(), strict=True)
+        made |= {place: QuantizedTensor(*part, spec) for place, part in zip(places, parts, strict=True)}
+    found = [made[place] for place in range(len(weights))]
     if outs is None:
-        return [made[place] for place in range(len(weights))]
-    copy_all(
-        [part for out in outs for part in (out.data, out.scale_inv)],
-        [part for place in range(len(outs)) for part in (made[place].data, made[place].scale_inv)],
-    )
+        return found
+    copy_all(*([part for each in one for part in (each.data, each.scale_inv)] for one in (outs, found)))
     return list(outs)
 
 

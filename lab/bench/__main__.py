@@ -31,7 +31,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "native": ("lab.bench.native:run",),
     "train": ("lab.bench.trainers:train",),
     "skipped": ("lab.bench.trainers:skipped",),
-    "sync": ("lab.bench.sync:run",),
+    "sync": ("lab.bench.sync:run", "lab.bench.sync:host"),
     "canary": ("lab.bench.blocks:canary",),
     "churn": ("lab.bench.sync:churn",),
     "checkpoint": ("lab.bench.checkpoint:run",),

@@ -156,8 +156,7 @@ def batches_by_bytes(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[l
 
 
 def alike(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
-    """Yield places of tensors of the same shape and dtype, which together have at most `limit` elements; a larger
-    tensor comes alone."""
+    """Yield the places of tensors to stack: same shape and dtype, at most `limit` elements; a larger one is alone."""
     groups: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault((tensor.shape, tensor.dtype), []).append(place)

@@ -95,7 +95,7 @@ WEIGHTS, SCALES, DERIVED, KV_CACHE, STATES = "weights", "scales", "derived", "kv
 
 def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
     """Return the tensors that a rank holds. runner: SGLang's ModelRunner."""
-    weight_views = list(weights.tensors())
+    weight_views = weights.tensors
     found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, _, part in weight_views]
     storages = {parameter.untyped_storage().data_ptr() for _, parameter, _ in weight_views}
     for name, tensors in weights.operands():
