@@ -23,7 +23,6 @@ from fp8rl.numerics.sampling import mix
 CHUNK = 1 << 14
 """Words that share one table of weights: 64 KiB of data, and a table that fits into a cache."""
 _OF_CHUNKS = 1 << 40  # where the counter of the chunks' weights starts, far from that of the words'
-_AT_ONCE = 8  # chunks in one step of the torch version, whose products take 8 bytes a word, so that they fit a cache
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -62,10 +61,9 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     chunks = [chunk for tensor in words for chunk in tensor.split(CHUNK) if len(chunk)]
     weights = odd_weights(words[0].device)
     sums = weights.new_empty(2, len(chunks))
-    for places in alike(chunks, _AT_ONCE * CHUNK):
-        wide = torch.stack([chunks[place] for place in places]).long()
-        of_one, of_other = (wide * some for some in weights[:, : wide.shape[1]])
-        sums[:, places] = torch.stack((of_one.sum(1), of_other.sum(1)))
+    for places, stack in alike(chunks):
+        wide = stack.long()
+        sums[:, places] = torch.stack([(wide * some).sum(1) for some in weights[:, : wide.shape[1]]])
     return sums
 
 

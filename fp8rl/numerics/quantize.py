@@ -16,8 +16,6 @@ from fp8rl.numerics.core.memory import alike, copy_all
 from fp8rl.numerics.rounding import fp8_max, group_amax, round_stochastically, round_to_grid, scale_from_amax
 from fp8rl.numerics.spec import Scale, TensorSpec
 
-_STACKED = 1 << 19  # elements of a stack, which fits into a cache
-
 # Fake quantization of activations and gradients on the way into a GEMM: the values after storing them in FP8.
 #
 # The values are those of `quantize(x, spec).dequantize()`. Every step quantizes BF16 rows in token groups, with scales
@@ -135,12 +133,12 @@ def quantize_many(
     outs: results to write into, of the right shapes and dtypes and with contiguous data; they are returned.
     """
     made: dict[int, QuantizedTensor] = {}
-    for places in alike(weights, 0 if spec.granularity == "tensor" else _STACKED):
-        if len(places) == 1:
-            made[places[0]] = quantize(weights[places[0]], spec)
+    for places, stack in alike(weights):
+        if len(places) == 1 or spec.granularity == "tensor":
+            made |= {place: quantize(weights[place], spec) for place in places}
             continue
-        stack = quantize(torch.stack([weights[place] for place in places]), spec)
-        parts = zip(stack.data.unbind(), stack.scale_inv.unbind(), strict=True)
+        whole = quantize(stack, spec)
+        parts = zip(whole.data.unbind(), whole.scale_inv.unbind(), strict=True)
         made |= {place: QuantizedTensor(*part, spec) for place, part in zip(places, parts, strict=True)}
     found = [made[place] for place in range(len(weights))]
     if outs is None:
