@@ -135,8 +135,8 @@ class ServedWeights:
         self._held = {parameter: HeldParameter(mapped=name in of_base) for name, parameter in model.named_parameters()}
         self._storages = {}
         self._find_views()
-        for parameter, views in self._views.items():
-            self._held[parameter].names = {base_name(label)[0] for label in views}
+        for label, parameter, _ in self.tensors:
+            self._held[parameter].names.add(base_name(label)[0])
         for parameter, scale_inv in quantized_parameters(model):
             self._held[parameter].names |= self._held[scale_inv].names
         self._holders = {}
@@ -168,7 +168,7 @@ class ServedWeights:
             parameters[name].data = view
         self.moved = True
         for held in self._held.values():
-            held.state, held.operand = State.STALE, None
+            held.operand = None
             held.arrived.clear()
         for name in base.parameters:
             self._held[parameters[name]].mapped = True
@@ -251,9 +251,7 @@ class ServedWeights:
         keeps its operand. Its digest is taken anew, to show that the parameter has not changed.
         """
         self._check_there()
-        if self._find_views():  # what was prepared is no longer there
-            for held in self._held.values():
-                held.state, held.digests = State.STALE, None
+        self._find_views()
         made = self._make_operands({p for p, held in self._held.items() if held.state in (State.STALE, State.SERVED)})
         for derived in (*self._adapters.values(), *self._copies.values()):
             derived.refresh()
@@ -291,18 +289,20 @@ class ServedWeights:
             entries[ADAPTER_SCALE] = " and ".join(map(repr, sorted(scales)))
         return entries
 
-    def _find_views(self) -> bool:
-        """Find each tensor of the checkpoint in its parameter, unless all parameters still have the memory in which
-        they were found. Return whether one has not."""
+    def _find_views(self) -> None:
+        """Find each tensor of the checkpoint in its parameter, unless all parameters have the memory that they had.
+        If not, what was prepared no longer counts."""
         model, definition = self._loaded()
         storages = {each: each.untyped_storage()._cdata for each in model.parameters()}
-        if moved := storages != self._storages:
-            self.tensors = list(hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank))
-            self._places = {label: view for label, _, view in self.tensors}
-            self._storages, self._views = storages, {}
-            for label, parameter, view in self.tensors:
-                self._views.setdefault(parameter, {})[label] = view
-        return moved
+        if storages == self._storages:
+            return
+        self.tensors = list(hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank))
+        self._places = {label: view for label, _, view in self.tensors}
+        self._storages, self._views = storages, {}
+        for label, parameter, view in self.tensors:
+            self._views.setdefault(parameter, {})[label] = view
+        for held in self._held.values():
+            held.state, held.digests = State.STALE, None
 
     def operands(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield (the engine's name, the tensors of the operand) for each FP8 parameter."""
