@@ -28,7 +28,6 @@ from fp8rl.numerics.weight_cache import Frozen
 from fp8rl.rollout.engine.plugin.parameters import (
     AdaptedRows,
     CopiesOfKvB,
-    Served,
     ServedAdapter,
     attach_adapters,
     check_table,
@@ -92,9 +91,8 @@ class ServedWeights:
         self._released = False
         self._held: dict[Tensor, HeldParameter] = {}
         self._holders: dict[str, list[HeldParameter]] = {}
-        self.tensors: list[Served] = []
-        """The tensors of the checkpoint that this rank has."""
-        self._views: dict[Tensor, dict[str, Tensor]] = {}
+        self.views: dict[Tensor, dict[str, Tensor]] = {}
+        """The tensors of the checkpoint in each parameter, by label."""
         self._places: dict[str, Tensor] = {}
         self._storages: dict[Tensor, int] = {}
         self._adapters: dict[Tensor, ServedAdapter] = {}
@@ -135,8 +133,8 @@ class ServedWeights:
         self._held = {parameter: HeldParameter(mapped=name in of_base) for name, parameter in model.named_parameters()}
         self._storages = {}
         self._find_views()
-        for label, parameter, _ in self.tensors:
-            self._held[parameter].names.add(base_name(label)[0])
+        for parameter, views in self.views.items():
+            self._held[parameter].names = {base_name(label)[0] for label in views}
         for parameter, scale_inv in quantized_parameters(model):
             self._held[parameter].names |= self._held[scale_inv].names
         self._holders = {}
@@ -273,7 +271,7 @@ class ServedWeights:
 
     def _digests(self, parameters: Set[Tensor]) -> dict[Tensor, dict[str, str]]:
         """Return for each of these parameters the digests of its tensors, by label."""
-        within = {parameter: self._views.get(parameter, {}) for parameter in parameters}
+        within = {parameter: self.views.get(parameter, {}) for parameter in parameters}
         found = iter(tensor_digests([view for views in within.values() for view in views.values()]))
         return {parameter: dict(zip(views, found)) for parameter, views in within.items()}
 
@@ -296,11 +294,9 @@ class ServedWeights:
         storages = {each: each.untyped_storage()._cdata for each in model.parameters()}
         if storages == self._storages:
             return
-        self.tensors = list(hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank))
-        self._places = {label: view for label, _, view in self.tensors}
-        self._storages, self._views = storages, {}
-        for label, parameter, view in self.tensors:
-            self._views.setdefault(parameter, {})[label] = view
+        self._storages, self._places, self.views = storages, {}, {}
+        for label, parameter, view in hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank):
+            self._places[label] = self.views.setdefault(parameter, {})[label] = view
         for held in self._held.values():
             held.state, held.digests = State.STALE, None
 
