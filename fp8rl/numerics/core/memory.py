@@ -139,7 +139,8 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
-N, T = TypeVar("N"), TypeVar("T", bound=Sized)
+N = TypeVar("N")
+T = TypeVar("T", bound=Sized)
 _STACKED = 1 << 19  # bytes
 
 
