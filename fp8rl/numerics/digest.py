@@ -16,14 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.compiler import compilable
 from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.core.memory import alike
 from fp8rl.numerics.sampling import mix
 
 CHUNK = 1 << 14
 """Words that share one table of weights: 64 KiB of data, and a table that fits into a cache."""
 _OF_CHUNKS = 1 << 40  # where the counter of the chunks' weights starts, far from that of the words'
-_AT_ONCE = 64  # chunks in one step of the torch version, whose products take 8 bytes a word where not compiled
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -53,34 +52,23 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     words: int32 [n] each, in chunks of CHUNK words; the last chunk is shorter. Both sets of weights begin anew in each
     chunk.
     """
-    sums = [words[0].new_zeros(2, 0, dtype=torch.int64)]
-    for tensor in words:
-        weights = odd_weights(tensor.device)
-        whole = tensor[: tensor.numel() // CHUNK * CHUNK].view(-1, CHUNK)
-        sums += [_weighted_sums(part, weights) for part in whole.split(_AT_ONCE) if len(part)]
-        rest = tensor[whole.numel() :]
-        if rest.numel():
-            sums.append(_weigh(rest[None], weights[:, : rest.numel()]))  # small, and of any length
-    return torch.cat(sums, 1)
-
-
-def _weigh(words: Tensor, weights: Tensor) -> Tensor:
-    """Return the sums [2, chunks] over words [chunks, n] with weights [2, n]."""
-    wide = words.long()
-    return torch.stack(((wide * weights[0]).sum(-1), (wide * weights[1]).sum(-1)))
-
-
-_weighted_sums = compilable(_weigh)
+    chunks = [chunk for tensor in words for chunk in tensor.split(CHUNK) if len(chunk)]
+    weights = odd_weights(words[0].device)
+    sums = weights.new_empty(2, len(chunks))
+    for places, stack in alike(chunks):
+        wide = stack.long()
+        sums[:, places] = torch.stack([(wide * some).sum(1) for some in weights[:, : wide.shape[1]]])
+    return sums
 
 
 def _as_words(tensor: Tensor) -> Tensor:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    aligned = data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0
-    if data.numel() % 4 or not aligned:
-        padded = data.new_zeros(-(-data.numel() // 4) * 4)
-        padded[: data.numel()] = data
-        data = padded
-    return data.view(torch.int32)
+    flat = tensor.detach().contiguous().view(-1)
+    size = flat.nbytes
+    if size % 4 or flat.data_ptr() % 4 or flat.storage_offset() * flat.itemsize % 4:
+        padded = flat.new_zeros(-(-size // 4) * 4, dtype=torch.uint8)
+        padded[:size] = flat.view(torch.uint8)
+        flat = padded
+    return flat.view(torch.int32)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8rl.numerics.backend.compiler import compilable
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.memory import alike, copy_all
 from fp8rl.numerics.rounding import fp8_max, group_amax, round_stochastically, round_to_grid, scale_from_amax
 from fp8rl.numerics.spec import Scale, TensorSpec
 
@@ -90,21 +91,15 @@ class QuantizedTensor:
 
 
 @op
-def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+def quantize(x: Tensor, spec: TensorSpec) -> QuantizedTensor:
     """Quantize a BF16 or FP32 tensor [..., rows, columns], saturating.
 
     A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign). An infinite
     value makes the scale 1, and saturates. With a static range all scales are alike whatever the values. Blocks at
     ragged edges are smaller; nothing is padded in the result.
-    out: a result to write into, of the right shapes and dtypes and with contiguous data; it is returned.
     Raises `UserError` for a spec that does not quantize, or for a dtype or shape that cannot be quantized.
     """
-    quantized = quantize_by(x, spec, block_amax(x, spec))
-    if out is None:
-        return quantized
-    out.data.copy_(quantized.data)
-    out.scale_inv.copy_(quantized.scale_inv)
-    return out
+    return quantize_by(x, spec, block_amax(x, spec))
 
 
 def block_amax(x: Tensor, spec: TensorSpec) -> Tensor:
@@ -132,10 +127,24 @@ def quantize_by(x: Tensor, spec: TensorSpec, amax: Tensor) -> QuantizedTensor:
 def quantize_many(
     weights: Sequence[Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
-    """Compute `quantize` of each tensor. The kernel needs one launch for all: experts' matrices are many and small."""
+    """Compute `quantize` of each tensor. Experts' matrices are many and small, and each call has its price: the kernel
+    needs one launch for all, and here small tensors of the same shape are stacked.
+
+    outs: results to write into, of the right shapes and dtypes and with contiguous data; they are returned.
+    """
+    made: dict[int, QuantizedTensor] = {}
+    for places, stack in alike(weights):
+        if len(places) == 1 or spec.granularity == "tensor":
+            made |= {place: quantize(weights[place], spec) for place in places}
+            continue
+        whole = quantize(stack, spec)
+        parts = zip(whole.data.unbind(), whole.scale_inv.unbind(), strict=True)
+        made |= {place: QuantizedTensor(*part, spec) for place, part in zip(places, parts, strict=True)}
+    found = [made[place] for place in range(len(weights))]
     if outs is None:
-        return [quantize(weight, spec) for weight in weights]
-    return [quantize(weight, spec, out) for weight, out in zip(weights, outs, strict=True)]
+        return found
+    copy_all(*([part for each in one for part in (each.data, each.scale_inv)] for one in (outs, found)))
+    return list(outs)
 
 
 def check_quantizable(x: Tensor, spec: TensorSpec) -> None:

@@ -32,7 +32,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "train": ("lab.bench.trainers:train",),
     "skipped": ("lab.bench.trainers:skipped",),
     "launches": ("lab.bench.launches:run",),
-    "sync": ("lab.bench.sync:run",),
+    "sync": ("lab.bench.sync:run", "lab.bench.sync:host"),
     "canary": ("lab.bench.blocks:canary",),
     "churn": ("lab.bench.sync:churn",),
     "checkpoint": ("lab.bench.checkpoint:run",),

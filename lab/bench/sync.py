@@ -7,28 +7,31 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.plugin.op_weights import hold
+from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
 from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
-from fp8rl.weight_sync.buckets import changes
+from fp8rl.weight_sync.buckets import Bucket, Packer, changes
+from fp8rl.weight_sync.manifest import Manifest, Recorder
 from fp8rl.weight_sync.served import convert_checkpoint, served_tensors
-from fp8rl.weight_sync.transports.tensor import TensorTransport
+from fp8rl.weight_sync.transports.tensor import TensorTransport, serialize, shared_memory
 from lab.bench.measure import Result, median_ratio
 from lab.bench.memory import restart_peak, status
 from lab.bench.trainers import EXACT, one_rank, random_batch
@@ -38,8 +41,10 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 MODEL = TinyModel(layers=4, hidden=1024, heads=8, kv_heads=2, intermediate=1024, experts=16, top_k=2, vocab=1024)
+MANY_TENSORS = TinyModel(layers=4, experts=64)
 BUCKET_BYTES = 64 << 20
 ROUNDS = 5
+T = TypeVar("T")
 
 
 def run() -> Iterator[Result]:
@@ -150,6 +155,64 @@ async def _send_only(
         tensors = served_tensors(weights, numerics.rollout_spec, trainer.definition, transport.allocate)
         await transport.send(tensors, [engine], 0)
         await engine.resume()
+
+
+def host() -> Iterator[Result]:
+    """Microseconds of the host a tensor, of a sync of many small tensors: the trainer's part, then the engine's."""
+    times: dict[str, list[float]] = {}
+    with one_rank(MANY_TENSORS) as make:
+        trainer, module, spec = make(64), nn.Module(), EXACT.rollout_spec
+        definition, held = trainer.definition, ServedWeights(spec.weight)
+        hold(module, definition, spec, WHOLE)
+        held.attach(module, definition, "0")
+        for index in range(2 + ROUNDS):  # the first two compile
+            for name, seconds in _one_by_one(trainer, held, index).items():
+                times.setdefault(name, []).append(seconds)
+        count = len(held.manifest())
+    parts = {name: 1e6 * statistics.median(seconds[2:]) / count for name, seconds in times.items()}
+    yield Result(
+        name="host's time of a sync on a CPU (us a tensor, many small ones)",
+        value=sum(parts.values()),
+        bar=120,
+        at_least=False,
+        parts={"tensors": float(count), **parts},
+    )
+
+
+def _one_by_one(trainer: Trainer, held: ServedWeights, version: int) -> dict[str, float]:
+    """Seconds of this process, of each part of a sync in which no part waits for another."""
+    spec, definition, recorder = EXACT.rollout_spec, trainer.definition, Recorder(trainer.definition.tensors)
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, part: Callable[[], T]) -> T:
+        start = time.process_time()
+        made = part()
+        seconds[name] = time.process_time() - start
+        return made
+
+    packer = Packer(BUCKET_BYTES, shared_memory, loading=BUCKET_BYTES)  # each bucket keeps its memory
+    weights = timed("export", lambda: list(trainer.export_weights()))
+    served = timed("quantize", lambda: list(served_tensors(iter(weights), spec, definition, packer.allocate)))
+    timed("digest", lambda: list(recorder.watch(iter(served))))
+    buckets = timed("pack", lambda: list(packer.pack(served)))
+    held.invalidate()
+    sent = timed("unpack", lambda: [pair for bucket in buckets for pair in _unpacked(bucket)])
+    timed("load", lambda: held.load(lambda unknown: None, sent))
+    timed("operands and digests", held.prepare)
+    entries = timed("commit", lambda: held.commit(str(version)))
+    manifest = timed("compare", lambda: Manifest.merged(version, spec, [recorder.sent()]))
+    assert not manifest.differences(entries)
+    return seconds
+
+
+def _unpacked(bucket: Bucket) -> list[tuple[str, Tensor]]:
+    """Return what an engine finds in the message of a bucket."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    message: dict[str, Any] = MultiprocessingSerializer.deserialize(serialize(bucket))
+    found: list[tuple[str, Tensor]] = FlattenedTensorBucket(**message).reconstruct_tensors()
+    return found
 
 
 def churn() -> Iterator[Result]:

@@ -59,5 +59,6 @@ def test_shape_dtype_and_trailing_zeros_count():
 
 
 def test_many_at_once_are_each_alone():
-    tensors = [random_bytes(size, seed=size) for size in (3, 4 * CHUNK, 12 * CHUNK + 8)]
+    sizes = (3, 4 * CHUNK, 12 * CHUNK + 8, 3, 40 * CHUNK, 12 * CHUNK + 8)
+    tensors = [random_bytes(size, seed=seed) for seed, size in enumerate(sizes)]
     assert tensor_digests(tensors) == [tensor_digest(tensor) for tensor in tensors] and tensor_digests([]) == []

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.quantize import fake_quantize, fake_quantize_columns, fake_quantize_rows, quantize
+from fp8rl.numerics.quantize import fake_quantize, fake_quantize_columns, fake_quantize_rows, quantize, quantize_many
 from fp8rl.numerics.rounding import round_to_grid
 from fp8rl.numerics.spec import TensorSpec
 
@@ -28,6 +28,18 @@ OTHER_SPECS = [
     TensorSpec(granularity="tensor", fixed=224.0, scale="fp32"), TensorSpec(granularity="block", fixed=224.0),
     TensorSpec(fixed=0.7), TensorSpec(format="e5m2", granularity="channel", fixed=3.0, scale="fp32"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS + OTHER_SPECS, ids=str)
+def test_many_tensors_are_quantized_as_each_alone(spec):
+    shapes = [(128, 256), (130, 70), (128, 256), (600, 512), (130, 70), (600, 512)]
+    weights = [torch.randn(shape, dtype=torch.bfloat16) * 2**place for place, shape in enumerate(shapes)]
+    alone = [quantize(weight, spec) for weight in weights]
+    outs = [quantize(torch.zeros_like(weight), spec) for weight in weights]
+    assert all(one is out for one, out in zip(quantize_many(weights, spec, outs), outs, strict=True))
+    for one, other in zip([*outs, *quantize_many(weights, spec)], alone * 2, strict=True):
+        assert one.data.view(torch.uint8).equal(other.data.view(torch.uint8))
+        assert one.scale_inv.float().equal(other.scale_inv.float()) and one.scale_inv.shape == other.scale_inv.shape
 
 
 def grid_of(dtype):

@@ -8,6 +8,7 @@ import base64
 import ctypes
 import dataclasses
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -138,12 +139,14 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
+N = TypeVar("N")
 T = TypeVar("T", bound=Sized)
+_STACKED = 1 << 19  # bytes
 
 
-def batches_by_bytes(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[list[tuple[str, T]]]:
+def batches_by_bytes(tensors: Iterable[tuple[N, T]], limit: int) -> Iterator[list[tuple[N, T]]]:
     """Yield lists of consecutive tensors of at most `limit` bytes in total; a larger tensor comes alone."""
-    batch: list[tuple[str, T]] = []
+    batch: list[tuple[N, T]] = []
     size = 0
     for name, tensor in tensors:
         if batch and size + tensor.nbytes > limit:
@@ -153,6 +156,16 @@ def batches_by_bytes(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[l
         size += tensor.nbytes
     if batch:
         yield batch
+
+
+def alike(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield tensors of the same shape and dtype as a stack, with their places. A stack fits a cache, or has one."""
+    groups: dict[tuple[torch.Size, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault((tensor.shape, tensor.dtype), []).append((place, tensor))
+    for batch in itertools.chain.from_iterable(batches_by_bytes(group, _STACKED) for group in groups.values()):
+        places, some = zip(*batch)
+        yield list(places), torch.stack(some) if len(some) > 1 else some[0][None]
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

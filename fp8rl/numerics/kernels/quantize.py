@@ -39,12 +39,12 @@ def supports(spec: TensorSpec) -> bool:
     return spec.quantized and shaped and spec.scale in ("pow2", "fp32") and spec.rounding == "nearest"
 
 
-def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+def quantize(x: Tensor, spec: TensorSpec) -> QuantizedTensor:
     """Compute `numerics.quantize.quantize`. Raises UserError for a granularity, group, scale or rounding that these
     kernels do not support."""
     definitions.check_quantizable(x, spec)
     _check_supported(spec)
-    return quantize_blocks(x, spec, out) if spec.granularity == "block" else quantize_rows(x, spec, out)
+    return quantize_blocks(x, spec) if spec.granularity == "block" else quantize_rows(x, spec)
 
 
 def _check_supported(spec: TensorSpec) -> None:
@@ -117,7 +117,8 @@ def quantize_many(
     _check_supported(spec)
     if spec.granularity != "block" or len({weight.dtype for weight in weights}) != 1:
         given: Sequence[QuantizedTensor | None] = outs or [None] * len(weights)
-        return [quantize(weight, spec, out) for weight, out in zip(weights, given, strict=True)]
+        write = quantize_blocks if spec.granularity == "block" else quantize_rows
+        return [write(weight, spec, out) for weight, out in zip(weights, given, strict=True)]
     made = list(outs) if outs is not None else [empty_blocks(w.shape, spec, w.device) for w in weights]
     matrices = [matrix for weight in weights for matrix in _matrices(weight)]
     _quantize_matrices(matrices, [part for out in made for part in _parts(out)])

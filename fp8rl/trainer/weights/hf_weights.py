@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class HFWeights:
             remedy = "Download the weights, or convert them to safetensors."
             raise user_error("model.path", str(self.path), "a model directory with *.safetensors weights", remedy)
         files, whole = stored_files(self.path), self.whole_names(model)
-        for name, parameter in self._held(model):
+        for name, parameter in self._held(model, whole):
             if names is not None and name not in names:
                 continue
             named, quantized = whole[name], te_runtime.is_quantized(parameter)
@@ -100,13 +100,13 @@ class HFWeights:
         if waits:
             for _, parameter in kept:
                 own_memory(parameter)
-            self.load(model, {*(one for name, _ in kept for one in parts[name]), *dict(self._buffers(model))})
+            self.load(model, {*(one for name, _ in kept for one in parts[name]), *dict(self._buffers(model, whole))})
         return sum(parameter.nbytes for _, parameter in kept)
 
     def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield this rank's shard of the weights, without separate or merged adapters."""
-        whole, weights = self.whole_names(model), self._weights(model)
-        parts = (part for name, weight in weights for part in matrices(name, weight))
+        whole = self.whole_names(model)
+        parts = (part for name, weight in self._weights(model, whole) for part in matrices(name, weight))
         return self._exporter.share(((whole[name], part, part.detach()) for name, part in parts), self._base)
 
     def adapters(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
@@ -118,7 +118,7 @@ class HFWeights:
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
         """Return for each of this rank's weights and buffers the checkpoint's tensors in it, whole or in part."""
         whole = self.whole_names(model)
-        return {name: self.rows_of(whole[name]) for name, _ in self._held(model)}
+        return {name: self.rows_of(whole[name]) for name, _ in self._held(model, whole)}
 
     def rows_of(self, name: str) -> Sequence[TensorRow]:
         """Return the checkpoint's tensors in a matrix. name: the matrix's name in the whole model."""
@@ -132,29 +132,27 @@ class HFWeights:
         whole = self._megatron.fuse(name, [values(row) for row in self.rows_of(name)])
         return self._megatron.share(name, whole, axis, self._layout.tp_size)[self._layout.tp_rank]
 
-    def _held(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    def _held(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors of this rank's weights and buffers."""
         yield from named_weights(model)
-        yield from self._buffers(model)
+        yield from self._buffers(model, whole)
 
     def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (name in the whole model, this rank's tensor, tensor that engines get for it)."""
         whole = self.whole_names(model)
-        for name, held in self._weights(model):
+        for name, held in self._weights(model, whole):
             read_from_base = te_runtime.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
             served = held if read_from_base else self._cache.served(held)
             for (one, part), (_, in_its_place) in zip(matrices(name, held), matrices(name, served), strict=True):
                 yield whole[one], part, in_its_place
 
-    def _weights(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and buffers that are tensors of the checkpoint. Adapters are not among them."""
         yield from ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
-        yield from self._buffers(model)
+        yield from self._buffers(model, whole)
 
-    def _buffers(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-        whole = self.whole_names(model)
-        buffers = model.named_buffers()
-        return ((name, buffer) for name, buffer in buffers if whole.get(name) in self._table.in_megatron)
+    def _buffers(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, buffer) for name, buffer in model.named_buffers() if whole.get(name) in self._table.in_megatron)
 
     def whole_names(self, model: GPTModel) -> dict[str, str]:
         """Return the name in the whole model for each name of this rank's weights, adapters and buffers."""

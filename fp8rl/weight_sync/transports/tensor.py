@@ -21,7 +21,7 @@ class TensorTransport:
     """Sends through memory that the engines map. They load one half of it while the other half is filled."""
 
     def __init__(self, bucket_bytes: int) -> None:
-        self._packer = Packer(bucket_bytes // 2, _shared_memory, loading=1)
+        self._packer = Packer(bucket_bytes // 2, shared_memory, loading=1)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._packer.allocate(shape, dtype, device)
@@ -48,7 +48,7 @@ async def _load(bucket: Bucket, engines: Sequence[EngineClient], version: int) -
     await asyncio.gather(
         *(
             engine.update_weights_from_tensor(
-                [_serialize(bucket) for _ in range(engine.ranks)],
+                [serialize(bucket) for _ in range(engine.ranks)],
                 version,
                 load_format="flattened_bucket",
                 flush_cache=False,
@@ -58,7 +58,7 @@ async def _load(bucket: Bucket, engines: Sequence[EngineClient], version: int) -
     )
 
 
-def _shared_memory(size: int, device: torch.device) -> Tensor:
+def shared_memory(size: int, device: torch.device) -> Tensor:
     # Handles by name: torch's default passes file descriptors, which unrelated processes cannot.
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -73,7 +73,7 @@ def _shared_memory(size: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _serialize(bucket: Bucket) -> str:
+def serialize(bucket: Bucket) -> str:
     """Return SGLang's message for one bucket; it points to the bucket's memory."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,9 @@ Served = tuple[str, Tensor, Tensor]
 """A tensor of the checkpoint in an engine: (label, parameter, view of the parameter), from `TensorTable.views`."""
 
 
-def hf_tensors(
-    model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE, within: Set[Tensor] | None = None
-) -> Iterator[Served]:
-    """Return `TensorTable.views` of the parameters of a rank's model. within: look in these parameters only."""
-    held = dict(model.named_parameters())  # a tied parameter once
-    chosen = held if within is None else {name: each for name, each in held.items() if each in within}
-    return table.views(chosen, block, rank)
+def hf_tensors(model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE) -> Iterator[Served]:
+    """Return `TensorTable.views` of the parameters of a rank's model."""
+    return table.views(dict(model.named_parameters()), block, rank)  # a tied parameter once
 
 
 def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

@@ -95,9 +95,9 @@ WEIGHTS, SCALES, DERIVED, KV_CACHE, STATES = "weights", "scales", "derived", "kv
 
 def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
     """Return the tensors that a rank holds. runner: SGLang's ModelRunner."""
-    weight_views = list(weights.tensors())
-    found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, _, part in weight_views]
-    storages = {parameter.untyped_storage().data_ptr() for _, parameter, _ in weight_views}
+    views = [pair for of_parameter in weights.views.values() for pair in of_parameter.items()]
+    found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, part in views]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in weights.views}
     for name, tensors in weights.operands():
         # An operand may be the weights themselves, as kernels take them.
         if made := [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in storages]:

@@ -28,7 +28,6 @@ from fp8rl.numerics.weight_cache import Frozen
 from fp8rl.rollout.engine.plugin.parameters import (
     AdaptedRows,
     CopiesOfKvB,
-    Served,
     ServedAdapter,
     attach_adapters,
     check_table,
@@ -92,7 +91,10 @@ class ServedWeights:
         self._released = False
         self._held: dict[Tensor, HeldParameter] = {}
         self._holders: dict[str, list[HeldParameter]] = {}
-        self._views: dict[str, Tensor] = {}
+        self.views: dict[Tensor, dict[str, Tensor]] = {}
+        """The tensors of the checkpoint in each parameter, by label."""
+        self._places: dict[str, Tensor] = {}
+        self._storages: dict[Tensor, int] = {}
         self._adapters: dict[Tensor, ServedAdapter] = {}
         self._copies: Mapping[Tensor, CopiesOfKvB] = {}
 
@@ -129,10 +131,10 @@ class ServedWeights:
         self._attached, self.rank, self.adapted_rows = (model, definition), rank, adapted_rows
         self._copies = copies_in(model)
         self._held = {parameter: HeldParameter(mapped=name in of_base) for name, parameter in model.named_parameters()}
-        self._views = {}
-        for label, parameter, view in self.tensors():
-            self._held.setdefault(parameter, HeldParameter()).names.add(base_name(label)[0])
-            self._views[label] = view
+        self._storages = {}
+        self._find_views()
+        for parameter, views in self.views.items():
+            self._held[parameter].names = {base_name(label)[0] for label in views}
         for parameter, scale_inv in quantized_parameters(model):
             self._held[parameter].names |= self._held[scale_inv].names
         self._holders = {}
@@ -164,11 +166,11 @@ class ServedWeights:
             parameters[name].data = view
         self.moved = True
         for held in self._held.values():
-            held.state, held.operand = State.STALE, None
+            held.operand = None
             held.arrived.clear()
         for name in base.parameters:
             self._held[parameters[name]].mapped = True
-        self._views = {label: view for label, _, view in self.tensors()}
+        self._find_views()
 
     def invalidate(self) -> None:
         """Note that the parameters are being written. Nothing may be computed with them until `commit`."""
@@ -247,6 +249,7 @@ class ServedWeights:
         keeps its operand. Its digest is taken anew, to show that the parameter has not changed.
         """
         self._check_there()
+        self._find_views()
         made = self._make_operands({p for p, held in self._held.items() if held.state in (State.STALE, State.SERVED)})
         for derived in (*self._adapters.values(), *self._copies.values()):
             derived.refresh()
@@ -263,15 +266,14 @@ class ServedWeights:
     def manifest(self) -> dict[str, str]:
         """Return the manifest of the parameters as they are now, in the form of `commit`."""
         self._check_there()
+        self._find_views()
         return self._entries(self._digests(self._held.keys()))
 
     def _digests(self, parameters: Set[Tensor]) -> dict[Tensor, dict[str, str]]:
         """Return for each of these parameters the digests of its tensors, by label."""
-        chosen = list(self.tensors(parameters))
-        found: dict[Tensor, dict[str, str]] = {}
-        for (label, parameter, _), digest in zip(chosen, tensor_digests([view for _, _, view in chosen]), strict=True):
-            found.setdefault(parameter, {})[label] = digest
-        return found
+        within = {parameter: self.views.get(parameter, {}) for parameter in parameters}
+        found = iter(tensor_digests([view for views in within.values() for view in views.values()]))
+        return {parameter: dict(zip(views, found)) for parameter, views in within.items()}
 
     def _entries(self, digests: Mapping[Tensor, Mapping[str, str]]) -> dict[str, str]:
         """Return the manifest of these digests, with the version of each operand that has one."""
@@ -285,10 +287,18 @@ class ServedWeights:
             entries[ADAPTER_SCALE] = " and ".join(map(repr, sorted(scales)))
         return entries
 
-    def tensors(self, within: Set[Tensor] | None = None) -> Iterator[Served]:
-        """Yield the tensors of the checkpoint that this rank has. within: look only in these parameters."""
+    def _find_views(self) -> None:
+        """Find each tensor of the checkpoint in its parameter, unless all parameters have the memory that they had.
+        If not, what was prepared no longer counts."""
         model, definition = self._loaded()
-        return hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank, within)
+        storages = {each: each.untyped_storage()._cdata for each in model.parameters()}
+        if storages == self._storages:
+            return
+        self._storages, self._places, self.views = storages, {}, {}
+        for label, parameter, view in hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank):
+            self._places[label] = self.views.setdefault(parameter, {})[label] = view
+        for held in self._held.values():
+            held.state, held.digests = State.STALE, None
 
     def operands(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield (the engine's name, the tensors of the operand) for each FP8 parameter."""
@@ -311,11 +321,11 @@ class ServedWeights:
             label = name.removeprefix(DELTA)
             self._note_arrival(base_name(label)[0])
             if name.startswith(DELTA):
-                if (view := self._views.get(label)) is not None:
+                if (view := self._places.get(label)) is not None:
                     delta.apply(tensor, view)
             elif (row := table.get(name)) is None:
                 unknown.append((name, tensor))
-            elif (view := self._views.get(self.rank.label(name, row))) is not None:
+            elif (view := self._places.get(self.rank.label(name, row))) is not None:
                 part = self.rank.part(row, tensor)
                 if part.shape != view.shape:
                     raise RuntimeError(

@@ -146,6 +146,22 @@ def test_operands_are_prepared_while_the_rest_is_on_its_way(
     assert torch.equal(served.operand(w13), dequantized_w13(mixed))
 
 
+def test_a_parameter_whose_memory_was_replaced_is_digested_where_it_is_now(
+    served: ServedWeights, model: nn.Module
+) -> None:
+    """Also if it was digested before, while the rest was on its way."""
+    norm = model.get_parameter(name := "model.norm.weight")
+    served.invalidate()
+    served.load(stock_loader, NEW.items())
+    served.prepare()
+    norm.data = OLD[name].clone()
+    (difference,) = sent(NEW, "1").differences(served.commit("1"))
+    assert difference.startswith(f"{name}: ")
+    served.invalidate()
+    served.load(stock_loader, NEW.items())
+    assert norm.equal(NEW[name]) and sent(NEW, "2").differences(served.commit("2")) == []
+
+
 def test_the_manifest_is_taken_from_the_parameters_anew(served: ServedWeights, model: nn.Module) -> None:
     assert update(served, model, NEW, "1") == served.manifest()
     quantized = {name for name in NEW if name + "_scale_inv" in NEW}
