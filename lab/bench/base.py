@@ -24,7 +24,7 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.core.memory import give_back
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint
 from fp8rl.trainer.config import TrainerSection
@@ -121,8 +121,7 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
             for _ in range(ROUNDS):
                 runner.run(engine.score(tokens.tolist()))
             runner.run(_bytes_of_engine(endpoint))  # which hands back what was freed
-        pids = [runner.run(engine.health()).pid for engine in engines]
-        return [Memory.of(pid) for pid in pids if pid is not None]
+        return [Memory.of(engine.pid) for engine in engines]
 
     try:
         engines_own = runner.run(_bytes_of_engine(endpoints[0]))

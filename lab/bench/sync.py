@@ -22,7 +22,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
 from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard

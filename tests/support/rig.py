@@ -28,7 +28,8 @@ from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import Engine, check_versions
+from fp8rl.rollout.engine.engine import Engine
+from fp8rl.rollout.engine.server.answers import check_versions
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Problem, Prompt, SamplingParams, Trajectory
@@ -215,7 +216,7 @@ class Pipeline:
 
     @property
     def endpoint(self) -> Endpoint:
-        return self.rig.run(self.engine.endpoint())
+        return self.engine.endpoint
 
     @property
     def definition(self) -> Model:
@@ -243,7 +244,7 @@ class Pipeline:
         """Have the engine go on after a sync that failed, with whatever weights it has."""
 
         async def resumed() -> None:
-            async with EngineClient(await self.engine.endpoint()) as engine:
+            async with EngineClient(self.endpoint) as engine:
                 await engine.resume()
 
         self.rig.run(resumed())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,29 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import EngineActor
+from fp8rl.rollout.engine.engine import EngineActor
 from fp8rl.rollout.engine.plugin.hooks import hooks_for
 from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
+from fp8rl.weight_sync.manifest import Manifest
 
 _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
 """How the names of the engines' logs begin, by role."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Settings that engines are started with."""
+
+    make: Callable[[int], Any]
+    """Starts the actor of the engine with this index, on a node with room; it may block."""
+    checkpoint: Path
+    """An HF directory in the served format."""
+    version: int = 0
+    """Version of the checkpoint's weights, or `NO_WEIGHTS`."""
+    manifest: Manifest | None = None
+    """Digests of the checkpoint's tensors: an engine gets groups once its own are equal. None: it waits for a sync."""
+    role: Role = "policy"
+    """The role of the engines' model."""
 
 
 def engine_maker(

@@ -5,44 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from torch import Tensor
 
-from fp8rl.models.architecture import Role
 from fp8rl.rl.run.engines.canary import CanaryCheck
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
-from fp8rl.rollout.engine.actor import Slept
+from fp8rl.rollout.engine.engine import Engine
+from fp8rl.rollout.engine.server.client import Slept
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Load
 from fp8rl.trainer.actor import TrainerDiedError
-from fp8rl.weight_sync.manifest import Manifest
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _STOP_SECONDS = 6.0
 _WORKING = 0.01
 """Least part of a core that a computing scheduler uses, even on a busy machine. A waiting scheduler uses none."""
-
-
-@dataclass(frozen=True)
-class Serving:
-    """Settings that engines are started with."""
-
-    make: Callable[[int], Any]
-    """Starts the actor of the engine with this index, on a node with room; it may block."""
-    checkpoint: Path
-    """An HF directory in the served format."""
-    version: int = 0
-    """Version of the checkpoint's weights, or `NO_WEIGHTS`."""
-    manifest: Manifest | None = None
-    """Digests of the checkpoint's tensors: an engine gets groups once its own are equal. None: it waits for a sync."""
-    role: Role = "policy"
-    """The role of the engines' model."""
 
 
 @dataclass
@@ -59,8 +43,6 @@ class EngineSlot:
     """A sync has verified the engine's weights, so that the engine gets groups."""
     starts: bool = False
     """An engine is starting."""
-    engines: int = 0
-    """Number of earlier engines in this slot."""
     answers: int = 0
     """Answers under way."""
     load: Load | None = None
@@ -81,17 +63,18 @@ class EngineSlot:
         """Return whether an engine is there that can be sent weights."""
         return self.endpoint is not None and not self.lost.done()
 
-    def add_answers(self, answers: int) -> None:
-        """Count this number of answers as under way, in addition to others."""
+    @contextmanager
+    def answering(self, answers: int) -> Iterator[None]:
+        """Count this number of answers as under way, in addition to others, while the block lasts."""
         if not self.answers:
             self.idle += time.monotonic() - self.idle_since
         self.answers += answers
-
-    def remove_answers(self, answers: int) -> None:
-        """Count this number of answers as no longer under way."""
-        self.answers -= answers
-        if not self.answers:
-            self.idle_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.answers -= answers
+            if not self.answers:
+                self.idle_since = time.monotonic()
 
     def lose(self, actor: Any, reason: str) -> None:
         """Give up the engine of this actor, if it is still the engine of this slot."""
@@ -113,7 +96,7 @@ class EngineSlot:
         """
         actor, canary = self.actor, check.canary
         try:
-            (answer,) = await call(actor.generate.remote([canary.group], canary.sampling))
+            (answer,) = await call(actor, Engine.generate, [canary.group], canary.sampling)
             difference = canary.difference(answer, await asyncio.shield(scored))
         except TrainerDiedError:
             return  # whoever trains on the answers meets it too
@@ -132,8 +115,7 @@ class EngineSlot:
         """Have the engine release its memory. If it does not answer, give it up, end it, and return None."""
         actor = self.actor
         try:
-            slept: Slept = await answered(actor, call(actor.sleep.remote()), config)
-            return slept
+            return await answered(actor, Engine.sleep, config)
         except TimeoutError as error:
             self.lose(actor, f"it has not gone to sleep within {error}")
         except EngineError as error:
@@ -142,39 +124,39 @@ class EngineSlot:
         return None
 
 
-async def call(reference: Any) -> Any:
-    """Await an actor's answer, or raise its exception with its own type.
+async def call(
+    actor: Any,
+    verb: Callable[Concatenate[Engine, Parameters], Coroutine[Any, Any, Result]],
+    *arguments: Parameters.args,
+    **options: Parameters.kwargs,
+) -> Result:
+    """Have an actor call this method of its `Engine`. Return the answer, or raise the exception with its own type.
 
     An error of Ray's own is raised as EngineDiedError: the actor has ended, or Ray's memory monitor has ended it.
     """
     try:
-        return await reference
+        answer: Result = await getattr(actor, verb.__name__).remote(*arguments, **options)
+        return answer
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
         raise EngineDiedError(f"the actor of the engine is gone: {error}") from error
 
 
-async def answered(actor: Any, answer_of: Coroutine[Any, Any, Result], config: RolloutSection) -> Result:
-    """Return an engine's answer to a request. While its schedulers compute they read no requests, and the wait goes on.
+async def answered(actor: Any, verb: Callable[[Engine], Coroutine[Any, Any, Result]], config: RolloutSection) -> Result:
+    """Call a method as `call` does. While the engine's schedulers compute they read no requests, and the wait goes on.
 
     Raises TimeoutError with the seconds of the wait: for `hung_after_s` / 2, after a first wait of that length, the
         schedulers did not work; or the answer took longer than `longest_pass_s`, as if they wait for a GPU in a loop.
     """
-    half = config.hung_after_s / 2
-
-    async def worked() -> float:
-        seconds: float = await within(half, call(actor.cpu_seconds.remote()))
-        return seconds
-
-    answer = asyncio.ensure_future(answer_of)
-    began = time.monotonic()
+    half, began = config.hung_after_s / 2, time.monotonic()
+    answer = asyncio.ensure_future(call(actor, verb))
     try:
         await asyncio.wait({answer}, timeout=half)
         while not answer.done():
-            before = await worked()
+            before = await within(half, call(actor, Engine.cpu_seconds))
             await asyncio.wait({answer}, timeout=half)
-            if not answer.done() and await worked() - before < _WORKING * half:
+            if not answer.done() and await within(half, call(actor, Engine.cpu_seconds)) - before < _WORKING * half:
                 raise TimeoutError
             if time.monotonic() - began > config.longest_pass_s:
                 raise TimeoutError
@@ -190,7 +172,7 @@ async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:
     if actor is None:
         return
     try:
-        await within(_STOP_SECONDS, call(actor.stop.remote(grace_s)))
+        await within(_STOP_SECONDS, call(actor, Engine.stop, grace_s))
     except Exception as error:  # a server that is still there dies with its actor
         logging.getLogger(__name__).debug("%s that is to end: %r", name, error)
     ray.kill(actor)

@@ -14,8 +14,7 @@ from fp8rl.models.architecture import Role
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.engines.serving import engine_config, engine_maker
-from fp8rl.rl.run.engines.slot import Serving
+from fp8rl.rl.run.engines.serving import Serving, engine_config, engine_maker
 from fp8rl.rl.run.events import Events
 from fp8rl.rollout.types import EngineError, Trajectory
 from fp8rl.weight_sync.manifest import Manifest, Recorder
