@@ -49,8 +49,6 @@ _CUDA_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
     "native": ("--moe-runner-backend", "triton"),
 }
 
-_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
-
 _CUDA_ENVIRONMENT = {
     # Interleaved, the rows of an expert's gate and up are not the checkpoint's.
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
@@ -58,9 +56,6 @@ _CUDA_ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-
-# Beside `--enable-memory-saver`, which leaves CUDA graphs out.
-_SLEEPING_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 
 _CUDA_ENVIRONMENT_OF: dict[Mode, dict[str, str]] = {
     "exact": {
@@ -197,9 +192,9 @@ def server_environment(
         environment[CONFIG_VARIABLE] = json.dumps(plugin)
     environment |= BOUNDED_MEMORY
     environment["OMP_NUM_THREADS"] = "1"
-    environment |= _CUDA_ENVIRONMENT | _CUDA_ENVIRONMENT_OF[mode] if cuda else _CPU_ENVIRONMENT
+    environment |= _CUDA_ENVIRONMENT | _CUDA_ENVIRONMENT_OF[mode] if cuda else {"SGLANG_USE_CPU_ENGINE": "1"}
     if cuda and sleep:
-        environment |= _SLEEPING_ENVIRONMENT
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # `--enable-memory-saver` leaves CUDA graphs out
     if not cuda and ranks > 1:
         # By itself SGLang gives each rank a NUMA node, and there may be fewer.
         cores = sorted(os.sched_getaffinity(0))
