@@ -18,7 +18,6 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import write_capsule
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.run.engines.canary import Canary
-from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import SamplingParams
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import served_tensors
@@ -175,9 +174,8 @@ def put_in_engine(pipeline: Pipeline, name: str, change: Callable[[torch.Tensor]
     version = pipeline.trainer.weight_version
 
     async def put() -> None:
-        async with EngineClient(pipeline.endpoint) as engine:
-            await TensorTransport(1 << 20).send([(name, change(tensor))], [engine], version)
-            await engine.commit(version)
+        await TensorTransport(1 << 20).send([(name, change(tensor))], [pipeline.engine], version)
+        await pipeline.engine.commit(version)
 
     pipeline.rig.run(put())
 

@@ -14,6 +14,7 @@ from fp8rl.rollout.engine.protocol import Memory
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, Rig, Setup, prompts
+from tests.support.updates import requests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -59,7 +60,7 @@ def test_what_is_asked_of_an_engine_that_sleeps_is_answered_under_the_weights_th
     async def asked_asleep() -> list[Trajectory]:
         async with EngineClient(pipeline.endpoint) as client:
             under_way = asyncio.create_task(client.generate(groups, SAMPLING))
-            while (await client.load()).running == 0 and not under_way.done():
+            while (await requests(client))[0] == 0 and not under_way.done():
                 await asyncio.sleep(0.01)
             await pipeline.engine.sleep()  # some run, others wait
             assert await client.ping() is None

@@ -58,12 +58,16 @@ def trained_versions(pipeline: Pipeline, folder: Path) -> list[Path]:
 async def a_little_later(client: EngineClient, answers: asyncio.Task[list[Trajectory]]) -> None:
     """Half of the answers have reached the engine, and those that run are some tokens longer: as many as a request
     that came after them has got."""
-    load = await client.load()
-    while load.running + load.waiting < GROUP * len(ASKED) / 2:
+    while sum(await requests(client)) < GROUP * len(ASKED) / 2:
         await asyncio.sleep(0.02)
-        load = await client.load()
     await client.generate([Group(prompts(1)[0], seeds=(0,))], SamplingParams(max_new_tokens=8))
     assert not answers.done(), f"no answer was under way any more: {answers.exception() or 'all had ended'}"
+
+
+async def requests(client: EngineClient) -> tuple[int, int]:
+    """How many requests run in an engine of one rank, and how many wait."""
+    (load,) = (await client._send("GET", "/v1/loads", params={"include": "core"})).json()["loads"]
+    return load["num_running_reqs"], load["num_waiting_reqs"]
 
 
 def differences_by_version(

@@ -30,7 +30,7 @@ from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.protocol import EngineReport, check_report, failed_plugin, missing_report
 from fp8rl.rollout.engine.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.engine.server.processes import claim_port, end_group, group_members, living
+from fp8rl.rollout.engine.server.processes import claim_port, end_group, group_members
 from fp8rl.rollout.engine.server.scratch import make_scratch, sweep
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError
 
@@ -91,7 +91,7 @@ class Engine(EngineClient):
         try:
             self._launch(Path(model_path), weight_version)
             await self._wait_until_ready()
-            self._pids = {process.pid for process in self.processes()}
+            self._pids = {process.pid for process in group_members(self.pid)}
             await self._check_handshake(weight_version)
         except BaseException:
             await self.stop(grace_s=0.0)
@@ -102,10 +102,6 @@ class Engine(EngineClient):
     def pid(self) -> int:
         """The id of the server's main process, which is that of its process group."""
         return self._running().pid
-
-    async def alive(self) -> bool:
-        """Return whether the server's process runs."""
-        return self._process is not None and self._process.poll() is None
 
     def check(self) -> None:
         """Raise EngineDiedError, with the end of the log, if the process has ended."""
@@ -120,10 +116,6 @@ class Engine(EngineClient):
                 f"the engine process {self.pid} ended with status {status}, expected it to run. {self._log_end()}"
             )
 
-    def processes(self) -> list[psutil.Process]:
-        """Return every process of the server that runs: main, scheduler, detokenizer and their children."""
-        return living(group_members(self.pid))
-
     async def cpu_seconds(self) -> float:
         """Return the processor seconds so far of all processes of the server except the one that answers requests.
 
@@ -131,7 +123,7 @@ class Engine(EngineClient):
         """
         await self.weight_version()
         seconds = 0.0
-        for process in await asyncio.to_thread(self.processes):
+        for process in await asyncio.to_thread(group_members, self.pid):
             if process.pid != self.pid:
                 with suppress(psutil.NoSuchProcess):
                     times = process.cpu_times()
@@ -196,12 +188,9 @@ class Engine(EngineClient):
             "admin_api_key": endpoint.admin_key,
         }
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # it has ended already, which is seen next
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            self._process.wait(5.0)
-            self.check()
 
     async def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s
@@ -251,11 +240,8 @@ class Engine(EngineClient):
     def _log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def _log_end(self, lines: int = 30) -> str:
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - 65536))
-            end = log.read().decode(errors="replace").splitlines()[-lines:]
-        return f"The end of {self.log_path}:\n" + "\n".join(end)
+    def _log_end(self) -> str:
+        return f"The end of {self.log_path}:\n" + "\n".join(self._log().splitlines()[-30:])
 
 
 def _see_own_gpus_first() -> None:

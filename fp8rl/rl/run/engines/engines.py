@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,14 +18,13 @@ import ray
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.background import Background, begun, blocking_with_events, waited
 from fp8rl.rl.run.cluster.reservations import NoRoomError
-from fp8rl.rl.run.engines.canary import CanaryCheck, canary_metrics
+from fp8rl.rl.run.engines.canary import CanaryCheck
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.engines.slot import EngineSlot, answered, call, end_engine
+from fp8rl.rl.run.engines.slot import EngineSlot, call, end_engine
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.engine.engine import SERVER_GRACE_S, Engine
-from fp8rl.rollout.engine.protocol import Held
 from fp8rl.rollout.engine.server.answers import check_versions
 from fp8rl.rollout.engine.server.client import EngineClient, Slept
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
@@ -35,8 +35,6 @@ _END_SECONDS = 30.0
 """Longest time in which all engines end. Each is told to end, and killed a few seconds later."""
 _PULSE_SECONDS = 2.0
 """Interval at which each engine's health is checked."""
-_DYING_SECONDS = 2.0
-"""How long `any_lost` watches an engine, whose connection breaks a moment before its process is gone."""
 _HOUR = 3600.0
 
 
@@ -108,7 +106,7 @@ class Engines:
         if awake:
             self._awake.set()
         loop = asyncio.get_running_loop()
-        self.slots = [EngineSlot(index, loop.create_future()) for index in range(count)]
+        self.slots = [EngineSlot(index, self._config, loop.create_future()) for index in range(count)]
         self._slot_tasks = [asyncio.create_task(self._run_slot(slot)) for slot in self.slots]
 
     async def _close(self) -> None:
@@ -156,37 +154,22 @@ class Engines:
 
     @waited
     async def canaries(self) -> dict[str, float]:
-        """Return `sync/canary_diff` of the canaries that were answered since the last call."""
-        found = canary_metrics(self._differences)
+        """Return `sync/canary_diff`, the largest finite difference of the canaries answered since the last call."""
+        finite = [each for each in self._differences if each < math.inf]
         self._differences.clear()
-        return found
+        return {"sync/canary_diff": max(finite)} if finite else {}
 
     @waited
     async def held(self) -> list[dict[str, str]]:
         """Return the tensor digests of each engine that gets groups and answers this request."""
-        asked = [answered(slot.actor, Engine.manifest, self._config) for slot in self.slots if slot.serving]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        return [each.entries for each in found if isinstance(each, Held)]
+        found = await asyncio.gather(*(slot.answer(Engine.manifest) for slot in self.slots if slot.serving))
+        return [each.entries for each in found if each is not None]
 
     @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
-        """Return whether one of these engines is gone; watch them for a while before returning False."""
-        deadline = time.monotonic() + _DYING_SECONDS
-        while time.monotonic() < deadline:
-            for endpoint in endpoints:
-                slot = next((slot for slot in self.slots if slot.is_up and slot.endpoint == endpoint), None)
-                if slot is None:
-                    return True
-                actor = slot.actor
-                try:
-                    alive = await call(actor, Engine.alive)
-                except EngineDiedError:
-                    alive = False
-                if not alive:
-                    slot.lose(actor, "its process is gone")
-                    return True
-            await asyncio.sleep(0.1)
-        return False
+        """Return whether one of these engines is gone, or does not answer."""
+        await asyncio.gather(*(slot.answer(Engine.pulse) for slot in self.slots if slot.endpoint in endpoints))
+        return not {slot.endpoint for slot in self.slots if slot.is_up}.issuperset(endpoints)
 
     @begun
     async def admit(self, group: Group, sampling: SamplingParams, oldest: int, near: object = None) -> list[Trajectory]:
@@ -223,9 +206,15 @@ class Engines:
             slot.serving = False
         while any(slot.starts for slot in self.slots):
             await self._change.wait()
-        there = [slot for slot in self.slots if slot.is_up]
-        slept = await asyncio.gather(*(slot.sleep(self._config, self._name) for slot in there))
-        return [each for each in slept if each is not None]
+
+        async def slept(slot: EngineSlot) -> Slept | None:
+            actor, found = slot.actor, await slot.answer(Engine.sleep)
+            if found is None:
+                await end_engine(actor, self._name)  # before another takes its memory
+            return found
+
+        every = await asyncio.gather(*(slept(slot) for slot in self.slots if slot.is_up))
+        return [each for each in every if each is not None]
 
     @waited
     async def wake(self) -> None:
@@ -282,7 +271,7 @@ class Engines:
                     reason = str(error)
                 first = False
                 actor, slot.actor = slot.actor, None  # its later answers are those of an engine that is gone
-                slot.endpoint, slot.serving, slot.load = None, False, None
+                slot.endpoint, slot.serving, slot.cached = None, False, 0
                 slot.lost, slot.canary_task = asyncio.get_running_loop().create_future(), None
                 if reason and self._failure is None:
                     self._note_loss(slot, reason)
@@ -314,16 +303,9 @@ class Engines:
                 )
         slot.endpoint, slot.serving = endpoint, serving.manifest is not None
         self._changed()
-        while True:
-            await asyncio.wait([slot.lost], timeout=_PULSE_SECONDS)
-            if slot.lost.done():
-                return slot.lost.result()
-            try:
-                slot.load = await answered(actor, Engine.pulse, self._config)
-            except TimeoutError as error:
-                return f"it has not answered for {error}, though its process is there"
-            except EngineError as error:
-                return str(error)
+        while not (await asyncio.wait([slot.lost], timeout=_PULSE_SECONDS))[0]:
+            slot.cached = await slot.answer(Engine.pulse) or 0
+        return slot.lost.result()
 
     async def _make_actor(self, serving: Serving, slot: EngineSlot, patient: bool) -> Any:
         """Start the actor of an engine. patient: wait until a node has room, and add one event about it."""
@@ -372,7 +354,7 @@ class Engines:
             except EngineDiedError as died:
                 slot.lose(actor, str(died))
             except EngineError:
-                if actor is slot.actor and not slot.lost.done():
+                if slot.has(actor):
                     raise
                 # else it was ended while it worked
             finally:
@@ -388,7 +370,7 @@ class Engines:
         free = await self._until(lambda: [slot for slot in self.slots if slot.serving and slot.answers + count <= room])
         if near is not None and (before := self._near.get(near)) in free:
             return before
-        chosen = min(free, key=lambda slot: (slot.answers, slot.load.tokens if slot.load else 0, slot.index))
+        chosen = min(free, key=lambda slot: (slot.answers, slot.cached, slot.index))
         if near is not None:
             self._near[near] = chosen
         return chosen

@@ -17,8 +17,7 @@ from fp8rl.rl.run.engines.canary import CanaryCheck
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
 from fp8rl.rollout.engine.engine import Engine
-from fp8rl.rollout.engine.server.client import Slept
-from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Load
+from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 
 Parameters = ParamSpec("Parameters")
@@ -34,6 +33,7 @@ class EngineSlot:
     """The state of one engine, and of the engines that replace it. Only the event loop of `Engines` writes it."""
 
     index: int
+    config: RolloutSection
     lost: asyncio.Future[str]
     """Gets the reason, once the present engine has to be replaced."""
     actor: Any = None
@@ -45,8 +45,8 @@ class EngineSlot:
     """An engine is starting."""
     answers: int = 0
     """Answers under way."""
-    load: Load | None = None
-    """The engine's load at the last health check."""
+    cached: int = 0
+    """Tokens in the engine's KV cache at the last health check."""
     tokens: int = 0
     """Tokens that the engine has generated."""
     idle: float = 0.0
@@ -55,13 +55,15 @@ class EngineSlot:
     """Monotonic time of the engine's last answer, in seconds."""
     canary_task: asyncio.Task[None] | None = None
     """The canary check after the last sync, running or done."""
-    rejected_actor: Any = None
-    """The last actor whose canary failed."""
 
     @property
     def is_up(self) -> bool:
         """Return whether an engine is there that can be sent weights."""
         return self.endpoint is not None and not self.lost.done()
+
+    def has(self, actor: Any) -> bool:
+        """Return whether the engine of this actor is still the engine of this slot, and not given up."""
+        return actor is self.actor and not self.lost.done()
 
     @contextmanager
     def answering(self, answers: int) -> Iterator[None]:
@@ -78,22 +80,21 @@ class EngineSlot:
 
     def lose(self, actor: Any, reason: str) -> None:
         """Give up the engine of this actor, if it is still the engine of this slot."""
-        if actor is self.actor and not self.lost.done():
+        if self.has(actor):
             self.serving = False
             self.lost.set_result(reason)
 
     async def passes_canary(self, actor: Any) -> bool:
-        """Wait for the canary of the last sync. Return whether this actor's answers may be used."""
+        """Wait for the canary of the last sync. Return whether this actor's answers may be used: it is not given up."""
         done: asyncio.Task[None] | None = None
         while actor is self.actor and self.canary_task is not done and self.canary_task is not None:
             done = self.canary_task
             await asyncio.shield(done)
-        return actor is not self.rejected_actor
+        return self.has(actor)
 
     async def run_canary(self, check: CanaryCheck, scored: asyncio.Task[Tensor], differences: list[float]) -> None:
-        """Score the canary on this engine and on the trainer, note the difference, and reject the engine if the
-        difference is too large. No answer of a rejected actor since its last sync is used.
-        """
+        """Score the canary on this engine and on the trainer, note the difference, and give up the engine if the
+        difference is too large."""
         actor, canary = self.actor, check.canary
         try:
             (answer,) = await call(actor, Engine.generate, [canary.group], canary.sampling)
@@ -108,19 +109,35 @@ class EngineSlot:
             differences.append(difference)
             fault = check.fault(difference)
         if fault:
-            self.rejected_actor = actor
             self.lose(actor, fault)
 
-    async def sleep(self, config: RolloutSection, name: str) -> Slept | None:
-        """Have the engine release its memory. If it does not answer, give it up, end it, and return None."""
-        actor = self.actor
+    async def answer(self, verb: Callable[[Engine], Coroutine[Any, Any, Result]]) -> Result | None:
+        """Return the engine's answer to a call of this method. Give up the engine, and return None, if it is gone or
+        does not answer.
+
+        While its schedulers compute they read no requests, and the wait goes on. It ends if they did not work for
+        `hung_after_s` / 2, after a first wait of that length; or after `longest_pass_s`, as if they wait for a GPU in a
+        loop.
+        """
+        actor, half, began = self.actor, self.config.hung_after_s / 2, time.monotonic()
+        answer = asyncio.ensure_future(call(actor, verb))
         try:
-            return await answered(actor, Engine.sleep, config)
-        except TimeoutError as error:
-            self.lose(actor, f"it has not gone to sleep within {error}")
+            await asyncio.wait({answer}, timeout=half)
+            while not answer.done():
+                before = await within(half, call(actor, Engine.cpu_seconds))
+                await asyncio.wait({answer}, timeout=half)
+                if not answer.done() and await within(half, call(actor, Engine.cpu_seconds)) - before < _WORKING * half:
+                    raise TimeoutError
+                if time.monotonic() - began > self.config.longest_pass_s:
+                    raise TimeoutError
+            return answer.result()
+        except TimeoutError:
+            seconds = f"{time.monotonic() - began:.0f} s (rollout.hung_after_s)"
+            self.lose(actor, f"it has not answered for {seconds}, though its process is there")
         except EngineError as error:
             self.lose(actor, str(error))
-        await end_engine(actor, name)  # before another takes its memory
+        finally:
+            await end(answer)
         return None
 
 
@@ -141,30 +158,6 @@ async def call(
         raise error.cause from error
     except ray.exceptions.RayError as error:
         raise EngineDiedError(f"the actor of the engine is gone: {error}") from error
-
-
-async def answered(actor: Any, verb: Callable[[Engine], Coroutine[Any, Any, Result]], config: RolloutSection) -> Result:
-    """Call a method as `call` does. While the engine's schedulers compute they read no requests, and the wait goes on.
-
-    Raises TimeoutError with the seconds of the wait: for `hung_after_s` / 2, after a first wait of that length, the
-        schedulers did not work; or the answer took longer than `longest_pass_s`, as if they wait for a GPU in a loop.
-    """
-    half, began = config.hung_after_s / 2, time.monotonic()
-    answer = asyncio.ensure_future(call(actor, verb))
-    try:
-        await asyncio.wait({answer}, timeout=half)
-        while not answer.done():
-            before = await within(half, call(actor, Engine.cpu_seconds))
-            await asyncio.wait({answer}, timeout=half)
-            if not answer.done() and await within(half, call(actor, Engine.cpu_seconds)) - before < _WORKING * half:
-                raise TimeoutError
-            if time.monotonic() - began > config.longest_pass_s:
-                raise TimeoutError
-        return answer.result()
-    except TimeoutError:
-        raise TimeoutError(f"{time.monotonic() - began:.0f} s (rollout.hung_after_s)") from None
-    finally:
-        await end(answer)
 
 
 async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:

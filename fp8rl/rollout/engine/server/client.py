@@ -18,7 +18,7 @@ from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.engine import protocol
 from fp8rl.rollout.engine.protocol import RELEASED, from_checksums, to_action
 from fp8rl.rollout.engine.server.answers import parse_completion, parse_prompt_logprobs
-from fp8rl.rollout.types import IDLE_S, Completion, Endpoint, EngineError, Group, Load, SamplingParams, Trajectory
+from fp8rl.rollout.types import IDLE_S, Completion, Endpoint, EngineError, Group, SamplingParams, Trajectory
 
 PauseMode = Literal["abort", "retract", "in_place"]
 Answer = TypeVar("Answer")
@@ -87,20 +87,7 @@ class EngineClient:
         for _ in range(_MOST_ABORTS):
             aborted = [row for row, answer in enumerate(answers) if answer.aborted]
             if not aborted:
-                return [
-                    Trajectory(
-                        prompt_ids=prompt_ids,
-                        token_ids=answer.token_ids,
-                        logprobs=answer.logprobs,
-                        finished=answer.finished,
-                        weight_versions=answer.weight_versions,
-                        group=group,
-                        seed=seed,
-                        routed_experts=answer.routed_experts,
-                        supports=answer.supports,
-                    )
-                    for (prompt_ids, seed, group), answer in zip(asked, answers, strict=True)
-                ]
+                break
             completions = await self.complete(
                 [asked[row][0] + answers[row].token_ids for row in aborted],
                 sampling,
@@ -109,7 +96,22 @@ class EngineClient:
             )
             for row, completion in zip(aborted, completions, strict=True):
                 answers[row] = answers[row].then(completion)
-        raise EngineError(f"found answers that the engine aborted {_MOST_ABORTS} times, expected it to finish them")
+        else:
+            raise EngineError(f"found answers that the engine aborted {_MOST_ABORTS} times, expected it to finish them")
+        return [
+            Trajectory(
+                prompt_ids=prompt_ids,
+                token_ids=answer.token_ids,
+                logprobs=answer.logprobs,
+                finished=answer.finished,
+                weight_versions=answer.weight_versions,
+                group=group,
+                seed=seed,
+                routed_experts=answer.routed_experts,
+                supports=answer.supports,
+            )
+            for (prompt_ids, seed, group), answer in zip(asked, answers, strict=True)
+        ]
 
     async def complete(
         self,
@@ -296,19 +298,12 @@ class EngineClient:
         version = await self._agreed(object, "ping")
         return None if version is None else str(version)
 
-    async def pulse(self) -> Load:
-        """Return the engine's load. Its HTTP server and its scheduler must answer for this."""
+    async def pulse(self) -> int:
+        """Return the number of tokens in the KV cache, which the scheduler has last published. The HTTP server and the
+        scheduler must answer for this."""
         await self.ping()
-        return await self.load()
-
-    async def load(self) -> Load:
-        """Return the engine's load that its scheduler has last published."""
         ranks = (await self._send("GET", "/v1/loads", params={"include": "core"})).json()["loads"]
-        return Load(
-            running=sum(rank["num_running_reqs"] for rank in ranks),
-            waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
-            tokens=sum(rank["num_used_tokens"] for rank in ranks),
-        )
+        return sum(rank["num_used_tokens"] for rank in ranks)
 
     async def _ask_plugin(self, call: str, **arguments: str) -> list[str]:
         """Return the JSON answer of each rank's plugin. Raises EngineError: there is no plugin, or the call failed."""

@@ -40,7 +40,7 @@ def end_group(leader: subprocess.Popen[bytes], scratch: Path, pids: set[int], gr
 
 
 def group_members(group: int) -> list[psutil.Process]:
-    """Return all processes of a process group, also those that have ended and that nobody has waited for."""
+    """Return all processes of a process group, also zombies."""
     members = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError):
@@ -49,8 +49,7 @@ def group_members(group: int) -> list[psutil.Process]:
     return members
 
 
-def living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that have not ended."""
+def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
     alive = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -62,10 +61,10 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
 def _wait_until_gone(group: int, timeout_s: float) -> list[psutil.Process]:
     """Wait for the end of all processes of a group. Return those that still run after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    members = living(group_members(group))
+    members = _living(group_members(group))
     while members and time.monotonic() < deadline:
         time.sleep(0.02)
-        members = living(members)
+        members = _living(members)
     return members
 
 

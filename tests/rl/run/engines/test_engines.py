@@ -30,7 +30,7 @@ from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.engine import EngineActor
 from fp8rl.rollout.engine.protocol import Held
 from fp8rl.rollout.engine.server.client import Slept
-from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, Load, SamplingParams, Trajectory
+from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.weight_sync.manifest import Manifest
 from tests.support.servers import groups, wait_until
@@ -115,18 +115,15 @@ class Actor:
             await asyncio.sleep(0.01)
         return Held(entries=self.holds)
 
-    async def _pulse(self) -> Load:
+    async def _pulse(self) -> int:
         self.pulses += 1
         while self.hangs:
             await asyncio.sleep(0.01)
         await self._answer(lambda: True)
-        return Load(0, 0, 0)
+        return 0
 
     async def _cpu_seconds(self) -> float:
         return time.monotonic() if self.works else 7.0
-
-    async def _alive(self) -> bool:
-        return not self.dead
 
     async def _sleep(self) -> Slept:
         await self._answer(lambda: True)

@@ -16,7 +16,7 @@ from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, EngineError, SamplingParams
 from fp8rl_certify.server import certify_server
 from tests.support.planted_server import ask_little
-from tests.support.servers import use, use_endpoint
+from tests.support.servers import group_members, use, use_endpoint
 
 
 def test_an_answer_may_take_any_time_and_administration_may_not() -> None:
@@ -79,7 +79,7 @@ def test_wrong_and_swapped_keys_are_refused(server: Engine) -> None:
 def test_no_key_leaks_and_what_no_run_needs_is_closed(server: Engine) -> None:
     """Not into the processes' command lines, their environment, the log, or what the generation key may read."""
     keys = (server.endpoint.api_key, server.endpoint.admin_key)
-    for process in server.processes():
+    for process in group_members(server.pid):
         shown = "\0".join(process.cmdline()) + "\0".join(process.environ().values())
         assert not any(key in shown for key in keys)
     log = server.log_path.read_text()
