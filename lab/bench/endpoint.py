@@ -112,10 +112,7 @@ async def _endpoint(tokenizer: Any) -> AsyncIterator[tuple[str, list[str]]]:
     async with AsyncExitStack() as opened:
         opened.push_async_callback(endpoint.close)
         recordings = [Recording(conversation(number), PARSER, TURNS) for number in range(CONVERSATIONS)]
-        yield (
-            endpoint.url,
-            [opened.enter_context(endpoint.recorded(recording, sampling, len(tokenizer))) for recording in recordings],
-        )
+        yield (endpoint.url, [opened.enter_context(endpoint.recorded(recording)) for recording in recordings])
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fp8rl.cli import app
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.record.history import Event, append_event
+from fp8rl.rl.record.history import Event, append_entry
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.trainer.config import TrainerSection
@@ -259,7 +259,7 @@ def test_a_run_without_the_weights_of_a_step_takes_those_that_are_given(model: P
     assert [(row.tokens, row.sampled) for row in dump.rows] == [([5, 6, 7, 8, 9], [0, 2]), ([5, 6, 7, 8, 9], [0])]
     assert [dump.rows[0].trainer_logprobs, dump.rows[0].version] == [[-0.5, None, -0.5], 3]
     for step, precision in ((4, "fp8"), (3, "bf16")):  # a gate fired after the step was sampled, and before
-        append_event(made.events, Event(step, "mismatch/k3_kl", 1.0, "above 0", "bf16_both", None, "bf16_both: ..."))
+        append_entry(made.events, Event(step, "mismatch/k3_kl", 1.0, "above 0", "bf16_both", None, "bf16_both: ..."))
         assert (computed := read_dump(made.path, model).numerics) and computed.rollout == precision
 
 

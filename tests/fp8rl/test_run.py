@@ -8,7 +8,7 @@ import pytest
 
 from fp8rl import Run, UserError, train
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.record.history import Event, Session, append_event, append_session
+from fp8rl.rl.record.history import Event, Session, append_entry
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.training import _as_overrides
 from tests.support.paths import EXAMPLES, new_run
@@ -22,8 +22,8 @@ def path(tmp_path: Path) -> Path:
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run.rollouts(1).parent.mkdir()
     write_rollouts(run.rollouts(1), [RECORD])
-    append_event(run.events, EVENT)
-    append_session(run.sessions, Session(1.0, "here", {}, None, 2.0, "stopped: train/loss"))
+    append_entry(run.events, EVENT)
+    append_entry(run.sessions, Session(1.0, "here", {}, None, 2.0, "stopped: train/loss"))
     run.checkpoint(2).mkdir(parents=True)
     return run.path
 

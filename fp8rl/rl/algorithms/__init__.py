@@ -37,12 +37,8 @@ def algorithm_class(name: object) -> type[AlgorithmConfig]:
     if isinstance(name, str) and name in ALGORITHMS:
         return ALGORITHMS[name]
     meant = "".join(f"Did you mean {close}? " for close in difflib.get_close_matches(str(name), ALGORITHMS, n=1))
-    raise user_error(
-        KEY,
-        found=name,
-        expected=f"{' or '.join(map(repr, sorted(ALGORITHMS)))}, or path/to/file.py:Class",
-        remedy=f"{meant}Set it in the spec file, or give {KEY}=VALUE on the command line.",
-    )
+    expected = f"{' or '.join(map(repr, sorted(ALGORITHMS)))}, or path/to/file.py:Class"
+    raise user_error(KEY, name, expected, f"{meant}Set it in the spec file, or give {KEY}=VALUE on the command line.")
 
 
 class UnreadAlgorithm(AlgorithmConfig):

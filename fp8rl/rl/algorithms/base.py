@@ -107,10 +107,6 @@ class AlgorithmConfig(Section):
         """Return whether the policy is updated in this step of the run, counted from 1."""
         return True
 
-    def policy_updates(self, steps: int) -> int:
-        """Optimizer steps of the policy in a run of `steps` steps."""
-        return self.updates * sum(self.learns(step) for step in range(1, steps + 1))
-
     def problems_per_step(self, rollout: RolloutSection) -> int:
         """How many problems of the data a step takes."""
         return rollout.prompts_per_step
@@ -180,11 +176,8 @@ def users_algorithm(name: str) -> type[AlgorithmConfig]:
 
     found = named_object(name, KEY, {})
     if not (isinstance(found, type) and issubclass(found, AlgorithmConfig)):
-        raise user_error(
-            KEY,
-            found=name,
-            expected="a subclass of fp8rl.PolicyGradient, or of fp8rl.AlgorithmConfig",
-            remedy="Correct the name after the colon, or derive the class from one of these.",
-        )
+        expected = "a subclass of fp8rl.PolicyGradient, or of fp8rl.AlgorithmConfig"
+        remedy = "Correct the name after the colon, or derive the class from one of these."
+        raise user_error(KEY, name, expected, remedy)
     cloudpickle.register_pickle_by_value(sys.modules[found.__module__])
     return found

@@ -9,6 +9,7 @@ and its surrogate if it is not PPO's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, cast
@@ -176,27 +177,20 @@ class PolicyGradient(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        if (refusal := self._contradiction) is not None:
-            raise ValueError(refusal)
-        return self
-
-    @property
-    def _contradiction(self) -> str | None:
-        """Return the message on the first settings that contradict each other; None if none do."""
         rejection = self.rejection
         if self.ratio == "bypass" and self._rejects:
             found = f"rejection {rejection.name}" if rejection else f"veto={self.veto:g}"
-            return (
+            raise ValueError(
                 f"found {found} with ratio=bypass, expected none: with the engine's log-probabilities as the old ones "
                 "no token is rejected. Set algorithm.ratio=recompute"
             )
         if rejection is not None and rejection.name == "icepop" and self.tis_level == "sequence":
-            return (
+            raise ValueError(
                 "found tis_level=sequence with rejection icepop, expected token, as icepop weighs each token by its "
                 "own ratio. Set algorithm.tis_level=token, or another rejection"
             )
         if self.loss_length is not None and self.loss_aggregation != "seq_mean_token_sum_norm":
-            return (
+            raise ValueError(
                 f"found loss_length={self.loss_length} with loss_aggregation={self.loss_aggregation}, expected "
                 "seq_mean_token_sum_norm, the only mode that divides by it. Remove algorithm.loss_length"
             )
@@ -208,18 +202,18 @@ class PolicyGradient(AlgorithmConfig):
                 "weights of whole sequences (tis_level=sequence, rejection mis)": sequence,
             }
             if found := next((each for each, holds in wrong.items() if holds), ""):
-                return (
+                raise ValueError(
                     f"found centering={self.centering} with {found}, expected one update of a batch, ratio=recompute "
                     "and weights per token: the expected score is computed before the first update. Change that "
                     "setting, or remove algorithm.centering"
                 )
         if self.kl.reward.coefficient and not self.token_rewards:
-            return (
+            raise ValueError(
                 f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: {self.name} "
                 "compares whole answers, and has no rewards of tokens to subtract the penalty from. Set "
                 "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
             )
-        return None
+        return self
 
     @property
     def loss_summary(self) -> str:
@@ -253,8 +247,11 @@ class PolicyGradient(AlgorithmConfig):
     @property
     def correction(self) -> Correction:
         """Importance weights and rejections for tokens on which trainer and engine disagree."""
-        tis_cap = None if self.ratio == "bypass" else self.tis_cap
-        return Correction.of(tis_cap, self.tis_level, self.rejection, self.veto)
+        tis_cap, rejection = None if self.ratio == "bypass" else self.tis_cap, self.rejection
+        if rejection is None:
+            return Correction(tis_cap, self.tis_level, veto=self.veto)
+        low, high = rejection.low or 0.0, rejection.high or math.inf
+        return Correction(tis_cap, self.tis_level, rejection.name, low, high, self.veto)
 
     def keeps_group(self, rewards: Tensor) -> bool:
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())
@@ -268,16 +265,16 @@ class PolicyGradient(AlgorithmConfig):
         return self.updates_per_batch * self.epochs
 
     def mini_batches(self, groups: Tensor) -> list[list[int]]:
-        once = [
-            [row for row, group in enumerate(groups.tolist()) if group in part]
-            for part in _split(list(dict.fromkeys(groups.tolist())), self.updates_per_batch)
-        ]
-        return once * self.epochs
+        different = list(dict.fromkeys(groups.tolist()))
+        bounds = [len(different) * part // self.updates_per_batch for part in range(self.updates_per_batch + 1)]
+        parts = [set(different[first:end]) for first, end in pairwise(bounds) if first < end]
+        return [[row for row, group in enumerate(groups.tolist()) if group in part] for part in parts] * self.epochs
 
     @property
     def needs(self) -> Needs:
-        penalized = self.kl.reward.coefficient > 0 and self.ratio != "bypass"
-        return Needs(old_logprobs=self.updates > 1 or penalized, reference=self.kl.needs_reference)
+        in_loss, in_reward = self.kl.loss.coefficient > 0, self.kl.reward.coefficient > 0
+        old = self.updates > 1 or (in_reward and self.ratio != "bypass")
+        return Needs(old_logprobs=old, reference=in_loss or in_reward)
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         outcomes = self.shaped(outcomes, batch)
@@ -358,9 +355,3 @@ class PolicyGradient(AlgorithmConfig):
     @property
     def _rejects(self) -> bool:
         return self.rejection is not None or self.veto is not None
-
-
-def _split(groups: list[int], count: int) -> list[set[int]]:
-    """Split the groups, in their order, into `count` parts whose sizes differ by one at most; leave out empty parts."""
-    bounds = [len(groups) * part // count for part in range(count + 1)]
-    return [set(groups[first:end]) for first, end in pairwise(bounds) if first < end]

@@ -54,12 +54,11 @@ def contents(experiment: Experiment) -> dict[str, Content]:
 
 def _named(experiment: Experiment) -> Iterator[tuple[str, str, Iterator[Path]]]:
     """Yield (key, its value, its files) for each key that names files."""
-    data, evaluation, environment = experiment.data, experiment.eval, experiment.environment
-    for source in data.training:
+    environment, sets = experiment.environment, experiment.eval.sets if experiment.eval.problems else ()
+    for source in experiment.data.training:
         yield source.key, str(source.path), _below(source.path)
-    sets = evaluation.sets if evaluation.problems else ()
-    if data.eval is not None and evaluation.problems:
-        yield "data.eval", data.eval.path, _below(data.eval.path)
+    if (held_out := experiment.data.eval) is not None and experiment.eval.problems:
+        yield "data.eval", held_out.path, _below(held_out.path)
     for index, own in enumerate(sets):
         yield f"eval.sets.{index}", own.path, _below(own.path)
     yield "model.path", experiment.model.path, _of_a_model(experiment.model.directory)
@@ -144,23 +143,19 @@ def _digest(files: list[Path]) -> str:
     total = hashlib.sha256()
     for name, file in sorted((os.path.relpath(file, root), file) for file in files):
         total.update(name.encode("utf-8", "surrogateescape") + b"\0" if len(files) > 1 else b"")
-        total.update(_file_digest(file))
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if file.suffix != ".safetensors" or size <= SAMPLED_BEYOND:
+                own = hashlib.file_digest(opened, "sha256")
+            else:
+                own = hashlib.sha256(str(size).encode())
+                for index in range(_PIECES):
+                    opened.seek((size - _PIECE) * index // (_PIECES - 1))
+                    own.update(opened.read(_PIECE))
+        total.update(own.digest())
     return total.hexdigest()[:_HEX]
 
 
-def _file_digest(file: Path) -> bytes:
-    with open_regular(file) as opened:
-        size = os.fstat(opened.fileno()).st_size
-        if file.suffix != ".safetensors" or size <= SAMPLED_BEYOND:
-            return hashlib.file_digest(opened, "sha256").digest()
-        total = hashlib.sha256(str(size).encode())
-        for index in range(_PIECES):
-            opened.seek((size - _PIECE) * index // (_PIECES - 1))
-            total.update(opened.read(_PIECE))
-        return total.digest()
-
-
-Named = ModelSection | TeacherSection | DataSource
 T = TypeVar("T", ModelSection, TeacherSection, TrainSource, EvalSet, DataSource)
 
 
@@ -173,9 +168,11 @@ def fetched(experiment: Experiment, before: Experiment | None = None) -> Experim
         UserError: the hub does not give a model or data set; see :mod:`models.hub`.
     """
     commits: dict[tuple[Kind, str, str | None], str] = {}
-    for kind, section in _hub_named(before) if before is not None else ():
-        if section.revision is not None:
-            commits[kind, section.path, None] = section.revision
+    if before is not None:
+        models = [model for model in (before.model, before.teacher) if model is not None]
+        commits |= {("model", model.path, None): model.revision for model in models if model.revision is not None}
+        sources = [source for _, source in _data_sources(before)]
+        commits |= {("dataset", one.path, None): one.revision for one in sources if one.revision is not None}
 
     def pinned(section: T, kind: Kind, key: str) -> T:
         if not is_hub_name(section.path):
@@ -211,11 +208,3 @@ def _data_sources(experiment: Experiment) -> Iterator[tuple[str, DataSource]]:
     if data.eval is not None:
         yield "data.eval", data.eval
     yield from ((f"eval.sets.{place}", eval_set) for place, eval_set in enumerate(experiment.eval.sets))
-
-
-def _hub_named(experiment: Experiment) -> Iterator[tuple[Kind, Named]]:
-    yield "model", experiment.model
-    if experiment.teacher is not None:
-        yield "model", experiment.teacher
-    for _, source in _data_sources(experiment):
-        yield "dataset", source

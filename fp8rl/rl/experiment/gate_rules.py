@@ -27,7 +27,19 @@ def gate_refusals(experiment: Experiment) -> Iterator[UserError]:
     for index, gate in enumerate(experiment.gates):
         yield from _alone(index, gate, experiment)
     for (first, one), (second, other) in combinations(enumerate(experiment.gates), 2):
-        yield from _together(first, one, second, other)
+        if one.metric != other.metric:
+            continue
+        if (one.bound, one.action) == (other.bound, other.action):
+            found = f"{other.action} on {other.metric} {other.bound}"
+            expected = f"another condition or action than gates.{first}"
+            yield user_error(f"gates.{second}", found, expected, "Remove one of the two.")
+        above = one.above if one.above is not None else other.above
+        below = one.below if one.below is not None else other.below
+        if above is not None and below is not None and below > above:
+            found = f"{other.metric} {other.bound}, while gates.{first} has {one.bound}"
+            expected = "a value between the two bounds that satisfies both"
+            remedy = f"Set below to at most {above}, or above to at least {below}."
+            yield user_error(f"gates.{second}", found, expected, remedy)
 
 
 @dataclass(frozen=True)
@@ -123,10 +135,14 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
     if (known := _known(gate.metric, e)) is not None:
         expected = f"one of {', '.join(known)}" if known else "another metric: this run has none of that kind"
         yield user_error(f"{key}.metric", gate.metric, expected, "Correct the name, or remove the gate.")
-    if setting := _beyond(gate.metric, e):
-        expected = "a name whose number occurs in this run"
-        remedy = "Choose a lower one, or another metric."
-        yield user_error(f"{key}.metric", f"{gate.metric} with {setting}", expected, remedy)
+    if (number := _OF_NUMBER.fullmatch(gate.metric)) is not None:
+        setting = "rollout.staleness=0" if int(number["age"] or 0) and not e.rollout.staleness else ""
+        if int(number["position"] or 0) >= e.rollout.max_new_tokens:
+            setting = f"rollout.max_new_tokens={e.rollout.max_new_tokens}"
+        if setting:
+            expected = "a name whose number occurs in this run"
+            remedy = "Choose a lower one, or another metric."
+            yield user_error(f"{key}.metric", f"{gate.metric} with {setting}", expected, remedy)
     if measured.flat_at_first and e.algorithm.updates > 1:
         found = f"{gate.metric} with {e.algorithm.updates} updates of a batch"
         expected = (
@@ -146,7 +162,10 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
         yield user_error(f"{key}.action", found, expected, remedy)
     numerics = e.numerics
     differ = numerics.mode != "exact" or numerics.trainer != numerics.rollout
-    if _asks_for_equality(gate) and differ and action in ("skip_step", "resync"):
+    equality = ("abs_diff" in gate.metric and gate.above == 0.0) or (
+        gate.metric == "mismatch/exact_frac" and gate.below == 1.0
+    )
+    if equality and differ and action in ("skip_step", "resync"):
         sides = f"numerics.mode={numerics.mode}, trainer={numerics.trainer}, rollout={numerics.rollout}"
         expected = "a bound above the difference that such a run always has; otherwise no batch is trained on"
         remedy = (
@@ -171,53 +190,19 @@ def _alone(index: int, gate: GateSection, e: Experiment) -> Iterator[UserError]:
 
 def _known(name: str, experiment: Experiment) -> Sequence[str] | None:
     """Return None if the run may have the metric `name`; otherwise the metrics of this kind that the run has."""
+    known: list[str] = []
     if name.startswith(REWARD_PARTS):
         functions = experiment.rewards.functions
         whole = {reward.function for reward in functions} <= BUILT_IN.keys() - set(_MAY_NAME_PARTS)
         known = [REWARD_PARTS + reward.label for reward in functions] if len(functions) > 1 or not whole else []
-        return None if "/".join(name.split("/")[:3]) in known else known
-    if name.startswith("eval/") and name != "eval/at_step":
-        known = [*_evaluated(experiment)]
-        return None if name in known else known
-    return None
-
-
-def _evaluated(experiment: Experiment) -> Iterator[str]:
-    if experiment.data.eval is not None:
-        yield from ("eval/accuracy", "eval/problems")
-    for held_out in experiment.eval.sets:
-        names = ["accuracy", "problems", "finished_fraction", "response_tokens_mean"]
-        names += [f"avg@{held_out.samples}"] * (held_out.samples > 1) + [f"pass@{k}" for k in held_out.pass_at]
-        yield from (f"eval/{held_out.name}/{name}" for name in names)
-
-
-def _beyond(name: str, e: Experiment) -> str:
-    """Return the setting that rules out the token position or age in a metric's name; empty if none does."""
-    found, rollout = _OF_NUMBER.fullmatch(name), e.rollout
-    if found is None:
-        return ""
-    if found["position"] and int(found["position"]) >= rollout.max_new_tokens:
-        return f"rollout.max_new_tokens={rollout.max_new_tokens}"
-    return "rollout.staleness=0" if int(found["age"] or 0) and not rollout.staleness else ""
-
-
-def _asks_for_equality(gate: GateSection) -> bool:
-    """Return whether any difference between trainer and engine fires the gate."""
-    differs = "abs_diff" in gate.metric and gate.above == 0.0
-    return differs or (gate.metric == "mismatch/exact_frac" and gate.below == 1.0)
-
-
-def _together(first: int, one: GateSection, second: int, other: GateSection) -> Iterator[UserError]:
-    if one.metric != other.metric:
-        return
-    if (one.bound, one.action) == (other.bound, other.action):
-        found = f"{other.action} on {other.metric} {other.bound}"
-        expected = f"another condition or action than gates.{first}"
-        yield user_error(f"gates.{second}", found, expected, "Remove one of the two.")
-    above = one.above if one.above is not None else other.above
-    below = one.below if one.below is not None else other.below
-    if above is not None and below is not None and below > above:
-        found = f"{other.metric} {other.bound}, while gates.{first} has {one.bound}"
-        expected = "a value between the two bounds that satisfies both"
-        remedy = f"Set below to at most {above}, or above to at least {below}."
-        yield user_error(f"gates.{second}", found, expected, remedy)
+        name = "/".join(name.split("/")[:3])
+    elif name.startswith("eval/") and name != "eval/at_step":
+        if experiment.data.eval is not None:
+            known += ["eval/accuracy", "eval/problems"]
+        for held_out in experiment.eval.sets:
+            names = ["accuracy", "problems", "finished_fraction", "response_tokens_mean"]
+            names += [f"avg@{held_out.samples}"] * (held_out.samples > 1) + [f"pass@{k}" for k in held_out.pass_at]
+            known += [f"eval/{held_out.name}/{name}" for name in names]
+    else:
+        return None
+    return None if name in known else known

@@ -58,21 +58,18 @@ def load_experiment(
     if isinstance(spec, Experiment):
         spec = spec.to_dict()
     if isinstance(spec, Mapping):
-        return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, say)
-    check_path(spec, "spec")
-    path = Path(at_home(str(spec)))
-    values = _read_yaml(path)
-    if RunDir(path.absolute().parent).mark.is_file():  # a run's spec has every key; some may have been removed since
-        values = _without_what_went(values)
-    return _overridden(_inherited(values, path, (), say), overrides, say)
+        path, values = _HERE, _values(_as_yaml(spec), _HERE)
+    else:
+        check_path(spec, "spec")
+        path = Path(at_home(str(spec)))
+        values = _read_yaml(path)
+        if RunDir(path.absolute().parent).mark.is_file():  # a run's spec has every key, also keys removed since
+            values = _without_what_went(values)
+    return compose_experiment(_inherited(values, path, (), say), overrides, say)
 
 
 def compose_experiment(values: dict[str, Any], overrides: Sequence[str], say: Say = note) -> Experiment:
     """Make an experiment from `values` as `load_experiment` makes it from a file."""
-    return _overridden(values, overrides, say)
-
-
-def _overridden(values: dict[str, Any], overrides: Sequence[str], say: Say) -> Experiment:
     values = merged({"run": {"dir": str(Path.cwd() / "runs")}}, values, say)
     names = {f"{section}.{key}" for section, key in MEMBERS.items()}  # a name first, then its settings
     for override in sorted(overrides, key=lambda text: text.partition("=")[0] not in names):
@@ -126,23 +123,15 @@ def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], s
     names = located.pop("defaults", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise user_error(
-            f"defaults of {path}",
-            found=names,
-            expected="a file name or a list of file names",
-            remedy="Write defaults: base.yaml, relative to this file.",
-        )
+        remedy = "Write defaults: base.yaml, relative to this file."
+        raise user_error(f"defaults of {path}", names, "a file name or a list of file names", remedy)
     values: dict[str, Any] = {}
     for name in names:
         check_path(name, f"defaults of {path}")
         inherited = path.parent / at_home(name)
         if not inherited.is_file():
-            raise user_error(
-                f"defaults of {path}",
-                found=name,
-                expected="an existing YAML file, relative to this one",
-                remedy=f"Correct the name; it was looked for in {resolved.parent}.",
-            )
+            remedy = f"Correct the name; it was looked for in {resolved.parent}."
+            raise user_error(f"defaults of {path}", name, "an existing YAML file, relative to this one", remedy)
         values = merged(values, _inherited(_read_yaml(inherited), inherited, (*ancestors, resolved), say), say)
     return merged(values, located, say)
 
@@ -205,12 +194,8 @@ def _parse_override(override: str) -> dict[str, Any]:
         )
     quoted = f"{key}={json.dumps(value, ensure_ascii=False)}"
     if comment := comment_behind(value):
-        raise user_error(
-            "override",
-            found=override,
-            expected=f"a value that YAML reads to its end; it takes {shown(comment)} for a comment",
-            remedy=f"Quote the value for YAML: {shlex.quote(quoted)}.",
-        )
+        expected = f"a value that YAML reads to its end; it takes {shown(comment)} for a comment"
+        raise user_error("override", override, expected, f"Quote the value for YAML: {shlex.quote(quoted)}.")
     types = types_of(key)
     text_alone = bool(types) and types <= {str, NoneType}
     try:
@@ -225,32 +210,30 @@ def _parse_override(override: str) -> dict[str, Any]:
     return parse_override(quoted) if str in types and type(read) not in taken else found  # 12345 and no are texts then
 
 
-def merged(base: dict[str, Any], layer: dict[str, Any], say: Say) -> dict[str, Any]:
+def merged(
+    base: dict[str, Any], layer: dict[str, Any], say: Say, key: str = "", kind: type[Section] | None = Experiment
+) -> dict[str, Any]:
     """Return `base` with the values of `layer`, both as YAML gives them: mappings are merged, all else is replaced.
 
     A plain value in place of a section sets the section's `shorthand` key. say: prints the settings that are dropped
-    with a former algorithm, environment, rejection or source.
+    with a former algorithm, environment, rejection or source. key, kind: the section that the values are of.
     """
-    return _merged(base, layer, "", Experiment, say)
-
-
-def _merged(base: dict[str, Any], layer: dict[str, Any], key: str, section: type[Section] | None, say: Say) -> Any:
     selector = MEMBERS.get(key, "")
     if None not in (base.get(selector), layer.get(selector)) and base[selector] != layer[selector]:
         _say_gone(key, selector, base, say)
         base = {}
     found = dict(base)
     for name, value in layer.items():
-        kind, listed = _section(section, name)
+        section, listed = _section(kind, name)
         inner = f"{key}.{name}".lstrip(".")
-        before, after = (_spelled_out(given, kind, listed) for given in (base.get(name), value))
-        is_source = kind is not None and issubclass(kind, DataSource)
+        before, after = (_spelled_out(given, section, listed) for given in (base.get(name), value))
+        is_source = section is not None and issubclass(section, DataSource)
         found[name] = value
         if is_source and (after is not value or isinstance(before, list)):
             for source in before if isinstance(before, list) else [before]:
                 _say_gone(inner, "path", source, say)
         elif isinstance(before, dict) and isinstance(after, dict):
-            found[name] = _merged(before, after, inner, kind, say)
+            found[name] = merged(before, after, say, inner, section)
     return found
 
 

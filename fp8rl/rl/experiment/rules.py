@@ -105,18 +105,15 @@ def _adapter(e: Experiment) -> Iterator[UserError]:
         found = f"{e.trainer.router_bias_rate:g} with an adapter"
         remedy = "Set trainer.router_bias_rate=0, or remove the adapter section."
         yield user_error("trainer.router_bias_rate", found, "0: only the adapters are trained", remedy)
-    if e.sync.shared_base and (why := _private_base(e)):
-        expected = "separate adapters, one spec on both sides, engines of one rank, and sync.transport=tensor"
-        remedy = "Set sync.shared_base=false: each engine then gets its own copy of the weights, once."
-        yield user_error("sync.shared_base", f"true, and {why}", expected, remedy)
-
-
-def _private_base(e: Experiment) -> str | None:
-    """Return why engines cannot read frozen weights in the trainer's memory; None: they can."""
-    if e.adapter is None or e.adapter.mode == "merged":
-        return "no frozen weights are served: there is no adapter, or it is merged into them"
-    numerics = e.numerics_config()
-    return reason_to_send(e.sync.transport, e.rollout.tp, numerics.rollout_spec, numerics.trainer_spec)
+    if e.sync.shared_base:
+        numerics = e.numerics_config()
+        why = reason_to_send(e.sync.transport, e.rollout.tp, numerics.rollout_spec, numerics.trainer_spec)
+        if e.adapter is None or e.adapter.mode == "merged":
+            why = "no frozen weights are served: there is no adapter, or it is merged into them"
+        if why is not None:  # engines cannot read frozen weights in the trainer's memory
+            expected = "separate adapters, one spec on both sides, engines of one rank, and sync.transport=tensor"
+            remedy = "Set sync.shared_base=false: each engine then gets its own copy of the weights, once."
+            yield user_error("sync.shared_base", f"true, and {why}", expected, remedy)
 
 
 def _teacher(e: Experiment) -> Iterator[UserError]:

@@ -161,15 +161,11 @@ class NumericsSection(Section):
         changes |= {key: getattr(self, key) for key in LAYER_EXCEPTIONS if getattr(self, key)}
         return changes if self.scope is None else changes | {"scope": self.scope}
 
-    def quant_spec(self) -> QuantSpec:
-        """The preset with the overrides applied."""
-        return QuantSpec.preset(self.preset).override(self.overrides())
-
     def config(self, tp: int) -> NumericsConfig:
         """Return the numerics that both sides start with. `tp` fixes the reduction order of row-parallel products."""
         return NumericsConfig(
             mode=self.mode,
-            spec=self.quant_spec(),
+            spec=QuantSpec.preset(self.preset).override(self.overrides()),
             trainer=self.trainer,
             rollout=self.rollout,
             kv=self.kv,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-import types
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8rl.models import load_architecture
 from fp8rl.numerics.core.errors import UserError, raise_first, shown, user_error
+from fp8rl.numerics.core.section import Section, sections_in
 from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_rules import gate_refusals
@@ -92,27 +91,18 @@ def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
         raise user_error(".".join(key), found=f"{value.bit_length()} bits", expected=expected, remedy="Correct it.")
 
 
-def valid_keys(algorithm: str | None = None) -> list[str]:
-    """Return every dotted key of an experiment, without indices of lists. algorithm: the only one whose keys count."""
-    return list(dict.fromkeys(_walk(Experiment, "", algorithm)))
-
-
-def _walk(model: type[BaseModel], prefix: str, algorithm: str | None) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + (field.alias or name)
-        inner = _models_in(field.annotation)
+def valid_keys(algorithm: str | None = None, section: type[Section] = Experiment, prefix: str = "") -> list[str]:
+    """Return every dotted key of a section at `prefix`, without indices of lists. algorithm: the only one whose keys
+    count."""
+    keys: dict[str, None] = {}
+    for name, field in section.model_fields.items():
+        keys[prefix + (field.alias or name)] = None
+        inner: Iterable[type[Section]] = sections_in(field.annotation)
         if prefix + name == "algorithm":
-            inner = iter(ALGORITHMS.values() if algorithm is None else [algorithm_class(algorithm)])
-        for section in inner:
-            yield from _walk(section, f"{prefix}{name}.", algorithm)
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, typing.Annotated):
-        for part in typing.get_args(annotation):
-            yield from _models_in(part)
+            inner = ALGORITHMS.values() if algorithm is None else [algorithm_class(algorithm)]
+        for below in inner:
+            keys |= dict.fromkeys(valid_keys(algorithm, below, f"{prefix}{name}."))
+    return list(keys)
 
 
 def _own(details: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -129,10 +119,12 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        return refusal_of_removed(key, shown(found, 60)) or _unknown_key(key, found, values)
+        if (remedy := REMOVED.get(_without_indices(key))) is None:
+            return _unknown_key(key, found, values)
+        return f"{key}: found {shown(found, 60)}, expected nothing: this key has gone, see CHANGELOG.md. {remedy}"
     if kind == "missing":
         section = Experiment.model_fields[key].annotation if key in Experiment.model_fields else None
-        needed = next((n for one in _models_in(section) for n, f in one.model_fields.items() if f.is_required()), "")
+        needed = next((n for one in sections_in(section) for n, f in one.model_fields.items() if f.is_required()), "")
         key = f"{key}.{needed}" if needed else key
         return f"{key}: found nothing, expected a value. {_remedy('Add it to', key)}"
     if kind == "value_error":
@@ -202,14 +194,6 @@ def nearest_key(key: str, known: list[str]) -> str:
 
 def _without_indices(key: str) -> str:
     return ".".join(part for part in key.split(".") if not part.isdigit())
-
-
-def refusal_of_removed(key: str, found: str) -> str | None:
-    """Return the error message for a removed key; None if there never was such a key. found: its value as text."""
-    remedy = REMOVED.get(".".join(part for part in key.split(".") if not part.isdigit()))
-    if remedy is None:
-        return None
-    return f"{key}: found {found}, expected nothing: this key has gone, see CHANGELOG.md. {remedy or 'Remove it.'}"
 
 
 def without_removed(value: Any, key: str = "") -> Any:

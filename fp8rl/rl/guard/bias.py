@@ -54,16 +54,13 @@ class BiasWindow:
         keys = {"bias": tokens, "context_bias": mix(before + GOLDEN * tokens)}
         metrics: dict[str, float] = {}
         for name, window in self._windows.items():
-            window.append(_step(keys[name][used], d[used]))
+            different, at = keys[name][used].unique(return_inverse=True)
+            empty = torch.zeros(len(different), dtype=torch.float64)
+            sums, counts = (empty.index_add(0, at, each) for each in (d[used], torch.ones_like(d[used])))
+            window.append(_Step(different, sums, counts))
             bias, noise = persistent(window)
             metrics |= {f"mismatch/{name}": bias, f"mismatch/{name}_noise": noise}
         return metrics
-
-
-def _step(keys: Tensor, d: Tensor) -> _Step:
-    different, at = keys.unique(return_inverse=True)
-    empty = torch.zeros(len(different), dtype=torch.float64)
-    return _Step(different, empty.index_add(0, at, d), empty.index_add(0, at, torch.ones_like(d)))
 
 
 def persistent(steps: deque[_Step]) -> tuple[float, float]:

@@ -168,13 +168,18 @@ def read_capsule(path: Path) -> Capsule:
     check_path(path, "capsule")
     path = Path(path)
     if not (path / _SUMS).is_file():
-        raise user_error(
-            "capsule",
-            found=str(path),
-            expected=f"a capsule, a directory with {_SUMS}",
-            remedy="Name one of a run's capsules/step_N directories.",
-        )
-    _check_files(path)
+        expected = f"a capsule, a directory with {_SUMS}"
+        raise user_error("capsule", str(path), expected, "Name one of a run's capsules/step_N directories.")
+    listed = read_text(path / _SUMS, "capsule", "the SHA-256 of every file", _COPY).splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in listed)}
+    for file in path.rglob("*"):
+        if not file.is_dir() and file.name != _SUMS:
+            sums.setdefault(str(file.relative_to(path)), "of no file of this name")
+    for name, expected in sums.items():
+        file = path / name
+        found = file_sha256(file) if file.is_file() else "no such file"
+        if found != expected:
+            raise user_error(f"capsule file {file}", found, f"SHA-256 {expected}, as {_SUMS} says", _COPY)
     manifest = parsed(path / _MANIFEST, "capsule", lambda values: Manifest(**values), _COPY)
     experiment = read_resolved(path / _EXPERIMENT)
     return parsed(path / _ABOUT, "capsule", lambda about: _capsule(path, about, experiment, manifest), _COPY)
@@ -182,12 +187,8 @@ def read_capsule(path: Path) -> Capsule:
 
 def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifest: Manifest) -> Capsule:
     if values["format"] != FORMAT:
-        raise user_error(
-            f"{path / _ABOUT}: format",
-            found=values["format"],
-            expected=str(FORMAT),
-            remedy="Explain the capsule with the version of fp8rl that wrote it.",
-        )
+        remedy = "Explain the capsule with the version of fp8rl that wrote it."
+        raise user_error(f"{path / _ABOUT}: format", values["format"], str(FORMAT), remedy)
     about = validated(_About.model_validate, values, str(path / _ABOUT), _COPY)
     numerics = NumericsConfig.from_dict(about.numerics)
     _check_digest(path / _ABOUT, about.spec_digest, experiment.numerics_config().spec.digest(), _EXPERIMENT)
@@ -218,6 +219,14 @@ def cut_capsules(run: RunDir, step: int) -> None:
 def _tensors(scored: ScoredBatch) -> dict[str, torch.Tensor]:
     batch = scored.batch
     tensors = {
+        "rollout_routes": batch.routes,
+        "train_routes": scored.routes,
+        "seeds": batch.seeds,
+        "train_draws": scored.draws,
+    }
+    if batch.supports is not None:
+        tensors |= {"supports.at": batch.supports.at, "supports.pool": batch.supports.pool}
+    return {name: value for name, value in tensors.items() if value is not None} | {
         "tokens": batch.tokens,
         "lengths": batch.lengths,
         "loss_mask": batch.loss_mask,
@@ -225,17 +234,6 @@ def _tensors(scored: ScoredBatch) -> dict[str, torch.Tensor]:
         "train_logprobs": scored.logprobs,
         **{f"fields.{name}": value for name, value in batch.fields.items()},
     }
-    if batch.routes is not None:
-        tensors["rollout_routes"] = batch.routes
-    if scored.routes is not None:
-        tensors["train_routes"] = scored.routes
-    if batch.seeds is not None:
-        tensors["seeds"] = batch.seeds
-    if batch.supports is not None:
-        tensors["supports.at"], tensors["supports.pool"] = batch.supports.at, batch.supports.pool
-    if scored.draws is not None:
-        tensors["train_draws"] = scored.draws
-    return tensors
 
 
 def _scored(tensors: dict[str, torch.Tensor], about: _About) -> ScoredBatch:
@@ -278,27 +276,10 @@ def _scored(tensors: dict[str, torch.Tensor], about: _About) -> ScoredBatch:
     )
 
 
-def _check_files(path: Path) -> None:
-    listed = read_text(path / _SUMS, "capsule", "the SHA-256 of every file", _COPY).splitlines()
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in listed)}
-    for file in path.rglob("*"):
-        if not file.is_dir() and file.name != _SUMS:
-            sums.setdefault(str(file.relative_to(path)), "of no file of this name")
-    for name, expected in sums.items():
-        file = path / name
-        found = file_sha256(file) if file.is_file() else "no such file"
-        if found != expected:
-            raise user_error(f"capsule file {file}", found, f"SHA-256 {expected}, as {_SUMS} says", _COPY)
-
-
 def _check_digest(file: Path, found: str, expected: str, source: str) -> None:
     if found != expected:
-        raise user_error(
-            f"{file}: spec_digest",
-            found=found,
-            expected=f"{expected}, the quantization spec of its {source}",
-            remedy="These files are of two runs: copy the whole capsule again from where the run wrote it.",
-        )
+        remedy = "These files are of two runs: copy the whole capsule again from where the run wrote it."
+        raise user_error(f"{file}: spec_digest", found, f"{expected}, the quantization spec of its {source}", remedy)
 
 
 def remove_superfluous(run: RunDir, keep: int) -> None:

@@ -102,25 +102,21 @@ def _fire(step: int, rules: Sequence[tuple[GateSection, RuleState]], metrics: Ma
         value = metrics.get(rule.metric, math.nan)
         if not math.isfinite(value):
             continue
-        _advance(rule, state, value)
+        upper = rule.above is not None
+        bound = rule.above if rule.above is not None else rule.below
+        assert bound is not None
+        state.beyond = state.beyond + 1 if (value > bound if upper else value < bound) else 0
+        if state.beyond >= rule.for_steps:
+            state.tripped = True
+        recover = bound if rule.recover is None else rule.recover
+        if value <= recover if upper else value >= recover:
+            state.tripped = state.fired = False
         if state.tripped and not state.fired and step > state.quiet_until:
             state.fired, state.quiet_until = True, step + rule.cooldown_steps
             fired.append(Firing(rule, value))
             if rule.action == "checkpoint_and_stop":
                 state.beyond, state.tripped, state.fired = 0, False, False  # a run that is resumed is judged anew
     return sorted(fired, key=lambda firing: SEVERITY.index(firing.rule.action))
-
-
-def _advance(rule: GateSection, state: RuleState, value: float) -> None:
-    upper = rule.above is not None
-    bound = rule.above if rule.above is not None else rule.below
-    assert bound is not None
-    state.beyond = state.beyond + 1 if (value > bound if upper else value < bound) else 0
-    if state.beyond >= rule.for_steps:
-        state.tripped = True
-    recover = bound if rule.recover is None else rule.recover
-    if value <= recover if upper else value >= recover:
-        state.tripped = state.fired = False
 
 
 def _name(rule: GateSection) -> str:

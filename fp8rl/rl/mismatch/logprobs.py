@@ -113,7 +113,7 @@ def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, tis_cap: float) -> 
     )
     metrics |= distribution("mismatch/rho", rho.mean(), rho_order)
     metrics |= distribution("mismatch/tis_weight", rho.clamp(max=tis_cap).mean(), rho_order.clamp(max=tis_cap))
-    correlation = pearson(_probability(train), _probability(rollout))
+    correlation = pearson(*(side.clamp(max=MAX_EXPONENT).exp() for side in (train, rollout)))
     return metrics if correlation is None else metrics | {"mismatch/pearson": correlation}
 
 
@@ -126,10 +126,6 @@ def pearson(x: Tensor, y: Tensor) -> float | None:
     # One root of the product, since sqrt(a * a) is a in floating point while sqrt(a) * sqrt(a) need not be.
     norms = ((x * x).sum() * (y * y).sum()).sqrt()
     return None if norms == 0 else float(((x * y).sum() / norms).clamp(-1.0, 1.0))
-
-
-def _probability(logprobs: Tensor) -> Tensor:
-    return logprobs.clamp(max=MAX_EXPONENT).exp()
 
 
 def _fraction(condition: Tensor) -> Tensor:
@@ -171,18 +167,13 @@ def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
     positions = (mask.cumsum(dim=1) - 1)[used]
     starts = torch.tensor(POSITION_STARTS, device=d.device)
     metrics: dict[str, float] = {}
-    for start, abs_d in _split(torch.bucketize(positions, starts, right=True) - 1, d.abs()):
-        name = POSITION_STARTS[start]
+    buckets = torch.bucketize(positions, starts, right=True) - 1
+    for bucket in buckets.unique().tolist():
+        name, abs_d = POSITION_STARTS[bucket], d[buckets == bucket].abs()
         metrics[f"mismatch/abs_diff_mean_pos_{name}"] = abs_d.mean().item()
         metrics[f"mismatch/abs_diff_max_pos_{name}"] = abs_d.max().item()
         metrics[f"mismatch/tokens_pos_{name}"] = float(abs_d.numel())
     return metrics
-
-
-def _split(groups: Tensor, values: Tensor) -> list[tuple[int, Tensor]]:
-    """Return the values of each group, without empty groups. groups: int64 [N] from 0. values: [N]."""
-    present = groups.bincount().nonzero().flatten().tolist()
-    return [(group, values[groups == group]) for group in present]
 
 
 # Metrics of how far the policy has moved since older weights sampled a token. In exact mode the engine's logprob is
@@ -237,7 +228,8 @@ def order_statistics(values: Tensor) -> Tensor:
 
     So for an increasing f, the order statistics of f(values) are f(order statistics of values).
     """
-    return torch.stack([_percentile(values, 50), _percentile(values, 99), values.max()])
+    ranks = [-(-percent * values.numel() // 100) for percent in (50, 99)]
+    return torch.stack([*(values.kthvalue(rank).values for rank in ranks), values.max()])
 
 
 def distribution(name: str, mean: Tensor, order: Tensor) -> dict[str, float]:
@@ -249,9 +241,3 @@ def distribution(name: str, mean: Tensor, order: Tensor) -> dict[str, float]:
 def effective_sample_size(weights: Tensor) -> Tensor:
     """(Σw)² / (N Σw²) of positive weights [N]: 1 where all are equal, 1/N where one outweighs the rest (Kish)."""
     return weights.sum() ** 2 / (weights.numel() * (weights**2).sum())
-
-
-def _percentile(values: Tensor, percent: int) -> Tensor:
-    """Return the smallest v such that at least `percent` % of the values are <= v."""
-    rank = -(-percent * values.numel() // 100)
-    return values.kthvalue(rank).values

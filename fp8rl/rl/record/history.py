@@ -54,9 +54,9 @@ class Event:
 _EVENT = TypeAdapter(Event)
 
 
-def append_event(path: Path, event: Event) -> None:
-    """Append an event to the file."""
-    append_line(path, _line(event))
+def append_entry(path: Path, entry: Event | Session) -> None:
+    """Append an event, or a session: once at its start, and again at its end."""
+    append_line(path, _line(entry))
 
 
 def read_events(path: Path) -> list[Event]:
@@ -75,8 +75,8 @@ def cut_events(path: Path, step: int) -> None:
         write_atomically(path, "".join(_line(event) + "\n" for event in read_events(path) if event.step <= step))
 
 
-def _line(event: Event) -> str:
-    return json.dumps(dataclasses.asdict(event), allow_nan=False)
+def _line(entry: Event | Session) -> str:
+    return json.dumps(dataclasses.asdict(entry), allow_nan=False)
 
 
 LIBRARIES = ("fp8rl", "sglang", "megatron-core", "torch", "ray", "transformers")
@@ -120,11 +120,6 @@ def this_session(notes: Sequence[str] = ()) -> Session:
     return Session(time.time(), _machine(), versions, _commit(), notes=[*notes])
 
 
-def append_session(path: Path, session: Session) -> None:
-    """Append a line for a session: once at its start, and again at its end."""
-    append_line(path, json.dumps(dataclasses.asdict(session), allow_nan=False))
-
-
 def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
     """Read the sessions in order, each from its last line, and the lines that cannot be used."""
     lines, bad = json_lines(path, "sessions", _SESSION.validate_python)
@@ -145,13 +140,12 @@ def _machine() -> str:
 def _commit() -> str | None:
     if not (_REPOSITORY / ".git").exists():
         return None
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
-    return None if not commit else commit[:12] + "+" * bool(changes)
-
-
-def _git(*arguments: str) -> str | None:
+    git = ["git", "-C", str(_REPOSITORY)]
     try:
-        done = subprocess.run(["git", "-C", _REPOSITORY, *arguments], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        commit, changes = (
+            subprocess.check_output([*git, *asked], stderr=subprocess.DEVNULL, text=True, timeout=10)
+            for asked in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return commit[:12] + "+" * bool(changes)

@@ -160,12 +160,9 @@ def _prepare(run: RunDir, resume: bool, overwrite: bool, reads: Collection[Path]
         )
     for path in reads:
         if path.resolve().is_relative_to(run.path.resolve()) and path.resolve() != run.experiment.resolve():
-            raise user_error(
-                "run.name",
-                found=f"{path}, an input of this run, in the directory that it would replace",
-                expected="the input in another directory",
-                remedy="Move it, or choose another run.name.",
-            )
+            found = f"{path}, an input of this run, in the directory that it would replace"
+            remedy = "Move it, or choose another run.name."
+            raise user_error("run.name", found, "the input in another directory", remedy)
     set_aside(run.path)
 
 
@@ -206,20 +203,13 @@ def _take(file: Path, path: Path) -> int:
         except BlockingIOError:
             holder = os.read(descriptor, 200).decode(errors="replace")
             os.close(descriptor)
-            raise user_error(
-                "run.name",
-                found=f"the run {path}, which is held by {holder or 'a process that is starting'}",
-                expected="a run that no process works on",
-                remedy="Wait for its end, end that process, or choose another run.name.",
-            ) from None
+            found = f"the run {path}, which is held by {holder or 'a process that is starting'}"
+            remedy = "Wait for its end, end that process, or choose another run.name."
+            raise user_error("run.name", found, "a run that no process works on", remedy) from None
         if _NOTE.fullmatch(os.pread(descriptor, 200, 0)) is None:
             os.close(descriptor)
-            raise user_error(
-                "run.name",
-                found=f"{file}, which is no lock of a run",
-                expected="no such file, or one that a run left",
-                remedy="Move it away, or choose another run.name.",
-            )
+            found, expected = f"{file}, which is no lock of a run", "no such file, or one that a run left"
+            raise user_error("run.name", found, expected, "Move it away, or choose another run.name.")
         # The former holder may have removed the file between our open and our lock; then ours locks nothing.
         if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
             return descriptor

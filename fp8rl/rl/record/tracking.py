@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, shown, write_rollouts
@@ -52,13 +52,13 @@ class RunTracker:
         """
         self.wait()
         written = self._metrics.append(step, metrics)
-        self._trackers.log(step, written)
+        self._trackers.put("log", step, written)
         self._to_write = step, samples
         return written
 
     def alert(self, text: str) -> None:
         """Send an event to the trackers."""
-        self._trackers.alert(text)
+        self._trackers.put("alert", text)
 
     def write(self) -> None:
         """Begin to write the trajectories of the last step, in the background."""
@@ -79,7 +79,8 @@ class RunTracker:
             write_rollouts(self._run_dir.ahead(step), ahead)
         if records:
             write_rollouts(self._run_dir.rollouts(step), records if self._all_rollouts else shown(records))
-            self._trackers.show(step, shown(records))
+            if self._trackers.run.shows(step):
+                self._trackers.put("show", step, shown(records))
 
     def finish(self, summary: Mapping[str, Any] | None = None, *, exit_code: int = 0) -> None:
         """Close the log and the trackers, which get `summary`. A second call does nothing."""
@@ -115,7 +116,7 @@ class BackgroundTrackers:
     """
 
     def __init__(self, names: Sequence[str], run: Tracked, lost: Callable[[str], object]) -> None:
-        self._run, self._lost, self._dropped = run, lost, 0
+        self.run, self._lost, self._dropped = run, lost, 0
         self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(_RECORDS)
         self._trackers: dict[str, Tracker] = {}
         self._thread = threading.Thread(target=self._serve, args=(names,), name="trackers", daemon=True)
@@ -123,18 +124,13 @@ class BackgroundTrackers:
         if names:
             self._thread.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass the row of a step to the trackers."""
-        self._put("log", step, metrics)
-
-    def show(self, step: int, records: Sequence[RolloutRecord]) -> None:
-        """Pass sample rollouts of a step to the trackers, if they show rollouts of this step."""
-        if self._run.shows(step):
-            self._put("show", step, records)
-
-    def alert(self, text: str) -> None:
-        """Pass an event to the trackers."""
-        self._put("alert", text)
+    def put(self, call: Literal["log", "show", "alert"], *values: Any) -> None:
+        """Have the trackers' thread call a method of each tracker; if too many calls wait already, count the record."""
+        if self._told:
+            try:
+                self._waiting.put_nowait((call, *values))
+            except queue.Full:
+                self._dropped += 1
 
     def finish(self, exit_code: int, summary: Mapping[str, Any]) -> None:
         """Give the trackers a bounded time for the records in the queue. A second call does nothing."""
@@ -150,17 +146,10 @@ class BackgroundTrackers:
         if self._dropped:
             self._lost(f"trackers lack {self._dropped} records, as the queue was full; metrics.jsonl has every row")
 
-    def _put(self, *record: Any) -> None:
-        if self._told:
-            try:
-                self._waiting.put_nowait(record)
-            except queue.Full:
-                self._dropped += 1
-
     def _serve(self, names: Sequence[str]) -> None:
         for name in names:
             with self._guarded(name):
-                self._trackers[name] = start(name, self._run)
+                self._trackers[name] = start(name, self.run)
         call = ""
         while call != "finish":
             call, *values = self._waiting.get()

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8rl.rl.record.metrics import METRICS, held_out_is, metric
+from fp8rl.rl.record.metrics_log import Row
 from fp8rl.rl.report.page import Charts, Section
-from fp8rl.rl.report.summary import Row, evaluated_at
+from fp8rl.rl.report.summary import evaluated_at
 
 Chart = dict[str, Any]
 """`title`, `note` (what to look for), `traces` with x, y, name, and `y`: plotly settings of the value axis."""
@@ -31,10 +32,18 @@ class ChartStyle:
     unit: str
     """Text of the value axis."""
     scale: Literal["plain", "share", "floor", "log"] = "plain"
-    """The value axis. `share`: from 0 to 1. `floor`: from 0. `log`: logarithmic, without zeros. `plain`: plotly's."""
+    """The value axis, a name in `_AXES`."""
     bars: bool = False
     """The curves are drawn as stacked bars."""
 
+
+_AXES: dict[str, dict[str, Any]] = {
+    "share": {"range": [0, 1.02]},
+    "floor": {"rangemode": "tozero"},
+    "log": {"type": "log"},
+    "plain": {},
+}
+"""Plotly's settings of a value axis: from 0 to 1, from 0, logarithmic and without zeros, or plotly's own."""
 
 SECTIONS: dict[str, dict[str, ChartStyle]] = {
     "Learning": {
@@ -176,7 +185,12 @@ def _chart(title: str, look: ChartStyle, runs: Sequence[Drawn]) -> Chart:
                 note = f"{note} The first took {rows[0]['sync/seconds']:.2f} s."
             rows = rows[1:]
         if title == TIME and not several:
-            rows, wanted = _with_rest(rows, [measured for measured, _ in wanted]), [*wanted, (_REST, "other")]
+            parts = [measured for measured, _ in wanted]
+            whole = [dict.fromkeys(parts, 0.0) | row for row in rows if "perf/step_seconds" in row]
+            rows = [
+                {**row, _REST: max(0.0, row["perf/step_seconds"] - sum(map(row.__getitem__, parts)))} for row in whole
+            ]
+            wanted = [*wanted, (_REST, "other")]
         for curve, (measured, label) in enumerate(wanted):
             trace = _trace(rows, measured, label, look, curve)
             if several:
@@ -186,22 +200,15 @@ def _chart(title: str, look: ChartStyle, runs: Sequence[Drawn]) -> Chart:
                 trace["dash"] = _DASHES[index % len(_DASHES)]
             traces.append(trace)
     traces = [trace for trace in traces if trace["x"]]
-    return {"title": title, "note": note, "traces": traces, "y": {"title": look.unit, **_axis(look, traces)}}
+    positive = any(value > 0 for trace in traces for value in trace["y"])
+    axis = _AXES[look.scale if look.scale != "log" or positive else "plain"]
+    return {"title": title, "note": note, "traces": traces, "y": {"title": look.unit, **axis}}
 
 
 _COLORS = 5
 """How many colours for curves templates/page.css has."""
 _REST = "rest"
-
-
-def _with_rest(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
-    """Return the rows of whole steps with the time of every part, and with the time outside all parts."""
-    return [
-        {**dict.fromkeys(parts, 0.0), **row}
-        | {_REST: max(0.0, row["perf/step_seconds"] - sum(row.get(name, 0.0) for name in parts))}
-        for row in rows
-        if "perf/step_seconds" in row
-    ]
+"""The time of a step outside all of its parts."""
 
 
 def _trace(rows: Sequence[Row], name: str, label: str, look: ChartStyle, index: int) -> dict[str, Any]:
@@ -217,15 +224,3 @@ def _trace(rows: Sequence[Row], name: str, label: str, look: ChartStyle, index: 
         "dash": _DASHES[index % len(_DASHES)],
         "color": {"sync/mismatched_tensors": "bad", _REST: "muted"}.get(name),
     }
-
-
-def _axis(look: ChartStyle, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the value axis that differ from plotly's own. A logarithmic axis leaves zeros out."""
-    positive = any(value > 0 for trace in traces for value in trace["y"])
-    axes: dict[str, dict[str, Any]] = {
-        "share": {"range": [0, 1.02]},
-        "floor": {"rangemode": "tozero"},
-        "log": {"type": "log"} if positive else {},
-        "plain": {},
-    }
-    return axes[look.scale]

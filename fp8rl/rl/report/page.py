@@ -21,9 +21,9 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import read_resolved
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.report.summary import Tone
 from fp8rl.rollout.tasks.data import load_problems
 
+Tone = Literal["good", "bad", "neutral"]
 Column = tuple[str, Literal["", "n", "text", "code"]]
 """A column's heading, and the kind of its cells: words (empty), numbers, texts of several lines, or code."""
 

@@ -17,13 +17,13 @@ from fp8rl.numerics.core.reading import BadLine, check_path, read_text
 from fp8rl.rl.record.console import format_difference, format_percent
 from fp8rl.rl.record.history import Event, Session, events_found, sessions_found
 from fp8rl.rl.record.metrics import metric
-from fp8rl.rl.record.metrics_log import metrics_found
+from fp8rl.rl.record.metrics_log import Row, metrics_found
 from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found, shown
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
-from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, references
-from fp8rl.rl.report.summary import Row, RunSummary, by_kind, summarize
+from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, Tone, references
+from fp8rl.rl.report.summary import RunSummary, by_kind, summarize
 from fp8rl.rl.report.verdict import verdict
 
 MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</span>')
@@ -56,6 +56,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
     sessions, bad_sessions = sessions_found(run.sessions)
     files = [(run.metrics, bad_rows), (run.events, bad_events), (run.sessions, bad_sessions)]
     damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in found_samples)])
+    notes = [f"Note: {note.rstrip('.')}." for note in sessions[-1].notes] if sessions else []
     summary = summarize(rows, events)
     warned, stepped_in = by_kind(events)
     others = [event for event in events if event not in warned and event not in stepped_in]
@@ -64,7 +65,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
             run.report,
             "run report",
             run.name,
-            verdict(summary) + _early(rows[-1]["step"], spec, sessions) + _notes(sessions) + damage,
+            verdict(summary) + _early(rows[-1]["step"], spec, sessions) + notes + damage,
             [
                 *sections(rows),
                 _events("Interventions", stepped_in, run),
@@ -91,27 +92,16 @@ def _damage(files: Sequence[tuple[Path, Sequence[BadLine]]]) -> list[str]:
 
 
 def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
-    """Return why the run has not reached its last step; nothing if it has."""
-    wanted = _steps_of(spec)
-    if wanted is None or last >= wanted:
+    """Return why the run has not reached its last step; nothing if it has, or if the text of its spec is damaged."""
+    try:
+        wanted = parse_yaml(spec)["run"]["steps"]
+    except (TypeError, KeyError, ValueError):
+        wanted = None
+    if not isinstance(wanted, int) or last >= wanted:
         return []
     if sessions and sessions[-1].ended is not None:
         return [f"The run ended after step {last} of {wanted}: {sessions[-1].why or 'its spec has been changed'}."]
     return [f"The run is at step {last} of {wanted}: it is still running, or was killed."]
-
-
-def _notes(sessions: Sequence[Session]) -> list[str]:
-    """Return the remarks on the input at the last start of the run."""
-    return [f"Note: {note.rstrip('.')}." for note in sessions[-1].notes] if sessions else []
-
-
-def _steps_of(spec: str) -> int | None:
-    """Read `run.steps` from the text of a spec, which may be damaged."""
-    try:
-        steps = parse_yaml(spec)["run"]["steps"]
-    except (TypeError, KeyError, ValueError):
-        return None
-    return steps if isinstance(steps, int) else None
 
 
 def _events(title: str, events: Sequence[Event], run: RunDir) -> Section:
@@ -192,24 +182,19 @@ def _tiles(summary: RunSummary, rows: Sequence[Row]) -> list[Tile]:
         share = "all" if summary.exact_fraction == 1.0 else f"{format_percent(summary.exact_fraction)} of"
         below = f"{share} {summary.compared_tokens:,} tokens of the trainer's version exact"
         value = "0" if summary.largest_abs_diff == 0 else f"{summary.largest_abs_diff:.3g} nats"
-        tiles.append(Tile("Largest mismatch |d|", value, below, summary.agreement_tone))
+        wrong = summary.nonfinite_tokens or summary.compared_steps < summary.steps
+        tone: Tone = "good" if summary.bitwise_equal else "bad" if wrong else "neutral"
+        tiles.append(Tile("Largest mismatch |d|", value, below, tone))
     if summary.largest_drift is not None:
         below = f"at most {summary.largest_drift:.3g}, over {summary.older_tokens:,} trained tokens"
         tiles.append(Tile("Mean drift of older tokens", f"{summary.mean_drift:.3g} nats", below))
     if summary.syncs:
         below = f"{summary.mismatched_tensors} mismatched tensors"
-        tiles.append(
-            Tile("Weight syncs verified", f"{summary.verified_syncs} / {summary.syncs}", below, summary.sync_tone)
-        )
+        tone = "good" if summary.verified_syncs == summary.syncs else "bad"
+        tiles.append(Tile("Weight syncs verified", f"{summary.verified_syncs} / {summary.syncs}", below, tone))
     if summary.equal_reward_groups is not None:
-        share = f"{summary.equal_reward_groups:.0%}"
-        tiles.append(
-            Tile(
-                "Groups of equal rewards",
-                share,
-                "of all; algorithms that compare a group's answers learn nothing there",
-            )
-        )
+        below = "of all; algorithms that compare a group's answers learn nothing there"
+        tiles.append(Tile("Groups of equal rewards", f"{summary.equal_reward_groups:.0%}", below))
     named = {"perf/rollout_tokens_per_second": "sampled", "perf/train_tokens_per_second": "trained"}
     rates = {name: [row[measured] for row in rows if measured in row] for measured, name in named.items()}
     medians = [f"{median(values):,.0f} {name}" for name, values in rates.items() if values]

@@ -6,13 +6,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.metrics import held_out_is
-
-Row = dict[str, Any]
-Tone = Literal["good", "bad", "neutral"]
+from fp8rl.rl.record.metrics_log import Row
 
 ABS_DIFF_MAX = "mismatch/train_rollout_logprob_abs_diff_max"
 ABS_DIFF_MEAN = "mismatch/train_rollout_logprob_abs_diff_mean"
@@ -100,20 +97,6 @@ class RunSummary:
         """True if every step was measured and every token of the trainer's version had d == 0."""
         complete = self.compared_steps == self.steps > 0 and self.nonfinite_tokens == 0
         return complete and self.largest_abs_diff == 0.0 and self.exact_fraction == 1.0
-
-    @property
-    def agreement_tone(self) -> Tone:
-        if self.compared_steps == 0 and self.nonfinite_tokens == 0:
-            return "neutral"
-        if self.bitwise_equal:
-            return "good"
-        return "bad" if self.nonfinite_tokens or self.compared_steps < self.steps else "neutral"
-
-    @property
-    def sync_tone(self) -> Tone:
-        if self.syncs == 0:
-            return "neutral"
-        return "good" if self.verified_syncs == self.syncs else "bad"
 
 
 def evaluated_at(row: Row) -> int:

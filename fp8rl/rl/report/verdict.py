@@ -9,7 +9,12 @@ def verdict(summary: RunSummary) -> list[str]:
     """Describe the run in one or two sentences each: learning, agreement, weight syncs, warnings, interventions."""
     sentences = [_learning(summary), _agreement(summary), _syncs(summary)]
     if summary.outlying_gradient is not None:
-        sentences.append(_gradient(summary, *summary.outlying_gradient))
+        step, norm, median = summary.outlying_gradient
+        sentence = f"The gradient of step {step} had a norm of {norm:,.4g}, where the median is {median:.3g}"
+        if summary.largest_abs_diff and summary.largest_abs_diff_step == step:
+            sentence += ", and the step has the run's largest mismatch: algorithm.tis_cap and algorithm.clip_dual"
+            sentence += " bound what one token can do"
+        sentences.append(f"{sentence}.")
     if summary.cut_answers * 2 > summary.answers:
         sentences.append(
             f"{summary.cut_answers:,} of {_count(summary.answers, 'answer')} had no room left "
@@ -47,47 +52,30 @@ def _learning(summary: RunSummary) -> str:
     return f"{steps} completed, without an evaluation."
 
 
-def _gradient(summary: RunSummary, step: int, norm: float, median: float) -> str:
-    sentence = f"The gradient of step {step} had a norm of {norm:,.4g}, where the median is {median:.3g}"
-    if summary.largest_abs_diff and summary.largest_abs_diff_step == step:
-        sentence += (
-            ", and the step has the run's largest mismatch: algorithm.tis_cap and algorithm.clip_dual bound what one "
-            "token can do"
-        )
-    return f"{sentence}."
-
-
 def _agreement(summary: RunSummary) -> str:
     if summary.largest_abs_diff is None and summary.nonfinite_tokens == 0:
         return "No sampled tokens were compared between trainer and engine."
+    tokens = f"{_count(summary.compared_tokens, 'token')} of the trainer's version"
+    steps, parts = _count(summary.steps, "step"), []
     if summary.bitwise_equal:
-        tokens, steps = _count(summary.compared_tokens, "token"), _count(summary.steps, "step")
-        sentence = f"Trainer and engine agree bit for bit: d = 0 on all {tokens} of the trainer's version in {steps}"
-    else:
-        sentence = " ".join(_difference(summary)).rstrip(".")
-    if summary.older_tokens:
-        sentence += (
-            f"; {summary.older_tokens:,} trained tokens of older weights had drifted by {summary.mean_drift:.3g} nats "
-            f"on average, {summary.largest_drift:.3g} at most"
-        )
-    return f"{sentence}."
-
-
-def _difference(summary: RunSummary) -> list[str]:
-    """Return why the run cannot be called bitwise equal."""
-    tokens, parts = f"{_count(summary.compared_tokens, 'token')} of the trainer's version", []
-    if summary.largest_abs_diff == 0.0 and summary.exact_fraction == 1.0:
-        parts.append(f"Trainer and engine agree bit for bit on the {tokens} that were compared.")
+        parts.append(f"Trainer and engine agree bit for bit: d = 0 on all {tokens} in {steps}")
+    elif summary.largest_abs_diff == 0.0 and summary.exact_fraction == 1.0:
+        parts.append(f"Trainer and engine agree bit for bit on the {tokens} that were compared")
     elif summary.largest_abs_diff is not None:
         parts.append(
             f"Trainer and engine differ: the largest mismatch |d| is {summary.largest_abs_diff:.3g} nats "
-            f"(step {summary.largest_abs_diff_step}), the mean {summary.mean_abs_diff:.3g} over {tokens}."
+            f"(step {summary.largest_abs_diff_step}), the mean {summary.mean_abs_diff:.3g} over {tokens}"
         )
     if summary.nonfinite_tokens:
-        parts.append(f"{_count(summary.nonfinite_tokens, 'token')} had a non-finite log-probability.")
+        parts.append(f"{_count(summary.nonfinite_tokens, 'token')} had a non-finite log-probability")
     if summary.compared_steps < summary.steps:
-        parts.append(f"{summary.steps - summary.compared_steps} of {_count(summary.steps, 'step')} were not compared.")
-    return parts
+        parts.append(f"{summary.steps - summary.compared_steps} of {steps} were not compared")
+    if summary.older_tokens:
+        parts[-1] += (
+            f"; {summary.older_tokens:,} trained tokens of older weights had drifted by {summary.mean_drift:.3g} nats "
+            f"on average, {summary.largest_drift:.3g} at most"
+        )
+    return ". ".join(parts) + "."
 
 
 def _syncs(summary: RunSummary) -> str:

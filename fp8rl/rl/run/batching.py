@@ -62,12 +62,15 @@ def batch_from_trajectories(
     rollout_logprobs = torch.zeros(batch.tokens.shape)
     # Row-major, so the mask lists each row's sampled tokens in order, row after row.
     rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
+    seeds, count = torch.full((batch.rows,), GREEDY), min(redraws, batch.rows)
+    for row in (index * batch.rows // count for index in range(count)):
+        seeds[row] = trajectories[row].seed
     return replace(
         batch,
         fields={"rollout_logprobs": rollout_logprobs, **_likeliest(trajectories, batch)},
         routes=_routes(trajectories, batch),
         replay=replay,
-        seeds=_seeds(trajectories, redraws) if redraws else None,
+        seeds=seeds if redraws else None,
         truncation=truncation,
         supports=_supports(trajectories, batch),
     )
@@ -125,12 +128,3 @@ def _likeliest(trajectories: Sequence[Trajectory], batch: TokenBatch) -> dict[st
         targets, -1
     )
     return {LIKELY_IDS: ids, LIKELY_LOGPROBS: logprobs}
-
-
-def _seeds(trajectories: Sequence[Trajectory], redraws: int) -> Tensor:
-    """int64 [B]: the seeds of `redraws` rows at equal distances, `GREEDY` in all other rows."""
-    seeds = torch.full((len(trajectories),), GREEDY)
-    count = min(redraws, len(trajectories))
-    for row in (index * len(trajectories) // count for index in range(count)):
-        seeds[row] = trajectories[row].seed
-    return seeds

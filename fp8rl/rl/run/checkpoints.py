@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.files import flush_to_disk
 from fp8rl.numerics.core.reading import RESTORE
@@ -126,31 +125,20 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
     read_metrics(run.metrics)
     read_events(run.events)
     if step > experiment.run.steps:
-        raise user_error(
-            "run.steps",
-            found=experiment.run.steps,
-            expected=f"at least {step}, the step of the newest checkpoint",
-            remedy=f"Set run.steps to {step} or more.",
-        )
+        expected = f"at least {step}, the step of the newest checkpoint"
+        raise user_error("run.steps", experiment.run.steps, expected, f"Set run.steps to {step} or more.")
     if GateState.of_checkpoint(run, step).router_replay and experiment.numerics.router_replay == "off":
-        raise user_error(
-            "numerics.router_replay",
-            found="off",
-            expected="record, as a gate of this run has turned on the replay of the recorded routes",
-            remedy="Set numerics.router_replay=record.",
-        )
+        expected = "record, as a gate of this run has turned on the replay of the recorded routes"
+        raise user_error("numerics.router_replay", "off", expected, "Set numerics.router_replay=record.")
     kept = read_about(run.checkpoint(step)).extra.get("kept")
     trained = kept if isinstance(kept, dict) else {}
     for key, value in _kept(experiment).items():
         if value != trained.get(key):
             if key == "numerics":  # a digest alone does not say what to set back
                 value += ", by " + ", ".join(said for said in changes(run, experiment) if said.startswith("numerics."))
-            raise user_error(
-                key,
-                found=value,
-                expected=f"{shown(trained.get(key))}, as in the checkpoint of step {step}",
-                remedy=f"Resume with the settings of {run.experiment}, or start a new run under another run.name.",
-            )
+            expected = f"{shown(trained.get(key))}, as in the checkpoint of step {step}"
+            remedy = f"Resume with the settings of {run.experiment}, or start a new run under another run.name."
+            raise user_error(key, value, expected, remedy)
 
 
 def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> list[str]:
@@ -218,19 +206,16 @@ def _kept(experiment: Experiment) -> dict[str, Any]:
     """Return the settings that a run must keep from its first step to its last. With others, its curves would mix two
     experiments."""
     numerics = experiment.numerics_config()
+    scales = f"{numerics.key_scale:g} and {numerics.value_scale:g}"
     return {
         "numerics": f"spec digest {numerics.spec.digest()}",
         "numerics.mode": numerics.mode,
         "numerics.trainer": numerics.trainer,
         "numerics.rollout": numerics.rollout,
-        "numerics.kv": _kv(numerics),
+        # None for BF16, which checkpoints without this key have.
+        "numerics.kv": None if numerics.kv == "bf16" else f"fp8, scales {scales}",
         "algorithm.name": experiment.algorithm.name,
         "run.seed": experiment.run.seed,
         "adapter": None if experiment.adapter is None else experiment.adapter.model_dump(mode="json"),
         "eval.problems": experiment.eval.problems,
     }
-
-
-def _kv(numerics: NumericsConfig) -> str | None:
-    """Return the format of keys and values; None for BF16, which checkpoints without this key have."""
-    return None if numerics.kv == "bf16" else f"fp8, scales {numerics.key_scale:g} and {numerics.value_scale:g}"

@@ -45,10 +45,6 @@ class HeldOut:
     pass_at: tuple[int, ...] = ()
     """The values of k for which `pass@k` is reported."""
 
-    @property
-    def greedy(self) -> bool:
-        return self.sampling.temperature == 0
-
 
 def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iterator[HeldOut]:
     """Every set of the experiment, `data.eval` first; none if evaluation is off.
@@ -126,9 +122,16 @@ class Evaluation:
         found = self._sampling.collect([item for items in asked for item in items])
         check_versions(chain.from_iterable(found), self._version, self._version)
         for each, items, judge in zip(self._sets, asked, self._judges, strict=True):
-            groups = [_answers(item) for item in items]
+            groups = [  # of a conversation, its last row; the number of the problem is the group
+                [
+                    replace(answer, trajectory=replace(answer.trajectory, group=item.number))
+                    for answer in item.judged()
+                    if not answer.trajectory.branch
+                ]
+                for item in items
+            ]
             metrics |= set_metrics(each, groups)
-            if each.greedy and not greedy:
+            if each.sampling.temperature == 0 and not greedy:
                 greedy = [answer for group in groups for answer in group]
             if judge is not self._sampling.judge:
                 self._sampling.events.tell_failures(judge.failures)
@@ -188,12 +191,3 @@ def agreement_on(
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
     seen = ScoredBatch(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, tis_cap=tis_cap)
     return seen.metrics()
-
-
-def _answers(item: PendingGroup) -> list[JudgedAnswer]:
-    """Return the answers to one problem, with its number as their group; of a conversation, its last row."""
-    return [
-        replace(answer, trajectory=replace(answer.trajectory, group=item.number))
-        for answer in item.judged()
-        if not answer.trajectory.branch
-    ]

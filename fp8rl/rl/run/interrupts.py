@@ -48,8 +48,11 @@ def interruptible() -> Iterator[None]:
     """
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGHUP:
-            _leave_terminal()
+        if signum == signal.SIGHUP:  # each line that is written to the closed terminal would raise an error
+            with open(os.devnull, "wb") as nowhere:
+                for descriptor in (1, 2):
+                    if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                        os.dup2(nowhere.fileno(), descriptor)
         raise KeyboardInterrupt
 
     former = {signum: signal.getsignal(signum) for signum in SIGNALS}
@@ -107,11 +110,3 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
     for signum in SIGNALS:
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # `nohup` sets that
             signal.signal(signum, handler)
-
-
-def _leave_terminal() -> None:
-    """Redirect output from a closed terminal to /dev/null, because each line written to it would raise an error."""
-    with open(os.devnull, "wb") as nowhere:
-        for descriptor in (1, 2):
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-                os.dup2(nowhere.fileno(), descriptor)

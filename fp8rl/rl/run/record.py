@@ -15,15 +15,7 @@ from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import cut_capsules
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.console import CONSOLE, StepConsole, run_log
-from fp8rl.rl.record.history import (
-    Event,
-    Session,
-    append_event,
-    append_session,
-    cut_events,
-    sessions_found,
-    this_session,
-)
+from fp8rl.rl.record.history import Event, Session, append_entry, cut_events, sessions_found, this_session
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import Tracked
@@ -99,7 +91,7 @@ class Record:
         self.checkpoints = self._closing.enter_context(Checkpoints(files, experiment, self._held))
         sessions, _ = sessions_found(files.sessions)
         self._directory, self._began, self.session = files.path.stat(), time.monotonic(), this_session(self._notes)
-        append_session(files.sessions, self.session)
+        append_entry(files.sessions, self.session)
         self.events.subscribe(self.note, self.console.progress)
         if resumed:
             why = f"lost ({sessions[-1].why}), and " if self.again and sessions else ""
@@ -126,7 +118,7 @@ class Record:
         """Record the end of this session. why: the reason for an early end. A second call does nothing."""
         if self.session is not None and self.session.ended is None:
             self.session = replace(self.session, ended=self.session.started + time.monotonic() - self._began, why=why)
-            append_session(self.files.sessions, self.session)
+            append_entry(self.files.sessions, self.session)
 
     def steps(self) -> Iterator[int]:
         """Go from step to step, up to the last. Raises FileNotFoundError: the run's directory was deleted, renamed or
@@ -172,7 +164,7 @@ class Record:
     def announce(self, event: Event) -> None:
         """Show an event on the console, append it to events.jsonl, and tell the trackers."""
         self.console.note(event.said, style="bold yellow")
-        append_event(self.files.events, event)
+        append_entry(self.files.events, event)
         self.tracker.alert(event.said)
 
 

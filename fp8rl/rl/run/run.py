@@ -276,7 +276,7 @@ def trainer_spec(experiment: Experiment, numerics: NumericsConfig) -> TrainerSpe
         experiment.trainer,
         numerics,
         seed=experiment.run.seed,
-        total_steps=algorithm.policy_updates(experiment.run.steps),
+        total_steps=algorithm.updates * sum(map(algorithm.learns, range(1, experiment.run.steps + 1))),
         max_sequence_length=experiment.rollout.context_length,
         reference=algorithm.needs.reference,
         critic=algorithm.critic_config(experiment.trainer),

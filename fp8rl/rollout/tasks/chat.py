@@ -56,7 +56,7 @@ def render(
 
     def write(found: Sequence[Message], answer: bool = False) -> str:
         text: str = tokenizer.apply_chat_template(
-            list(found), tokenize=False, add_generation_prompt=answer, **template_arguments(options)
+            list(found), tokenize=False, add_generation_prompt=answer, **{"strftime_now": TODAY.strftime, **options}
         )
         if len(text) > MOST_CHARACTERS:
             raise ValueError(f"a text of {len(text)} characters, more than {MOST_CHARACTERS}")
@@ -69,11 +69,6 @@ def render(
             return None
 
     return write(_in_known_roles(attempt, [_readable(attempt, message) for message in messages]), answer)
-
-
-def template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a template except the messages: `options` and a fixed date."""
-    return {"strftime_now": TODAY.strftime, **options}
 
 
 def read_arguments(found: Any) -> Any:
@@ -190,7 +185,11 @@ def _following(
     whole = render(tokenizer, [*before, turn, *messages], options, answer=True)
     start, found, following = whole.rpartition(content)
     if not found or not _THOUGHTS.sub("", start).startswith(_THOUGHTS.sub("", begun)):
-        raise _rewritten(messages)
+        role = messages[0]["role"] if messages else "further"
+        raise RewritingTemplateError(
+            f"environment: found a chat template that changes earlier text when a {role} message follows, "
+            "expected one that only adds text after the model's turn. Let the environment call tell() with the text."
+        )
     return following
 
 
@@ -275,11 +274,3 @@ def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: 
     blanks = next((n for n, token in enumerate(following) if text_of(tokenizer, [token]).strip()), 0)
     end = list(following[blanks : blanks + 1])
     return blanks + 1 if end and end == list(turn[-1:]) and end[0] in tokenizer.added_tokens_decoder else 0
-
-
-def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
-    role = messages[0]["role"] if messages else "further"
-    return RewritingTemplateError(
-        f"environment: found a chat template that changes earlier text when a {role} message follows, "
-        "expected one that only adds text after the model's turn. Let the environment call tell() with the text."
-    )

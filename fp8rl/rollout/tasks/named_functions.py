@@ -29,12 +29,8 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     if not colon:
         if name not in built_in:
             meant = "".join(f"Did you mean {near}? " for near in difflib.get_close_matches(name, built_in, n=1))
-            raise user_error(
-                key,
-                found=name,
-                expected=f"{', '.join(built_in)}, package.module:name or path/to/file.py:name",
-                remedy=f"{meant}Correct the name, or say where your function is.",
-            )
+            expected = f"{', '.join(built_in)}, package.module:name or path/to/file.py:name"
+            raise user_error(key, name, expected, f"{meant}Correct the name, or say where your function is.")
         where, _, function = built_in[name].rpartition(":")
     try:
         if where.endswith(".py"):
@@ -47,24 +43,17 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # whatever a module may raise while it is imported or asked, sys.exit() included
-        raise user_error(
-            key,
-            found=name,
-            expected=f"a module that can be imported; this one ends in {type(error).__name__}: {error}",
-            remedy=f"Correct it, or move it: it was searched in {os.getcwd()} and on Python's path.",
-        ) from error
+        expected = f"a module that can be imported; this one ends in {type(error).__name__}: {error}"
+        remedy = f"Correct it, or move it: it was searched in {os.getcwd()} and on Python's path."
+        raise user_error(key, name, expected, remedy) from error
     if not callable(call):
         names = [
             n
             for n, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", "") == module.__name__
         ]
-        raise user_error(
-            key,
-            found=name,
-            expected=f"a function of {where}, which has {', '.join(names) or 'none'}",
-            remedy="Correct the name after the colon.",
-        )
+        expected = f"a function of {where}, which has {', '.join(names) or 'none'}"
+        raise user_error(key, name, expected, "Correct the name after the colon.")
     found: Callable[..., Any] = call
     try:
         inspect.signature(found)

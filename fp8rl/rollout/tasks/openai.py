@@ -193,7 +193,12 @@ def read_request(
         "include_usage": bool(isinstance(options, dict) and options.get("include_usage")),
     }
     if not chat:
-        return CompletionRequest(**request, prompt=_prompt(found.get("prompt"), vocabulary))
+        prompt = found.get("prompt")
+        tokens = isinstance(prompt, list) and all(type(token) is int and 0 <= token < vocabulary for token in prompt)
+        if not prompt or not (tokens or isinstance(prompt, str)):
+            expected = f"a text or a list of tokens from 0 to {vocabulary - 1}"
+            raise Refusal(f"prompt: found {shown(prompt, 80)}, expected {expected}", "prompt")
+        return CompletionRequest(**request, prompt=tuple(prompt) if tokens else prompt)
     messages = found.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refusal(f"messages: found {shown(messages, 80)}, expected a list of messages", "messages")
@@ -219,16 +224,6 @@ def _check_constants(found: Mapping[str, Any], sampling: SamplingParams, overrid
                 remedy += f", or add {name} to environment.harness.override, which ignores the program's value"
             expected = f"{' or '.join(map(repr, values)) or 'none'}, as in the run"
             raise Refusal(f"{name}: found {shown(found[name], 80)}, expected {expected}. {remedy}", name)
-
-
-def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
-    if isinstance(found, str) and found:
-        return found
-    if isinstance(found, list) and found and all(type(token) is int and 0 <= token < vocabulary for token in found):
-        return tuple(found)
-    raise Refusal(
-        f"prompt: found {shown(found, 80)}, expected a text or a list of tokens from 0 to {vocabulary - 1}", "prompt"
-    )
 
 
 def read_message(found: Any, place: str) -> dict[str, Any]:

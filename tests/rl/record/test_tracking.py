@@ -74,7 +74,7 @@ def test_events_are_read_as_written_and_a_torn_line_is_ignored(tmp_path: Path) -
     path = tmp_path / "events.jsonl"
     assert history.read_events(path) == []
     for event in EVENTS:
-        history.append_event(path, event)
+        history.append_entry(path, event)
     with path.open("a") as file:
         file.write('{"step": 6, "met')
     assert history.read_events(path) == EVENTS
@@ -85,9 +85,9 @@ def test_a_resumed_run_forgets_events_of_steps_that_it_repeats(tmp_path: Path) -
     history.cut_events(path, 3)
     assert not path.exists()
     for event in EVENTS:
-        history.append_event(path, event)
+        history.append_entry(path, event)
     history.cut_events(path, 3)
-    history.append_event(path, dataclasses.replace(EVENTS[2], step=4))
+    history.append_entry(path, dataclasses.replace(EVENTS[2], step=4))
     assert [event.step for event in history.read_events(path)] == [2, 2, 4]
 
 
@@ -104,7 +104,7 @@ def test_the_last_line_of_a_session_counts_and_a_killed_one_has_no_end(tmp_path:
     whole = dataclasses.replace(killed, started=killed.started + 10)
     ended = dataclasses.replace(whole, ended=whole.started + 2.5, why="a gate")
     for session in (killed, whole, ended):
-        history.append_session(path, session)
+        history.append_entry(path, session)
     with path.open("a") as file:
         file.write('{"started": "yesterday"}\n')
     found, bad = history.sessions_found(path)

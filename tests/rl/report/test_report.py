@@ -10,7 +10,7 @@ import yaml
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
-from fp8rl.rl.record.history import Event, Session, append_event, append_session
+from fp8rl.rl.record.history import Event, Session, append_entry
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.report.charts import sections
@@ -80,6 +80,13 @@ def test_the_headline_says_what_happened(tmp_path: Path) -> None:
     assert "d = 0 on all 100 tokens of the trainer&#39;s version in 2 steps" in page
     assert "All 2 weight syncs verified" in page
     assert "all 100 tokens of the trainer&#39;s version exact" in page
+    rows[2] |= {"mismatch/nonfinite_count": 1.0, "sync/mismatched_tensors": 2.0}
+    wrong = page_of(make_run(tmp_path / "wrong", rows))
+    for label in ("Largest mismatch |d|", "Weight syncs verified"):
+        tones = [
+            re.search(rf'tile (\w+)">\s*<div class="label">{re.escape(label)}<', each)[1] for each in (page, wrong)
+        ]
+        assert tones == ["good", "bad"]
 
 
 def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
@@ -137,8 +144,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_interventions_are_listed_with_their_capsules(tmp_path: Path) -> None:
     run = make_run(tmp_path, {1: step_metrics(1)})
     assert "Interventions" not in page_of(run)
-    append_event(run.events, Event(1, "tracking/resumed", 1.0, "above 0", "resume", None, "resumed after step 1"))
-    append_event(run.events, Event(1, "train/loss", None, "not finite", "skip_step", "capsules/step_1", "because <b>"))
+    append_entry(run.events, Event(1, "tracking/resumed", 1.0, "above 0", "resume", None, "resumed after step 1"))
+    append_entry(run.events, Event(1, "train/loss", None, "not finite", "skip_step", "capsules/step_1", "because <b>"))
     page = page_of(run)
     assert "1 intervention, 0 steps not trained on. The first, step 1: because &lt;b&gt;." in page
     assert f"fp8rl explain {run.path}/capsules/step_1" in page
@@ -150,9 +157,9 @@ def test_a_run_that_ended_early_says_so_and_where_it_ran(tmp_path: Path) -> None
     page, _ = write_report(run.path)
     assert "The run is at step 2 of 9: it is still running, or was killed." in page.read_text()
     session = Session(1e9, "node: 2 cores of a CPU, 24 GiB", {"python": "3.11", "sglang": "0.5"}, "abc123+")
-    append_session(run.sessions, replace(session, notes=["3 of the 8 problems of data.eval are trained on as well"]))
+    append_entry(run.sessions, replace(session, notes=["3 of the 8 problems of data.eval are trained on as well"]))
     assert "Note: 3 of the 8 problems of data.eval are trained on as well." in write_report(run.path)[0].read_text()
-    append_session(run.sessions, replace(session, ended=1e9 + 75.4, why="train/loss: a gate"))
+    append_entry(run.sessions, replace(session, ended=1e9 + 75.4, why="train/loss: a gate"))
     text = write_report(run.path)[0].read_text()
     assert "The run ended after step 2 of 9: train/loss: a gate." in text
     for fact in ("node: 2 cores of a CPU, 24 GiB", "python 3.11, sglang 0.5", "abc123+", "wall time 75 s"):

@@ -59,7 +59,7 @@ def test_held_out_problems_are_as_many_as_asked(data: dict[str, str]) -> None:
     (two,) = held_out(experiment(data=data, eval={"problems": 2}), TOKENIZER)
     assert [group.prompt.problem.question for group in two.groups] == ["eval 0", "eval 1"]
     assert TOKENIZER.decode(two.groups[1].prompt.token_ids) == "<|user|>eval 1<|assistant|>"
-    assert all(group.seeds == (GREEDY,) for group in two.groups) and two.greedy
+    assert all(group.seeds == (GREEDY,) for group in two.groups) and two.sampling.temperature == 0
     sets = [{"name": "three", "path": data["eval"], "problems": 3}, {"name": "some", "path": data["eval"]}]
     found = held_out(experiment(data=data, eval={"problems": 2, "sets": sets}), TOKENIZER)
     assert [(each.name, len(each.groups)) for each in found] == [("", 2), ("three", 3), ("some", 2)]

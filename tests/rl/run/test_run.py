@@ -19,7 +19,7 @@ import fp8rl.rl.run.ending as ending_module
 import fp8rl.rl.run.run as run_module
 from fp8rl import supervising
 from fp8rl.numerics.core.errors import UserError, typed
-from fp8rl.rl.record.history import Event, append_event, read_events
+from fp8rl.rl.record.history import Event, append_entry, read_events
 from fp8rl.rl.run.background import Background
 from fp8rl.rl.run.ending import commands_after_a_stop, how_to_go_on
 from fp8rl.rl.run.interrupts import BoundedExitStack
@@ -75,7 +75,7 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
 
 def test_a_run_has_no_record_of_a_start_before_it_that_reached_no_step(tmp_path: Path) -> None:
     files = new_run(tmp_path / "it")
-    append_event(files.events, Event(1, "train/loss", 2.0, "above 1", "warn", None, "train/loss is 2"))
+    append_entry(files.events, Event(1, "train/loss", 2.0, "above 1", "warn", None, "train/loss is 2"))
     files.capsule(1).mkdir(parents=True)
     with BoundedExitStack() as closing:
         Record(experiment(tracking={"to": []}), files, closing, [], again=False).begin()

@@ -5,8 +5,6 @@ Equal numbers mark the trajectories of one group. They may come in any order, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -33,12 +31,12 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool, gr
     Returns:
         float32 [N]; computed in float64.
     """
-    group = _grouped(rewards, groups)
-    alone = group.counts == 1
-    centred = torch.where(alone, group.rewards, group.centred) if group_size == 1 else group.centred
+    rewards, member, counts, means = _grouped(rewards, groups)
+    alone = counts == 1
+    centred = torch.where(alone, rewards, rewards - means) if group_size == 1 else rewards - means
     if not normalize_std:
         return centred.float()
-    variance = group.sums(centred.square()) / (group.counts - 1).clamp(min=1)
+    variance = _sums(centred.square(), member) / (counts - 1).clamp(min=1)
     std = torch.where(alone, 1.0, variance.sqrt())
     return (centred / (std + STD_EPSILON)).float()
 
@@ -47,23 +45,20 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """Reward less the mean of the *other* trajectories of the prompt, as in RLOO (Ahmadian et al. 2024, "Back to
     Basics"). A group of one gives 0. Arguments and result: as in `group_advantages`.
     """
-    group = _grouped(rewards, groups)
-    return (group.centred * group.counts / (group.counts - 1).clamp(min=1)).float()
+    rewards, _, counts, means = _grouped(rewards, groups)
+    return ((rewards - means) * counts / (counts - 1).clamp(min=1)).float()
 
 
 def relative_to_mean(rewards: Tensor, groups: Tensor) -> Tensor:
     """(R - mean) / mean, 0 in a group of mean 0, as in MaxRL (Tajwar et al. 2026, "Maximum Likelihood Reinforcement
     Learning"): the fewer answers of a prompt are right, the more each right answer counts. Arguments and result: as in
     `group_advantages`. Raises UserError: a reward is negative."""
-    group = _grouped(rewards, groups)
-    if bool((group.rewards < 0).any()):
-        raise user_error(
-            "rewards",
-            found=float(group.rewards.min()),
-            expected="none below 0, as maxrl divides by the mean reward of a group",
-            remedy="Correct the reward functions or their weights, or choose another algorithm.",
-        )
-    return torch.where(group.means > 0, group.centred / group.means, 0.0).float()
+    rewards, _, _, means = _grouped(rewards, groups)
+    if bool((rewards < 0).any()):
+        expected = "none below 0, as maxrl divides by the mean reward of a group"
+        remedy = "Correct the reward functions or their weights, or choose another algorithm."
+        raise user_error("rewards", float(rewards.min()), expected, remedy)
+    return torch.where(means > 0, (rewards - means) / means, 0.0).float()
 
 
 def per_token(values: Tensor, batch_mask: Tensor) -> Tensor:
@@ -82,32 +77,16 @@ def whitened(advantages: Tensor, used: Tensor) -> Tensor:
     return white
 
 
-@dataclass(frozen=True)
-class _Grouped:
-    """The reward of each trajectory, and the index, size and mean reward of its group; all [N]."""
-
-    rewards: Tensor
-    member: Tensor
-    counts: Tensor
-    means: Tensor
-
-    @property
-    def centred(self) -> Tensor:
-        return self.rewards - self.means
-
-    def sums(self, values: Tensor) -> Tensor:
-        """Return for each trajectory the sum of `values` [N] over its group."""
-        return _sums(values, self.member)
-
-
-def _grouped(rewards: Tensor, groups: Tensor) -> _Grouped:
+def _grouped(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the reward of each trajectory in float64, and the index, size and mean reward of its group; all [N]."""
     rewards = rewards.double()
     _, member = torch.unique(groups, return_inverse=True)
     counts = _sums(torch.ones_like(rewards), member)
-    return _Grouped(rewards, member, counts, _sums(rewards, member) / counts)
+    return rewards, member, counts, _sums(rewards, member) / counts
 
 
 def _sums(values: Tensor, member: Tensor) -> Tensor:
+    """Return for each trajectory the sum of `values` [N] over its group."""
     return torch.zeros_like(values).index_add(0, member, values)[member]
 
 

@@ -80,25 +80,12 @@ class Correction:
     """Whether the TIS weight is a token's or a sequence's."""
     rejection: Literal["icepop", "geometric", "mis"] | None = None
     """The rule by which tokens are rejected; None keeps every token."""
-    low: float | None = None
-    """Least accepted ratio; None: no lower bound."""
-    high: float | None = None
-    """Largest accepted ratio; None: no upper bound."""
+    low: float = 0.0
+    """Least accepted ratio."""
+    high: float = math.inf
+    """Largest accepted ratio."""
     veto: float | None = None
     """If a token's ratio is below this, its sequence is rejected; None: no such rule."""
-
-    @classmethod
-    def of(
-        cls,
-        tis_cap: float | None,
-        level: Literal["token", "sequence"],
-        rejection: RejectionSection | None,
-        veto: float | None = None,
-    ) -> Correction:
-        """The correction that an experiment's settings ask for."""
-        if rejection is None:
-            return cls(tis_cap, level, veto=veto)
-        return cls(tis_cap, level, rejection.name, rejection.low, rejection.high, veto)
 
     @property
     def weighs(self) -> bool:
@@ -115,10 +102,9 @@ class Correction:
         """Describe the weight, the rejection and the veto, in a few words each."""
         level = {"icepop": "token", "mis": "sequence"}.get(self.rejection or "", self.level)
         cap = "" if self.tis_cap is None else f", at most {self.tis_cap:g}"
-        low, high = self.low or 0.0, math.inf if self.high is None else self.high
         return [
             *[f"w = the {level}'s ratio trainer / rollout{cap}"] * self.weighs,
-            *[f"{self.rejection} rejects outside [{low:g}, {high:g}]"] * (self.rejection is not None),
+            *[f"{self.rejection} rejects outside [{self.low:g}, {self.high:g}]"] * (self.rejection is not None),
             *([f"rejects sequences with a ratio below {self.veto:g}"] if self.veto is not None else []),
         ]
 
@@ -127,9 +113,8 @@ class Correction:
         ratio = clamp_exponent(d).exp()
         if not self.weighs:
             return torch.ones_like(ratio)
-        low, high = self.low or 0.0, math.inf if self.high is None else self.high
         if self.rejection == "icepop":
-            ratio = torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+            ratio = torch.where((ratio < self.low) | (ratio > self.high), 0.0, ratio)
         return ratio if self.tis_cap is None else ratio.clamp(max=self.tis_cap)
 
     def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,11 +144,7 @@ class Correction:
             weight = torch.ones_like(d)
         if self.tis_cap is not None:
             weight = weight.clamp(max=self.tis_cap)
-        outside = torch.zeros_like(judged, dtype=torch.bool)
-        if self.low is not None:
-            outside |= judged < self.low
-        if self.high is not None:
-            outside |= judged > self.high
+        outside = (judged < self.low) | (judged > self.high)
         if self.veto is not None:
             outside |= (token < self.veto).any(dim=1, keepdim=True)
         return torch.where(used, weight, 1.0).to(old.dtype), used & ~outside

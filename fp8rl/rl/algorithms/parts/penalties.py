@@ -18,18 +18,13 @@ from fp8rl.rl.mismatch.logprobs import clamp_exponent
 Estimator = Literal["k2", "k3"]
 
 
-def k2(x: Tensor) -> Tensor:
-    """x² / 2"""
-    return x.square() / 2
-
-
 def k3(x: Tensor) -> Tensor:
     """e^-x - 1 + x, without its cancellation; x is clamped to ±20."""
     x = clamp_exponent(x)
     return (-x).expm1() + x
 
 
-ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k2": k2, "k3": k3}
+ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k2": lambda x: x.square() / 2, "k3": k3}
 
 
 class KlLossSection(Section):
@@ -67,11 +62,6 @@ class KlSection(Section):
     """The KL term of the loss."""
     reward: KlRewardSection = KlRewardSection()
     """The KL penalty in the reward."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether a reference is loaded."""
-        return self.loss.coefficient > 0 or self.reward.coefficient > 0
 
 
 class OverlongSection(Section):

@@ -4,6 +4,7 @@ large, and the key that makes the class smaller."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 
@@ -65,22 +66,18 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
     if memory.peak <= gpu_memory:
         return
     phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu_memory
-    classes = sorted(memory.classes, key=lambda kept: (kept.bytes.get(phase, 0.0), kept.name), reverse=True)
-    sized = [(kept.bytes.get(phase, 0.0), kept) for kept in classes]
-    able = [
-        (size, kept.name, cure) for size, kept in sized if size and (cure := _cure(job, kept, gpu_memory)) is not None
-    ]
+    held = [(kept.bytes.get(phase, 0.0), kept.name, _cure(job, kept, gpu_memory)) for kept in memory.classes]
+    able = sorted(
+        [(size, name, cure) for size, name, cure in held if size and cure], key=itemgetter(0, 1), reverse=True
+    )
     # The largest class that is large enough and whose remedy is not costly; else the largest class.
     enough = [choice for choice in able if choice[0] >= short and not choice[2].costly]
     size, name, cure = (enough or able)[0]
     where = "an engine's GPU" if memory.rank is None else f"the GPU of rank {memory.rank}"
     more = " That alone is not enough." if size < short else ""
-    raise user_error(
-        cure.key,
-        found=f"{memory.peak / 1e9:.1f} GB on {where} ({phase}), of which {name} {size / 1e9:.1f} GB",
-        expected=f"at most the {gpu_memory / 1e9:.1f} GB of a {gpu}",
-        remedy=f"{cure.remedy}{more} `fp8rl plan` lists all that a GPU holds, and with --fit looks for keys.",
-    )
+    found = f"{memory.peak / 1e9:.1f} GB on {where} ({phase}), of which {name} {size / 1e9:.1f} GB"
+    remedy = f"{cure.remedy}{more} `fp8rl plan` lists all that a GPU holds, and with --fit looks for keys."
+    raise user_error(cure.key, found, f"at most the {gpu_memory / 1e9:.1f} GB of a {gpu}", remedy)
 
 
 def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: float = 0.0) -> int:
@@ -215,7 +212,6 @@ def with_own_cache(experiment: Experiment) -> Experiment:
     gpu = own_gpu()
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment
-    tokens = planned_here(read_shape(experiment.model.directory, adapter=experiment.adapter), experiment, gpu)[
-        0
-    ].kv_tokens
-    return experiment.model_copy(update={"rollout": experiment.rollout.model_copy(update={"max_total_tokens": tokens})})
+    job, _ = planned_here(read_shape(experiment.model.directory, adapter=experiment.adapter), experiment, gpu)
+    rollout = experiment.rollout.model_copy(update={"max_total_tokens": job.kv_tokens})
+    return experiment.model_copy(update={"rollout": rollout})

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -90,24 +90,19 @@ def check_functions(experiment: Experiment) -> None:
 
 
 def _check_reward(config: RewardSection, key: str) -> None:
+    """Load a reward function. Check a built-in one's `kwargs` against its annotations, and its tokenizer."""
     function = load_function(config, key)
     if config.function not in BUILT_IN:
         return
-    check_values(function.call, config.kwargs, f"{key}.kwargs")
-    if name := BUILT_IN[config.function].tokenizer:
-        key, directory = f"{key}.kwargs.{name}", config.kwargs[name]
-        check_chat_template(load_tokenizer(directory, key), directory, key)
-
-
-def check_values(function: Callable[..., Any], kwargs: Mapping[str, Any], key: str) -> None:
-    """Check the values of `kwargs` against the annotations of the function's parameters. Raises UserError: a value has
-    another type or is out of bounds; the message names it below `key`."""
-    hints = get_type_hints(function, include_extras=True)
-    for name, value in kwargs.items():
+    hints = get_type_hints(function.call, include_extras=True)
+    for name, value in config.kwargs.items():
         try:
             TypeAdapter(hints[name], config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
         except ValidationError as error:
             detail = error.errors()[0]
             expected = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else expected_of(detail)
-            place = ".".join([f"{key}.{name}", *(str(part) for part in detail["loc"] if isinstance(part, int))])
+            place = ".".join([f"{key}.kwargs.{name}", *(str(part) for part in detail["loc"] if isinstance(part, int))])
             raise user_error(place, found=detail["input"], expected=expected, remedy=f"Correct {place}.") from None
+    if name := BUILT_IN[config.function].tokenizer:
+        key, directory = f"{key}.kwargs.{name}", config.kwargs[name]
+        check_chat_template(load_tokenizer(directory, key), directory, key)

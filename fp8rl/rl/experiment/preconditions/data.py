@@ -48,12 +48,8 @@ def check_data(
         found = load_problems(source)
         if (asked := problems if problems is not None else min(experiment.eval.problems, len(found))) > len(found):
             key = "eval.problems" if source.key == "data.eval" else f"{source.key}.problems"
-            raise user_error(
-                key,
-                found=asked,
-                expected=f"at most the {len(found)} problems of {source.key}",
-                remedy=f"Set {key}={len(found)} or add problems.",
-            )
+            expected = f"at most the {len(found)} problems of {source.key}"
+            raise user_error(key, asked, expected, f"Set {key}={len(found)} or add problems.")
         check = _Check(found, experiment, tokenizer, room, rewards, pictures)
         for index, problem in _looked_at(found, say):
             check(problem, index)
@@ -87,12 +83,8 @@ def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int,
         asked = None if evaluation.problems == default else evaluation.problems
         yield source, asked, rollout.max_new_tokens, experiment.rewards
     elif not evaluation.sets:
-        raise user_error(
-            "data.eval",
-            found=None,
-            expected=f"a file, since eval.problems is {evaluation.problems}",
-            remedy="Set data.eval, name sets in eval.sets, or turn evaluation off by eval.problems=0.",
-        )
+        remedy = "Set data.eval, name sets in eval.sets, or turn evaluation off by eval.problems=0."
+        raise user_error("data.eval", None, f"a file, since eval.problems is {evaluation.problems}", remedy)
     for index, one in enumerate(evaluation.sets):
         source = data.source(one, f"eval.sets.{index}")
         yield source, one.problems, one.max_new_tokens or rollout.max_new_tokens, one.rewards or experiment.rewards
@@ -182,29 +174,21 @@ class _Check:
 
     def __call__(self, problem: Problem, index: int) -> None:
         name = self._problems.name(index)
-        self._check_pictures(problem, name)
+        texts = [str(message["content"]) for message in problem.conversation]
+        if found := [token for token in self._pictures if any(token in text for text in texts)]:
+            expected, remedy = (
+                "text: the positions of pictures (M-RoPE) are not implemented",
+                f"Correct or remove {name}.",
+            )
+            raise user_error(f"{self._key}: {name}", f"{found[0]}, the place of a picture", expected, remedy)
         self._check_roles(problem, name)
         self._check_length(problem, name)
         for config in self._rewards.functions if self._rewards is not None else ():
             ours = BUILT_IN.get(config.function)
             if ours is not None and ours.reads is not None and not ours.reads(problem.answer):
-                raise user_error(
-                    f"{self._key}: {name}: answer",
-                    found=problem.answer,
-                    expected=f"{ours.reference}, as the reward {config.function} reads",
-                    remedy=f"Correct {name}, or name other rewards.",
-                )
-
-    def _check_pictures(self, problem: Problem, name: str) -> None:
-        """Refuse tokens of pictures: their positions are rows and columns of a picture, which are not implemented."""
-        texts = [str(message["content"]) for message in problem.conversation]
-        if found := [token for token in self._pictures if any(token in text for text in texts)]:
-            raise user_error(
-                f"{self._key}: {name}",
-                found=f"{found[0]}, the place of a picture",
-                expected="text: the positions of pictures (M-RoPE) are not implemented",
-                remedy=f"Correct or remove {name}.",
-            )
+                expected = f"{ours.reference}, as the reward {config.function} reads"
+                remedy = f"Correct {name}, or name other rewards."
+                raise user_error(f"{self._key}: {name}: answer", problem.answer, expected, remedy)
 
     def _check_roles(self, problem: Problem, name: str) -> None:
         """Render each form of conversation once: templates refuse some orders of turns and some forms of calls."""
@@ -224,12 +208,9 @@ class _Check:
         except UserError as error:
             raise UserError(f"{self._key}: {name}: {error}") from error
         except Exception as error:  # whatever a program may raise
-            raise user_error(
-                f"{self._key}: {name}",
-                found=f"turns of {', '.join(shown)}, at which the chat template fails: {error}",
-                expected="turns that the chat template of model.path renders",
-                remedy=f"Correct or remove {name}.",
-            ) from error
+            found = f"turns of {', '.join(shown)}, at which the chat template fails: {error}"
+            expected = "turns that the chat template of model.path renders"
+            raise user_error(f"{self._key}: {name}", found, expected, f"Correct or remove {name}.") from error
 
     def _check_length(self, problem: Problem, name: str) -> None:
         """Check that a prompt and its answer (the data's if supervised, else max_new_tokens) fit the context length."""
@@ -252,12 +233,10 @@ class _Check:
         if tokens > room:
             what = "question and answer" if supervised else "a prompt"
             rest = "the end of sequence" if supervised else f"an answer of max_new_tokens = {self._after}"
-            raise user_error(
-                f"{self._key}: {name}",
-                found=f"{what} of {size} bytes, at least {tokens} tokens",
-                expected=f"at most {room}, so that {rest} still fits rollout.context_length = {limit}",
-                remedy=f"Raise rollout.context_length, or shorten or remove {name}.",
-            )
+            found = f"{what} of {size} bytes, at least {tokens} tokens"
+            expected = f"at most {room}, so that {rest} still fits rollout.context_length = {limit}"
+            remedy = f"Raise rollout.context_length, or shorten or remove {name}."
+            raise user_error(f"{self._key}: {name}", found, expected, remedy)
 
 
 def _form(value: object) -> object:

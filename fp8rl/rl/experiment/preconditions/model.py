@@ -10,13 +10,12 @@ from fp8rl import models
 from fp8rl.models import Model, ModelSizes, load_architecture
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.core.errors import UserError, raise_first, user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.reading import check_regular, read_json
 from fp8rl.numerics.core.section import RELATIVE
 from fp8rl.rl.algorithms.base import AlgorithmConfig, UnwrittenMethodError
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
 from fp8rl.trainer.config import RateSection
@@ -33,12 +32,8 @@ def read_model(path: Path, key: str = "model.path") -> Model:
     """Read config.json of the Hugging Face directory `path`. key: the name of the directory in messages. Raises
     UserError: the directory or its config is missing, broken, quantized or of an unknown architecture."""
     if not path.is_dir():
-        raise user_error(
-            key,
-            found=str(path),
-            expected="an existing Hugging Face model directory",
-            remedy=f"Correct the path; {RELATIVE}. `fp8rl init DIR` writes a small model, DIR/model.",
-        )
+        remedy = f"Correct the path; {RELATIVE}. `fp8rl init DIR` writes a small model, DIR/model."
+        raise user_error(key, str(path), "an existing Hugging Face model directory", remedy)
     check_regular(path, key)
     if (path / GENERATION).is_file():  # which an engine reads
         read_json(path / GENERATION, key, "a JSON object")
@@ -49,12 +44,8 @@ def check_architecture(model: Model, experiment: Experiment) -> None:
     """Raise `UserError` if the architecture of a user's file is not the model's. It may be a teacher's instead."""
     file = experiment.model.architecture
     if file is not None and experiment.teacher is None and (users := load_architecture(file)) is not model.architecture:
-        raise user_error(
-            "model.architecture",
-            found=f"{file} with {users.name}",
-            expected=f"the architecture of model.path, {model.architecture.name}",
-            remedy="Remove model.architecture, or name another model.",
-        )
+        found, expected = f"{file} with {users.name}", f"the architecture of model.path, {model.architecture.name}"
+        raise user_error("model.architecture", found, expected, "Remove model.architecture, or name another model.")
 
 
 def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
@@ -74,11 +65,24 @@ def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrai
 def check_teacher_layout(experiment: Experiment, shape: Shape) -> None:
     """Raise `UserError` if a teacher of this shape does not divide over its engine's ranks, or has no room for the
     longest answer."""
-    assert experiment.teacher is not None
-    numerics = experiment.teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
-    check_engine_layout(shape, experiment.teacher.tp, numerics.rollout_spec, "teacher.tp")
-    longest = experiment.teacher.engine(experiment.rollout).context_length
-    raise_first(_no_room(experiment.teacher, shape.sizes, experiment.rollout.context_length, longest))
+    teacher, asked = experiment.teacher, experiment.rollout.context_length
+    assert teacher is not None
+    numerics = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
+    check_engine_layout(shape, teacher.tp, numerics.rollout_spec, "teacher.tp")
+    length = teacher.engine(experiment.rollout).context_length
+    key, least, most = "teacher.context_length", asked + SCORED_SHORT_OF, shape.sizes.max_positions
+    if length < least:
+        kept = f"rollout.context_length = {asked}, and {SCORED_SHORT_OF} tokens that an engine keeps free"
+        remedy = "Remove teacher.context_length, or lower rollout.context_length."
+        raise user_error(key, length, f"at least {least}: {kept}", remedy)
+    if length > most:
+        shorter = most - SCORED_SHORT_OF
+        remedy = f"Lower rollout.context_length to at most {shorter}, and remove teacher.context_length."
+        raise user_error(key, length, f"at most {most}, the {shape.sizes.limit} of {teacher.path}", remedy)
+    if teacher.max_total_tokens < length:
+        expected = f"at least the context length of its engines, {length}"
+        remedy = "Raise teacher.max_total_tokens or lower rollout.context_length."
+        raise user_error("teacher.max_total_tokens", teacher.max_total_tokens, expected, remedy)
 
 
 def _check_vocabulary(
@@ -100,24 +104,6 @@ def _check_vocabulary(
 
 def _knows(token: str, vocabulary: dict[str, int]) -> str:
     return f"has {token!r} as token {vocabulary[token]}" if token in vocabulary else f"lacks the token {token!r}"
-
-
-def _no_room(teacher: TeacherSection, sizes: ModelSizes, asked: int, length: int) -> Iterator[UserError]:
-    """Yield an error if the teacher's engines have no room to score an answer. asked: `rollout.context_length`. length:
-    the context length of the teacher's engines."""
-    key, least, most = "teacher.context_length", asked + SCORED_SHORT_OF, sizes.max_positions
-    if length < least:
-        kept = f"rollout.context_length = {asked}, and {SCORED_SHORT_OF} tokens that an engine keeps free"
-        remedy = "Remove teacher.context_length, or lower rollout.context_length."
-        yield user_error(key, length, f"at least {least}: {kept}", remedy)
-    if length > most:
-        shorter = most - SCORED_SHORT_OF
-        remedy = f"Lower rollout.context_length to at most {shorter}, and remove teacher.context_length."
-        yield user_error(key, length, f"at most {most}, the {sizes.limit} of {teacher.path}", remedy)
-    if teacher.max_total_tokens < length:
-        expected = f"at least the context length of its engines, {length}"
-        remedy = "Raise teacher.max_total_tokens or lower rollout.context_length."
-        yield user_error("teacher.max_total_tokens", teacher.max_total_tokens, expected, remedy)
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:

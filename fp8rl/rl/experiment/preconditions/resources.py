@@ -56,8 +56,10 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         stages = range(experiment.trainer.pp)
         _check_processes(shape, experiment, [_on_the_host(job, stage) for stage in stages], weights=0)
         return
-    state = [_state(shape, experiment, stage) for stage in range(experiment.trainer.pp)]
-    numerics = experiment.numerics_config()
+    numerics, layout = experiment.numerics_config(), experiment.trainer
+    firsts = [stage * layout.stage_size for stage in range(layout.pp)]  # a rank of each pipeline stage
+    states = [state_bytes(shape, layout, numerics, "torch", rank).values() for rank in firsts]
+    state = [sum(part.total for part in parts) for parts in states]
     element_bytes = numerics.kv_format.dtype.itemsize
     weights = served_bytes(shape, numerics.rollout_spec) if experiment.needs_engines else 0
     left = _check_processes(shape, experiment, state, weights)
@@ -67,13 +69,10 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         its_own = experiment.teacher.numerics(experiment.numerics, numerics.k_splits).kv_format.dtype.itemsize
         taken = kv_cache_bytes(teacher, experiment.teacher.engine(experiment.rollout), its_own)
         if taken > left:
-            raise user_error(
-                "teacher.max_total_tokens",
-                found=experiment.teacher.max_total_tokens,
-                expected=f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
-                f"and the processes leave {left / 2**30:.1f} GiB",
-                remedy="Lower teacher.max_total_tokens or teacher.engines, or free memory.",
-            )
+            expected = f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
+            expected += f"and the processes leave {left / 2**30:.1f} GiB"
+            remedy = "Lower teacher.max_total_tokens or teacher.engines, or free memory."
+            raise user_error("teacher.max_total_tokens", experiment.teacher.max_total_tokens, expected, remedy)
         left -= taken
     rollout = experiment.rollout
     caches = kv_cache_bytes(shape, rollout, element_bytes)
@@ -82,19 +81,11 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         expected += f"{caches / 2**30:.1f} GiB, and the processes leave {left / 2**30:.1f} GiB"
         beside = rollout.engines * rollout.states(cuda=False) * shape.request_bytes()
         if 2 * beside > caches:
-            raise user_error(
-                "rollout.max_running_requests",
-                found=rollout.max_running_requests,
-                expected=expected,
-                remedy=f"Lower it: states of sequences alone take {beside / 2**30:.1f} GiB. Or free memory.",
-            )
+            remedy = f"Lower it: states of sequences alone take {beside / 2**30:.1f} GiB. Or free memory."
+            raise user_error("rollout.max_running_requests", rollout.max_running_requests, expected, remedy)
         most = max(0, left - beside) // (rollout.engines * shape.kv_bytes(element_bytes))
-        raise user_error(
-            "rollout.max_total_tokens",
-            found=rollout.cache_tokens,
-            expected=expected,
-            remedy=f"Set rollout.max_total_tokens well below {most}, or free memory.",
-        )
+        remedy = f"Set rollout.max_total_tokens well below {most}, or free memory."
+        raise user_error("rollout.max_total_tokens", rollout.cache_tokens, expected, remedy)
 
 
 def _check_processes(shape: Shape, experiment: Experiment, states: list[int], weights: int) -> int:
@@ -108,13 +99,9 @@ def _check_processes(shape: Shape, experiment: Experiment, states: list[int], we
     processes = trainer + serving
     if processes > available:
         key, found = ("rollout.engines", engines) if serving > trainer else ("trainer.dp", experiment.trainer.dp)
-        raise user_error(
-            key,
-            found=found,
-            expected=f"processes that fit the free memory: {ranks} trainer rank(s) and {engines} engine(s) need more "
-            f"than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
-            remedy=f"Lower {key}, or submit the run to a Ray cluster that has the memory.",
-        )
+        expected = f"processes that fit the free memory: {ranks} trainer rank(s) and {engines} engine(s) need more "
+        expected += f"than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available"
+        raise user_error(key, found, expected, f"Lower {key}, or submit the run to a Ray cluster that has the memory.")
     return available - processes
 
 
@@ -130,21 +117,10 @@ def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
         needed += ranks * min(alive, max(SMALLEST_BYTES, share))
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < needed:
-        raise user_error(
-            str(SHARED_MEMORY),
-            found=f"{free / 2**20:.0f} MiB free",
-            expected=f"{needed / 2**20:.0f} MiB, for an engine and the buckets of a sync",
-            remedy=f"Remove what is left there (ls -l {SHARED_MEMORY}), give the container more (docker run "
-            "--shm-size=1g), lower sync.bucket_mib, or set sync.transport=disk.",
-        )
-
-
-def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
-    """Bytes that a rank of a pipeline stage holds between steps on a CPU."""
-    layout = experiment.trainer
-    rank = stage * layout.stage_size
-    states = state_bytes(shape, layout, experiment.numerics_config(), "torch", rank)
-    return sum(state.total for state in states.values())
+        expected = f"{needed / 2**20:.0f} MiB, for an engine and the buckets of a sync"
+        remedy = f"Remove what is left there (ls -l {SHARED_MEMORY}), give the container more (docker run "
+        remedy += "--shm-size=1g), lower sync.bucket_mib, or set sync.transport=disk."
+        raise user_error(str(SHARED_MEMORY), f"{free / 2**20:.0f} MiB free", expected, remedy)
 
 
 def _on_the_host(job: Job, stage: int) -> int:
@@ -163,43 +139,26 @@ def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
     """Refuse `rollout.sleep` if the trainer leaves GPUs, because engines then take these and share none with it."""
     ranks = experiment.trainer.world_size
     if experiment.rollout.sleep and experiment.needs_engines and gpu.count > ranks:
-        raise user_error(
-            "rollout.sleep",
-            found=f"true with {gpu.count} GPUs for {ranks} trainer rank(s)",
-            expected="as many ranks as GPUs: engines take free GPUs first, and an engine that sleeps there frees no "
-            "memory for the trainer",
-            remedy=f"Have the trainer take all {gpu.count} (trainer.dp), let the run see fewer (CUDA_VISIBLE_DEVICES), "
-            "or remove rollout.sleep.",
-        )
+        expected = "as many ranks as GPUs: engines take free GPUs first, and an engine that sleeps there frees no "
+        expected += "memory for the trainer"
+        remedy = f"Have the trainer take all {gpu.count} (trainer.dp), let the run see fewer (CUDA_VISIBLE_DEVICES), "
+        remedy += "or remove rollout.sleep."
+        raise user_error("rollout.sleep", f"true with {gpu.count} GPUs for {ranks} trainer rank(s)", expected, remedy)
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: the machine's free memory, or less if a control group (v2) limits it."""
-    return min([psutil.virtual_memory().available, *(_left_in(group) for group in _own_cgroups())])
-
-
-def _own_cgroups() -> list[Path]:
-    """Return the control groups of this process, from its own up to the root; a container shows only the root."""
-    try:
-        lines = OWN_CGROUP.read_text().splitlines()
-    except OSError:
-        lines = []
-
-    def limited(group: Path) -> bool:
-        limit = group / "memory.max"
-        return limit.is_file() and limit.read_text().strip() != "max"
-
+    """Bytes that this process may still take: the machine's free memory, or less if one of its control groups (v2)
+    limits it. Pages of files that were not read lately count as free, because the kernel can free them."""
+    left = [psutil.virtual_memory().available]
+    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.is_file() else []
     name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    path = CGROUPS / name
-    return [group for group in (path, *path.parents) if group.is_relative_to(CGROUPS) and limited(group)]
-
-
-def _left_in(group: Path) -> int:
-    """Return a control group's limit minus its bytes in use. Pages of files that were not read lately count as free,
-    because the kernel can free them."""
-    limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return max(0, limit - used + int(usage.get("inactive_file", 0)))
+    for group in (CGROUPS / name, *(CGROUPS / name).parents):  # from its own up to the root, which a container shows
+        limit = group / "memory.max"
+        if group.is_relative_to(CGROUPS) and limit.is_file() and limit.read_text().strip() != "max":
+            most, used = (int((group / file).read_text()) for file in ("memory.max", "memory.current"))
+            usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            left.append(max(0, most - used + int(usage.get("inactive_file", 0))))
+    return min(left)
 
 
 def check_port(rollout: RolloutSection) -> None:
@@ -208,12 +167,9 @@ def check_port(rollout: RolloutSection) -> None:
     if rollout.port is None:
         return
     if rollout.engines > 1:
-        raise user_error(
-            "rollout.port",
-            found=rollout.port,
-            expected=f"no fixed port for rollout.engines = {rollout.engines}: two engines cannot share one",
-            remedy="Remove rollout.port, so that each engine takes a free one.",
-        )
+        expected = f"no fixed port for rollout.engines = {rollout.engines}: two engines cannot share one"
+        remedy = "Remove rollout.port, so that each engine takes a free one."
+        raise user_error("rollout.port", rollout.port, expected, remedy)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # Ports in TIME_WAIT are free for a server that sets the same option; listening ones stay refused.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -222,9 +178,6 @@ def check_port(rollout: RolloutSection) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            raise user_error(
-                "rollout.port",
-                found=rollout.port,
-                expected="a free port: another server, perhaps another engine, listens on it",
-                remedy="Stop that server, choose another port, or remove rollout.port to take a free one.",
-            ) from error
+            expected = "a free port: another server, perhaps another engine, listens on it"
+            remedy = "Stop that server, choose another port, or remove rollout.port to take a free one."
+            raise user_error("rollout.port", rollout.port, expected, remedy) from error

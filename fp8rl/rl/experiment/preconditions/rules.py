@@ -72,8 +72,7 @@ def dotted(capability: tuple[int, ...]) -> str:
 
 def check_target(experiment: Experiment, shape: Shape, target: Target) -> None:
     """Raise `UserError` for the first rule that the spec breaks with this model on these machines."""
-    for check in CHECKS:
-        raise_first(check(experiment, shape, target) or ())
+    raise_first(broken_rules(experiment, shape, target))
 
 
 def broken_rules(experiment: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
@@ -83,15 +82,6 @@ def broken_rules(experiment: Experiment, shape: Shape, target: Target) -> Iterat
             raise_first(check(experiment, shape, target) or ())
         except UserError as refusal:
             yield refusal
-
-
-def check_model_layout(shape: Shape, experiment: Experiment) -> None:
-    """Check that the model splits into tp, pp, ep and dp parts of whole quantization blocks. Raises UserError."""
-    raise_first(_routes(experiment, shape))
-    numerics = experiment.numerics_config()
-    check_layout(shape, experiment.trainer, numerics.blocks_spec)
-    check_training(shape, experiment.trainer, numerics.trainer_spec)
-    check_engine_layout(shape, experiment.rollout.tp, numerics.blocks_spec)
 
 
 def engine_ranks(e: Experiment, gpus: bool) -> Iterator[UserError]:
@@ -211,8 +201,10 @@ def _no_fp8(key: str, target: Target, expected: str) -> UserError:
     return user_error(key, found, expected, f"Set {key}=bf16, or take other GPUs.")
 
 
-def _routes(e: Experiment, shape: Shape) -> Iterator[UserError]:
-    replay = e.numerics.router_replay
+def _layout(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    """Check that the model splits into tp, pp, ep and dp parts of whole quantization blocks, and has the routes that
+    are asked for."""
+    replay, numerics = e.numerics.router_replay, e.numerics_config()
     if e.trainer.pp > 1 and replay != "off":
         found, expected = (
             f"{e.trainer.pp} with numerics.router_replay={replay}",
@@ -222,6 +214,9 @@ def _routes(e: Experiment, shape: Shape) -> Iterator[UserError]:
     if replay != "off" and not shape.sizes.moe:
         remedy = "Set numerics.router_replay=off, or choose a mixture of experts."
         yield user_error("numerics.router_replay", replay, "off for a dense model, which has no experts", remedy)
+    check_layout(shape, e.trainer, numerics.blocks_spec)
+    check_training(shape, e.trainer, numerics.trainer_spec)
+    check_engine_layout(shape, e.rollout.tp, numerics.blocks_spec)
 
 
 def _optimizer(e: Experiment, shape: Shape, target: Target) -> None:
@@ -276,7 +271,7 @@ CHECKS: tuple[Callable[[Experiment, Shape, Target], Iterable[UserError] | None],
     _base,
     _kernels,
     lambda e, shape, target: native_refusals(e.numerics_config(), e.needs_engines, target),
-    lambda e, shape, target: check_model_layout(shape, e),
+    _layout,
     _optimizer,
     lambda e, shape, target: check_rows(
         e.trainer, e.numerics.mode, target.transformer_engine, e.rollout.context_length

@@ -38,30 +38,15 @@ def read_tokenizer(path: str | Path, vocab_size: int, key: str = "model.path") -
     tokenizer is missing or broken, or lacks something; the message names the directory as `key`."""
     tokenizer = load_tokenizer(path, key)
     if not tokenizer.chat_template:
-        raise _refusal(
-            key,
-            path,
-            "a tokenizer without a chat template",
-            "a chat template, which renders the prompts",
-            "Add chat_template to tokenizer_config.json.",
-        )
+        found, expected = "a tokenizer without a chat template", "a chat template, which renders the prompts"
+        raise _refusal(key, path, found, expected, "Add chat_template to tokenizer_config.json.")
     check_chat_template(tokenizer, path, key)
     if tokenizer.eos_token_id is None:
-        raise _refusal(
-            key,
-            path,
-            "a tokenizer without eos_token",
-            "eos_token, which ends an answer",
-            "Add eos_token to tokenizer_config.json.",
-        )
+        found, expected = "a tokenizer without eos_token", "eos_token, which ends an answer"
+        raise _refusal(key, path, found, expected, "Add eos_token to tokenizer_config.json.")
     if len(tokenizer) > vocab_size:
-        raise _refusal(
-            key,
-            path,
-            f"a tokenizer of {len(tokenizer)} tokens",
-            f"at most the model's vocab_size = {vocab_size}",
-            "Copy the tokenizer files that belong to the model.",
-        )
+        found, expected = f"a tokenizer of {len(tokenizer)} tokens", f"at most the model's vocab_size = {vocab_size}"
+        raise _refusal(key, path, found, expected, "Copy the tokenizer files that belong to the model.")
     return tokenizer
 
 
@@ -71,12 +56,8 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 
     check_path(path, key)
     if not (Path(path) / "tokenizer.json").is_file():
-        raise user_error(
-            key,
-            found=f"{path} without tokenizer.json",
-            expected="a fast tokenizer beside the weights",
-            remedy="Copy the tokenizer files of the model into the directory.",
-        )
+        remedy = "Copy the tokenizer files of the model into the directory."
+        raise user_error(key, f"{path} without tokenizer.json", "a fast tokenizer beside the weights", remedy)
     check_regular(Path(path), key)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -107,7 +88,11 @@ def _refusal(key: str, path: str | Path, found: str, expected: str, remedy: str)
 
 # Checks whether the chat template uses the settings of the data, and how it continues a conversation.
 
-_PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_PASSED_BY_US = {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
+    "strftime_now",
+}  # fmt: skip
+"""Names that `apply_chat_template` gives to a chat template."""
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """Tags of `transformers` in a chat template, which mark the text that the model writes."""
 
@@ -115,15 +100,15 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
     """Check that the chat template reads a source's arguments and renders its system prompt. Raises UserError if
     not."""
-    if unread := [name for name in source.chat_template if name not in (read := _reads(tokenizer))]:
-        raise user_error(
-            f"{source.key}: chat_template",
-            found=unread[0],
-            expected=f"what the chat template of model.path reads: {', '.join(sorted(read)) or 'it has no arguments'}",
-            remedy="Correct data.chat_template.",
-        )
     if not source.chat_template and not source.system_prompt:
         return
+    if source.chat_template:
+        template = _GENERATION.sub("", tokenizer.get_chat_template())
+        variables = meta.find_undeclared_variables(Environment(extensions=[loopcontrols]).parse(template))
+        read = sorted(variables - _PASSED_BY_US - set(tokenizer.special_tokens_map))
+        if unread := [name for name in source.chat_template if name not in read]:
+            expected = f"what the chat template of model.path reads: {', '.join(read) or 'it has no arguments'}"
+            raise user_error(f"{source.key}: chat_template", unread[0], expected, "Correct data.chat_template.")
     user = {"role": "user", "content": "2+3=?"}
     for key, system in (("chat_template", ""), ("system_prompt", source.system_prompt)):
         turns = [{"role": "system", "content": system}, user] if system else [user]
@@ -174,12 +159,3 @@ def template_remarks(
             f"{key}: the chat template leaves thoughts out of earlier turns. Conversations of this run keep "
             "them, as the model has sampled them"
         )
-
-
-def _reads(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the names of arguments that the chat template reads, without the arguments of `apply_chat_template`."""
-    template = _GENERATION.sub("", tokenizer.get_chat_template())
-    tree = Environment(extensions=[loopcontrols]).parse(template)
-    special = set(tokenizer.special_tokens_map)
-    ours = {"raise_exception", "strftime_now"} | _PASSED_BY_US
-    return meta.find_undeclared_variables(tree) - ours - special

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 SHOWN_EVERY = 10
 """Steps between sample rollouts in trackers, which are slow to write; the run's files have samples of every step."""
-TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard"}
-"""Trackers, and the package that each needs. wandb is always installed; `fp8rl[tensorboard]` installs the other."""
+TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard"}
+"""Trackers by the package that each needs, and the class in `to_PACKAGE`. wandb is always installed;
+`fp8rl[tensorboard]` installs the other."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,12 @@ class Tracker:
 def check_trackers(names: Iterable[str]) -> None:
     """Check that each tracker's package is installed. Raises UserError, which names the extra that installs it."""
     for name in names:
-        if importlib.util.find_spec(TRACKERS[name]) is None:
-            raise user_error(
-                "tracking.to",
-                found=name,
-                expected=f"the package {TRACKERS[name]}, which is not installed",
-                remedy=f"Run pip install 'fp8rl[{name}]', or remove {name}.",
-            )
+        if importlib.util.find_spec(name) is None:
+            remedy = f"Run pip install 'fp8rl[{name}]', or remove {name}."
+            raise user_error("tracking.to", name, f"the package {name}, which is not installed", remedy)
 
 
 def start(name: str, run: Tracked) -> Tracker:
     """Return the tracker of this name, for a run that begins or is resumed."""
-    tracker: Tracker = import_module(f"fp8rl.rl.record.trackers.to_{name}").start(run)
+    tracker: Tracker = getattr(import_module(f"fp8rl.rl.record.trackers.to_{name}"), TRACKERS[name])(run)
     return tracker

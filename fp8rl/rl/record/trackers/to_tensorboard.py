@@ -9,10 +9,6 @@ from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.trackers import Tracked, Tracker
 
 
-def start(run: Tracked) -> TensorBoard:
-    return TensorBoard(run)
-
-
 class TensorBoard(Tracker):
     """Metrics as scalars: the group is the part before the slash, unit and meaning are the description."""
 

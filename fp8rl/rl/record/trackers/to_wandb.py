@@ -56,9 +56,8 @@ def check_wandb(config: WandbSection) -> None:
     try:
         wandb.Settings(project=config.project)
     except wandb.Error as error:
-        raise user_error(
-            f"{_KEY}.project", found=config.project, expected=f"a name that wandb takes ({error})", remedy="Correct it."
-        ) from error
+        expected = f"a name that wandb takes ({error})"
+        raise user_error(f"{_KEY}.project", config.project, expected, "Correct it.") from error
     if config.mode != "online":
         return
     try:
@@ -66,12 +65,8 @@ def check_wandb(config: WandbSection) -> None:
     except wandb.Error as error:
         known, why = False, str(error)
     if not known:
-        raise user_error(
-            f"{_KEY}.mode",
-            found=f"online with {why}",
-            expected="a key of a wandb account",
-            remedy=f"Run `wandb login`, set WANDB_API_KEY, or set {_KEY}.mode=offline.",
-        )
+        remedy = f"Run `wandb login`, set WANDB_API_KEY, or set {_KEY}.mode=offline."
+        raise user_error(f"{_KEY}.mode", f"online with {why}", "a key of a wandb account", remedy)
 
 
 def leet(run: RunDir, *command: str) -> str:
@@ -82,10 +77,6 @@ def leet(run: RunDir, *command: str) -> str:
 def latest(run: RunDir) -> Path:
     """The folder of the run's newest offline record."""
     return run.path / "wandb" / "latest-run"
-
-
-def start(run: Tracked) -> Wandb:
-    return Wandb(run)
 
 
 class Wandb(Tracker):
@@ -106,7 +97,13 @@ class Wandb(Tracker):
         import wandb
 
         columns = ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"]
-        table = wandb.Table(columns=columns, data=[_row_of_table(record) for record in records])
+        table = wandb.Table(columns=columns)
+        for record in records:
+            turns = "\n".join(f"{by}: {text}" for by, text in record.said) or record.text
+            pairs = zip(record.train_logprobs, record.rollout_logprobs, strict=True)
+            by_token = " ".join(f"{train - rollout:.3g}" for train, rollout in pairs)
+            parts, outcome = _listed(record.reward_parts), _listed(record.outcome)
+            table.add_data(record.prompt, turns, record.reward, parts, outcome, record.abs_diff_mean, by_token)
         self._run.log({"step": step, "rollout/samples": table}, step=step)
         # wandb has copied the table's temporary files, and would keep those of 100 tables.
         table._artifact_target.artifact._tmp_dir.cleanup()
@@ -126,14 +123,6 @@ class Wandb(Tracker):
         finally:
             if self._staging is None:
                 os.environ.pop(_STAGING, None)
-
-
-def _row_of_table(record: RolloutRecord) -> list[Any]:
-    turns = "\n".join(f"{by}: {text}" for by, text in record.said) or record.text
-    pairs = zip(record.train_logprobs, record.rollout_logprobs, strict=True)
-    by_token = " ".join(f"{train - rollout:.3g}" for train, rollout in pairs)
-    parts, outcome = _listed(record.reward_parts), _listed(record.outcome)
-    return [record.prompt, turns, record.reward, parts, outcome, record.abs_diff_mean, by_token]
 
 
 def _listed(parts: Mapping[str, float]) -> str:

@@ -40,16 +40,13 @@ Meanwhile = Callable[[], object]
 """Work to do while engines sample."""
 
 
-def _nothing() -> None: ...
-
-
 class Feed:
     """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume.
 
     A feed that samples nothing has only `take`; its other methods do nothing.
     """
 
-    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
+    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = lambda: None) -> RolloutBatch:
         """Return the batch of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`.
 
         meanwhile: called once the engines have been asked for all that they may sample now.
@@ -98,7 +95,7 @@ class SampledFeed(Feed):
         self._probes: list[PendingGroup] = []
         """Groups beyond the last step, which the trainer scores, but does not train on."""
 
-    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
+    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = lambda: None) -> RolloutBatch:
         self._fill(step)
         with clock.phase("rollout"):
             meanwhile()
@@ -129,20 +126,23 @@ class SampledFeed(Feed):
         return rollouts
 
     def ahead(self, clock: StepClock) -> RolloutBatch | None:
-        asked, count = [*self._admitted, *self._probes], FRESH_ANSWERS
+        asked, missing = [*self._admitted, *self._probes], FRESH_ANSWERS
         if not asked:
             return None
         with clock.phase("rollout"):
             if self._experiment.rollout.updates_in_flight:
                 self._sampling.wait_for_fresh(asked)
-            else:
-                self._collect_fresh(asked, count)
+            else:  # wait until the oldest groups give enough answers of the trainer's weights; others go on meanwhile
+                version, oldest = self._sampling.syncing.version, iter(asked)
+                while missing > 0 and (item := next(oldest, None)) is not None:
+                    (found,) = self._sampling.collect([item])
+                    missing -= sum(version in answer.weight_versions for answer in found if not answer.failed)
         groups = [item.answers.result() for item in asked if item.answered]
         # The answers with the newest tokens: with updates in flight, only these may have any of the trainer's weights.
         answers = sorted(
             (answer for group in groups for answer in group if not answer.failed),
             key=lambda answer: -max(answer.weight_versions, default=-1),
-        )[:count]
+        )[:FRESH_ANSWERS]
         return RolloutBatch(*self._batch(answers)) if answers else None
 
     def drain(self, clock: StepClock) -> None:
@@ -165,15 +165,6 @@ class SampledFeed(Feed):
     def renew(self) -> None:
         self._admitted = [self._admit(item.number) for item in self._admitted]
         self._probes = [self._admit(item.number) for item in self._probes]
-
-    def _collect_fresh(self, asked: Sequence[PendingGroup], count: int) -> None:
-        """Wait until the oldest groups give `count` answers of the trainer's weights; other groups go on meanwhile."""
-        version = self._sampling.syncing.version
-        for item in asked:
-            (answers,) = self._sampling.collect([item])
-            count -= sum(version in answer.weight_versions for answer in answers if not answer.failed)
-            if count <= 0:
-                return
 
     def _fill(self, step: int) -> None:
         """Admit the groups that staleness allows and that the next steps need."""
@@ -271,7 +262,7 @@ class ExampleFeed(Feed):
         self._experiment, self._tokenizer = experiment, tokenizer
         self._problems = training_problems(experiment)
 
-    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
+    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = lambda: None) -> RolloutBatch:
         meanwhile()
         count = self._experiment.algorithm.problems_per_step(self._experiment.rollout)
         prompts = to_prompts(self._tokenizer, self._problems.of_step(step, count))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,26 +57,26 @@ def rollout_metrics(
 
 def reward_metrics(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
     """Return the mean of each part of the reward over the answers that have it, if there are several parts."""
-    parts: dict[str, list[float]] = {}
-    for answer in answers:
-        for name, value in answer.parts.items():
-            parts.setdefault(name, []).append(value)
-    means = {f"{REWARD_PARTS}{name}": sum(values) / len(values) for name, values in parts.items()}
+    means = _means(REWARD_PARTS, (answer.parts for answer in answers))
     return means if len(means) > 1 else {}
+
+
+def _means(prefix: str, numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each number over the mappings that have it."""
+    found: dict[str, list[float]] = {}
+    for name, value in (item for each in numbers for item in each.items()):
+        found.setdefault(name, []).append(value)
+    return {f"{prefix}{name}": sum(values) / len(values) for name, values in found.items()}
 
 
 def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the `rollout/...` metrics of environments; a mean is over the answers that have the number."""
-    outcomes: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.outcome.items():
-            outcomes.setdefault(name, []).append(value)
     told = [sum(end - begin for begin, end in trajectory.environment_spans) for trajectory in trajectories]
     return {
         "rollout/turns_mean": sum(len(each.environment_spans) + 1 for each in trajectories) / len(trajectories),
         "rollout/environment_tokens_mean": sum(told) / len(told),
         "rollout/branches": float(sum(trajectory.branch > 0 for trajectory in trajectories)),
-        **{f"{OUTCOMES}{name}": sum(values) / len(values) for name, values in outcomes.items()},
+        **_means(OUTCOMES, (trajectory.outcome for trajectory in trajectories)),
     }
 
 

@@ -21,6 +21,8 @@ from fp8rl.trainer.checkpoint.files import read_about
 
 GROUPS = "groups.jsonl"
 """Name of the groups' file in a checkpoint."""
+_OF_A_ROW = ("token_ids", "logprobs", "weight_versions", "finished", "stopped", "outcome", "failed")
+"""Fields of a `Trajectory` of which a `SavedGroup` has a list, under the same name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class SavedGroup:
     def of(cls, number: int, group: Group, answers: Sequence[Trajectory]) -> SavedGroup:
         plain = [(group.prompt.token_ids, seed) for seed in group.seeds]
         own = [] if [(answer.prompt_ids, answer.seed) for answer in answers] == plain else answers
+        kept = [answer.supports for answer in answers]
         return cls(
             number=number,
             prompt_ids=group.prompt.token_ids,
@@ -59,21 +62,10 @@ class SavedGroup:
             row_prompts=[answer.prompt_ids for answer in own],
             row_seeds=[answer.seed for answer in own],
             branches=[answer.branch for answer in own],
-            token_ids=[answer.token_ids for answer in answers],
-            logprobs=[answer.logprobs for answer in answers],
-            weight_versions=[answer.weight_versions for answer in answers],
-            finished=[answer.finished for answer in answers],
-            stopped=[answer.stopped for answer in answers],
             told=[list(answer.environment_spans) for answer in answers],
-            outcome=[answer.outcome for answer in answers],
-            failed=[answer.failed for answer in answers],
-            supports=[None if answer.supports is None else answer.supports.lists() for answer in answers],
-            likely=[
-                None
-                if answer.supports is None or answer.supports.logprobs is None
-                else answer.supports.logprobs.tolist()
-                for answer in answers
-            ],
+            supports=[None if each is None else each.lists() for each in kept],
+            likely=[None if each is None or each.logprobs is None else each.logprobs.tolist() for each in kept],
+            **{name: [getattr(answer, name) for answer in answers] for name in _OF_A_ROW},
         )
 
     def answers(self, group: Group) -> bool:
@@ -84,18 +76,12 @@ class SavedGroup:
         return [
             Trajectory(
                 prompt_ids=self.row_prompts[row] if self.row_prompts else self.prompt_ids,
-                token_ids=self.token_ids[row],
-                logprobs=self.logprobs[row],
-                finished=self.finished[row],
-                weight_versions=self.weight_versions[row],
                 group=0,
                 seed=seed,
                 environment_spans=tuple(self.told[row]),
-                stopped=self.stopped[row],
-                outcome=self.outcome[row],
-                failed=self.failed[row],
                 branch=self.branches[row] if self.branches else 0,
                 supports=self._supports(row),
+                **{name: getattr(self, name)[row] for name in _OF_A_ROW},
             )
             for row, seed in enumerate(self.row_seeds or self.seeds)
         ]

@@ -41,21 +41,14 @@ def load_problems(source: Source) -> Problems:
     UserError when it is read."""
     rows = open_rows(Path(source.path), source.split, source.key, source.name, (source.question, source.answer))
     if not rows:
-        raise user_error(
-            source.key,
-            found=f"{source.path} without a {rows.unit}",
-            expected="at least one problem",
-            remedy='Add lines such as {"question": "2+3=?", "answer": "#### 5"}.',
-        )
+        remedy = 'Add lines such as {"question": "2+3=?", "answer": "#### 5"}.'
+        raise user_error(source.key, f"{source.path} without a {rows.unit}", "at least one problem", remedy)
     for what in ("question", "answer"):
         column = getattr(source, what)
         if rows.columns is not None and column not in rows.columns and column.partition(".")[0] not in rows.columns:
-            raise user_error(
-                f"{source.key}: keys.{what}",
-                found=column,
-                expected=f"a column of {source.path}, which has {', '.join(rows.columns)}",
-                remedy=f"Set data.keys.{what}, or keys.{what} of the source, to the column with the {what}.",
-            )
+            expected = f"a column of {source.path}, which has {', '.join(rows.columns)}"
+            remedy = f"Set data.keys.{what}, or keys.{what} of the source, to the column with the {what}."
+            raise user_error(f"{source.key}: keys.{what}", column, expected, remedy)
     return Problems(rows, source)
 
 
@@ -88,12 +81,9 @@ class Problems(Sequence[Problem]):
         for what in ("question", "answer"):
             values[what] = _value(row, getattr(source, what))
             if values[what] is _ABSENT:
-                raise user_error(
-                    where,
-                    found=_names(row),
-                    expected=f"a column {getattr(source, what)!r} for the {what}",
-                    remedy=f"Correct {name}, or set data.keys.{what} (keys.{what} of the source) to the right column.",
-                )
+                expected = f"a column {getattr(source, what)!r} for the {what}"
+                remedy = f"Correct {name}, or set data.keys.{what} (keys.{what} of the source) to the right column."
+                raise user_error(where, _names(row), expected, remedy)
         question, answer = values["question"], values["answer"]
         if isinstance(answer, int) and not isinstance(answer, bool):
             answer = str(answer)
@@ -131,31 +121,23 @@ def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
 
     As in OpenAI's API, the content of a turn that calls tools may be null or missing.
     """
-    turns = [_with_content(turn) for turn in turns]
+    messages: list[Message] = []
     for turn in turns:
-        named = isinstance(turn, dict) and _is_text(turn.get("role")) and isinstance(turn.get("content"), str)
-        if not named or not _encodes(turn["content"]):
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
+        if content is None and isinstance(turn, dict) and turn.get("tool_calls"):
+            content = ""
+        if not _is_text(role) or not isinstance(content, str) or not _encodes(content):
             expected = "chat messages with role and content, which are text"
-            if (kinds := _not_text(turn)) is not None:
-                expected += f"; a part of type {kinds}, as of a picture, is neither trained on nor served"
+            parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+            if kinds := [part.get("type") for part in parts if part.get("type") != "text"]:
+                expected += f"; a part of type {kinds[0]!r}, as of a picture, is neither trained on nor served"
             raise user_error(where, found=turn, expected=expected, remedy=remedy)
-    if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
+        messages.append({name: value for name, value in {**turn, "content": content}.items() if value is not None})
+    if not messages or messages[-1]["role"] == "assistant" or not messages[-1]["content"].strip():
         raise user_error(
             where, turns, "chat messages that end in a text to answer, which is not the assistant's", remedy
         )
-    return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
-
-
-def _with_content(turn: Any) -> Any:
-    silent = isinstance(turn, dict) and turn.get("content") is None and turn.get("tool_calls")
-    return {**turn, "content": ""} if silent else turn
-
-
-def _not_text(turn: object) -> str | None:
-    """Return the type of the first part of a message that is no text. None: all parts are text."""
-    content = turn.get("content") if isinstance(turn, dict) else None
-    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    return next((repr(part.get("type")) for part in parts if part.get("type") != "text"), None)
+    return messages
 
 
 def _names(row: Row) -> list[str]:

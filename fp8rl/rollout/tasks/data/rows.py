@@ -212,12 +212,9 @@ def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
 
     for split in found.values():
         if columns := [*dated(split.features, "")]:
-            raise user_error(
-                key,
-                found=f"{path} with dates in {', '.join(columns)}, which are read from its JSON files in another form",
-                expected="columns of texts that are no dates",
-                remedy="Name the file itself if it is JSON lines, or save the data as parquet.",
-            )
+            dates = f"{path} with dates in {', '.join(columns)}, which are read from its JSON files in another form"
+            remedy = "Name the file itself if it is JSON lines, or save the data as parquet."
+            raise user_error(key, dates, "columns of texts that are no dates", remedy)
 
 
 def _quiet_datasets() -> Any:
@@ -240,12 +237,8 @@ def _split(found: Dataset | DatasetDict, split: str | None, path: Path, key: str
         (only,) = found.values()
         return only
     if split not in found:
-        raise user_error(
-            f"{key}.split",
-            found=split,
-            expected=f"one of {listed(found)}, the splits of {path}",
-            remedy=f"Set it: {{path: {path}, split: {listed([*found][:1])}}}.",
-        )
+        remedy = f"Set it: {{path: {path}, split: {listed([*found][:1])}}}."
+        raise user_error(f"{key}.split", split, f"one of {listed(found)}, the splits of {path}", remedy)
     return found[split]
 
 

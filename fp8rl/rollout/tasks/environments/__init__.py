@@ -49,8 +49,10 @@ class HarnessSection(Section):
         values = super().located(values, directory)
         command = values.get("command") if isinstance(values, dict) else None
         if isinstance(command, list) and command:
-            rest = [at_home(part) if isinstance(part, str) else part for part in command[1:]]
-            return values | {"command": [_program(command[0], directory), *rest]}
+            program, *rest = command
+            if isinstance(program, str) and os.sep in program:  # else a name in PATH
+                program = located_as(SpecPath, program, directory)
+            return values | {"command": [program, *(at_home(part) if isinstance(part, str) else part for part in rest)]}
         return values
 
 
@@ -75,8 +77,3 @@ class EnvironmentSection(Section):
     def label(self) -> str:
         """The name in messages."""
         return self.function.rpartition(":")[2]
-
-
-def _program(name: Any, directory: Path) -> Any:
-    """Return a program that a spec in `directory` names: a path if the name has a slash, else a name in PATH."""
-    return located_as(SpecPath, name, directory) if isinstance(name, str) and os.sep in name else name

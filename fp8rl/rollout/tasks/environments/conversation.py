@@ -239,10 +239,6 @@ class Conversation:
             raise self._lost
         return returned
 
-    def trajectory(self, outcome: dict[str, float], *, failed: bool = False) -> Trajectory:
-        """Return the row of `sample` as a trajectory."""
-        return self._main.trajectory(outcome, failed=failed)
-
     def trajectories(self, outcome: dict[str, float], *, failed: bool = False) -> list[Trajectory]:
         """Return every row in which the model has a turn, and at least one row.
 

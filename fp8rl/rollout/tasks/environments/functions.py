@@ -81,20 +81,14 @@ def _coroutine(
     """Load an async function that takes the arguments `given` and `kwargs`. Raises as `load_environment` does."""
     call, label = named_object(name, key, built_in), name.rpartition(":")[2]
     if not inspect.iscoroutinefunction(call):
-        raise user_error(
-            key,
-            found=name,
-            expected="an async function, because it waits for the model",
-            remedy=f"Write async def {label}({', '.join(one.split()[-1].lower() for one in given)}): ...",
-        )
+        remedy = f"Write async def {label}({', '.join(one.split()[-1].lower() for one in given)}): ..."
+        raise user_error(key, name, "an async function, because it waits for the model", remedy)
     signature = inspect.signature(call)
     try:
         signature.bind(*[None] * len(given), **kwargs)
     except TypeError as error:
-        raise user_error(
-            f"{key.removesuffix('.function')}.kwargs" if key.endswith(".function") else key,
-            found=f"{label}({', '.join(signature.parameters)})",
-            expected=f"a function of {', '.join([*given, *kwargs])}; {error}",
-            remedy="Correct kwargs, or the function's parameters.",
-        ) from error
+        key = f"{key.removesuffix('.function')}.kwargs" if key.endswith(".function") else key
+        found, expected = f"{label}({', '.join(signature.parameters)})", f"a function of {', '.join([*given, *kwargs])}"
+        remedy = "Correct kwargs, or the function's parameters."
+        raise user_error(key, found, f"{expected}; {error}", remedy) from error
     return call

@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -25,7 +25,7 @@ from fp8rl.rollout.tasks.environments.branch import ConversationOverError
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.recording import Recording
 from fp8rl.rollout.tasks.openai import MODEL, Refusal, read_request
-from fp8rl.rollout.types import Problem, SamplingParams
+from fp8rl.rollout.types import Problem
 
 Program = Callable[[str, str, Problem], Awaitable[Any]]
 """An async function of a base URL, a key and the problem. It returns the result of the environment."""
@@ -63,8 +63,7 @@ class Harness:
         """
         await self._endpoint.open()
         recording = Recording(conversation, self._config.tool_parser, self._config.max_requests)
-        vocabulary = len(conversation.tokenizer)
-        with self._endpoint.recorded(recording, conversation.sampling, vocabulary) as key:
+        with self._endpoint.recorded(recording) as key:
             run = self._program or self._command
             program = asyncio.ensure_future(run(self._endpoint.url, key, conversation.problem))
             lost = asyncio.ensure_future(recording.lost.wait())
@@ -134,7 +133,7 @@ class ProgramEndpoint:
 
     def __init__(self, tool_parser: str | None, override: Collection[str]) -> None:
         self._tool_parser, self._override = tool_parser, override
-        self._open: dict[str, tuple[Recording, SamplingParams, int]] = {}
+        self._open: dict[str, Recording] = {}
         self._runner: web.AppRunner | None = None
         self._opening = asyncio.Lock()
         self.url = ""
@@ -162,75 +161,64 @@ class ProgramEndpoint:
             await runner.cleanup()
 
     @contextmanager
-    def recorded(self, recording: Recording, sampling: SamplingParams, vocabulary: int) -> Iterator[str]:
+    def recorded(self, recording: Recording) -> Iterator[str]:
         """Yield a new key. Inside the block, requests with the key are answered, and recorded in `recording`."""
         key = secrets.token_urlsafe(24)
-        self._open[key] = recording, sampling, vocabulary
+        self._open[key] = recording
         try:
             yield key
         finally:
             del self._open[key]
 
+    def _recording(self, request: web.Request) -> Recording:
+        """Return the recording for a request's key. Raises Refusal: no conversation that is under way has this key."""
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if key not in self._open:
+            message = "found no key of an active conversation, expected the key in OPENAI_API_KEY"
+            raise Refusal(message, status=401, code="invalid_api_key")
+        return self._open[key]
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        if _key(request) not in self._open:
-            return _refused(_NO_KEY)
+        self._recording(request)
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "fp8rl"}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        if (opened := self._open.get(_key(request))) is None:
-            return _refused(_NO_KEY)
-        recording, sampling, vocabulary = opened
-        chat = request.path == _CHAT
+        recording, chat = self._recording(request), request.path == _CHAT
         try:
-            asked = read_request(await request.read(), chat, sampling, self._override, vocabulary)
-            if asked.may_call and self._tool_parser is None:
-                raise Refusal(
-                    "tools: found tools, but no parser for the model's tool calls, expected "
-                    "environment.harness.tool_parser to be set. Set it to SGLang's name of the format",
-                    "tools",
-                )
-            answer = await recording.answer(asked)
-        except Refusal as refusal:
-            return _refused(refusal)
+            body = await request.read()
         except web.HTTPRequestEntityTooLarge:
-            return _refused(recording.no_room("messages" if chat else "prompt"))
-        if asked.stream:
-            return await _streamed(request, answer.events(chat, asked.include_usage))
-        return web.json_response(answer.completion(chat))
-
-
-def _key(request: web.Request) -> str:
-    return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-
-
-_NO_KEY = Refusal(
-    "found no key of an active conversation, expected the key in OPENAI_API_KEY", status=401, code="invalid_api_key"
-)
+            raise recording.no_room("messages" if chat else "prompt") from None
+        sampling, vocabulary = recording.conversation.sampling, len(recording.conversation.tokenizer)
+        asked = read_request(body, chat, sampling, self._override, vocabulary)
+        if asked.may_call and self._tool_parser is None:
+            raise Refusal(
+                "tools: found tools, but no parser for the model's tool calls, expected "
+                "environment.harness.tool_parser to be set. Set it to SGLang's name of the format",
+                "tools",
+            )
+        answer = await recording.answer(asked)
+        if not asked.stream:
+            return web.json_response(answer.completion(chat))
+        # The whole turn as events, at once, because tool calls can only be parsed whole.
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            await response.prepare(request)
+            for event in answer.events(chat, asked.include_usage):
+                await response.write(f"data: {event}\n\n".encode())
+            await response.write_eof()
+        except ConnectionError:
+            pass  # abandoned; what was sampled is recorded
+        return response
 
 
 @web.middleware
 async def _in_openais_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn an error of the HTTP library into OpenAI's form."""
+    """Turn a refusal, or an error of the HTTP library, into OpenAI's form."""
     try:
         return await handler(request)
+    except Refusal as refused:
+        refusal = refused
     except web.HTTPException as error:
-        return _refused(Refusal(f"{request.method} {request.path[:80]}: {error.reason}", status=error.status))
-
-
-def _refused(refusal: Refusal) -> web.Response:
-    """Return an error in OpenAI's form."""
-    error = {"message": str(refusal), "type": "invalid_request_error", "param": refusal.param, "code": refusal.code}
-    return web.json_response({"error": error}, status=refusal.status)
-
-
-async def _streamed(request: web.Request, events: Iterable[str]) -> web.StreamResponse:
-    """Send the whole turn as events, at once. The turn is complete, because tool calls can only be parsed whole."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    try:
-        await response.prepare(request)
-        for event in events:
-            await response.write(f"data: {event}\n\n".encode())
-        await response.write_eof()
-    except ConnectionError:
-        pass  # abandoned; what was sampled is recorded
-    return response
+        refusal = Refusal(f"{request.method} {request.path[:80]}: {error.reason}", status=error.status)
+    said = {"message": str(refusal), "type": "invalid_request_error", "param": refusal.param, "code": refusal.code}
+    return web.json_response({"error": said}, status=refusal.status)

@@ -48,7 +48,7 @@ class Recording:
     """Records the turns of one conversation."""
 
     def __init__(self, conversation: Conversation, tool_parser: str | None, max_requests: int) -> None:
-        self._conversation, self._tool_parser, self._left = conversation, tool_parser, max_requests
+        self.conversation, self._tool_parser, self._left = conversation, tool_parser, max_requests
         self._most = max_requests
         self._tokenizing = asyncio.Lock()
         self._points: dict[bytes, _Point] = {}
@@ -116,14 +116,14 @@ class Recording:
             self._points[_keys(request, (*request.messages, spoken))[-1]] = point
         else:
             prompt = request.prompt
-            before = prompt if isinstance(prompt, str) else text_of(self._conversation.tokenizer, prompt, first=True)
+            before = prompt if isinstance(prompt, str) else text_of(self.conversation.tokenizer, prompt, first=True)
             self._written += [(before + shown, at) for shown, at in self._shown(point, text)]
         reason = "tool_calls" if calls else "length" if point.truncated else "stop"
         return Answer(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
 
     def _shown(self, point: _Point, text: str) -> Iterator[tuple[str, _Point]]:
         """Yield a completion in each form with which later prompts may begin: with and without its stop."""
-        decode, ids = partial(text_of, self._conversation.tokenizer), point.branch.ids[point.begin : point.length]
+        decode, ids = partial(text_of, self.conversation.tokenizer), point.branch.ids[point.begin : point.length]
         yield decode(ids[:-1] if point.ended else ids), point
         for length in range(len(ids), 0, -1):
             if not point.ended and decode(ids[:length]) == text:
@@ -131,12 +131,12 @@ class Recording:
 
     async def _sampled(self, branch: Branch, request: CompletionRequest) -> tuple[_Point, str]:
         """Sample a turn into the branch. Return its end, and its text without the token that ended it."""
-        tokenizer = self._conversation.tokenizer
+        tokenizer = self.conversation.tokenizer
         stops = tuple(ids[0] for stop in request.stop if len(ids := behind_ids(tokenizer, stop)) == 1)
         self._busy.add(branch)
         self._idle.clear()
         try:
-            turn = await self._conversation.ask(branch, stops, request.max_tokens)
+            turn = await self.conversation.ask(branch, stops, request.max_tokens)
             ids = turn.token_ids
             decode = partial(text_of, tokenizer, first=bool(request.messages))
             text = decode(ids[:-1] if turn.finished else ids)
@@ -158,7 +158,7 @@ class Recording:
 
     def _chat(self, request: CompletionRequest) -> Branch:
         """Return the branch for the next turn of a chat. It has all tokens before this turn."""
-        tokenizer, options = self._conversation.tokenizer, {**self._conversation.problem.chat_template}
+        tokenizer, options = self.conversation.tokenizer, {**self.conversation.problem.chat_template}
         options |= {**dict(request.chat_template_kwargs), **({"tools": list(request.tools)} if request.tools else {})}
         keys = _keys(request, request.messages)
         try:
@@ -176,20 +176,20 @@ class Recording:
             ids = prompt_ids(tokenizer, request.messages, options)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise Refusal(f"messages: the model's chat template cannot write them: {error}", "messages") from error
-        return self._conversation.branch(ids)
+        return self.conversation.branch(ids)
 
     def _text(self, request: CompletionRequest) -> Branch:
         """Return the branch for a text completion. It has all tokens of the prompt."""
-        tokenizer, prompt = self._conversation.tokenizer, request.prompt
+        tokenizer, prompt = self.conversation.tokenizer, request.prompt
         if not isinstance(prompt, str):
             ids = list(prompt)
             tips = [p for _, p in self._written if self._is_tip(p) and ids[: p.length] == p.branch.ids]
-            return self._extended(tips[0].branch, ids[tips[0].length :]) if tips else self._conversation.branch(ids)
+            return self._goes_on(tips[0], ids[tips[0].length :]) if tips else self.conversation.branch(ids)
         shared = max(
             (entry for entry in self._written if prompt.startswith(entry[0])), key=lambda e: len(e[0]), default=None
         )
         if shared is None:
-            return self._conversation.branch(text_ids(tokenizer, prompt))
+            return self.conversation.branch(text_ids(tokenizer, prompt))
         text, point = shared
         rest = prompt[len(text) :]
         if point.ended:
@@ -201,18 +201,14 @@ class Recording:
 
     def _goes_on(self, point: _Point, between: list[int]) -> Branch:
         """Continue after a turn in the turn's branch or, if the branch has later tokens already, in a new branch."""
-        if self._is_tip(point):
-            return self._extended(point.branch, between)
-        return self._conversation.branch(point.branch.ids[: point.length] + between)
+        if not self._is_tip(point):
+            return self.conversation.branch(point.branch.ids[: point.length] + between)
+        if between:
+            point.branch.append_environment(between)
+        return point.branch
 
     def _is_tip(self, point: _Point) -> bool:
         return point.branch not in self._busy and len(point.branch.ids) == point.length
-
-    @staticmethod
-    def _extended(branch: Branch, ids: list[int]) -> Branch:
-        if ids:
-            branch.append_environment(ids)
-        return branch
 
 
 def _keys(request: CompletionRequest, messages: Sequence[dict[str, Any]]) -> list[bytes]:

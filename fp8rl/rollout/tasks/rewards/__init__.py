@@ -133,22 +133,16 @@ def load_function(config: RewardSection, key: str) -> RewardFunction:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unknown := [name for name in config.kwargs if (name not in named and not takes_any) or name in OFFERED]:
-        raise user_error(
-            f"{key}.kwargs",
-            found=unknown[0],
-            expected=f"parameters of {config.function} besides {', '.join(OFFERED)}: {', '.join(named)}",
-            remedy="Correct kwargs, or give the function such a parameter.",
-        )
+        expected = f"parameters of {config.function} besides {', '.join(OFFERED)}: {', '.join(named)}"
+        remedy = "Correct kwargs, or give the function such a parameter."
+        raise user_error(f"{key}.kwargs", unknown[0], expected, remedy)
     asks = tuple(name for name in OFFERED if name in named)
     missing = [
         n for n in named if n not in (*OFFERED, *config.kwargs) and parameters[n].default is inspect.Parameter.empty
     ]
     if missing or ("answer" in asks) == ("answers" in asks):
-        raise user_error(
-            f"{key}.function",
-            found=f"{config.function}({', '.join(parameters)})",
-            expected=f"a function of answer, or of answers for a whole group, and any of {', '.join(OFFERED)}"
-            + (f"; kwargs give no {', '.join(missing)}" if missing else ""),
-            remedy="Rename its parameters, give them defaults, or set them in kwargs.",
-        )
+        expected = f"a function of answer, or of answers for a whole group, and any of {', '.join(OFFERED)}"
+        expected += f"; kwargs give no {', '.join(missing)}" if missing else ""
+        remedy = "Rename its parameters, give them defaults, or set them in kwargs."
+        raise user_error(f"{key}.function", f"{config.function}({', '.join(parameters)})", expected, remedy)
     return RewardFunction(config, call, asks)

@@ -95,7 +95,7 @@ def test_bounds_that_are_not_given_are_filled_in(rejection: dict[str, Any], low:
     assert resolved["algorithm"]["rejection"] == {"name": rejection["name"], "low": low, "high": high}
     assert parse_experiment(resolved) == spec
     tis_cap = 2.0 if rejection["name"] == "geometric" else None
-    assert spec.algorithm.correction == Correction(tis_cap, "token", rejection["name"], low, high)
+    assert spec.algorithm.correction == Correction(tis_cap, "token", rejection["name"], low or 0.0, high)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
     cache = 2 * 2048 * 2 * 2 * 128 * 2 * 2
     shape = check(spec).shape
     state = sum(each.total for each in state_bytes(shape, spec.trainer, spec.numerics_config(), "torch").values())
-    needed = cache + RANK_BYTES + state + 2 * (ENGINE_BYTES + served_bytes(shape, spec.numerics.quant_spec()))
+    needed = cache + RANK_BYTES + state + 2 * (ENGINE_BYTES + served_bytes(shape, spec.numerics.config(1).spec))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed))
     assert kv_cache_bytes(shape, spec.rollout, 2) == cache
@@ -51,7 +51,7 @@ def test_states_of_sequences_are_counted(values, tmp_path, monkeypatch):
     assert engine_memory(job).held["states of sequences"]["rollout"] == 150 * state
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     trained = sum(each.total for each in state_bytes(shape, spec.trainer, spec.numerics_config(), "torch").values())
-    processes = RANK_BYTES + trained + ENGINE_BYTES + served_bytes(shape, spec.numerics.quant_spec())
+    processes = RANK_BYTES + trained + ENGINE_BYTES + served_bytes(shape, spec.numerics.config(1).spec)
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(processes + 100 * state))
     with pytest.raises(UserError, match="rollout.max_running_requests: found 50.*states of sequences alone"):
         check(spec)

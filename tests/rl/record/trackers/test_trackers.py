@@ -50,7 +50,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(name: str, monk
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_that_does_not_begin_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Its package cannot be imported."""
-    monkeypatch.setitem(sys.modules, TRACKERS[name], None)
+    monkeypatch.setitem(sys.modules, name, None)
     said: list[str] = []
     followed(tmp_path, name, lost=said.append)
     (sentence,) = said
