@@ -26,8 +26,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.engine.protocol import check_report
-from fp8rl.rollout.engine.server import SGLangServer
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server.arguments import ServedChats
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
@@ -73,12 +72,12 @@ def serve(
     port: int | None = None,
     host: str = LOOPBACK,
     api_key: str | None = None,
-) -> Iterator[SGLangServer]:
+) -> Iterator[Engine]:
     """Run an engine with this model and OpenAI's endpoints below `/v1` while the block lasts.
 
     say: prints which kernels are compiled first. port: None takes a free port. api_key: None makes a new key.
 
-    Raises UserError, EngineError: see `SGLangServer.start`. HandshakeError: the engine computes in other numerics.
+    Raises UserError, EngineError: see `Engine.start`. HandshakeError: the engine computes in other numerics.
     """
     experiment, spec = served.experiment, served.numerics.rollout_spec
     config = experiment.rollout.model_copy(update={"port": port})
@@ -97,22 +96,16 @@ def serve(
             "architecture": experiment.model.architecture,
         }
         chats = ServedChats(served.name, served.tool_parser, experiment.data.chat_template)
-        server = SGLangServer.start(
-            checkpoint, config, log_path=log, plugin=plugin, served=chats, host=host, api_key=api_key
-        )
-        try:
-            asyncio.run(_check(server.endpoint, served))
-            if beside is not None:
-                give_adapter(server.endpoint, tensors, definition, spec, recorder.sent())
-            yield server
-        finally:
-            server.stop()
-
-
-async def _check(endpoint: Endpoint, served: Subject) -> None:
-    async with EngineClient(endpoint) as client:
-        expected = expected_report(served.numerics, served.experiment.adapter, served.experiment.model.architecture)
-        check_report(expected, await client.report())
+        expected = expected_report(served.numerics, beside, experiment.model.architecture)
+        engine = Engine(config, log, plugin, expected, host, chats, api_key)
+        with asyncio.Runner() as runner:
+            endpoint = runner.run(engine.start(checkpoint))
+            try:
+                if beside is not None:
+                    give_adapter(endpoint, tensors, definition, spec, recorder.sent())
+                yield engine
+            finally:
+                runner.run(engine.stop())
 
 
 def convert_model(

@@ -218,15 +218,6 @@ class Trajectory:
     """The tokens that each of the M tokens was drawn from, or the likeliest; None if they were not requested."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """The load of an engine: requests that run, requests that wait, and tokens in its KV cache."""
-
-    running: int
-    waiting: int
-    tokens: int
-
-
 _FINITE = (1 << 30) - 1
 NO_WEIGHTS = -1
 """The version of an engine that started from a directory without weights. No trainer has this version, so the first

@@ -24,9 +24,8 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.core.memory import give_back
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import Engine
-from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.types import NO_WEIGHTS, Endpoint
+from fp8rl.rollout.engine.engine import Engine
+from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
@@ -117,15 +116,14 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
         endpoints.append(runner.run(engines[-1].start(*start)))
 
     def memory() -> list[Memory]:
-        for engine, endpoint in zip(engines, endpoints, strict=True):
+        for engine in engines:
             for _ in range(ROUNDS):
                 runner.run(engine.score(tokens.tolist()))
-            runner.run(_bytes_of_engine(endpoint))  # which hands back what was freed
-        pids = [runner.run(engine.health()).pid for engine in engines]
-        return [Memory.of(pid) for pid in pids if pid is not None]
+            runner.run(engine.memory())  # which hands back what was freed
+        return [Memory.of(engine.pid) for engine in engines]
 
     try:
-        engines_own = runner.run(_bytes_of_engine(endpoints[0]))
+        engines_own = runner.run(engines[0].memory())[0].weights
         whole = would_send(own.weights.share(own.model), spec, own.definition)
         on_base = endpoints[1:]
         manifest, sync, problems = send_and_verify(lambda: give_base(ranks, spec, on_base, 600.0), spec, on_base, 0)
@@ -188,8 +186,3 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
             for side, taken in times.items()
         ),
     ]
-
-
-async def _bytes_of_engine(endpoint: Endpoint) -> int:
-    async with EngineClient(endpoint) as engine:
-        return (await engine.memory())[0].weights

@@ -19,7 +19,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.tasks.data import Source, load_problems
 from fp8rl.rollout.types import Prompt, SamplingParams, Trajectory, prompt_ids
 from fp8rl.weight_sync.served import convert_checkpoint

@@ -22,8 +22,8 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import Engine
-from fp8rl.rollout.engine.plugin.op_weights import hold
+from fp8rl.rollout.engine.engine import Engine
+from fp8rl.rollout.engine.plugin.host import hold
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint

@@ -80,7 +80,7 @@ def both_up(stack: Run) -> None:
 
 
 def server_of(stack: Run, index: int) -> psutil.Process:
-    return psutil.Process(ray.get(stack.engines.slots[index].actor.health.remote()).pid)
+    return psutil.Process(ray.get(stack.engines.slots[index].actor.__ray_call__.remote(lambda engine: engine.pid)))
 
 
 def scheduler_of(server: psutil.Process) -> psutil.Process:

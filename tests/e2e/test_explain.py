@@ -18,7 +18,6 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import write_capsule
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.run.engines.canary import Canary
-from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import SamplingParams
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import served_tensors
@@ -126,7 +125,7 @@ def test_stale_operands_are_seen_by_the_canary_and_by_no_digest_and_a_capsule_sa
     pipeline = rig.open(Setup("moe"))
     pipeline.train_step(pipeline.sample(1.0, seed=3, count=4))
     assert pipeline.sync(manifest=tmp_path / "manifest.json").mismatched == ()
-    held = pipeline.rig.run(pipeline.engine.held())
+    held = pipeline.rig.run(pipeline.engine.manifest()).entries
     assert all(entry.endswith(f"@{pipeline.trainer.weight_version}") for entry in held.values() if "@" in entry)
     assert canary_difference(pipeline) > 0.01
     capsule = kept(pipeline, pipeline.sample(1.0, count=2), tmp_path)
@@ -154,7 +153,7 @@ def kept(pipeline: Pipeline, batch: TokenBatch, folder: Path) -> Path:
     spec.write_text(
         load_experiment(EXAMPLES / "arithmetic.yaml", [f"model.path={pipeline.rig.models['moe']}"]).to_yaml()
     )
-    held = [pipeline.rig.run(pipeline.engine.held())]
+    held = [pipeline.rig.run(pipeline.engine.manifest()).entries]
     step: dict[str, Any] = {"step": 7, "why": ["planted"], "rows": [0, 1], "experiment": spec, "held": held}
     step |= {"numerics": pipeline.setup.numerics, "manifest": folder / "manifest.json"}
     version, logprobs = pipeline.trainer.weight_version, pipeline.trainer.score(batch)
@@ -173,9 +172,8 @@ def put_in_engine(pipeline: Pipeline, name: str, change: Callable[[torch.Tensor]
     version = pipeline.trainer.weight_version
 
     async def put() -> None:
-        async with EngineClient(await pipeline.engine.endpoint()) as engine:
-            await TensorTransport(1 << 20).send([(name, change(tensor))], [engine], version)
-            await engine.commit(version)
+        await TensorTransport(1 << 20).send([(name, change(tensor))], [pipeline.engine], version)
+        await pipeline.engine.commit(version)
 
     pipeline.rig.run(put())
 

@@ -16,12 +16,10 @@ from fp8rl.diagnose.doctor.formats import differences_of
 from fp8rl.diagnose.doctor.watch import engine_holdings
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.memory import Holding
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.engine.actor import Engine
-from fp8rl.rollout.engine.server.client import EngineClient
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.types import Problem, Prompt, SamplingParams
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.config import TrainerSection
@@ -81,11 +79,7 @@ def sides(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]
 
 @pytest.mark.parametrize("rollout", ["bf16", "fp8"])
 def test_an_engine_holds_what_the_precision_map_plans(rollout: str, rig: Rig, sides: Sides) -> None:
-    async def inventory(engine: Engine) -> list[tuple[Holding, ...]]:
-        async with EngineClient(await engine.endpoint()) as client:
-            return await client.inventory()
-
-    (held,) = rig.run(inventory(sides.engines[rollout]))
+    (held,) = rig.run(sides.engines[rollout].inventory())
     numerics = dataclasses.replace(FP8, rollout=rollout).numerics
     model = read_model(rig.models[FP8.model])
     sightings = engine_holdings(held, model, numerics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.job import job_of
 from fp8rl.rl.experiment.budget.memory import cache_bytes, engine_memory
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import SamplingParams
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
@@ -159,16 +158,9 @@ def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path)
         engine = make_engine(tmp_path / "engine.log", NUMERICS, plugin=plugin, expected=expected)
         endpoint = runner.run(engine.start(tmp_path / "served", 0))
 
-        def ask(use: Callable[[EngineClient], Awaitable[Any]]) -> Any:
-            async def asked() -> Any:
-                async with EngineClient(endpoint) as client:
-                    return await use(client)
-
-            return runner.run(asked())
-
         def agreed() -> TokenBatch:
             prompts = torch.randint(6, SHAPE.vocab, (4, 30)).tolist()
-            answers = ask(lambda client: client.complete(prompts, SamplingParams(20, temperature=1.0), range(4)))
+            answers = runner.run(engine.complete(prompts, SamplingParams(20, temperature=1.0), range(4)))
             assert {version for answer in answers for version in answer.weight_versions} == {trainer.weight_version}
             batch = batch_of_answers(prompts, answers)
             rows, scored = trainer.score(batch)
@@ -177,7 +169,7 @@ def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path)
             return batch
 
         try:
-            (memory,) = ask(EngineClient.memory)
+            (memory,) = runner.run(engine.memory())
             assert memory.kv_cache == read_shape(model).kv_bytes() * (16384 + 1)
             batch = agreed()
             trainer.train_step(batch, cross_entropy(batch))
@@ -186,7 +178,7 @@ def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path)
             assert {OUT_NORM.format(1), GATES.format(1)} <= manifest.entries.keys()
             assert f"model.layers.0.mlp.{EXPERTS}.3.up_proj.weight_scale_inv" in manifest.entries
             trace = trace_ops(trainer, agreed())
-            answer = ask(lambda client: ask_engine(client, trace))
+            answer = runner.run(ask_engine(engine, trace))
         finally:
             runner.run(engine.stop())
     forward = trainer.definition.forward

@@ -10,11 +10,11 @@ import pytest
 
 from fp8rl.models import read_shape
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.engine.actor import sample_groups
 from fp8rl.rollout.engine.protocol import Memory
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, Rig, Setup, prompts
+from tests.support.updates import requests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -58,17 +58,17 @@ def test_what_is_asked_of_an_engine_that_sleeps_is_answered_under_the_weights_th
     groups = to_groups(prompts(0), 2, run_seed=0, step=1)
 
     async def asked_asleep() -> list[Trajectory]:
-        async with EngineClient(await pipeline.engine.endpoint()) as client:
-            under_way = asyncio.create_task(sample_groups(client, groups, SAMPLING))
-            while (await client.load()).running == 0 and not under_way.done():
+        async with EngineClient(pipeline.endpoint) as client:
+            under_way = asyncio.create_task(client.generate(groups, SAMPLING))
+            while (await requests(client))[0] == 0 and not under_way.done():
                 await asyncio.sleep(0.01)
             await pipeline.engine.sleep()  # some run, others wait
             assert await client.ping() is None
-            late = asyncio.create_task(sample_groups(client, groups[:1], SAMPLING))
+            late = asyncio.create_task(client.generate(groups[:1], SAMPLING))
             await asyncio.sleep(0.3)
             assert not late.done()
             await pipeline.engine.sleep()  # once more changes nothing
-            await asyncio.to_thread(pipeline.bridge(wakes=True).sync, [await pipeline.engine.endpoint()])
+            await asyncio.to_thread(pipeline.bridge(wakes=True).sync, [pipeline.endpoint])
             return [*await under_way, *await late]
 
     found = [(each.token_ids, each.logprobs) for each in pipeline.rig.run(asked_asleep())]

@@ -18,7 +18,6 @@ from fp8rl.models import architecture, load_architecture, read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import SamplingParams
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
@@ -154,15 +153,11 @@ def test_the_engine_gives_the_trainers_bits_after_each_update(model: Path, layou
     with asyncio.Runner() as runner:
         engine = make_engine(tmp_path / "engine.log", NUMERICS, plugin=plugin, expected=expected)
         endpoint = runner.run(engine.start(tmp_path / "served", 0))
-
-        async def answered(prompts: list[list[int]]) -> list[Any]:
-            async with EngineClient(endpoint) as client:
-                return await client.complete(prompts, SamplingParams(20, temperature=1.0), range(4))
-
         try:
             for step in range(3):
                 prompts = torch.randint(6, 128, (4, 70), generator=torch.Generator().manual_seed(step)).tolist()
-                batch = batch_of_answers(prompts, runner.run(answered(prompts)))
+                asked = engine.complete(prompts, SamplingParams(20, temperature=1.0), range(4))
+                batch = batch_of_answers(prompts, runner.run(asked))
                 rows, scored = trainer.score(batch)
                 d = (scored - batch.fields["rollout_logprobs"][rows])[batch.loss_mask[rows]]
                 assert len(d) > 40 and not d.any()

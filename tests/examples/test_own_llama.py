@@ -20,7 +20,7 @@ from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.served import convert_checkpoint

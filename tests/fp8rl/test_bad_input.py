@@ -18,7 +18,7 @@ import fp8rl_certify.dump.command
 from fp8rl.cli import app
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rollout.engine.server import SGLangServer
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl_certify.dump.reading import read_dump
 from fp8rl_certify.dump.reference import facts
 from tests.support.commands import result_of
@@ -55,7 +55,7 @@ def folder(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, da
     monkeypatch.setattr(fp8rl.rl.run.run, "open_run", _accept)
     monkeypatch.setattr(fp8rl.diagnose.explain, "explain", _accept)
     monkeypatch.setattr(fp8rl.evaluating, "serve", _accept)
-    monkeypatch.setattr(SGLangServer, "start", _accept)
+    monkeypatch.setattr(Engine, "start", _accept)
     monkeypatch.setattr(fp8rl_certify.dump.command, "certify_dump", _read_only)
     return _anew(experiment, tmp_path / "it")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fp8rl.rollout.engine.server import SGLangServer
+from fp8rl.rollout.engine.engine import Engine
 from tests.support.servers import group_members, shared_memory, small_config
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -26,21 +27,24 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Started in a directory that would break it if it imported from there."""
     folder = tmp_path_factory.mktemp("server")
     for module in ("random", "fp8rl", "sglang"):
         (folder / f"{module}.py").write_text("raise RuntimeError('of the current directory')")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        running = SGLangServer.start(tiny_model, small_config(), log_path=folder / "engine.log", weight_version=3)
-    traces = [running._scratch, *shared_memory(group_members(running.pid))]
-    yield running
-    began = time.monotonic()
-    running.stop()
-    running.stop()
-    assert time.monotonic() - began < 15 and not running.alive()
-    assert group_members(running.pid) == [] and not any(path.exists() for path in traces), "it leaves nothing"
+    engine = Engine(small_config(), folder / "engine.log")
+    with asyncio.Runner() as runner:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            runner.run(engine.start(tiny_model, 3))
+        pid = engine.pid
+        traces = [engine._scratch, *shared_memory(group_members(pid))]
+        yield engine
+        began = time.monotonic()
+        runner.run(engine.stop())
+        runner.run(engine.stop())
+        assert time.monotonic() - began < 15
+    assert group_members(pid) == [] and not any(path.exists() for path in traces), "it leaves nothing"
 
 
 def _make_model(folder: Path, seed: int) -> Path:

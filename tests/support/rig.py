@@ -28,8 +28,8 @@ from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import Engine, check_versions
-from fp8rl.rollout.engine.server.client import EngineClient
+from fp8rl.rollout.engine.engine import Engine
+from fp8rl.rollout.engine.server.answers import check_versions
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerActor, TrainerGroup
@@ -215,7 +215,7 @@ class Pipeline:
 
     @property
     def endpoint(self) -> Endpoint:
-        return self.rig.run(self.engine.endpoint())
+        return self.engine.endpoint
 
     @property
     def definition(self) -> Model:
@@ -241,12 +241,7 @@ class Pipeline:
 
     def resume(self) -> None:
         """Have the engine go on after a sync that failed, with whatever weights it has."""
-
-        async def resumed() -> None:
-            async with EngineClient(await self.engine.endpoint()) as engine:
-                await engine.resume()
-
-        self.rig.run(resumed())
+        self.rig.run(self.engine.resume())
 
     def generate(self, groups: list[Group], sampling: SamplingParams) -> list[Trajectory]:
         answers: list[Trajectory] = self.rig.run(self.engine.generate(groups, sampling))

@@ -10,7 +10,7 @@ from typing import TypeVar
 import psutil
 
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.server import SGLangServer
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, Group, Problem, Prompt
 
@@ -58,7 +58,7 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in paths if path.name.startswith("sglang_") and path.exists()}
 
 
-def use(server: SGLangServer, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
+def use(server: Engine, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
     return use_endpoint(server.endpoint, action)
 
 

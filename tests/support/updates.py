@@ -11,7 +11,6 @@ from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.engine.actor import sample_groups
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, Group, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, prompts
@@ -33,7 +32,7 @@ def sampled_across_updates(
 
     async def run() -> list[Trajectory]:
         async with EngineClient(endpoint) as client:
-            answers = asyncio.create_task(sample_groups(client, asked, sampling))
+            answers = asyncio.create_task(client.generate(asked, sampling))
             for version in later:
                 if version is not later[0]:  # on a busy machine it takes the time of many tokens
                     await asyncio.to_thread(pipeline.trainer.load, version)
@@ -60,12 +59,16 @@ def trained_versions(pipeline: Pipeline, folder: Path) -> list[Path]:
 async def a_little_later(client: EngineClient, answers: asyncio.Task[list[Trajectory]]) -> None:
     """Half of the answers have reached the engine, and those that run are some tokens longer: as many as a request
     that came after them has got."""
-    load = await client.load()
-    while load.running + load.waiting < GROUP * len(ASKED) / 2:
+    while sum(await requests(client)) < GROUP * len(ASKED) / 2:
         await asyncio.sleep(0.02)
-        load = await client.load()
-    await sample_groups(client, [Group(prompts(1)[0], seeds=(0,))], SamplingParams(max_new_tokens=8))
+    await client.generate([Group(prompts(1)[0], seeds=(0,))], SamplingParams(max_new_tokens=8))
     assert not answers.done(), f"no answer was under way any more: {answers.exception() or 'all had ended'}"
+
+
+async def requests(client: EngineClient) -> tuple[int, int]:
+    """How many requests run in an engine of one rank, and how many wait."""
+    (load,) = (await client._send("GET", "/v1/loads", params={"include": "core"})).json()["loads"]
+    return load["num_running_reqs"], load["num_waiting_reqs"]
 
 
 def differences_by_version(

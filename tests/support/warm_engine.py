@@ -16,8 +16,8 @@ from typing import IO, Any
 import ray
 
 from fp8rl.rl.run.engines import serving
-from fp8rl.rollout.engine import server
-from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine import engine as engine_module
+from fp8rl.rollout.engine.engine import Engine
 from tests.support.fork_server import send_request, socket_of
 
 
@@ -30,15 +30,15 @@ def forked_engines() -> Iterator[None]:
     actor = ray.remote(**serving.EngineActor._default_options)
     with MonkeyPatch.context() as patch:
         patch.setattr(serving, "EngineActor", actor(WarmEngine))
-        patch.setattr(server, "subprocess", Template().subprocess)
+        patch.setattr(engine_module, "subprocess", Template().subprocess)
         yield
 
 
 class WarmEngine(Engine):
-    """In the actor of an engine, `SGLangServer.start` forks from the template, too."""
+    """In the actor of an engine, `Engine.start` forks from the template, too."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        server.subprocess = Template().subprocess  # type: ignore[attr-defined]
+        engine_module.subprocess = Template().subprocess  # type: ignore[attr-defined]
         super().__init__(*arguments, **options)
 
 
@@ -58,7 +58,7 @@ class Template:
         return SimpleNamespace(**{**vars(subprocess), "Popen": self._popen})
 
     def _popen(self, command: list[str], **options: Any) -> Any:
-        """`subprocess.Popen`, as `rollout.engine.server` calls it."""
+        """`subprocess.Popen`, as `Engine` calls it."""
         assert command[1:] == ["-P", "-m", "fp8rl.rollout.engine.server.launcher"], command
         reading, writing = os.pipe()
         inherited = (reading, options["stdout"].fileno(), *options["pass_fds"])
@@ -95,7 +95,7 @@ class Template:
 
 
 class _Forked:
-    """What `SGLangServer` uses of a `subprocess.Popen`."""
+    """What `Engine` uses of a `subprocess.Popen`."""
 
     def __init__(self, template: Template, pid: int, stdin: IO[bytes]) -> None:
         self.pid, self.stdin, self.returncode = pid, stdin, None

@@ -23,7 +23,7 @@ from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling
 from fp8rl.rl.run.interrupts import BoundedExitStack
-from fp8rl.rollout.engine.actor import check_versions
+from fp8rl.rollout.engine.server.answers import check_versions
 from fp8rl.rollout.tasks.chat import end_ids
 from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.tasks.rewards import RewardsSection

@@ -26,8 +26,7 @@ from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rl.run.ending import say_lost
 from fp8rl.rl.run.engines.canary import canary_of
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.engines.serving import engine_adapter, engine_maker
-from fp8rl.rl.run.engines.slot import Serving
+from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker
 from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import COUNTED, ENVIRONMENT_FAILURES, Events
 from fp8rl.rl.run.feed.conversations import Conversations

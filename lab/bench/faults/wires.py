@@ -101,10 +101,11 @@ class Pair:
         """Seconds of sampling through a proxy, the fewest of `ROUNDS`; the answers must be the same."""
 
         def connect(engine: Any, endpoint: Endpoint) -> None:
-            engine._client = EngineClient(endpoint)
+            EngineClient.__init__(engine, endpoint)
 
-        actor = self.stack.engines.slots[0].actor
-        true = ray.get(actor.endpoint.remote())
+        (slot,) = self.stack.engines.slots
+        actor, true = slot.actor, slot.endpoint
+        assert true is not None
         with proxied(true.url, touch) as url:
             ray.get(actor.__ray_call__.remote(connect, replace(true, url=url)))
             seconds = []

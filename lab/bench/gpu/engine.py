@@ -28,7 +28,7 @@ from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel

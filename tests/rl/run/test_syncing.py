@@ -11,7 +11,7 @@ import pytest
 from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
-from fp8rl.rollout.engine.actor import Slept
+from fp8rl.rollout.engine.server.client import Slept
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import OffloadReport

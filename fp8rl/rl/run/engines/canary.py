@@ -9,7 +9,7 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -101,9 +101,3 @@ class CanaryCheck:
             " 0: the engine holds the trainer's weights, but computes with other bytes.\nIf the canary of every engine "
             "differs, run fp8rl doctor SPEC: it says where. sync.canary=false runs without a canary"
         )
-
-
-def canary_metrics(differences: Sequence[float]) -> dict[str, float]:
-    """Return the largest finite difference as `sync/canary_diff`; nothing where there is none."""
-    finite = [each for each in differences if each < torch.inf]
-    return {"sync/canary_diff": max(finite)} if finite else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,14 +18,15 @@ import ray
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.background import Background, begun, blocking_with_events, waited
 from fp8rl.rl.run.cluster.reservations import NoRoomError
-from fp8rl.rl.run.engines.canary import CanaryCheck, canary_metrics
-from fp8rl.rl.run.engines.slot import EngineSlot, Serving, answered, call, end_engine
+from fp8rl.rl.run.engines.canary import CanaryCheck
+from fp8rl.rl.run.engines.serving import Serving
+from fp8rl.rl.run.engines.slot import EngineSlot, call, end_engine
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end
-from fp8rl.rollout.engine.actor import Slept, check_versions
-from fp8rl.rollout.engine.server import SERVER_GRACE_S
-from fp8rl.rollout.engine.server.client import EngineClient
+from fp8rl.rollout.engine.engine import SERVER_GRACE_S, Engine
+from fp8rl.rollout.engine.server.answers import check_versions
+from fp8rl.rollout.engine.server.client import EngineClient, Slept
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
@@ -33,8 +35,6 @@ _END_SECONDS = 30.0
 """Longest time in which all engines end. Each is told to end, and killed a few seconds later."""
 _PULSE_SECONDS = 2.0
 """Interval at which each engine's health is checked."""
-_DYING_SECONDS = 2.0
-"""How long `any_lost` watches an engine, whose connection breaks a moment before its process is gone."""
 _HOUR = 3600.0
 
 
@@ -106,7 +106,7 @@ class Engines:
         if awake:
             self._awake.set()
         loop = asyncio.get_running_loop()
-        self.slots = [EngineSlot(index, loop.create_future()) for index in range(count)]
+        self.slots = [EngineSlot(index, self._config, loop.create_future()) for index in range(count)]
         self._slot_tasks = [asyncio.create_task(self._run_slot(slot)) for slot in self.slots]
 
     async def _close(self) -> None:
@@ -117,17 +117,13 @@ class Engines:
     @blocking_with_events
     async def wait(self) -> None:
         """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
-        await self._all_up()
+        await self._until(self._all_up)
 
     @blocking_with_events
     async def up(self) -> list[Endpoint]:
         """Return every engine that can be sent weights; wait until there is one."""
         assert self.slots, "there are no engines"
-        while True:
-            self._raise_failure()
-            if there := [slot.endpoint for slot in self.slots if slot.endpoint and slot.is_up]:
-                return there
-            await self._change.wait()
+        return await self._until(lambda: [slot.endpoint for slot in self.slots if slot.endpoint and slot.is_up])
 
     @waited
     async def waiting(self) -> list[Endpoint]:
@@ -158,37 +154,22 @@ class Engines:
 
     @waited
     async def canaries(self) -> dict[str, float]:
-        """Return `sync/canary_diff` of the canaries that were answered since the last call."""
-        found = canary_metrics(self._differences)
+        """Return `sync/canary_diff`, the largest finite difference of the canaries answered since the last call."""
+        finite = [each for each in self._differences if each < math.inf]
         self._differences.clear()
-        return found
+        return {"sync/canary_diff": max(finite)} if finite else {}
 
     @waited
     async def held(self) -> list[dict[str, str]]:
         """Return the tensor digests of each engine that gets groups and answers this request."""
-        asked = [answered(s.actor, call(s.actor.held.remote()), self._config) for s in self.slots if s.serving]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        return [each for each in found if isinstance(each, dict)]
+        found = await asyncio.gather(*(slot.answer(Engine.manifest) for slot in self.slots if slot.serving))
+        return [each.entries for each in found if each is not None]
 
     @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
-        """Return whether one of these engines is gone; watch them for a while before returning False."""
-        deadline = time.monotonic() + _DYING_SECONDS
-        while time.monotonic() < deadline:
-            held = {slot.endpoint: slot for slot in self.slots if slot.is_up}
-            for endpoint in endpoints:
-                slot = held.get(endpoint)
-                if slot is None or slot.endpoint != endpoint or (actor := slot.actor) is None:
-                    return True  # while another answered, this one was lost
-                try:
-                    alive = (await call(actor.health.remote())).alive
-                except EngineDiedError:
-                    alive = False
-                if not alive:
-                    slot.lose(actor, "its process is gone")
-                    return True
-            await asyncio.sleep(0.1)
-        return False
+        """Return whether one of these engines is gone, or does not answer."""
+        await asyncio.gather(*(slot.answer(Engine.pulse) for slot in self.slots if slot.endpoint in endpoints))
+        return not {slot.endpoint for slot in self.slots if slot.is_up}.issuperset(endpoints)
 
     @begun
     async def admit(self, group: Group, sampling: SamplingParams, oldest: int, near: object = None) -> list[Trajectory]:
@@ -199,9 +180,8 @@ class Engines:
         The future raises StaleWeightsError for a token of weights before `oldest`, or after the version of `expect`.
         """
         longest = len(group.prompt.token_ids) + sampling.max_new_tokens
-        answers: list[Trajectory]
         slot, answers = await self._request(
-            len(group.seeds), longest, lambda actor: actor.generate.remote([group], sampling), near
+            len(group.seeds), longest, lambda actor: call(actor, Engine.generate, [group], sampling), near
         )
         slot.tokens += sum(len(answer.token_ids) for answer in answers)
         check_versions(answers, oldest, self._newest)
@@ -211,8 +191,7 @@ class Engines:
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Have the engine with the least to do score sequences; see `EngineClient.score`."""
         longest = max(map(len, sequences))
-        scores: list[list[float]]
-        _, scores = await self._request(len(sequences), longest, lambda actor: actor.score.remote(sequences))
+        _, scores = await self._request(len(sequences), longest, lambda actor: call(actor, Engine.score, sequences))
         return scores
 
     @blocking_with_events
@@ -227,9 +206,15 @@ class Engines:
             slot.serving = False
         while any(slot.starts for slot in self.slots):
             await self._change.wait()
-        there = [slot for slot in self.slots if slot.is_up]
-        slept = await asyncio.gather(*(slot.sleep(self._config, self._name) for slot in there))
-        return [each for each in slept if each is not None]
+
+        async def slept(slot: EngineSlot) -> Slept | None:
+            actor, found = slot.actor, await slot.answer(Engine.sleep)
+            if found is None:
+                await end_engine(actor, self._name)  # before another takes its memory
+            return found
+
+        every = await asyncio.gather(*(slept(slot) for slot in self.slots if slot.is_up))
+        return [each for each in every if each is not None]
 
     @waited
     async def wake(self) -> None:
@@ -243,7 +228,7 @@ class Engines:
         for slot in self.slots:
             slot.endpoint = None
             slot.lose(slot.actor, "")
-        await self._all_up()
+        await self._until(self._all_up)
 
     @waited
     async def metrics(self) -> dict[str, float]:
@@ -258,41 +243,44 @@ class Engines:
         balance = {"perf/engine_balance": min(tokens) / max(tokens)} if len(tokens) > 1 and max(tokens) else {}
         return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance}
 
-    async def _all_up(self) -> None:
-        while not all(slot.is_up for slot in self.slots):
-            self._raise_failure()
+    def _all_up(self) -> bool:
+        return all(slot.is_up for slot in self.slots)
+
+    async def _until(self, look: Callable[[], Result]) -> Result:
+        """Return what `look` finds, once it finds something. Raise the error if an engine cannot be replaced."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if found := look():
+                return found
             await self._change.wait()
 
     async def _run_slot(self, slot: EngineSlot) -> None:
-        """Keep an engine running in this slot. All waiting calls raise an error that another engine cannot repair."""
+        """Run one engine after another in this slot. If the first one cannot start, or an error comes that another
+        engine cannot repair, all waiting calls raise it, and all slots end."""
+        first, failures = True, 0
         try:
-            await self._keep_engine_running(slot)
+            while self._failure is None:
+                try:
+                    reason = await self._run_one_engine(slot, first)
+                    failures = 0
+                except (EngineError, NoRoomError, UserError, ray.exceptions.RayError) as error:
+                    if first:
+                        self._failure = error
+                    failures += 1
+                    reason = str(error)
+                first = False
+                actor, slot.actor = slot.actor, None  # its later answers are those of an engine that is gone
+                slot.endpoint, slot.serving, slot.cached = None, False, 0
+                slot.lost, slot.canary_task = asyncio.get_running_loop().create_future(), None
+                if reason and self._failure is None:
+                    self._note_loss(slot, reason)
+                self._changed()
+                await end_engine(actor, self._name)
+                await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
         except Exception as error:
             self._failure = self._failure or error
             self._changed()
-
-    async def _keep_engine_running(self, slot: EngineSlot) -> None:
-        """Run one engine after another in this slot. An error at the first start ends all engines."""
-        failures = 0
-        while self._failure is None:
-            first = slot.engines == 0
-            try:
-                reason = await self._run_one_engine(slot, first)
-                failures = 0
-            except (EngineError, NoRoomError, UserError, ray.exceptions.RayError) as error:
-                if first:
-                    self._failure = error
-                failures += 1
-                reason = str(error)
-            slot.engines += 1
-            actor, slot.actor = slot.actor, None  # its later answers are those of an engine that is gone
-            slot.endpoint, slot.serving, slot.load = None, False, None
-            slot.lost, slot.canary_task = asyncio.get_running_loop().create_future(), None
-            if reason and self._failure is None:
-                self._note_loss(slot, reason)
-            self._changed()
-            await end_engine(actor, self._name)
-            await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
 
     async def _run_one_engine(self, slot: EngineSlot, first: bool) -> str:
         """Run one engine until it has to be replaced. Return why; empty if `switch` has replaced it."""
@@ -301,13 +289,13 @@ class Engines:
         await self._awake.wait()
         slot.starts = True
         try:
-            endpoint = await call(actor.start.remote(serving.checkpoint, serving.version))
+            endpoint = await call(actor, Engine.start, serving.checkpoint, serving.version)
         finally:
             slot.starts = False
         if serving is not self._serving:
             return ""  # `switch` has replaced all engines meanwhile
         if serving.manifest is not None:
-            differing = serving.manifest.differences(await call(actor.held.remote()))
+            differing = serving.manifest.differences((await call(actor, Engine.manifest)).entries)
             if differing:
                 raise EngineError(
                     f"{self._name} {slot.index} does not hold what its checkpoint {serving.checkpoint} holds; check "
@@ -315,16 +303,9 @@ class Engines:
                 )
         slot.endpoint, slot.serving = endpoint, serving.manifest is not None
         self._changed()
-        while True:
-            await asyncio.wait([slot.lost], timeout=_PULSE_SECONDS)
-            if slot.lost.done():
-                return slot.lost.result()
-            try:
-                slot.load = await answered(actor, call(actor.pulse.remote()), self._config)
-            except TimeoutError as error:
-                return f"it has not answered for {error}, though its process is there"
-            except EngineError as error:
-                return str(error)
+        while not (await asyncio.wait([slot.lost], timeout=_PULSE_SECONDS))[0]:
+            slot.cached = await slot.answer(Engine.pulse) or 0
+        return slot.lost.result()
 
     async def _make_actor(self, serving: Serving, slot: EngineSlot, patient: bool) -> Any:
         """Start the actor of an engine. patient: wait until a node has room, and add one event about it."""
@@ -355,8 +336,8 @@ class Engines:
             self._events.add(ENGINES_REPLACED, 1, f"{self._name} {slot.index} is lost and replaced: {first_line}")
 
     async def _request(
-        self, count: int, longest: int, ask: Callable[[Any], Any], near: object = None
-    ) -> tuple[EngineSlot, Any]:
+        self, count: int, longest: int, ask: Callable[[Any], Awaitable[Result]], near: object = None
+    ) -> tuple[EngineSlot, Result]:
         """Return the slot of the engine that answers a request for `count` sequences, and its answer. If an engine is
         lost or fails its canary, another one is asked.
 
@@ -365,19 +346,18 @@ class Engines:
         while True:
             slot = await self._choose_slot(count, longest, near)
             actor = slot.actor
-            slot.add_answers(count)
             try:
-                answer = await call(ask(actor))
-                if await slot.passes_canary(actor):
-                    return slot, answer
+                with slot.answering(count):
+                    answer = await ask(actor)
+                    if await slot.passes_canary(actor):
+                        return slot, answer
             except EngineDiedError as died:
                 slot.lose(actor, str(died))
             except EngineError:
-                if actor is slot.actor and not slot.lost.done():
+                if slot.has(actor):
                     raise
                 # else it was ended while it worked
             finally:
-                slot.remove_answers(count)
                 self._changed()
 
     async def _choose_slot(self, count: int, longest: int, near: object) -> EngineSlot:
@@ -387,21 +367,13 @@ class Engines:
         No engine gets more than twice what its KV cache holds. Further requests wait for the first engine with room.
         """
         room = max(2 * self._config.cache_tokens // longest, count)
-        while True:
-            self._raise_failure()
-            free = [slot for slot in self.slots if slot.serving and slot.answers + count <= room]
-            if near is not None and (before := self._near.get(near)) in free:
-                return before
-            if free:
-                slot = min(free, key=lambda slot: (slot.answers, slot.load.tokens if slot.load else 0, slot.index))
-                if near is not None:
-                    self._near[near] = slot
-                return slot
-            await self._change.wait()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        free = await self._until(lambda: [slot for slot in self.slots if slot.serving and slot.answers + count <= room])
+        if near is not None and (before := self._near.get(near)) in free:
+            return before
+        chosen = min(free, key=lambda slot: (slot.answers, slot.cached, slot.index))
+        if near is not None:
+            self._near[near] = chosen
+        return chosen
 
     def _changed(self) -> None:
         """Wake the calls that wait for an engine to be free, up or lost."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +17,56 @@ from fp8rl.numerics.core.files import code_digest
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.nodes import own_capability
 from fp8rl.rl.run.cluster.reservations import Reservations
-from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import EngineActor
+from fp8rl.rollout.engine.engine import EngineActor
 from fp8rl.rollout.engine.plugin.hooks import hooks_for
 from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
+from fp8rl.weight_sync.manifest import Manifest
 
-_LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
-"""How the names of the engines' logs begin, by role."""
+
+@dataclass(frozen=True)
+class Serving:
+    """Settings that engines are started with."""
+
+    make: Callable[[int], Any]
+    """Starts the actor of the engine with this index, on a node with room; it may block."""
+    checkpoint: Path
+    """An HF directory in the served format."""
+    version: int = 0
+    """Version of the checkpoint's weights, or `NO_WEIGHTS`."""
+    manifest: Manifest | None = None
+    """Digests of the checkpoint's tensors: an engine gets groups once its own are equal. None: it waits for a sync."""
+    role: Role = "policy"
+    """The role of the engines' model."""
 
 
 def engine_maker(
     experiment: Experiment, role: Role, reservations: Reservations, folder: Path, numerics: NumericsConfig
 ) -> Callable[[int], Any]:
     """Return a function that starts the actor of an engine of this role, by index. folder: of the engines' logs."""
-    config, adapter = engine_config(experiment, role), engine_adapter(experiment, role)
+    config, adapter, architecture = experiment.rollout, engine_adapter(experiment, role), experiment.model.architecture
+    if role == "teacher":
+        assert experiment.teacher is not None
+        config = experiment.teacher.engine(config)
     base = experiment.base_spec if role == "policy" else None
     plugin = {
         "numerics": numerics.to_dict(),
         "role": role,
         "adapter": adapter and adapter.model_dump(mode="json"),
         "shared_base": base is not None and base == numerics.rollout_spec,
-        "architecture": experiment.model.architecture,
+        "architecture": architecture,
     }
 
     def make(index: int) -> Any:
         placement = reservations.engine(role, index)
         return EngineActor.options(**placement.actor_options()).remote(
             config,
-            folder / f"{_LOGS[role]}_{index}.log",
+            folder / f"{'engine' if role == 'policy' else role}_{index}.log",
             plugin,
-            report_on(numerics, reservations.capability(role, index), role, adapter, experiment.model.architecture),
+            expected_report(numerics, adapter, architecture, role, partial(reservations.capability, role, index)),
             placement.host,
         )
 
     return make
-
-
-def engine_config(experiment: Experiment, role: Role) -> RolloutSection:
-    """Return the rollout section of the engines of a role that the experiment has."""
-    if role == "policy":
-        return experiment.rollout
-    assert role == "teacher" and experiment.teacher is not None, role
-    return experiment.teacher.engine(experiment.rollout)
 
 
 def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterSection | None:
@@ -66,20 +76,17 @@ def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterSect
 
 
 def expected_report(
-    numerics: NumericsConfig, adapter: AdapterSection | None = None, architecture: str | None = None
-) -> EngineReport:
-    """Return the report that an engine's plugin must give on this machine before the engine is used."""
-    return report_on(numerics, own_capability(), adapter=adapter, architecture=architecture)
-
-
-def report_on(
     numerics: NumericsConfig,
-    capability: tuple[int, int] | None,
-    role: Role = "policy",
     adapter: AdapterSection | None = None,
     architecture: str | None = None,
+    role: Role = "policy",
+    gpu: Callable[[], tuple[int, int] | None] = own_capability,
 ) -> EngineReport:
-    """Return the report expected of an engine. capability: the compute capability of its GPU; None: it is on a CPU."""
+    """Return the report that an engine's plugin must give before the engine is used.
+
+    gpu: gives the compute capability of the engine's GPU. None: it is on a CPU. By default it is on this machine.
+    """
+    capability = gpu()
     hooks = hooks_for(numerics, cuda=capability is not None)
     return EngineReport(
         role=role,

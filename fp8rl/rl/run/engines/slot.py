@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from torch import Tensor
 
-from fp8rl.models.architecture import Role
 from fp8rl.rl.run.engines.canary import CanaryCheck
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
-from fp8rl.rollout.engine.actor import Slept
-from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Load
+from fp8rl.rollout.engine.engine import Engine
+from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError
 from fp8rl.trainer.actor import TrainerDiedError
-from fp8rl.weight_sync.manifest import Manifest
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _STOP_SECONDS = 6.0
@@ -29,27 +28,12 @@ _WORKING = 0.01
 """Least part of a core that a computing scheduler uses, even on a busy machine. A waiting scheduler uses none."""
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Settings that engines are started with."""
-
-    make: Callable[[int], Any]
-    """Starts the actor of the engine with this index, on a node with room; it may block."""
-    checkpoint: Path
-    """An HF directory in the served format."""
-    version: int = 0
-    """Version of the checkpoint's weights, or `NO_WEIGHTS`."""
-    manifest: Manifest | None = None
-    """Digests of the checkpoint's tensors: an engine gets groups once its own are equal. None: it waits for a sync."""
-    role: Role = "policy"
-    """The role of the engines' model."""
-
-
 @dataclass
 class EngineSlot:
     """The state of one engine, and of the engines that replace it. Only the event loop of `Engines` writes it."""
 
     index: int
+    config: RolloutSection
     lost: asyncio.Future[str]
     """Gets the reason, once the present engine has to be replaced."""
     actor: Any = None
@@ -59,12 +43,10 @@ class EngineSlot:
     """A sync has verified the engine's weights, so that the engine gets groups."""
     starts: bool = False
     """An engine is starting."""
-    engines: int = 0
-    """Number of earlier engines in this slot."""
     answers: int = 0
     """Answers under way."""
-    load: Load | None = None
-    """The engine's load at the last health check."""
+    cached: int = 0
+    """Tokens in the engine's KV cache at the last health check."""
     tokens: int = 0
     """Tokens that the engine has generated."""
     idle: float = 0.0
@@ -73,47 +55,49 @@ class EngineSlot:
     """Monotonic time of the engine's last answer, in seconds."""
     canary_task: asyncio.Task[None] | None = None
     """The canary check after the last sync, running or done."""
-    rejected_actor: Any = None
-    """The last actor whose canary failed."""
 
     @property
     def is_up(self) -> bool:
         """Return whether an engine is there that can be sent weights."""
         return self.endpoint is not None and not self.lost.done()
 
-    def add_answers(self, answers: int) -> None:
-        """Count this number of answers as under way, in addition to others."""
+    def has(self, actor: Any) -> bool:
+        """Return whether the engine of this actor is still the engine of this slot, and not given up."""
+        return actor is self.actor and not self.lost.done()
+
+    @contextmanager
+    def answering(self, answers: int) -> Iterator[None]:
+        """Count this number of answers as under way, in addition to others, while the block lasts."""
         if not self.answers:
             self.idle += time.monotonic() - self.idle_since
         self.answers += answers
-
-    def remove_answers(self, answers: int) -> None:
-        """Count this number of answers as no longer under way."""
-        self.answers -= answers
-        if not self.answers:
-            self.idle_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.answers -= answers
+            if not self.answers:
+                self.idle_since = time.monotonic()
 
     def lose(self, actor: Any, reason: str) -> None:
         """Give up the engine of this actor, if it is still the engine of this slot."""
-        if actor is self.actor and not self.lost.done():
+        if self.has(actor):
             self.serving = False
             self.lost.set_result(reason)
 
     async def passes_canary(self, actor: Any) -> bool:
-        """Wait for the canary of the last sync. Return whether this actor's answers may be used."""
+        """Wait for the canary of the last sync. Return whether this actor's answers may be used: it is not given up."""
         done: asyncio.Task[None] | None = None
         while actor is self.actor and self.canary_task is not done and self.canary_task is not None:
             done = self.canary_task
             await asyncio.shield(done)
-        return actor is not self.rejected_actor
+        return self.has(actor)
 
     async def run_canary(self, check: CanaryCheck, scored: asyncio.Task[Tensor], differences: list[float]) -> None:
-        """Score the canary on this engine and on the trainer, note the difference, and reject the engine if the
-        difference is too large. No answer of a rejected actor since its last sync is used.
-        """
+        """Score the canary on this engine and on the trainer, note the difference, and give up the engine if the
+        difference is too large."""
         actor, canary = self.actor, check.canary
         try:
-            (answer,) = await call(actor.generate.remote([canary.group], canary.sampling))
+            (answer,) = await call(actor, Engine.generate, [canary.group], canary.sampling)
             difference = canary.difference(answer, await asyncio.shield(scored))
         except TrainerDiedError:
             return  # whoever trains on the answers meets it too
@@ -125,64 +109,55 @@ class EngineSlot:
             differences.append(difference)
             fault = check.fault(difference)
         if fault:
-            self.rejected_actor = actor
             self.lose(actor, fault)
 
-    async def sleep(self, config: RolloutSection, name: str) -> Slept | None:
-        """Have the engine release its memory. If it does not answer, give it up, end it, and return None."""
-        actor = self.actor
+    async def answer(self, verb: Callable[[Engine], Coroutine[Any, Any, Result]]) -> Result | None:
+        """Return the engine's answer to a call of this method. Give up the engine, and return None, if it is gone or
+        does not answer.
+
+        While its schedulers compute they read no requests, and the wait goes on. It ends if they did not work for
+        `hung_after_s` / 2, after a first wait of that length; or after `longest_pass_s`, as if they wait for a GPU in a
+        loop.
+        """
+        actor, half, began = self.actor, self.config.hung_after_s / 2, time.monotonic()
+        answer = asyncio.ensure_future(call(actor, verb))
         try:
-            slept: Slept = await answered(actor, call(actor.sleep.remote()), config)
-            return slept
-        except TimeoutError as error:
-            self.lose(actor, f"it has not gone to sleep within {error}")
+            await asyncio.wait({answer}, timeout=half)
+            while not answer.done():
+                before = await within(half, call(actor, Engine.cpu_seconds))
+                await asyncio.wait({answer}, timeout=half)
+                if not answer.done() and await within(half, call(actor, Engine.cpu_seconds)) - before < _WORKING * half:
+                    raise TimeoutError
+                if time.monotonic() - began > self.config.longest_pass_s:
+                    raise TimeoutError
+            return answer.result()
+        except TimeoutError:
+            seconds = f"{time.monotonic() - began:.0f} s (rollout.hung_after_s)"
+            self.lose(actor, f"it has not answered for {seconds}, though its process is there")
         except EngineError as error:
             self.lose(actor, str(error))
-        await end_engine(actor, name)  # before another takes its memory
+        finally:
+            await end(answer)
         return None
 
 
-async def call(reference: Any) -> Any:
-    """Await an actor's answer, or raise its exception with its own type.
+async def call(
+    actor: Any,
+    verb: Callable[Concatenate[Engine, Parameters], Coroutine[Any, Any, Result]],
+    *arguments: Parameters.args,
+    **options: Parameters.kwargs,
+) -> Result:
+    """Have an actor call this method of its `Engine`. Return the answer, or raise the exception with its own type.
 
     An error of Ray's own is raised as EngineDiedError: the actor has ended, or Ray's memory monitor has ended it.
     """
     try:
-        return await reference
+        answer: Result = await getattr(actor, verb.__name__).remote(*arguments, **options)
+        return answer
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
         raise EngineDiedError(f"the actor of the engine is gone: {error}") from error
-
-
-async def answered(actor: Any, answer_of: Coroutine[Any, Any, Result], config: RolloutSection) -> Result:
-    """Return an engine's answer to a request. While its schedulers compute they read no requests, and the wait goes on.
-
-    Raises TimeoutError with the seconds of the wait: for `hung_after_s` / 2, after a first wait of that length, the
-        schedulers did not work; or the answer took longer than `longest_pass_s`, as if they wait for a GPU in a loop.
-    """
-    half = config.hung_after_s / 2
-
-    async def worked() -> float:
-        seconds: float = await within(half, call(actor.cpu_seconds.remote()))
-        return seconds
-
-    answer = asyncio.ensure_future(answer_of)
-    began = time.monotonic()
-    try:
-        await asyncio.wait({answer}, timeout=half)
-        while not answer.done():
-            before = await worked()
-            await asyncio.wait({answer}, timeout=half)
-            if not answer.done() and await worked() - before < _WORKING * half:
-                raise TimeoutError
-            if time.monotonic() - began > config.longest_pass_s:
-                raise TimeoutError
-        return answer.result()
-    except TimeoutError:
-        raise TimeoutError(f"{time.monotonic() - began:.0f} s (rollout.hung_after_s)") from None
-    finally:
-        await end(answer)
 
 
 async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:
@@ -190,7 +165,7 @@ async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:
     if actor is None:
         return
     try:
-        await within(_STOP_SECONDS, call(actor.stop.remote(grace_s)))
+        await within(_STOP_SECONDS, call(actor, Engine.stop, grace_s))
     except Exception as error:  # a server that is still there dies with its actor
         logging.getLogger(__name__).debug("%s that is to end: %r", name, error)
     ray.kill(actor)

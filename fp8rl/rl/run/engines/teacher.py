@@ -14,8 +14,7 @@ from fp8rl.models.architecture import Role
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.engines.serving import engine_config, engine_maker
-from fp8rl.rl.run.engines.slot import Serving
+from fp8rl.rl.run.engines.serving import Serving, engine_maker
 from fp8rl.rl.run.events import Events
 from fp8rl.rollout.types import EngineError, Trajectory
 from fp8rl.weight_sync.manifest import Manifest, Recorder
@@ -51,7 +50,7 @@ class Teacher:
         manifest = Manifest.merged(_VERSION, spec, [recorder.sent()], _ROLE)
         make = engine_maker(experiment, _ROLE, reservations, folder, numerics)
         serving = Serving(make, checkpoint, _VERSION, manifest, _ROLE)
-        return cls(Engines(section.engines, serving, engine_config(experiment, _ROLE), events))
+        return cls(Engines(section.engines, serving, section.engine(experiment.rollout), events))
 
     async def logprobs(self, answers: Sequence[Trajectory]) -> list[list[float]]:
         """Ask for the teacher's log-probability, at temperature 1, of each token of each answer.

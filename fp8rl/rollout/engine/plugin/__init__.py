@@ -1,6 +1,6 @@
 """The SGLang plugin: puts the run's ops into the engine, keeps its quantized weights, and reports what it did.
 
-SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). `engine.server` sets the
+SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). `Engine` sets the
 environment variable FP8RL_PLUGIN. Without it `register` does nothing, so another SGLang in the same environment stays
 stock. If a plugin raises, SGLang only logs the error, and serves with its stock ops. So the engine's owner asks for the
 plugin's report (`engine.protocol`) before it uses the engine.

@@ -35,11 +35,6 @@ def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
     return result
 
 
-def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> Tensor:
-    """Draw tokens, int64 [B], in exact mode. logits: [B, V], from `narrowed`. positions: [B], of each last token."""
-    return _drawn(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
-
-
 def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
     """Return the logits [B, V] with -inf for tokens that the request's top-k, top-p or min-p leave out, in exact mode.
     If no request leaves tokens out, return `logits` itself."""
@@ -119,10 +114,10 @@ def of_samples(
     These are of the distribution of the draw, without the tokens that top-p, top-k and min-p leave out.
     """
     logits = narrowed(logits_output.next_token_logits, sampling_info)
-    tokens = draw_from_logits(logits, sampling_info, positions)
+    temperatures = sampling_info.temperatures.reshape(-1)
+    tokens = _drawn(logits, temperatures, sampling_info.sampling_seed, positions)
     if not return_logprob:
         return tokens.to(torch.int32)
-    temperatures = sampling_info.temperatures.reshape(-1)
     logits_output.next_token_logprobs = ops.token_logprobs(logits, tokens, temperatures)[0]
     if any(wanted := sampling_info.return_sampling_masks or []):
         logits_output.next_token_sampling_mask_idx = supports(logits, wanted)

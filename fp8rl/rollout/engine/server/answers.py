@@ -4,45 +4,25 @@ from __future__ import annotations
 
 import base64
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.types import Completion, EngineError, KeptTokens, SamplingParams
+from fp8rl.rollout.types import Completion, EngineError, KeptTokens, SamplingParams, StaleWeightsError, Trajectory
 
 _BYTES = 4
 """Bytes of a number in a report of experts, which is int32."""
-
-
-@dataclass(frozen=True)
-class RouteShape:
-    """The sizes of a model's routes: its number of layers, the number of experts of a token in an MoE layer, and the
-    number of dense layers at its start."""
-
-    layers: int
-    top_k: int
-    dense: int = 0
-
-
-def route_shape(sizes: ModelSizes) -> RouteShape:
-    """Return the shape of a model's routes. Raises UserError: the model is dense."""
-    if not sizes.moe:
-        raise UserError(
-            "numerics.router_replay: found it on for a dense model, expected off, because the model has no experts. "
-            "Set numerics.router_replay=off, or choose a mixture of experts."
-        )
-    return RouteShape(sizes.layers, sizes.top_k, sizes.dense_layers)
 
 
 _PLAIN = SamplingParams(max_new_tokens=1)
 
 
 def parse_completion(
-    answer: dict[str, Any], routes: RouteShape | None = None, sampling: SamplingParams = _PLAIN
+    answer: dict[str, Any], routes: ModelSizes | None = None, sampling: SamplingParams = _PLAIN
 ) -> Completion:
     """Parse an answer of /generate to a request with `return_logprob`, and with `return_routed_experts` for `routes`.
 
@@ -133,6 +113,19 @@ def expand_versions(spans: list[dict[str, Any]], length: int) -> list[int]:
     return versions
 
 
+def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int) -> None:
+    """Raise StaleWeightsError, with counts, if a token has a weight version below `oldest` or above `newest`."""
+    found = Counter(version for trajectory in trajectories for version in trajectory.weight_versions)
+    wrong = sum(count for version, count in found.items() if not oldest <= version <= newest)
+    if wrong:
+        counts = ", ".join(f"{count} at version {version}" for version, count in sorted(found.items()))
+        expected = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+        raise StaleWeightsError(
+            f"{wrong} of {found.total()} tokens were sampled with other weights than expected: found {counts}, "
+            f"expected all at {expected}. Sync the weights before sampling."
+        )
+
+
 def _check_not_aborted(meta: dict[str, Any]) -> None:
     reason = meta["finish_reason"]
     if reason["type"] == "abort":
@@ -144,7 +137,7 @@ def _logprobs(reported: list[tuple[float | None, int, str | None]]) -> list[floa
     return [math.nan if logprob is None else logprob for logprob, _, _ in reported]
 
 
-def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor:
+def parse_routes(meta: dict[str, Any], tokens: int, sizes: ModelSizes) -> Tensor:
     """Parse the routes in an answer's `meta_info`: int16 [tokens - 1, MoE layers, top_k].
 
     tokens: number of tokens of prompt and answer. The last token was never an input of the model, so it has no route.
@@ -156,11 +149,11 @@ def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor
     if text is None:
         raise EngineError(f"request {meta['id']}: found no routed experts, expected those of {tokens - 1} tokens")
     data = bytearray(base64.b64decode(text))
-    expected = (tokens - 1) * shape.layers * shape.top_k
+    expected = (tokens - 1) * sizes.layers * sizes.top_k
     if len(data) != expected * _BYTES:
         raise EngineError(
             f"request {meta['id']}: found {len(data) / _BYTES:g} routed experts, expected {expected}, for {tokens - 1} "
-            f"tokens in {shape.layers} layers with {shape.top_k} each"
+            f"tokens in {sizes.layers} layers with {sizes.top_k} each"
         )
     routes = torch.frombuffer(data, dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
-    return routes.to(torch.int16).view(tokens - 1, shape.layers, shape.top_k)[:, shape.dense :]
+    return routes.to(torch.int16).view(tokens - 1, sizes.layers, sizes.top_k)[:, sizes.dense_layers :]

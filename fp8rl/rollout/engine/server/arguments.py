@@ -18,7 +18,7 @@ from fp8rl.numerics.config import KVPrecision, Mode
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
-from fp8rl.rollout.types import IDLE_S
+from fp8rl.rollout.types import IDLE_S, NO_WEIGHTS
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
 """Environment variables with keys. An engine does not need them, so it does not get them."""
@@ -49,8 +49,6 @@ _CUDA_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
     "native": ("--moe-runner-backend", "triton"),
 }
 
-_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
-
 _CUDA_ENVIRONMENT = {
     # Interleaved, the rows of an expert's gate and up are not the checkpoint's.
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
@@ -58,9 +56,6 @@ _CUDA_ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-
-# Beside `--enable-memory-saver`, which leaves CUDA graphs out.
-_SLEEPING_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 
 _CUDA_ENVIRONMENT_OF: dict[Mode, dict[str, str]] = {
     "exact": {
@@ -114,13 +109,13 @@ def server_arguments(
     kv: KVPrecision = "bf16",
     routes: bool = False,
     served: ServedChats | None = None,
-    dummy: bool = False,
 ) -> list[str]:
     """Return the arguments of `sglang.launch_server`, without the keys.
 
-    kv: the format of keys and values. routes: record the experts of each token, for requests that ask for them. served:
-    serve chats and texts with these settings. None: requests are token ids, and no tokenizer is loaded. dummy: the
-    directory has no weights, and a sync sends them.
+    weight_version: version of the directory's weights. `NO_WEIGHTS`: it has none, and a sync sends them. kv: the format
+    of keys and values. routes: record the experts of each token, for requests that ask for them. On a CPU this needs
+    our plugin. served: serve chats and texts with these settings. None: requests are token ids, and no tokenizer is
+    loaded.
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16"),
@@ -134,7 +129,7 @@ def server_arguments(
     ]
     if kv == "fp8":
         arguments += ["--kv-cache-dtype", "fp8_e4m3"]
-    if dummy:
+    if weight_version == NO_WEIGHTS:
         arguments += ["--load-format", "dummy"]
     if config.chunked_prefill_size is not None:
         arguments += ["--chunked-prefill-size", str(config.chunked_prefill_size)]
@@ -197,9 +192,9 @@ def server_environment(
         environment[CONFIG_VARIABLE] = json.dumps(plugin)
     environment |= BOUNDED_MEMORY
     environment["OMP_NUM_THREADS"] = "1"
-    environment |= _CUDA_ENVIRONMENT | _CUDA_ENVIRONMENT_OF[mode] if cuda else _CPU_ENVIRONMENT
+    environment |= _CUDA_ENVIRONMENT | _CUDA_ENVIRONMENT_OF[mode] if cuda else {"SGLANG_USE_CPU_ENGINE": "1"}
     if cuda and sleep:
-        environment |= _SLEEPING_ENVIRONMENT
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # `--enable-memory-saver` leaves CUDA graphs out
     if not cuda and ranks > 1:
         # By itself SGLang gives each rank a NUMA node, and there may be fewer.
         cores = sorted(os.sched_getaffinity(0))

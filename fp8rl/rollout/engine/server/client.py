@@ -1,10 +1,11 @@
-"""An asynchronous HTTP client of one SGLang server."""
+"""What can be asked of an engine: an asynchronous HTTP client of one SGLang server and our plugin in it."""
 
 from __future__ import annotations
 
 import json
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,25 +13,40 @@ import httpx
 from pydantic import TypeAdapter
 
 from fp8rl.models.formats import Sighting
+from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.engine import protocol
 from fp8rl.rollout.engine.protocol import RELEASED, from_checksums, to_action
-from fp8rl.rollout.engine.server.answers import RouteShape, parse_completion, parse_prompt_logprobs
-from fp8rl.rollout.types import IDLE_S, Completion, Endpoint, EngineError, Load, SamplingParams
+from fp8rl.rollout.engine.server.answers import parse_completion, parse_prompt_logprobs
+from fp8rl.rollout.types import IDLE_S, Completion, Endpoint, EngineError, Group, SamplingParams, Trajectory
 
 PauseMode = Literal["abort", "retract", "in_place"]
 Answer = TypeVar("Answer")
 
 SCORED_SHORT_OF = 6
 """A prompt to score has at most context length - SCORED_SHORT_OF tokens (SGLang 0.5.19)."""
+_MOST_ABORTS = 1000
+"""Largest number of aborts of one answer. Without a limit, the caller of a faulty engine could wait for ever."""
+_NOTHING = Completion([], [], [], finished=False, aborted=True)
+"""An answer that has not been requested yet."""
+
+
+@dataclass(frozen=True)
+class Slept:
+    """Bytes that a sleeping engine has released, and bytes that it still has. Each is the largest of all its ranks."""
+
+    released: int
+    """Bytes of weights and KV cache that were released. CUDA graphs are also released, but not counted."""
+    behind: int
+    """Bytes that are still in use (`rollout.engine.protocol.Memory.in_use`)."""
 
 
 class EngineClient:
     """A client with one key for generation and another for administration. Use it only in one event loop."""
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0, routes: RouteShape | None = None) -> None:
-        """timeout_s: timeout of all requests except generation. routes: request the experts of every token. The server
-        must have been started with routes."""
+    def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0, routes: ModelSizes | None = None) -> None:
+        """timeout_s: timeout of all requests except generation. routes: request the experts of every token of a model
+        of these sizes. The server must have been started with routes."""
         # An answer takes as long as it takes. Whoever owns the engine notices if it hangs.
         self._generation_timeout = httpx.Timeout(timeout_s, connect=5.0, read=None)
         self._client = httpx.AsyncClient(
@@ -40,9 +56,7 @@ class EngineClient:
             trust_env=False,
             verify=endpoint.url.startswith("https:"),  # reading the system's certificates takes 25 ms and more
         )
-        self.url, self.ranks = endpoint.url, endpoint.ranks
-        self._generation_key = {"Authorization": f"Bearer {endpoint.api_key}"}
-        self._admin_key = {"Authorization": f"Bearer {endpoint.admin_key}"}
+        self.endpoint, self.url, self.ranks = endpoint, endpoint.url, endpoint.ranks
         self._routes = routes
 
     async def __aenter__(self) -> EngineClient:
@@ -61,6 +75,43 @@ class EngineClient:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((url.host, url.port))  # which sends nothing
             return str(probe.getsockname()[0])
+
+    async def generate(self, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
+        """Sample all groups. Answers are in the order of the groups; `Trajectory.group` is the index of a group.
+
+        An answer that a pause has aborted continues after its last token, with the same seed and the rest of its
+        tokens. Each token has the version of the weights that sampled it.
+        """
+        asked = [(group.prompt.token_ids, seed, index) for index, group in enumerate(groups) for seed in group.seeds]
+        answers = [_NOTHING for _ in asked]
+        for _ in range(_MOST_ABORTS):
+            aborted = [row for row, answer in enumerate(answers) if answer.aborted]
+            if not aborted:
+                break
+            completions = await self.complete(
+                [asked[row][0] + answers[row].token_ids for row in aborted],
+                sampling,
+                [asked[row][1] for row in aborted],
+                [len(answers[row].token_ids) for row in aborted],
+            )
+            for row, completion in zip(aborted, completions, strict=True):
+                answers[row] = answers[row].then(completion)
+        else:
+            raise EngineError(f"found answers that the engine aborted {_MOST_ABORTS} times, expected it to finish them")
+        return [
+            Trajectory(
+                prompt_ids=prompt_ids,
+                token_ids=answer.token_ids,
+                logprobs=answer.logprobs,
+                finished=answer.finished,
+                weight_versions=answer.weight_versions,
+                group=group,
+                seed=seed,
+                routed_experts=answer.routed_experts,
+                supports=answer.supports,
+            )
+            for (prompt_ids, seed, group), answer in zip(asked, answers, strict=True)
+        ]
 
     async def complete(
         self,
@@ -85,7 +136,7 @@ class EngineClient:
         asked: dict[str, Any] = {} if self._routes is None else {"return_routed_experts": True}
         asked |= {"return_sampling_mask": True} if sampling.supports else {}
         asked |= {"top_logprobs_num": sampling.likeliest} if sampling.likeliest else {}
-        answers = (await self._generation_post(input_ids, each, **asked)).json()
+        answers = await self._post_generation(input_ids, each, **asked)
         return [parse_completion(answer, self._routes, sampling) for answer in answers]
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -99,7 +150,7 @@ class EngineClient:
         if not sequences:
             return []
         one_token = SamplingParams(max_new_tokens=1, temperature=0.0)
-        answers = (await self._generation_post(sequences, one_token.to_request(), logprob_start_len=0)).json()
+        answers = await self._post_generation(sequences, one_token.to_request(), logprob_start_len=0)
         return [parse_prompt_logprobs(answer, len(ids)) for answer, ids in zip(answers, sequences, strict=True)]
 
     async def pause(self, mode: PauseMode = "abort") -> None:
@@ -122,6 +173,15 @@ class EngineClient:
     async def occupy(self, *tags: str) -> None:
         """Allocate released memory again, without its contents. Memory that was not released does not change."""
         await self.admin("/resume_memory_occupation", tags=list(tags))
+
+    async def sleep(self) -> Slept:
+        """Release weights, KV cache and CUDA graphs. Unfinished answers wait. A sync wakes the engine."""
+        await self.pause("retract")
+        before = await self.memory()
+        await self.release()
+        after = await self.memory()
+        given = (b.weights + b.kv_cache - a.weights - a.kv_cache for b, a in zip(before, after, strict=True))
+        return Slept(max(given), max(rank.in_use for rank in after))
 
     async def flush(self) -> None:
         """Forget every cached prefix. Fails while a request runs."""
@@ -194,9 +254,7 @@ class EngineClient:
         await self.admin("/destroy_weights_update_group", group_name=name)
 
     async def weight_version(self) -> int:
-        response = await self._client.get("/model_info", headers=self._generation_key)
-        _raise_for_status(response)
-        return int(response.json()["weight_version"])
+        return int((await self._send("GET", "/model_info")).json()["weight_version"])
 
     async def commit(self, version: int) -> protocol.Held:
         """Rebuild the GEMM operands of the engine's weights, and set the weights' version. Return their digests."""
@@ -240,16 +298,12 @@ class EngineClient:
         version = await self._agreed(object, "ping")
         return None if version is None else str(version)
 
-    async def load(self) -> Load:
-        """Return the engine's load that its scheduler has last published."""
-        response = await self._client.get("/v1/loads", params={"include": "core"}, headers=self._generation_key)
-        _raise_for_status(response)
-        ranks = response.json()["loads"]
-        return Load(
-            running=sum(rank["num_running_reqs"] for rank in ranks),
-            waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
-            tokens=sum(rank["num_used_tokens"] for rank in ranks),
-        )
+    async def pulse(self) -> int:
+        """Return the number of tokens in the KV cache, which the scheduler has last published. The HTTP server and the
+        scheduler must answer for this."""
+        await self.ping()
+        ranks = (await self._send("GET", "/v1/loads", params={"include": "core"})).json()["loads"]
+        return sum(rank["num_used_tokens"] for rank in ranks)
 
     async def _ask_plugin(self, call: str, **arguments: str) -> list[str]:
         """Return the JSON answer of each rank's plugin. Raises EngineError: there is no plugin, or the call failed."""
@@ -268,8 +322,7 @@ class EngineClient:
 
         Raises EngineError if the status is not 200, or if the answer has `"success": false`.
         """
-        response = await self._client.post(path, json=body, headers=self._admin_key)
-        _raise_for_status(response)
+        response = await self._send("POST", path, admin=True, json=body)
         try:
             answer = response.json()
         except json.JSONDecodeError:
@@ -280,14 +333,21 @@ class EngineClient:
             raise EngineError(f"{path} failed: {answer.get('message', answer)}")
         return answer
 
-    async def _generation_post(
+    async def _post_generation(
         self, input_ids: list[list[int]], sampling_params: dict[str, Any] | list[dict[str, Any]], **options: Any
-    ) -> httpx.Response:
+    ) -> Any:
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **options}
-        response = await self._client.post(
-            "/generate", json=body, headers=self._generation_key, timeout=self._generation_timeout
-        )
-        _raise_for_status(response)
+        return (await self._send("POST", "/generate", json=body, timeout=self._generation_timeout)).json()
+
+    async def _send(self, method: str, path: str, admin: bool = False, **options: Any) -> httpx.Response:
+        """Send a request with one of the two keys. Raises EngineError: the answer's status is not 200."""
+        key = self.endpoint.admin_key if admin else self.endpoint.api_key
+        headers = {"Authorization": f"Bearer {key}"}
+        response = await self._client.request(method, path, headers=headers, **options)
+        if response.status_code == 401:
+            raise EngineError(f"{path} answered 401: found a wrong key, expected this engine's key")
+        if response.status_code != 200:
+            raise EngineError(f"{path} answered {response.status_code}: {response.text[:2000]}")
         return response
 
 
@@ -299,10 +359,3 @@ def merged(answers: list[str]) -> protocol.Held:
             known = entries.setdefault(name, digest)
             entries[name] = known if known == digest else f"{known} and {digest} on another rank"
     return protocol.Held(entries=entries)
-
-
-def _raise_for_status(response: httpx.Response) -> None:
-    if response.status_code == 401:
-        raise EngineError(f"{response.request.url.path} answered 401: found a wrong key, expected this engine's key")
-    if response.status_code != 200:
-        raise EngineError(f"{response.request.url.path} answered {response.status_code}: {response.text[:2000]}")

@@ -1,4 +1,4 @@
-"""The main module of an engine process. It runs SGLang's HTTP server, which never outlives its owner (`engine.server`).
+"""The main module of an engine process. It runs SGLang's HTTP server, which never outlives its owner (`Engine`).
 
 Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys. So they appear
 neither in the process list nor in the environment. Then the pipe stays open. When the owner closes it or dies, the
@@ -19,14 +19,13 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from setproctitle import setproctitle
 
 from fp8rl.rollout.engine.server import public
+from fp8rl.rollout.engine.server.processes import group_members
 from fp8rl.rollout.engine.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
 WATCH_S = 0.5
@@ -47,7 +46,7 @@ def main() -> None:
         line = lifeline.readline()
     if not line.endswith(b"\n"):
         raise SystemExit(
-            "The launcher is started by fp8rl.rollout.engine.server, which writes one JSON line to its input"
+            "The launcher is started by fp8rl.rollout.engine.engine, which writes one JSON line to its input"
         )
     request = json.loads(line)
     host = request["arguments"][request["arguments"].index("--host") + 1]
@@ -106,12 +105,7 @@ def start_watch() -> None:
         while os.getppid() == server:
             if select.select([0], [], [], WATCH_S)[0] and not os.read(0, 1):
                 break
-        group = []
-        for pid in psutil.pids():
-            with suppress(ProcessLookupError):
-                if os.getpgid(pid) == os.getpgrp():
-                    group.append(pid)
-        remove_queues(group)
+        remove_queues([process.pid for process in group_members(os.getpgrp())])
         remove_scratch(Path(os.environ["TMPDIR"]))
     finally:
         os.killpg(0, signal.SIGKILL)

@@ -23,12 +23,14 @@ import fp8rl.rl.run.engines.engines as engines_module
 from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.engines.slot import Serving
+from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout import types
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.actor import EngineActor, Health, Slept
-from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, Load, SamplingParams, Trajectory
+from fp8rl.rollout.engine.engine import EngineActor
+from fp8rl.rollout.engine.protocol import Held
+from fp8rl.rollout.engine.server.client import Slept
+from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.weight_sync.manifest import Manifest
 from tests.support.servers import groups, wait_until
@@ -108,23 +110,20 @@ class Actor:
         await self._answer(self.finish.is_set)
         return [[-float(token) for token in sequence[1:]] for sequence in sequences]
 
-    async def _held(self) -> dict[str, str]:
+    async def _manifest(self) -> Held:
         while self.hangs:
             await asyncio.sleep(0.01)
-        return self.holds
+        return Held(entries=self.holds)
 
-    async def _pulse(self) -> Load:
+    async def _pulse(self) -> int:
         self.pulses += 1
         while self.hangs:
             await asyncio.sleep(0.01)
         await self._answer(lambda: True)
-        return Load(0, 0, 0)
+        return 0
 
     async def _cpu_seconds(self) -> float:
         return time.monotonic() if self.works else 7.0
-
-    async def _health(self) -> Health:
-        return Health(not self.dead, 1)
 
     async def _sleep(self) -> Slept:
         await self._answer(lambda: True)

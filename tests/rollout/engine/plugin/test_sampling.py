@@ -41,6 +41,13 @@ def info(**changes: Any) -> Any:
     return module.SamplingBatchInfo(**{**values, **changes})
 
 
+def drawn(logits: torch.Tensor, batch: Any, positions: torch.Tensor) -> torch.Tensor:
+    """The tokens of exact mode."""
+    return sampling.of_samples(
+        pytest.fail, None, SimpleNamespace(next_token_logits=logits), batch, False, [], [], positions
+    )
+
+
 def stock(self: Any, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple: bool) -> torch.Tensor:
     assert sampling_info.sampling_seed is None  # or SGLang would draw from what is not normalised
     return torch.tensor([7, 7, 7], dtype=torch.int32)
@@ -73,7 +80,7 @@ def test_exact_draws_of_a_narrowed_choice_are_those_of_what_is_left(changes: dic
         assert left.isneginf().any()
         assert (sampling.narrowed(logits, batch).isneginf() == left.isneginf()).all()
         expected = draw(logits.masked_fill(left.isneginf(), -torch.inf), torch.full((3,), 0.7), seeds, positions)
-        assert sampling.draw_from_logits(sampling.narrowed(logits, batch), batch, positions).equal(expected)
+        assert drawn(logits, batch, positions).equal(expected.int())
 
 
 def known(positions: torch.Tensor) -> list[int]:
@@ -87,7 +94,7 @@ def test_the_tokens_of_a_canary_do_not_depend_on_logits_and_other_rows_do_not_on
     logits, positions = 50 * torch.randn(3, 9, generator=torch.Generator().manual_seed(0)), torch.tensor([7, 8, 9])
     seeds = torch.tensor([3, canary_seed(0), canary_seed(0)])
     all_drawn = {"top_ks": torch.full((3,), TOP_K_ALL), "need_top_k_sampling": False}
-    exact = sampling.draw_from_logits(logits, info(sampling_seed=seeds, **all_drawn), positions)
+    exact = drawn(logits, info(sampling_seed=seeds, **all_drawn), positions)
     probabilities, whole = logits.softmax(-1), info(sampling_seed=seeds, **all_drawn, **restricted)
     native = sampling.draw_from_probabilities(stock, None, probabilities, whole, positions, False)
     beside = draw(logits[:1], torch.ones(1), seeds[:1], positions[:1]).item()

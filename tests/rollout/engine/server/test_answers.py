@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.engine.server import answers
 from fp8rl.rollout.types import EngineError, SamplingParams
 from tests.support.definitions import SIZES
@@ -83,7 +82,7 @@ def test_the_likeliest_tokens_come_with_their_logprobs_or_are_missed() -> None:
 
 # Routes.
 
-SHAPE = answers.RouteShape(layers=2, top_k=3)
+SHAPE = replace(SIZES, layers=2, top_k=3)
 
 
 def meta(*experts: int) -> dict[str, Any]:
@@ -93,19 +92,19 @@ def meta(*experts: int) -> dict[str, Any]:
 
 def test_routes_are_read_by_token_layer_and_expert() -> None:
     """Dense layers and the last token have none."""
-    routes = answers.parse_routes(meta(*range(12)), tokens=3, shape=SHAPE)
+    routes = answers.parse_routes(meta(*range(12)), tokens=3, sizes=SHAPE)
     assert routes.tolist() == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]] and str(routes.dtype) == "torch.int16"
-    assert answers.parse_routes(meta(), tokens=1, shape=SHAPE).shape == (0, 2, 3)
-    later = answers.parse_routes(meta(*range(12)), tokens=3, shape=replace(SHAPE, dense=1))
+    assert answers.parse_routes(meta(), tokens=1, sizes=SHAPE).shape == (0, 2, 3)
+    later = answers.parse_routes(meta(*range(12)), tokens=3, sizes=replace(SHAPE, dense_layers=1))
     assert later.tolist() == [[[3, 4, 5]], [[9, 10, 11]]]
 
 
 @pytest.mark.parametrize("count", [0, 6, 11, 18])
 def test_routes_of_another_number_of_tokens_are_an_error(count: int) -> None:
     with pytest.raises(EngineError, match=f"request r: found {count} routed experts, expected 12, for 2 tokens in 2"):
-        answers.parse_routes(meta(*range(count)), tokens=3, shape=SHAPE)
+        answers.parse_routes(meta(*range(count)), tokens=3, sizes=SHAPE)
     with pytest.raises(EngineError, match="found no routed experts, expected those of 2 tokens"):
-        answers.parse_routes({"id": "r"}, tokens=3, shape=SHAPE)
+        answers.parse_routes({"id": "r"}, tokens=3, sizes=SHAPE)
 
 
 def test_an_answer_carries_the_routes_of_prompt_and_generation() -> None:
@@ -116,13 +115,6 @@ def test_an_answer_carries_the_routes_of_prompt_and_generation() -> None:
     found["meta_info"]["prompt_tokens"] = 3
     with pytest.raises(EngineError, match="found 18 routed experts, expected 24"):
         answers.parse_completion(found, SHAPE)
-
-
-def test_the_shape_is_that_of_the_model() -> None:
-    assert answers.route_shape(SIZES) == answers.RouteShape(4, 2)
-    assert answers.route_shape(replace(SIZES, dense_layers=1)) == answers.RouteShape(4, 2, dense=1)
-    with pytest.raises(UserError, match="numerics.router_replay"):
-        answers.route_shape(replace(SIZES, experts=0))
 
 
 # Log-probabilities of given tokens.

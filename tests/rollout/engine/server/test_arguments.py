@@ -11,14 +11,14 @@ import pytest
 from fp8rl.rollout.config import GRAPH_BATCHES, RolloutSection
 from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.engine.server.arguments import server_arguments, server_environment
-from fp8rl.rollout.types import IDLE_S
+from fp8rl.rollout.types import IDLE_S, NO_WEIGHTS
 from tests.support.paths import EXAMPLES
 
 CASES = [(cuda, mode) for cuda in (False, True) for mode in ("exact", "native")]
 
 
 def arguments_for(config: RolloutSection, *, cuda: bool = False, mode: str = "exact", **options: Any) -> list[str]:
-    given = {"port": 4000, "weight_version": 2, **options}
+    given = {"port": 4000, "weight_version": NO_WEIGHTS, **options}
     return server_arguments(EXAMPLES / "models/tiny_qwen3_moe", config, cuda=cuda, mode=mode, **given)
 
 
@@ -28,11 +28,11 @@ def test_sglang_parses_what_is_asked_for(cuda: bool, mode: str) -> None:
     sizes: dict[str, Any] = {"context_length": 300, "max_total_tokens": 4096, "max_running_requests": 32}
     sizes["chunked_prefill_size"] = 96
     config = RolloutSection(**sizes, prefix_cache=False, memory_fraction=0.6, graph_batches=(1, 8, 32), sleep=True)
-    options: dict[str, Any] = {"routes": True, "kv": "fp8", "dummy": True}
+    options: dict[str, Any] = {"routes": True, "kv": "fp8"}
     parsed = server_args.prepare_server_args(arguments_for(config, cuda=cuda, mode=mode, **options))
     exact = cuda and mode == "exact"
     expected = sizes | {"host": "127.0.0.1", "port": 4000, "dtype": "bfloat16", "base_gpu_id": 0}
-    expected |= {"skip_tokenizer_init": True, "random_seed": 0, "weight_version": "2", "watchdog_timeout": 1200.0}
+    expected |= {"skip_tokenizer_init": True, "random_seed": 0, "weight_version": "-1", "watchdog_timeout": 1200.0}
     expected |= {"grammar_backend": "none", "disable_shared_experts_fusion": True, "disable_radix_cache": True}
     expected |= {"max_mamba_cache_size": 32, "mamba_ssm_dtype": "float32", "kv_cache_dtype": "fp8_e4m3"}
     expected |= {"enable_return_routed_experts": True, "load_format": "dummy", "device": None if cuda else "cpu"}

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from fp8rl.rollout.engine.server import SGLangServer
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, EngineError, SamplingParams
 from fp8rl_certify.server import certify_server
 from tests.support.planted_server import ask_little
-from tests.support.servers import use, use_endpoint
+from tests.support.servers import group_members, use, use_endpoint
 
 
 def test_an_answer_may_take_any_time_and_administration_may_not() -> None:
@@ -40,7 +40,7 @@ def test_an_answer_may_take_any_time_and_administration_may_not() -> None:
 
 
 @pytest.mark.e2e
-def test_greedy_answers_are_the_models_own(server: SGLangServer, tiny_model: Path) -> None:
+def test_greedy_answers_are_the_models_own(server: Engine, tiny_model: Path) -> None:
     import torch
     from transformers import Qwen3MoeForCausalLM
 
@@ -56,7 +56,7 @@ def test_greedy_answers_are_the_models_own(server: SGLangServer, tiny_model: Pat
 
 
 @pytest.mark.e2e
-def test_wrong_and_swapped_keys_are_refused(server: SGLangServer) -> None:
+def test_wrong_and_swapped_keys_are_refused(server: Engine) -> None:
     right = server.endpoint
     sampling = SamplingParams(max_new_tokens=1)
     assert right.api_key != right.admin_key and right.api_key not in repr(right) and right.admin_key not in repr(right)
@@ -76,10 +76,10 @@ def test_wrong_and_swapped_keys_are_refused(server: SGLangServer) -> None:
 
 
 @pytest.mark.e2e
-def test_no_key_leaks_and_what_no_run_needs_is_closed(server: SGLangServer) -> None:
+def test_no_key_leaks_and_what_no_run_needs_is_closed(server: Engine) -> None:
     """Not into the processes' command lines, their environment, the log, or what the generation key may read."""
     keys = (server.endpoint.api_key, server.endpoint.admin_key)
-    for process in server.processes():
+    for process in group_members(server.pid):
         shown = "\0".join(process.cmdline()) + "\0".join(process.environ().values())
         assert not any(key in shown for key in keys)
     log = server.log_path.read_text()
@@ -96,7 +96,7 @@ def test_no_key_leaks_and_what_no_run_needs_is_closed(server: SGLangServer) -> N
 
 
 @pytest.mark.e2e
-def test_what_the_engine_cannot_do_is_an_error_with_its_words(server: SGLangServer, tmp_path: Path) -> None:
+def test_what_the_engine_cannot_do_is_an_error_with_its_words(server: Engine, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="512|context|long"):
         use(server, lambda client: client.complete([[1] * 600], SamplingParams(max_new_tokens=4)))
     with pytest.raises(EngineError, match="update_weights_from_disk"):
@@ -106,9 +106,7 @@ def test_what_the_engine_cannot_do_is_an_error_with_its_words(server: SGLangServ
 
 
 @pytest.mark.e2e
-def test_weights_are_updated_from_disk_and_versions_follow(
-    server: SGLangServer, tiny_model: Path, other_model: Path
-) -> None:
+def test_weights_are_updated_from_disk_and_versions_follow(server: Engine, tiny_model: Path, other_model: Path) -> None:
     greedy = SamplingParams(max_new_tokens=16, temperature=0.0)
 
     async def run(client: EngineClient) -> list[Any]:
@@ -132,7 +130,7 @@ def test_weights_are_updated_from_disk_and_versions_follow(
 
 
 @pytest.mark.e2e
-def test_a_stock_engine_is_broken_by_how_it_computes(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stock_engine_is_broken_by_how_it_computes(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without our ops it is not exact, and `fp8rl certify` says so."""
     ask_little(monkeypatch)
     report = certify_server(server.endpoint.url, api_key=server.endpoint.api_key)

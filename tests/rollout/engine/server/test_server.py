@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from fp8rl.rl.run.cluster.cluster import ray_cluster
-from fp8rl.rollout.engine.actor import Engine, EngineActor
-from fp8rl.rollout.engine.server import SGLangServer
+from fp8rl.rollout.engine.engine import Engine, EngineActor
 from fp8rl.rollout.engine.server import scratch as scratch_module
 from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
 from fp8rl.rollout.types import EngineDiedError, EngineError, SamplingParams
@@ -26,16 +25,16 @@ from tests.support.servers import EOS, group_members, groups, shared_memory, sma
 
 # The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
 OWNER = """
-import sys, threading, time
+import asyncio, sys, threading, time
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine.server import SGLangServer
+from fp8rl.rollout.engine.engine import Engine
 config = RolloutSection(context_length=512, max_total_tokens=8192)
-servers = []
-thread = threading.Thread(target=lambda: servers.append(SGLangServer.start(sys.argv[1], config, log_path=sys.argv[2])))
+engine = Engine(config, sys.argv[2])
+thread = threading.Thread(target=lambda: asyncio.run(engine.start(sys.argv[1])))
 thread.start()
 thread.join()
 time.sleep(1.0)
-print(servers[0].pid, servers[0]._scratch, flush=True)
+print(engine.pid, engine._scratch, flush=True)
 time.sleep(600)
 """
 
@@ -114,23 +113,27 @@ def test_the_configured_port_is_used_and_death_is_detected_with_the_log_quoted(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = SGLangServer.start(tiny_model, small_config(port=port), log_path=tmp_path / "engine.log")
-    try:
-        server.check()
-        assert server.endpoint.url == f"http://127.0.0.1:{port}"
-        members = group_members(server.pid)
-        assert {p.pid for p in members} == {p.pid for p in server.processes()} and len(members) >= 3
-        listening = {c.laddr.ip for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
-        assert listening == {"127.0.0.1"}
-        traces = [server._scratch, *shared_memory(members)]
-        assert len(traces) > 1 and server._scratch.is_dir()
-        next(p for p in members if "scheduler" in " ".join(p.cmdline())).kill()
-        assert wait_until(lambda: not server.alive(), 30)
-        with pytest.raises(EngineDiedError, match=r"engine\.log:\n(.|\n)*scheduler"):
-            server.check()
-    finally:
-        server.stop()
-    assert group_members(server.pid) == []
+    engine = Engine(small_config(port=port), tmp_path / "engine.log")
+    with asyncio.Runner() as runner:
+        endpoint = runner.run(engine.start(tiny_model))
+        try:
+            engine.check()
+            pid = engine.pid
+            assert endpoint.url == f"http://127.0.0.1:{port}"
+            members = group_members(pid)
+            assert len(members) >= 3
+            listening = {c.laddr.ip for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+            assert listening == {"127.0.0.1"}
+            traces = [engine._scratch, *shared_memory(members)]
+            assert len(traces) > 1 and engine._scratch.is_dir()
+            next(p for p in members if "scheduler" in " ".join(p.cmdline())).kill()
+            assert wait_until(lambda: not group_members(pid), 30)
+            for asked in (engine.weight_version, engine.flush):
+                with pytest.raises(EngineDiedError, match=r"engine\.log:\n(.|\n)*scheduler"):
+                    runner.run(asked())
+        finally:
+            runner.run(engine.stop())
+    assert group_members(pid) == []
     assert not any(path.exists() for path in traces)
 
 
@@ -142,7 +145,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(tiny_model: Path, tmp_pa
     (broken / "config.json").write_text((tiny_model / "config.json").read_text())
     before = set(psutil.pids())
     with pytest.raises(EngineDiedError, match="(?i)weights|safetensors|model"):
-        SGLangServer.start(broken, small_config(), log_path=tmp_path / "engine.log")
+        asyncio.run(Engine(small_config(), tmp_path / "engine.log").start(broken))
     assert launched_since(before) == []
 
 
@@ -151,7 +154,7 @@ def test_a_start_that_takes_too_long_is_ended(tiny_model: Path, tmp_path: Path) 
     before = set(psutil.pids())
     config = small_config().model_copy(update={"start_timeout_s": 1.0})
     with pytest.raises(EngineError, match=r"did not answer within 1 s \(rollout\.start_timeout_s\)"):
-        SGLangServer.start(tiny_model, config, log_path=tmp_path / "engine.log")
+        asyncio.run(Engine(config, tmp_path / "engine.log").start(tiny_model))
     assert launched_since(before) == []
 
 
@@ -256,7 +259,7 @@ def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_pat
     with ray_cluster(tmp_path / "logs"):
         actor = EngineActor.remote(small_config(), tmp_path / "log")
         ray.get(actor.start.remote(tiny_model, 1), timeout=120)
-        pid = ray.get(actor.health.remote()).pid
+        pid = ray.get(actor.__ray_call__.remote(lambda engine: engine.pid))
         asked = [actor.generate.remote(groups(4, 2), SAMPLING) for _ in range(3)]
         assert [len(answers) for answers in ray.get(asked, timeout=60)] == [8, 8, 8]
         members = group_members(pid)

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from fp8rl.rollout.engine.server import _claim_port
 from fp8rl.rollout.engine.server.launcher import _import_one_model_only
+from fp8rl.rollout.engine.server.processes import claim_port
 from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import format, integer, length
 from tests.support.paths import EXAMPLES
@@ -96,7 +96,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__")
 @contextmanager
 def sglang_serves(model: Path, scratch: Path) -> Iterator[str]:
     """As a user starts it, beside a run: a stock server of its own, on the CPU."""
-    port = str(_claim_port(None, "127.0.0.1"))
+    port = str(claim_port(None, "127.0.0.1"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")
         _import_one_model_only("Qwen3ForSequenceClassification")  # it takes a third of the time

@@ -1,0 +1,91 @@
+"""The processes of a server, which are one process group: finds and ends them. Chooses the port that they listen at."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.rollout.engine.server.scratch import remove_queues, remove_scratch
+from fp8rl.rollout.types import EngineError
+
+_KILLED_S = 60.0  # a busy machine takes its time to free an engine's memory
+_FIRST_PORT = 16000
+
+
+def end_group(leader: subprocess.Popen[bytes], scratch: Path, pids: set[int], grace_s: float) -> None:
+    """End a server, after `grace_s` by a kill, and remove its temporary files. pids: of processes that it had."""
+    pids = pids | {process.pid for process in group_members(leader.pid)}
+    if leader.poll() is None and grace_s > 0:
+        leader.terminate()
+        _wait_until_gone(leader.pid, grace_s)
+    assert leader.stdin is not None
+    leader.stdin.close()  # the lifeline: whoever is left dies now
+    for process in _wait_until_gone(leader.pid, 1.0):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    survivors = _wait_until_gone(leader.pid, _KILLED_S)
+    remove_queues(pids)
+    remove_scratch(scratch)
+    if survivors:
+        raise EngineError(f"engine processes {[p.pid for p in survivors]} survived SIGKILL. End them by hand.")
+    leader.wait(_KILLED_S)
+
+
+def group_members(group: int) -> list[psutil.Process]:
+    """Return all processes of a process group, also zombies."""
+    members = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group:
+                members.append(process)
+    return members
+
+
+def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    alive = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
+
+
+def _wait_until_gone(group: int, timeout_s: float) -> list[psutil.Process]:
+    """Wait for the end of all processes of a group. Return those that still run after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    members = _living(group_members(group))
+    while members and time.monotonic() < deadline:
+        time.sleep(0.02)
+        members = _living(members)
+    return members
+
+
+def claim_port(port: int | None, host: str) -> int:
+    """Return `port` if nobody listens there.
+
+    None: return a free port below the ports of outgoing connections, which could take it before the server listens.
+    """
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    drawn = random.SystemRandom().sample(range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000)), 100)
+    for number in drawn if port is None else [port]:
+        with socket.socket() as probe, suppress(OSError):
+            if port is not None:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, number))
+            return number
+    if port is None:
+        raise EngineError(f"found 100 ports from {_FIRST_PORT} on in use, expected a free one. Set rollout.port")
+    raise user_error(
+        "rollout.port",
+        found=port,
+        expected="a free port, but another program listens there",
+        remedy="Choose another one, or null for any free one.",
+    )
