@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops.grouped import grouped_linear
-from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.quantize import QuantizedTensor, quantize, quantize_many
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.engine.plugin.state import state
 from fp8rl.rollout.engine.plugin.tokens import Paged
@@ -115,7 +115,7 @@ def quantize_groups(
             f"fp8rl plugin: found an FP8 product with activations packed, fused, masked or in groups of {group_size}, "
             f"expected plain rows in groups of {spec.group}. Use --moe-runner-backend triton on a Hopper GPU"
         )
-    quantize(x, spec, QuantizedTensor(x_q, x_s, spec))
+    quantize_many([x], spec, [QuantizedTensor(x_q, x_s, spec)])
 
 
 def quantize_only_group(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
