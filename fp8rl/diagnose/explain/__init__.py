@@ -1,7 +1,8 @@
 """Explains a run or a capsule: is the trainer right, which op or tensor differs, and what is the likeliest cause?
 
 A run is explained on tokens that its newest weights sample now. A capsule is explained on its own tokens, which the
-trainer first scores again. Then a trainer and an engine are started here, and `compare` compares them op by op.
+trainer first scores again. Then a trainer and an engine are started here, and `compare` compares them op by op. The
+run's own metrics say whether its difference is noise or a bias.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.record.console import format_difference
+from fp8rl.rl.record.metrics_log import metrics_found
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.run import open_pair
@@ -41,17 +43,15 @@ def explain(subject: Subject, *, quick: bool = False, say: Callable[[str], objec
         say: prints each step that begins.
 
     Raises:
-        UserError: the run is in native mode; `quick` was given for a run; the weights are not the capsule's; a side or
-            a sync refused something.
+        UserError: `quick` was given for a run; the weights are not the capsule's; a side or a sync refused something.
     """
-    capsule = subject.capsule
+    capsule, native = subject.capsule, subject.numerics.mode == "native"
     if capsule is None:
         if quick:
             remedy = "Name one of the run's capsules, or leave --quick out."
             raise user_error("--quick", str(subject.path), "a capsule, whose tokens are scored again", remedy)
-        check_exact(subject.numerics)
-        return reported(subject, None, _compared(subject, say)[1])
-    if quick or subject.numerics.mode == "native":
+        return reported(subject, None, None if native else _compared(subject, say)[1])
+    if quick or native:
         say("scoring the capsule's sequences again")
         with one_trainer(
             subject.experiment.model.directory,
@@ -75,7 +75,7 @@ def check_exact(numerics: NumericsConfig) -> None:
 def reported(subject: Subject, again: Rescored | None, compared: Comparison | None, quick: bool = False) -> Report:
     """Make the report: the new scores, the comparison, the likeliest causes of a difference, and the verdict.
 
-    again: None for a run. compared: None for a capsule that was only scored again. quick: the user asked for this.
+    again: None for a run. compared: None if both sides were not compared. quick: the user asked for this.
     """
     findings: list[Finding] = [] if compared is None else [*compared.findings]
     tables: list[RenderableType] = []
@@ -95,12 +95,41 @@ def reported(subject: Subject, again: Rescored | None, compared: Comparison | No
             check_exact(subject.numerics)
         except UserError as error:
             findings.append(replace(Finding.of_error(error), grade="note"))
+    if (persistent := drift(subject)) is not None:
+        findings.append(persistent)
     if subject.capsule is None and (steps := RunDir(subject.path).capsule_steps()):
         found, remedy = f"{len(steps)} of this run", f"`fp8rl explain {RunDir(subject.path).capsule(max(steps))}`."
         findings.append(Finding("capsules", f"{found}, with the tokens that a gate saw", remedy=remedy, grade="note"))
     differing = any(each.grade == "error" for each in findings)
-    verdict = "something differs: the first finding is the likeliest cause" if differing else "nothing differs"
+    verdict = "nothing differs" if again or compared else "only the metrics of the run were read"
+    if differing:
+        verdict = "something differs: the first finding is the likeliest cause"
     return Report("explain", str(subject.path), tuple(findings), facts, tables=tuple(tables), verdict=verdict)
+
+
+def drift(subject: Subject) -> Finding | None:
+    """Say whether the difference that the run recorded is noise, which averages out over steps, or a bias, which adds
+    up in the weights. None: the run is not there, or has recorded no difference in two steps.
+
+    A capsule is judged by the metrics up to its step.
+    """
+    run = RunDir(subject.path if subject.capsule is None else subject.path.parents[1])
+    last = None if subject.capsule is None else subject.capsule.step
+    rows = [row for row in metrics_found(run.metrics)[0] if last is None or row["step"] <= last]
+    row = next((row for row in reversed(rows) if row.get("mismatch/bias_noise")), None)
+    if row is None:
+        return None
+    names = ("mismatch/bias", "mismatch/context_bias")
+    above = [name for name in names if row.get(name, 0.0) > row.get(f"{name}_noise", 0.0)]
+    name = (above or names)[0]
+    found = (
+        f"{'bias' if above else 'noise'}: {row[name]:.2g} nats of d persist over the steps up to {row['step']}, and "
+        f"noise alone reaches {row[f'{name}_noise']:.2g}"
+    )
+    if not above:
+        return Finding(name, found, grade="ok")
+    remedy = "A bias adds up in the weights: use numerics.mode=exact, or set algorithm.centering."
+    return Finding(name, found, "at most what noise reaches", remedy, grade="warning")
 
 
 def _headline(subject: Subject, compared: Comparison) -> str:

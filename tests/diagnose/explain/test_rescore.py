@@ -3,16 +3,18 @@
 import dataclasses
 import io
 import json
+from contextlib import closing
 
 import pytest
 import torch
 from rich.console import Console
 
-from fp8rl.diagnose.explain import reported
+from fp8rl.diagnose.explain import drift, reported
 from fp8rl.diagnose.explain.rescore import Rescored
 from fp8rl.diagnose.report import Report
 from fp8rl.diagnose.subject import Subject
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
+from fp8rl.rl.record.metrics_log import MetricsLog
 from tests.support.commands import invoke
 from tests.support.scored_batches import CapsuleRun, scored_batch
 
@@ -83,3 +85,36 @@ def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path) ->
     (capsule.path / "tensors.safetensors").unlink()
     code, said = invoke("explain", capsule.path, "--json")
     assert code == 2 and "tensors.safetensors: found 'no such file'" in said
+
+
+@pytest.mark.parametrize(
+    ("bias", "context", "expected"),
+    [
+        (0.001, 0.002, "mismatch/bias: noise: 0.001 nats of d persist over the steps up to 4, and noise alone reaches"),
+        (0.02, 0.002, "mismatch/bias: found bias: 0.02 nats of d persist over the steps up to 4, and noise alone"),
+        (0.001, 0.02, "mismatch/context_bias: found bias: 0.02 nats of d persist over the steps up to 4, and noise"),
+    ],
+)
+def test_the_metrics_of_a_run_say_noise_or_bias(capsule: Capsule, bias: float, context: float, expected: str) -> None:
+    with closing(MetricsLog(capsule.path.parents[1] / "metrics.jsonl")) as log:
+        log.append(1, {"mismatch/bias": 0.0, "mismatch/bias_noise": 0.0})
+        log.append(4, _persisting(bias, context))
+        log.append(5, _persisting(0.5, 0.5))  # after the capsule's step
+    (finding,) = [each for each in report_of(rescored(capsule)).findings if each.key.startswith("mismatch/")]
+    assert str(finding).startswith(expected)
+    assert finding.grade == ("warning" if max(bias, context) == 0.02 else "ok")
+    native = dataclasses.replace(capsule.numerics, mode="native")
+    report = reported(Subject("demo", capsule.path.parents[1], capsule.experiment, native), None, None)
+    assert report.ok and report.verdict == "only the metrics of the run were read"
+    note, persistent, _ = report.findings
+    assert "bias: 0.5 nats of d persist over the steps up to 5" in persistent.found
+    assert "op by op" in note.expected and note.grade == "note"
+
+
+def _persisting(bias: float, context: float) -> dict[str, float]:
+    named = {"bias": bias, "context_bias": context, "bias_noise": 0.003, "context_bias_noise": 0.004}
+    return {f"mismatch/{name}": value for name, value in named.items()}
+
+
+def test_a_run_without_a_difference_is_neither_noise_nor_bias(capsule: Capsule) -> None:
+    assert drift(Subject("demo", capsule.path, capsule.experiment, capsule.numerics, capsule=capsule)) is None
