@@ -96,7 +96,8 @@ class Recorder:
             if dispatch.place.op.form is EMBED:
                 self.note("embedding.output", _name(site), self.found("embedding.output", written[0]))
             elif RESIDUAL in dispatch.place.op.writes and self._side == "engine":  # the trainer's has a gradient
-                self.note("residual", _name(site), self.found("residual", written[-1]))
+                stream = written[dispatch.place.op.writes.index(RESIDUAL)]
+                self.note("residual", f"layers.{dispatch.place.layer}", self.found("residual", stream))
         elif op == "adapter.operands":
             self._adapted(site, made)
         elif op in self._plan:
