@@ -8,7 +8,6 @@ run's own metrics say whether its difference is noise or a bias.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -20,8 +19,7 @@ from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibrati
 from fp8rl.diagnose.report import Finding, Report, grid
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.record.console import format_difference
 from fp8rl.rl.record.metrics_log import metrics_found
 from fp8rl.rl.record.run_dir import RunDir
@@ -61,21 +59,14 @@ def explain(subject: Subject, *, quick: bool = False, say: Callable[[str], objec
             adapter=subject.experiment.adapter,
         ) as trainer:
             again = rescore(capsule, lambda function, *args: [function(trainer, *args)])
-        return reported(subject, again, None, quick)
+        return reported(subject, again, None)
     return reported(subject, *_compared(subject, say))
 
 
-def check_exact(numerics: NumericsConfig) -> None:
-    """Refuse native mode, in which both sides do not run one program."""
-    if numerics.mode == "native":
-        remedy = "See `fp8rl report` for log-probabilities, and `fp8rl doctor SPEC` for tensors."
-        raise user_error("numerics.mode", "native", "exact, to compare one program op by op", remedy)
-
-
-def reported(subject: Subject, again: Rescored | None, compared: Comparison | None, quick: bool = False) -> Report:
+def reported(subject: Subject, again: Rescored | None, compared: Comparison | None) -> Report:
     """Make the report: the new scores, the comparison, the likeliest causes of a difference, and the verdict.
 
-    again: None for a run. compared: None if both sides were not compared. quick: the user asked for this.
+    again: None for a run. compared: None if both sides were not compared.
     """
     findings: list[Finding] = [] if compared is None else [*compared.findings]
     tables: list[RenderableType] = []
@@ -90,11 +81,10 @@ def reported(subject: Subject, again: Rescored | None, compared: Comparison | No
             found = "the log-probabilities differ, and no op or tensor does"
             remedy = "Explain other capsules of the run, and report it with what --json prints."
             findings.append(Finding("unexplained", found, remedy=remedy))
-    elif not quick:
-        try:
-            check_exact(subject.numerics)
-        except UserError as error:
-            findings.append(replace(Finding.of_error(error), grade="note"))
+    elif subject.numerics.mode == "native":
+        remedy = "See `fp8rl report` for log-probabilities, and `fp8rl doctor SPEC` for tensors."
+        expected = "exact, to compare one program op by op"
+        findings.append(Finding("numerics.mode", "native", expected, remedy, grade="note"))
     if (persistent := drift(subject)) is not None:
         findings.append(persistent)
     if subject.capsule is None and (steps := RunDir(subject.path).capsule_steps()):
@@ -109,9 +99,7 @@ def reported(subject: Subject, again: Rescored | None, compared: Comparison | No
 
 def drift(subject: Subject) -> Finding | None:
     """Say whether the difference that the run recorded is noise, which averages out over steps, or a bias, which adds
-    up in the weights. None: the run is not there, or has recorded no difference in two steps.
-
-    A capsule is judged by the metrics up to its step.
+    up in the weights. A capsule is judged by the metrics up to its step. None: no difference was recorded.
     """
     run = RunDir(subject.path if subject.capsule is None else subject.path.parents[1])
     last = None if subject.capsule is None else subject.capsule.step
@@ -121,15 +109,11 @@ def drift(subject: Subject) -> Finding | None:
         return None
     names = ("mismatch/bias", "mismatch/context_bias")
     above = [name for name in names if row.get(name, 0.0) > row.get(f"{name}_noise", 0.0)]
-    name = (above or names)[0]
-    found = (
-        f"{'bias' if above else 'noise'}: {row[name]:.2g} nats of d persist over the steps up to {row['step']}, and "
-        f"noise alone reaches {row[f'{name}_noise']:.2g}"
-    )
-    if not above:
-        return Finding(name, found, grade="ok")
+    name, kind = (above[0], "bias") if above else (names[0], "noise")
+    found = f"{kind}: {row[name]:.2g} nats of d persist over the steps up to {row['step']}"
+    found += f", and noise alone reaches {row[f'{name}_noise']:.2g}"
     remedy = "A bias adds up in the weights: use numerics.mode=exact, or set algorithm.centering."
-    return Finding(name, found, "at most what noise reaches", remedy, grade="warning")
+    return Finding(name, found, "at most what noise reaches", remedy, grade="warning" if above else "ok")
 
 
 def _headline(subject: Subject, compared: Comparison) -> str:

@@ -88,48 +88,35 @@ ZEROS, NAN = 0x00, 0xFF
 @contextmanager
 def placeholders(fill: int) -> Iterator[None]:
     """Let all parameters that modules get inside the block share memory. After the block all its bytes are `fill`."""
-    shared = _Shared()
-    hook = register_module_parameter_registration_hook(shared.take)
+    memory: dict[torch.device, Tensor] = {}  # of each device, that of the largest parameter so far
+    taken: list[nn.Parameter] = []
+
+    def place(parameter: nn.Parameter) -> None:
+        start = memory[parameter.device][: parameter.nbytes]
+        parameter.data = start.view(parameter.dtype).view(parameter.shape)
+
+    def take(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        known = memory.get(parameter.device)
+        if known is None or known.numel() < parameter.nbytes:
+            memory[parameter.device] = parameter.data.contiguous().view(-1).view(torch.uint8)
+        taken.append(parameter)
+        place(parameter)
+
+    hook = register_module_parameter_registration_hook(take)  # torch calls it before a module gets a parameter
     try:
         yield
     finally:
         hook.remove()
-    shared.settle(fill)
+    for parameter in taken:  # those that came before the largest are on a smaller one
+        place(parameter)
+    for shared in memory.values():
+        shared.fill_(fill)
+    give_back()
 
 
 def own_memory(parameter: Tensor) -> None:
     """Give a parameter memory of its own, with zeros."""
     parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-
-
-class _Shared:
-    """The memory that the parameters of each device share. It is the memory of the largest parameter so far."""
-
-    def __init__(self) -> None:
-        self._memory: dict[torch.device, Tensor] = {}
-        self._taken: list[nn.Parameter] = []
-
-    def take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Replace a parameter's memory by the shared memory. torch calls it before a module gets a parameter."""
-        known = self._memory.get(parameter.device)
-        if known is None or known.numel() < parameter.nbytes:
-            self._memory[parameter.device] = parameter.data.contiguous().view(-1).view(torch.uint8)
-        self._taken.append(parameter)
-        self._place(parameter)
-
-    def settle(self, fill: int) -> None:
-        for parameter in self._taken:  # those that came before the largest are on a smaller one
-            self._place(parameter)
-        for memory in self._memory.values():
-            memory.fill_(fill)
-        give_back()
-
-    def _place(self, parameter: nn.Parameter) -> None:
-        start = self._memory[parameter.device][: parameter.nbytes]
-        parameter.data = start.view(parameter.dtype).view(parameter.shape)
-
-
-# A stream of tensors in batches of limited size: for the files of a checkpoint, or for one launch of a kernel.
 
 
 class Sized(Protocol):

@@ -37,7 +37,7 @@ def rescored(capsule: Capsule, change: float = 0.0, mode: str = "exact") -> Resc
 def report_of(again: Rescored) -> Report:
     capsule = again.capsule
     subject = Subject("demo step_4", capsule.path, capsule.experiment, capsule.numerics, capsule=capsule)
-    return reported(subject, again, None, quick=True)
+    return reported(subject, again, None)
 
 
 def test_exact_mode_accepts_no_difference_at_all(capsule: Capsule) -> None:
