@@ -313,11 +313,8 @@ def rescored(capsule: Path) -> str:
 def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_path: Path, step: int) -> None:
     report = report_of(in_a_fork(tmp_path, partial(rescored, run.capsule(step))))
     facts = report.facts["scored_again"]
-    assert (
-        [(each.key, each.grade) for each in report.findings] == [("trainer", "ok")]
-        and facts["mode"] == "exact"
-        and facts["sequences"] == 8
-    )
+    assert [(each.key, each.grade) for each in report.findings] == [("trainer", "ok"), ("mismatch/bias", "ok")]
+    assert facts["mode"] == "exact" and facts["sequences"] == 8
     assert facts["equal_tokens"] == facts["tokens"] >= 8 and facts["largest_change"] == 0
     assert all(values["recorded"] == values["rescored"] for values in facts["metrics"].values())
     recorded = {name: values["recorded"] for name, values in facts["metrics"].items()}
@@ -339,8 +336,8 @@ def test_a_capsule_is_explained_by_the_command(run: RunDir, stacks: None, step: 
     assert mean > 0 and found["abs_diff_mean"] == pytest.approx(mean)
     assert str(report.findings[0]).startswith(says)
     assert step != CORRUPTED or report.findings[0].names == (MATRIX,)
-    trainer = report.findings[-1]
-    assert (trainer.key, trainer.grade) == ("trainer", "error" if step == SCALED else "ok")
+    trainer, bias = report.findings[-2:]
+    assert bias.key == "mismatch/bias" and (trainer.key, trainer.grade) == ("trainer", "error" if step == SCALED else "ok")
     assert found["live_abs_diff_mean"] == 0
 
 

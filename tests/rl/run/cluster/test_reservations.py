@@ -120,11 +120,11 @@ def placed_as(reservations: Reservations, experiment: Experiment) -> str:
         (GPUS, {"ranks": 3, **TAUGHT}, "bbb b a a"),
         (GPUS, {"ranks": 4, **TAUGHT, "teacher": {"path": "/t", "engines": 4}}, "bbbb b0 a a b3 b2"),
         (GPUS, {"algorithm": {"name": "sft"}, "eval": {"problems": 0}, "ranks": 2}, "bb"),
-        # CPUs: any number fits anywhere, the driver's node is the first choice.
+        # CPUs: any number fits anywhere. The driver's node is the first choice, and engines are near the trainer.
         (CPUS, {"ranks": 2, "engines": 3}, "aa a a a"),
         (CPUS, {"rollout": {"sleep": True}, **BASE}, "a a"),
         (CPUS, {**DISK, "cluster": {"trainer_nodes": "near", "placement": "spread"}}, "a b"),
-        (CPUS, {**DISTRIBUTED, "cluster": {"trainer_nodes": "far"}}, "b a"),
+        (CPUS, {**DISTRIBUTED, "cluster": {"trainer_nodes": "far"}}, "b b"),
         (CPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
     ],
     indirect=["cluster"],
