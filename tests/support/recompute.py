@@ -107,8 +107,8 @@ def scores_beside(
 
 def _scores(scorer: Any, answers: list[dict[str, Any]]) -> list[list[float]]:
     batch = _batch([{"rollout_logprobs": [0.0] * len(a["token_ids"]), **a} for a in answers], 1.0)
-    rows, logprobs = scorer.score(batch)
-    by_row = dict(zip(rows, logprobs))
+    rows, scored = scorer.score_routed(batch)
+    by_row = dict(zip(rows, scored.logprobs))
     return [by_row[row][mask].tolist() for row, mask in enumerate(batch.loss_mask)]
 
 
