@@ -11,14 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
-from transformers import AutoTokenizer
 
 from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import EngineError, Problem, Prompt, Trajectory
-from tests.support.paths import EXAMPLES
 from tests.support.servers import group_members, wait_until
 
 MODULE = """
@@ -87,11 +85,6 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mine") / "mine.py"
     path.write_text(MODULE)
     return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
 
 
 Make = Callable[..., Judge]
