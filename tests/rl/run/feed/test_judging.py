@@ -72,9 +72,6 @@ def reads(answer):
 def eats(answer):
     return float(len(bytearray(10 << 30)))
 
-def text(answer):
-    return "1.0"
-
 def whole(answers):
     return [1.0]
 """
@@ -171,7 +168,6 @@ def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokeni
         ("raises", "KeyError: 'no such thing'"),
         ("dies", "it ended its process"),
         ("eats", "MemoryError"),
-        ("text", "found str '1.0', expected a number or named numbers"),
         ("whole", "expected a list of 2 rewards, one per answer"),
     ],
 )
