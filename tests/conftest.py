@@ -203,6 +203,14 @@ def layout() -> Iterator[Any]:
     parallel.shutdown()
 
 
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The demo model's, which no test changes."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(ROOT / "examples/models/tiny_qwen3_moe")
+
+
 @pytest.fixture
 def data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables that `datasets` writes on its way go with the test."""

@@ -1,7 +1,7 @@
 """What the source may do to a user's disk, and what it may do with what comes from outside."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -42,18 +42,22 @@ _OF_TEXTS = {"replace", "remove", "move"}
 
 
 def test_every_removal_and_renaming_is_in_the_table() -> None:
-    found: dict[str, set[str]] = {}
-    for path, tree in sources():
-        for node in ast.walk(tree):
-            if (name := removal(node)) is not None:
-                found.setdefault(path, set()).add(name)
-    assert found == REMOVALS
+    assert found_by(removal) == REMOVALS
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
     for folder in ("fp8rl", "certify", "lab/studies"):
         for path in python_files(folder):
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+
+
+def found_by(named: Callable[[ast.AST], str | None]) -> dict[str, set[str]]:
+    """What `named` calls nodes of the sources, by their file."""
+    found: dict[str, set[str]] = {}
+    for path, tree in sources():
+        if names := {*map(named, ast.walk(tree))} - {None}:
+            found[path] = names
+    return found
 
 
 def removal(node: ast.AST) -> str | None:
@@ -100,12 +104,7 @@ _WRITES = {"dump", "dumps", "UnpicklingError", "register_pickle_by_value"}
 
 
 def test_nothing_makes_code_or_objects_of_what_comes_from_outside() -> None:
-    found: dict[str, set[str]] = {}
-    for path, tree in sources():
-        for node in ast.walk(tree):
-            if (name := code(node)) is not None:
-                found.setdefault(path, set()).add(name)
-    assert found == CODE
+    assert found_by(code) == CODE
 
 
 def code(node: ast.AST) -> str | None:

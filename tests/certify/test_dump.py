@@ -17,9 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GraniteConfig, GraniteForCausalLM
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.record.history import Event, append_entry
@@ -33,6 +31,7 @@ from fp8rl_certify.dump.reading import read_dump
 from fp8rl_certify.dump.reference import Reference
 from fp8rl_certify.dump.rows import Sampling
 from tests.support.batches import random_batch
+from tests.support.commands import invoke, result_of
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import in_a_fork
 from tests.support.scored_batches import CapsuleRun
@@ -41,6 +40,7 @@ EOS, VOCABULARY = 2, 128
 ROWS, PROMPT, ANSWER = 12, 6, 20
 Tokens = list[list[int]]
 Certified = Callable[..., DumpReport]
+run = partial(invoke, "certify")
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +172,8 @@ def test_dumps_of_slime_are_read(model: Path, tokens: Tokens, tmp_path: Path) ->
 def test_a_checkpoint_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
     """Codes times scales, by torch; transformers has no kernels for them on a CPU."""
     small = EXAMPLES / "models/tiny_qwen3_moe"
-    result = CliRunner().invoke(app, ["convert", str(small), str(tmp_path / "fp8")])
-    assert result.exit_code == 0, result.output
+    code, printed = invoke("convert", small, tmp_path / "fp8")
+    assert code == 0, printed
     stored = load_file(tmp_path / "fp8/model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     codes, scales = stored[name], stored[name + "_scale_inv"]
@@ -276,11 +276,6 @@ def test_the_weights_of_a_step_are_found_by_their_version_not_by_the_number_of_a
     write_rollouts(made.rollouts(3), [replace(record, weight_versions=[2, 2])])
     code, printed = run(made.path)
     assert code == 2 and "found 'answers of weight version 2, and checkpoints of versions 4, 8'" in printed
-
-
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["certify", *map(str, arguments)])
-    return result.exit_code, result.output
 
 
 GOOD = {"tokens": [3, 4, 5, 6], "prompt_length": 2, "logprobs": [-1.0, -2.0]}
@@ -394,7 +389,7 @@ def test_a_command_without_a_subject_or_a_model_is_one_message(model: Path, tmp_
 @pytest.mark.slow
 def test_the_command_prints_the_verdict_and_writes_the_page(model: Path, tokens: Tokens, tmp_path: Path) -> None:
     path = write(tmp_path / "dump.jsonl", rows(tokens, said(model, tokens, 0.7)))
-    result = CliRunner().invoke(app, ["certify", str(path), "--model", str(model), "--temperature", "0.7"])
+    result = result_of("certify", path, "--model", model, "--temperature", "0.7")
     assert result.exit_code == 0 and result.stdout.startswith("the engine: within the floor"), "the verdict comes first"
     assert (tmp_path / "dump.certify.html").is_file()
     page = tmp_path / "other.html"

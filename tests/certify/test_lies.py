@@ -7,15 +7,17 @@ import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl_certify import api, probe
 from fp8rl_certify.http import Http
+from tests.support.commands import invoke
 from tests.support.odd_input import VALUES, changed
 from tests.support.planted_server import Planted, ask_little
+
+run = partial(invoke, "certify", "--server")
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +25,6 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     ask_little(monkeypatch)
     for module, name, value in ((api, "SHORT", (5, 12)), (api, "FIRST", 2), (probe, "LOAD_TOKENS", 1)):
         monkeypatch.setattr(module, name, value)
-
-
-def run(url: str, *arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["certify", "--server", url, *arguments], env={"FP8RL_API_KEY": None})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Certifying a running server: what is planted in one is found and named, and bad input is one message."""
 
-import io
 import json
 import math
 import random
@@ -11,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.diagnose import measure
 from fp8rl_certify import api
 from fp8rl_certify.api import Answer
 from fp8rl_certify.compare import compare, difference
 from fp8rl_certify.http import Http, TimeUp
 from fp8rl_certify.server import ServerReport, certify_server, rendered
+from tests.support.commands import invoke, result_of, shown
 from tests.support.planted_server import NAME, Planted, ask_little, serve
 
 
@@ -119,9 +116,7 @@ def test_a_short_limit_has_a_verdict_on_a_few_prompts(fault: str, verdict: str, 
     assert report.verdict == verdict and len(report.ways) == 11
     cut = [way for way in report.ways if way.why == "the time was over"]
     assert cut and all(way.found is not None and way.found.answers < 3 for way in cut)
-    console = Console(file=io.StringIO(), width=200)
-    console.print(rendered(report))
-    assert "asked with 1 of its prompts, then the time was over" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "asked with 1 of its prompts, then the time was over" in shown(rendered(report))
 
 
 def test_answers_are_compared_up_to_the_first_other_token() -> None:
@@ -149,11 +144,6 @@ def test_differences_are_those_of_tensors() -> None:
             assert vars(difference(pairs + odd)) == pytest.approx(vars(expected), rel=1e-12)
 
 
-def run(*arguments) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["certify", *map(str, arguments)], env={"FP8RL_API_KEY": None})
-    return result.exit_code, result.output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "arguments", "message"),
@@ -165,7 +155,7 @@ def run(*arguments) -> tuple[int, str]:
 )  # fmt: skip
 def test_a_server_that_cannot_be_asked_is_one_message(planted: Planted, arguments: list[str], message: str) -> None:
     with serve(planted) as url:
-        code, printed = run("--server", url, *arguments)
+        code, printed = invoke("certify", "--server", url, *arguments)
     assert code == 2 and message.replace("PORT", url.rpartition(":")[2]) in printed
     assert printed.count("\n") == 1 and "Traceback" not in printed
 
@@ -174,17 +164,17 @@ def test_where_no_server_is_that_is_said() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        code, printed = run("--server", url)
+        code, printed = invoke("certify", "--server", url)
     assert code == 2 and f"--server: found 'nothing that answers at {url}" in printed
-    code, printed = run("--server", "127.0.0.1:30000")
+    code, printed = invoke("certify", "--server", "127.0.0.1:30000")
     assert code == 2 and "expected an address like http://127.0.0.1:30000" in printed
 
 
 def test_the_command_says_what_breaks_a_server() -> None:
     with serve(Planted("batch", key="k")) as url:
-        result = CliRunner().invoke(app, ["certify", "--server", url, "--api-key", "k"])
+        result = result_of("certify", "--server", url, "--api-key", "k")
         assert result.exit_code == 1 and result.stdout.startswith("broken: answers change with what else is in the")
-        result = CliRunner().invoke(app, ["certify", "--server", url, "--api-key", "k", "--json"])
+        result = result_of("certify", "--server", url, "--api-key", "k", "--json")
     found = json.loads(result.stdout)
     assert (result.exit_code, found["verdict"], found["breaks"]) == (1, "broken", ["batch"])
     assert ServerReport.from_json(result.stdout).breaks == ["batch"]

@@ -41,12 +41,14 @@ from tests.support.paths import ROOT
 from tests.support.rig import make_engine
 from tests.support.syncs import push
 from tests.support.tiny_model import TinyModel, write_tiny_model
+from tests.support.trainers import trainer_on
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]
 
 SHAPE = TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, experts=4)
 FILE = str(ROOT / "tests/support/made_up/definition.py")
 NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+CONFIG = TrainerSection(lr=1e-3, warmup_steps=0)
 OUT_NORM = "model.layers.{}.self_attn.out_norm.weight"
 GATES = "model.layers.{}.self_attn.head_gates.weight"
 
@@ -76,15 +78,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_trainer(model: Path, layout: Layout, **changes: Any) -> Any:
-    from fp8rl.trainer.trainer import Trainer
-
-    config = TrainerSection(lr=1e-3, warmup_steps=0)
-    options = {"seed": 0, "total_steps": 9, "max_sequence_length": 256, **changes}
-    numerics = options.pop("numerics", NUMERICS)
-    return Trainer(model, config, numerics, layout, **options)
-
-
 def test_the_trainer_computes_what_transformers_does(model: Path, layout: Layout, tmp_path: Path) -> None:
     """With the gates and norms put into its Qwen3-MoE by hand."""
     tensors = load_file(model / "model.safetensors")
@@ -95,8 +88,8 @@ def test_the_trainer_computes_what_transformers_does(model: Path, layout: Layout
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     for index, layer in enumerate(reference.model.layers):
         add_by_hand(layer.self_attn, *(tensors[form.format(index)].float() for form in (GATES, OUT_NORM)))
-    plain = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
-    trainer = make_trainer(model, layout, numerics=plain, dtype=torch.float32)
+    plain = {"spec": QuantSpec.preset("bf16"), "rollout": "bf16"}
+    trainer = trainer_on(layout, CONFIG, model, "bf16", plain, dtype=torch.float32)
     tokens = torch.randint(0, SHAPE.vocab, (1, 40))
     with torch.no_grad():
         found = trainer.model(tokens, position_ids=None, attention_mask=None)
@@ -130,7 +123,7 @@ def test_the_family_says_what_its_cache_takes_and_what_a_budget_counts(model: Pa
 
 
 def test_its_formats_are_as_planned(model: Path, layout: Layout) -> None:
-    trainer, batch = make_trainer(model, layout), random_batch(rows=4, longest=40)
+    trainer, batch = trainer_on(layout, CONFIG, model), random_batch(rows=4, longest=40)
     sightings = watch_step(trainer, batch, cross_entropy(batch), NUMERICS, trainer.config)
     assert differences_of(sightings) == []
     assert {each.key for each in sightings} >= {"scores.output", "attention.output", "product.activation"}
@@ -140,13 +133,13 @@ def test_a_mode_that_a_family_has_no_modules_for_is_refused(model: Path, layout:
     with pytest.raises(
         UserError, match=r"numerics\.mode: found 'native, on megatron, with a model of gated attention'"
     ):
-        make_trainer(model, layout, numerics=replace(NUMERICS, mode="native"))
+        trainer_on(layout, CONFIG, model, numerics={"mode": "native"})
 
 
 def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path) -> None:
     from fp8rl.trainer.op_trace import trace_ops
 
-    trainer = make_trainer(model, layout)
+    trainer = trainer_on(layout, CONFIG, model)
     stored = load_file(model / "model.safetensors")
     exported = dict(trainer.export_weights())
     assert exported.keys() == stored.keys()

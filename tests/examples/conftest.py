@@ -1,3 +1,3 @@
-from tests.rollout.tasks.environments.conftest import play, tokenizer
+from tests.rollout.tasks.environments.conftest import play
 
-__all__ = ["play", "tokenizer"]
+__all__ = ["play"]

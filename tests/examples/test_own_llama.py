@@ -29,12 +29,13 @@ from tests.support.commands import result_of
 from tests.support.paths import EXAMPLES
 from tests.support.preconditions import edit_config
 from tests.support.tiny_model import TinyModel, write_tiny_model
+from tests.support.trainers import trainer_on
 
 pytestmark = pytest.mark.slow
 
 FILE = str(EXAMPLES / "own_llama.py")
 SPEC = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-PLAIN = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
+PLAIN = {"spec": QuantSpec.preset("bf16"), "rollout": "bf16"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +61,6 @@ def write(path: Path) -> Path:
     return path
 
 
-def make_trainer(path: Path, layout, numerics: NumericsConfig, dtype: torch.dtype = torch.bfloat16):
-    from fp8rl.trainer.trainer import Trainer
-
-    config = TrainerSection(lr=1e-3, warmup_steps=0)
-    return Trainer(path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=256, dtype=dtype)
-
-
 def test_an_architecture_that_is_not_known_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         read_model(write(tmp_path / "model"))
@@ -79,7 +73,8 @@ def test_the_trainer_computes_what_transformers_does_and_learns(tmp_path: Path, 
     load_architecture(FILE)
     model = write(tmp_path / "model")
     tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
-    exact = make_trainer(model, layout, PLAIN, torch.float32)
+    config = TrainerSection(lr=1e-3, warmup_steps=0)
+    exact = trainer_on(layout, config, model, "bf16", PLAIN, dtype=torch.float32)
     with torch.no_grad():
         logits = exact.model(tokens, position_ids=None, attention_mask=None)
         expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits
@@ -87,7 +82,7 @@ def test_the_trainer_computes_what_transformers_does_and_learns(tmp_path: Path, 
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
     stored = load_file(model / "model.safetensors")
     assert read_shape(model).parameters == sum(tensor.numel() for tensor in stored.values())
-    trainer, batch = make_trainer(model, layout, SPEC), random_batch(2, 60)
+    trainer, batch = trainer_on(layout, config, model), random_batch(2, 60)
     losses = [float(trainer.train_step(batch, cross_entropy(batch)).result.loss) for _ in range(3)]
     assert losses[2] < losses[0] and dict(trainer.export_weights()).keys() == stored.keys()
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from fp8rl.models.architecture import Model, architectures, check_scope
-from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
+from fp8rl.models.shared_base import SharedBase, parameter_spans
 from fp8rl.models.tensors import EngineRank, Location, TensorRow, TensorTable
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.definitions import SIZES, tiny_models
 from tests.support.paths import ROOT
-from tests.support.served_model import DEFINITION, EXPERTS, HIDDEN, SPEC, WIDTH, build, hf_tensors_served
+from tests.support.served_model import DEFINITION, EXPERTS, HIDDEN, SPEC, WIDTH, base_of, build, hf_tensors_served
 
 EVERY = tiny_models()
 DENSE, MOE = (
@@ -174,17 +174,10 @@ def test_knowing_the_architectures_takes_no_library_of_models() -> None:
 TENSORS = hf_tensors_served(0)
 
 
-def filled() -> SharedBase:
-    base = SharedBase(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
-    for name, tensor in TENSORS.items():
-        base.tensors[name].copy_(tensor)
-    return base
-
-
 @pytest.mark.slow
 def test_a_base_holds_every_parameter_of_the_engine_and_no_more() -> None:
     """The padding of the vocabulary, which no tensor fills, is the only difference."""
-    base, engine = filled(), dict(build(TENSORS).named_parameters())
+    base, engine = base_of(TENSORS), dict(build(TENSORS).named_parameters())
     assert base.parameters.keys() == engine.keys()
     for name, parameter in engine.items():
         view = base.parameters[name]
@@ -197,7 +190,7 @@ def test_a_base_holds_every_parameter_of_the_engine_and_no_more() -> None:
 
 
 def test_fused_tensors_are_views_and_experts_a_stack() -> None:
-    base, rows = filled(), DEFINITION.tensors.rows
+    base, rows = base_of(TENSORS), DEFINITION.tensors.rows
     prefix = "model.layers.0.mlp.experts."
     up = base.fused([rows[f"{prefix}1.up_proj.weight"]])
     both = base.fused([rows[f"{prefix}1.{kind}_proj.weight"] for kind in ("gate", "up")], stacked=EXPERTS - 1)
@@ -211,4 +204,4 @@ def test_fused_tensors_are_views_and_experts_a_stack() -> None:
 
 def test_another_spec_is_refused_by_its_size() -> None:
     with pytest.raises(ValueError, match="expected [0-9]+ for this model and spec"):
-        SharedBase(filled().flat, DEFINITION, QuantSpec.preset("bf16"))
+        SharedBase(base_of(TENSORS).flat, DEFINITION, QuantSpec.preset("bf16"))

@@ -1,10 +1,12 @@
 """A command in this process."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
@@ -20,6 +22,13 @@ def invoke(*arguments: object) -> tuple[int, str]:
     """The exit code of `fp8rl` with these arguments, and all that it printed."""
     result = result_of(*arguments)
     return result.exit_code, result.output
+
+
+def shown(what: object, width: int = 200) -> str:
+    """What a terminal of this width would have."""
+    output = io.StringIO()
+    Console(file=output, width=width).print(what)
+    return output.getvalue()
 
 
 def by_the_command(capsule: Path) -> Report:

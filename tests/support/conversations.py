@@ -11,6 +11,11 @@ from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajecto
 EOS = "<|im_end|>"
 
 
+def ids(tokenizer: Any, text: str) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return found
+
+
 class Model:
     """Says its lines one after the other, each up to where the engine would end it; `asked` keeps what it was asked."""
 
@@ -23,7 +28,7 @@ class Model:
         self.asked.append((group.prompt.token_ids, seed, sampling))
         await asyncio.sleep(0)
         said, finished = [], False
-        for token in self.tokenizer(self.lines.pop(0), add_special_tokens=False).input_ids[: sampling.max_new_tokens]:
+        for token in ids(self.tokenizer, self.lines.pop(0))[: sampling.max_new_tokens]:
             said.append(token)
             finished = token in sampling.stop_token_ids
             if finished:
@@ -52,8 +57,7 @@ class Stage:
         """The trajectory of a conversation with these lines of the model."""
         self.model = model = Model(self.tokenizer, *lines)
         sampling = SamplingParams(max_new_tokens, stop_token_ids=(self.tokenizer.eos_token_id,))
-        ids = self.tokenizer(question, add_special_tokens=False).input_ids
-        prompt = Prompt(Problem(question, answer, fields=fields or {}), ids)
+        prompt = Prompt(Problem(question, answer, fields=fields or {}), ids(self.tokenizer, question))
 
         async def run() -> Trajectory:
             conversation = Conversation(prompt, 7, sampling, model, self.tokenizer, timeout_s=5.0)

@@ -24,3 +24,18 @@ def quantized(x, spec):
 
 def same(found, expected):
     assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def passed(op, *leaves, real=None):
+    """Result and gradients under a fixed cotangent; real: the tokens that count."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = op(*leaves)
+    dout = random(*out.shape, seed=4).to(out.dtype)
+    out.backward(dout if real is None else dout * real[..., None, None])
+    return [out, *(x.grad for x in leaves)]
+
+
+def close_in_bf16(found, exact):
+    """Of attention: weights, their gradients, the saved result and the gradient itself are rounded to BF16."""
+    error = found.double() - exact
+    assert error.norm() <= 2**-7 * exact.norm() + 1e-5 and error.abs().max() <= 2**-6 * exact.abs().max() + 1e-5

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
@@ -14,6 +13,7 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, PassResult, Scored
 from tests.support.models import LENGTH
+from tests.support.trainers import in_order
 
 
 class LocalGroup:
@@ -34,7 +34,7 @@ class LocalGroup:
     def forward_backward(self, batch: TokenBatch, objective: Objective, role: Any = "policy") -> PassResult:
         self.calls.append(("pass", role))
         done = self.roles.models[role].forward_backward(batch, objective)
-        return replace(done.result, logprobs=_ordered(done.rows, done.result.logprobs))
+        return replace(done.result, logprobs=in_order(done.rows, done.result.logprobs))
 
     def update(self, role: Any = "policy") -> float:
         self.calls.append(("update", role))
@@ -49,12 +49,8 @@ class LocalGroup:
     def score_routed(self, batch: TokenBatch, role: Any = "policy") -> Scored:
         self.calls.append(("score", role))
         rows, scored = self.roles.models[role].score_routed(batch)
-        draws = None if scored.draws is None else _ordered(rows, scored.draws)
-        return replace(scored, logprobs=_ordered(rows, scored.logprobs), draws=draws)
+        draws = None if scored.draws is None else in_order(rows, scored.draws)
+        return replace(scored, logprobs=in_order(rows, scored.logprobs), draws=draws)
 
     def parameters(self, role: Any = "policy") -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.roles.models[role].model.named_parameters()}
-
-
-def _ordered(rows: list[int], values: Tensor) -> Tensor:
-    return values[torch.tensor(rows).argsort()]

@@ -131,11 +131,12 @@ class Planted:
 
 
 def ask_little(patch: pytest.MonkeyPatch) -> None:
-    """Have a server be asked for fewer and shorter answers than a user asks for."""
+    """Have a server be asked for fewer and shorter answers than a user asks for, without a key."""
     for name, value in (("TOKENS", 8), ("BATCHES", (8,)), ("LOAD", 4), ("LOAD_TOKENS", 8)):
         patch.setattr(probe, name, value)
     patch.setattr(api, "SHORT", (5, 40, 200))
     patch.setattr(api, "LONGEST", 400)
+    patch.delenv("FP8RL_API_KEY", raising=False)
 
 
 @contextmanager

@@ -63,6 +63,10 @@ def in_one_order(kernels: list[dict[str, Any]]) -> list[dict[str, int]]:
     return first  # type: ignore[no-any-return]
 
 
+def named(kernels: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [kernel for kernel in kernels if kernel["name"] == name]
+
+
 def only_unpacks(codes: dict[str, Any], plain: dict[str, Any]) -> bool:
     """True if loops over codes compute what loops over BF16 numbers do, beside making such numbers of the codes."""
     pairs = [map(Counter, both) for both in zip(codes["arithmetic"], plain["arithmetic"], strict=True)]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fp8rl.models.families import first_tensors, last_tensors
 from fp8rl.models.families.attention import attention_tensors
 from fp8rl.models.families.mlp import dense_tensors, moe_tensors
+from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.spec import QuantSpec
@@ -87,6 +88,14 @@ def module_at(root: nn.Module, path: str) -> nn.Module:
             root.add_module(part, nn.Module())
         root = root.get_submodule(part)
     return root
+
+
+def base_of(tensors: dict[str, Tensor]) -> SharedBase:
+    """A base that holds these."""
+    base = SharedBase(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
+    for name, tensor in tensors.items():
+        base.tensors[name].copy_(tensor)
+    return base
 
 
 def _add(module: nn.Module, name: str, value: Tensor, suffix: str = "") -> None:

@@ -1,6 +1,5 @@
 """Machines written by hand, judged; and this one, through the command."""
 
-import io
 import json
 import shutil
 import subprocess
@@ -11,17 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from rich.console import Console
 
 import fp8rl.diagnose.doctor
-from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis, reported
+from fp8rl.diagnose.doctor.doctor_report import DataFound, reported
 from fp8rl.diagnose.doctor.judge import judge
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine, parse_nvidia_smi
 from fp8rl.diagnose.report import Finding
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from tests.support.commands import report_of, result_of
+from tests.support.commands import report_of, result_of, shown
 from tests.support.paths import EXAMPLES
 from tests.support.preconditions import edit_config, write_lines
 from tests.support.tiny_model import TinyModel, write_tiny_model
@@ -153,16 +151,10 @@ def test_a_toolkit_of_another_cuda_is_named() -> None:
     assert "12.4" in found.found and "CUDA 13.0" in found.expected and "CUDA_HOME" in found.remedy
 
 
-def console_text(diagnosis: Diagnosis) -> str:
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(reported(diagnosis))
-    return console.export_text()
-
-
 def test_the_page_says_it_all_and_so_does_the_json() -> None:
     found = judge(CUDA_12_8, NATIVE)
     parts = ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "TransformerEngine", "error")
-    assert all(part in console_text(found) for part in (*parts, "cannot run here yet"))
+    assert all(part in shown(reported(found)) for part in (*parts, "cannot run here yet"))
     report = reported(found, "spec.yaml")
     assert report_of(report.to_json()).to_json() == report.to_json()
     assert [*json.loads(report.to_json())] == ["schema", "command", "subject", "versions", "findings", "facts"]
@@ -263,7 +255,7 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
 )  # fmt: skip
 def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str | None) -> None:
     found = DataFound("data.train", "x", 1, prompt, 9, "b", {"format": "0"})
-    page = " ".join(console_text(replace(judge(CPU, EXACT), data=(found,))).split())
+    page = " ".join(shown(reported(replace(judge(CPU, EXACT), data=(found,)))).split())
     assert (f"it ends in {opening!r}: the answer, which the reward `format` reads, begins after that" in page) == (
         opening is not None
     )
@@ -299,7 +291,7 @@ def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_
 
 def test_supervised_data_have_no_reward_and_a_long_prompt_is_shown_at_its_ends() -> None:
     found = DataFound("data.train", "x", 1, "a" * 5000, 900, "b", {})
-    page = console_text(replace(judge(CPU, EXACT), data=(found,)))
+    page = shown(reported(replace(judge(CPU, EXACT), data=(found,))))
     assert "[... 3,000 characters ...]" in page and "1 problem in x" in page and "gives to" not in page
 
 

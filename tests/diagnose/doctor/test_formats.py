@@ -1,6 +1,5 @@
 """A step of a live trainer: nothing is found where nothing is planted, and what is planted is found by name."""
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from fp8rl.diagnose.doctor.formats import differences_of, map_table, rows_of, unseen
@@ -29,6 +27,7 @@ from fp8rl.trainer.config import TrainerSection
 from lab.studies.document.published_map import BACKWARD, OPTIMIZER, answers
 from lab.studies.document.published_map import claims as claims_of
 from tests.support.batches import cross_entropy, random_batch
+from tests.support.commands import shown
 from tests.support.models import LENGTH, write_model
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -309,9 +308,7 @@ def test_tensors_of_one_class_are_one_finding_and_one_line() -> None:
     assert (only.expected, only.found) == ("bf16", "e4m3") and "--kv-cache-dtype" in only.remedy
     rows = rows_of(seen)
     assert "softmax.reduction" in unseen(rows) and not {"master", "router.logits"} & {*unseen(rows)}
-    console = Console(width=200, file=io.StringIO())
-    console.print(map_table(rows, {"engine.kv_cache"}))
-    *_, master, _, cache = console.file.getvalue().strip().splitlines()  # type: ignore[attr-defined]
+    *_, master, _, cache = shown(map_table(rows, {"engine.kv_cache"})).strip().splitlines()
     assert master.split()[:3] == ["pass", "master", "fp32"]
     assert cache.split() == ["FAIL", "engine.kv_cache", "bf16", "e4m3", "x", "2", "14"]
 

@@ -1,13 +1,11 @@
 """What is said of a capsule that was scored again; real capsules are in tests/e2e/test_gates.py."""
 
 import dataclasses
-import io
 import json
 from contextlib import closing
 
 import pytest
 import torch
-from rich.console import Console
 
 from fp8rl.diagnose.explain import drift, reported
 from fp8rl.diagnose.explain.rescore import Rescored
@@ -15,7 +13,7 @@ from fp8rl.diagnose.report import Report
 from fp8rl.diagnose.subject import Subject
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
 from fp8rl.rl.record.metrics_log import MetricsLog
-from tests.support.commands import invoke
+from tests.support.commands import invoke, shown
 from tests.support.scored_batches import CapsuleRun, scored_batch
 
 
@@ -65,9 +63,8 @@ def test_a_logprob_that_is_no_number_is_reproduced_by_none_else(capsule: Capsule
 
 
 def test_the_table_begins_with_the_worst_token(capsule: Capsule) -> None:
-    output = io.StringIO()
-    Console(width=200, file=output).print(report := report_of(rescored(capsule, change=0.25)))
-    said = output.getvalue()
+    report = report_of(rescored(capsule, change=0.25))
+    said = shown(report)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
     assert [(row[0], row[1], row[-1]) for row in rows[:2]] == [("1", "3", "-1.00e+00"), ("1", "2", "5.00e-01")]
     assert "because" in said and "error  trainer: found 3 of 4 recorded log-probabilities come out again" in said

@@ -1,13 +1,11 @@
 """Plans of real models: what fits, what conflicts, what is refused; and the command."""
 
-import io
 import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from fp8rl.diagnose.plan import Plan, fitted_plan, make_plan
 from fp8rl.diagnose.plan.bench import Rate, read_bench
@@ -25,7 +23,7 @@ from fp8rl.rl.experiment.budget.memory import (
 )
 from lab.studies.document.calculated import on_h20
 from lab.written_tables import with_plan
-from tests.support.commands import result_of
+from tests.support.commands import result_of, shown
 from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS, SPECS
 
 
@@ -42,9 +40,7 @@ def eight_h200() -> Plan:
 
 
 def page_of(plan: Plan) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(reported(plan))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return shown(reported(plan))
 
 
 @pytest.mark.parametrize(("model", "gpus"), [("qwen3_30b_a3b", 16), ("qwen3_235b_a22b", 128)])

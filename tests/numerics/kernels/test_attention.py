@@ -10,7 +10,7 @@ from fp8rl.numerics.kernels.attention import forward as attention_forward_kernel
 from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
 from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
 from fp8rl.numerics.kv import BF16_CACHE, CODES, KVFormat
-from tests.support.kernels import DEVICE, random
+from tests.support.kernels import DEVICE, close_in_bf16, passed, random
 
 SCALE = 0.1
 
@@ -96,18 +96,10 @@ def test_keys_in_parts_get_the_gradients_that_they_get_together():
 
 
 def compare_gradients(q, k, v, positions):
-    def gradients(op, *leaves):
-        leaves = [x.detach().requires_grad_() for x in leaves]
-        out = op(*leaves)
-        out.backward(random(*out.shape, seed=4).to(out.dtype))
-        return [x.grad for x in leaves]
-
-    found = gradients(lambda *x: attention(*x, positions, SCALE), q, k, v)
-    exact = gradients(lambda *x: attention64(*x, positions)[0], q.double(), k.double(), v.double())
+    _, *found = passed(lambda *x: attention(*x, positions, SCALE), q, k, v)
+    _, *exact = passed(lambda *x: attention64(*x, positions)[0], q.double(), k.double(), v.double())
     for ours, theirs in zip(found, exact):
-        # Weights, their gradients, the saved result and the gradient itself are rounded to BF16.
-        error = ours.double() - theirs
-        assert error.norm() <= 2**-7 * theirs.norm() + 1e-5 and error.abs().max() <= 2**-6 * theirs.abs().max() + 1e-5
+        close_in_bf16(ours, theirs)
 
 
 @pytest.mark.slow

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.support.elsewhere import compiled_elsewhere
-from tests.support.sass import in_one_order, only_unpacks
+from tests.support.sass import in_one_order, named, only_unpacks
 
 pytestmark = pytest.mark.slow  # 24 kernels to compile
 
@@ -48,15 +47,6 @@ with compiled_only(loops=True) as found:
     paged_attention(tensor(32, heads, 128), codes, codes, table, count, count.int(), count, 0.1)
     found[whole:] = [dataclasses.replace(each, name="of codes") for each in found[whole:]]
 """
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return compiled_elsewhere(SCRIPT)
-
-
-def named(kernels, name):
-    return [kernel for kernel in kernels if kernel["name"] == name]
 
 
 def test_products_run_on_the_tensor_core_and_tiles_fit(kernels):

@@ -85,11 +85,6 @@ with compiled_only() as found, using("triton"), torch.no_grad():
 """
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    return compiled_elsewhere(SCRIPT)
-
-
 def test_a_decode_step_of_one_sequence_one_head_and_one_expert_compiles():
     """Triton makes constants of arguments that are 1, its interpreter does not."""
     names = "blocks forward merge rows product route tiles draw combine swiglu".split()

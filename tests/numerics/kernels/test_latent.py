@@ -14,7 +14,7 @@ from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from tests.numerics.ops.test_latent import latent64
-from tests.support.kernels import DEVICE, random
+from tests.support.kernels import DEVICE, close_in_bf16, passed, random
 
 pytestmark = pytest.mark.slow
 
@@ -26,15 +26,6 @@ def inputs(batch, length, heads):
     return random(batch, length, heads, RANK + TAIL, seed=1), random(batch, length, RANK + TAIL, seed=2), positions
 
 
-def passed(op, *leaves, real=None):
-    """Result and gradients under a fixed cotangent; real: the tokens that count."""
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    out = op(*leaves)
-    dout = random(*out.shape, seed=4).to(out.dtype)
-    out.backward(dout if real is None else dout * real[..., None, None])
-    return [out, *(x.grad for x in leaves)]
-
-
 @pytest.mark.parametrize("length, heads", [(1, 1), (70, 5)])
 def test_error_is_that_of_weights_and_result_in_bf16(length, heads, monkeypatch):
     monkeypatch.setattr("tests.numerics.ops.test_latent.RANK", RANK)
@@ -42,8 +33,7 @@ def test_error_is_that_of_weights_and_result_in_bf16(length, heads, monkeypatch)
     found = passed(lambda q, rows: latent_attention(q, rows, positions, RANK, SCALE), q, rows)
     exact = passed(latent64, q.double(), rows.double())
     for ours, theirs in zip(found, exact):
-        error = ours.double() - theirs
-        assert error.norm() <= 2**-7 * theirs.norm() + 1e-5 and error.abs().max() <= 2**-6 * theirs.abs().max() + 1e-5
+        close_in_bf16(ours, theirs)
 
 
 @pytest.mark.parametrize("heads, lengths", [(3, [1, 70, 33]), (1, [64])], ids=("several", "one that fills a tile"))

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.support.elsewhere import compiled_elsewhere
-from tests.support.sass import in_one_order, only_unpacks
+from tests.support.sass import in_one_order, named, only_unpacks
 
 pytestmark = pytest.mark.slow  # 26 kernels to compile
 
@@ -47,15 +46,6 @@ with compiled_only(loops=True) as found:
     )
     found[whole:] = [dataclasses.replace(each, name="of codes") for each in found[whole:]]
 """
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return compiled_elsewhere(SCRIPT)
-
-
-def named(kernels, name):
-    return [kernel for kernel in kernels if kernel["name"] == name]
 
 
 def test_decode_spills_next_to_nothing_and_runs_on_the_tensor_core(kernels):

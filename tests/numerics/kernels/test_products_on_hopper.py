@@ -3,7 +3,6 @@ and that the variants of an op compute the same in their loops over K, so that s
 
 import pytest
 
-from tests.support.elsewhere import compiled_elsewhere
 from tests.support.sass import arithmetic
 
 SCRIPT = """
@@ -65,11 +64,6 @@ with compiled_only(loops=True) as found:
     for rank, parts in ((8, 3), (64, 2)):
         note("adapter", low_rank_product, *(y[:, : rank * parts].contiguous() for y in (x, x[:1536])), 2.0, parts, None)
 """
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return compiled_elsewhere(SCRIPT)
 
 
 @pytest.mark.slow  # 27 kernels to compile

@@ -11,7 +11,7 @@ from fp8rl.numerics.kernels.attention.forward import packed_attention
 from fp8rl.numerics.kernels.attention.latent import packed_latent_attention, tree_latent_attention
 from fp8rl.numerics.kernels.trees import tree_attention
 from tests.numerics.ops.test_attention import tree_of
-from tests.support.kernels import DEVICE, random
+from tests.support.kernels import DEVICE, close_in_bf16, random
 from tests.support.trees import branching_rows
 
 SCALE, RANK, TAIL = 0.1, 32, 16
@@ -96,13 +96,7 @@ def compare_with_rows(rows, op, flat_op, shapes):
     assert torch.equal(found[0][tree.flat], flat[0]) and flat[1].any() and torch.equal(found[1], flat[1][tree.first])
     for gradient, of_copies in zip(found[2:], flat[2:], strict=True):
         together = torch.zeros(gradient.shape, dtype=torch.float64, device=DEVICE)
-        close(gradient, together.index_add(0, tree.flat, of_copies.double()))
-
-
-def close(found, exact):
-    """Weights, their gradients, the saved result and the gradient itself are rounded to BF16."""
-    error = found.double() - exact
-    assert error.norm() <= 2**-7 * exact.norm() + 1e-5 and error.abs().max() <= 2**-6 * exact.abs().max() + 1e-5
+        close_in_bf16(gradient, together.index_add(0, tree.flat, of_copies.double()))
 
 
 def attention64(paths, q, k, v):
@@ -128,7 +122,7 @@ def test_results_and_gradients_are_those_of_float64(op, flat_op, shapes):
 
     found = passed(lambda *x: op(tree, *x), dout, *leaves)
     for ours, theirs in zip(found, passed(exact, dout, *(x.double() for x in leaves)), strict=True):
-        close(ours, theirs)
+        close_in_bf16(ours, theirs)
 
 
 @pytest.mark.slow

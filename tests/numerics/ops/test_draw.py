@@ -14,6 +14,7 @@ from scipy.stats import chisquare, kstest
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops.draw import draw, gumbel, weights
 from fp8rl.numerics.sampling import GREEDY, answer_seed
+from tests.numerics.test_stochastic import WORD, splitmix64
 
 SIGNIFICANCE = 1e-4
 DRAWS = 20_000
@@ -66,13 +67,10 @@ def test_a_row_is_drawn_alike_in_every_batch(rows: int, vocabulary: int, seed: i
 @settings(max_examples=40, deadline=None)
 def test_the_noise_is_the_hash_of_seed_position_and_token(seed: int, position: int, vocabulary: int) -> None:
     """In Python's integers, where nothing wraps around by itself."""
-    word, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
+    golden = 0x9E3779B97F4A7C15
 
     def mix(x: int) -> int:
-        x &= word
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & word
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & word
-        return x ^ (x >> 31)
+        return splitmix64(x & WORD)
 
     row = mix(mix(seed + golden) ^ mix(position * golden + 1))
     uniform = [((mix(row + (token + 1) * golden) >> 12) + 0.5) / 2**52 for token in range(vocabulary)]

@@ -23,6 +23,7 @@ from fp8rl.rollout.tasks.openai import Refusal, read_request
 from fp8rl.rollout.types import Problem, Prompt, SamplingParams, Trajectory
 from tests.support.chat_templates import KINDS, Kind, with_template
 from tests.support.conversations import Model
+from tests.support.conversations import ids as tokens
 from tests.support.paths import EXAMPLES
 
 Messages = list[dict[str, Any]]
@@ -33,11 +34,6 @@ USER = {"role": "user", "content": "1+2=?"}
 def tokenizers() -> dict[str, Any]:
     plain = AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
     return {name: with_template(plain, kind) for name, kind in KINDS.items()}
-
-
-def tokens(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return found
 
 
 def whole(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

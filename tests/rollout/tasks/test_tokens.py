@@ -20,15 +20,11 @@ from fp8rl.rollout.tasks.openai import CompletionRequest
 from fp8rl.rollout.tasks.tokens import behind_ids, text_ids, text_of
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 from tests.support.blanks import BLANKS, TEMPLATES, tokenizer_with_blanks
+from tests.support.conversations import ids as tokens
 from tests.support.paths import EXAMPLES
 
 USER = {"role": "user", "content": "1+2=?"}
 EACH = list(itertools.product(BLANKS, TEMPLATES))
-
-
-def tokens(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return found
 
 
 def whole(tokenizer: Any, messages: Sequence[dict[str, str]], ended: bool = False) -> list[int]:

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
@@ -12,7 +11,6 @@ from fp8rl.rl.experiment.preconditions import tokenizer as tokenizer_module
 from fp8rl.rl.experiment.preconditions.tokenizer import template_remarks
 from fp8rl.rollout.tasks.data import Source
 from tests.support.chat_templates import KINDS, with_template
-from tests.support.paths import EXAMPLES
 from tests.support.preconditions import edit_config, refusal
 
 
@@ -61,11 +59,6 @@ def test_a_broken_tokenizer_and_one_of_another_model_are_refused(values, model):
 
 
 QUESTION = [{"role": "user", "content": "1+2=?"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
 
 
 def remarks(tokenizer: Any, template: str, *, several_turns: bool = True, **options: Any) -> list[str]:

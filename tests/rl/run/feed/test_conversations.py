@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError, Conversations
 from fp8rl.rl.run.feed.sampling import done
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.types import EngineError, Group, Problem, Prompt, SamplingParams, Trajectory
-from tests.support.paths import EXAMPLES
 
 ENVIRONMENTS = """
 import asyncio, time
@@ -75,11 +73,6 @@ class Engines:
 
 
 Make = Callable[..., Conversations]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
 
 
 @pytest.fixture

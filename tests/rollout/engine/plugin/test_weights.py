@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.rollout.engine.plugin import lifecycle
@@ -20,7 +19,7 @@ from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support import served_model
 from tests.support.definitions import listed
-from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SPEC, build, hf_tensors_served, load
+from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SPEC, base_of, build, hf_tensors_served, load
 
 OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
 W13, W2 = "model.layers.0.mlp.experts.w13_weight", f"{MOE}experts.1.down_proj.weight"
@@ -251,13 +250,6 @@ def dequantized_w13(tensors: dict[str, Tensor]) -> Tensor:
             halves.append(tensors[name].float() * scales)
         matrices.append(torch.cat(halves))
     return torch.stack(matrices).bfloat16()
-
-
-def base_of(tensors: dict[str, Tensor]) -> SharedBase:
-    base = SharedBase(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
-    for name, tensor in tensors.items():
-        base.tensors[name].copy_(tensor)
-    return base
 
 
 def test_an_engine_that_maps_a_base_holds_its_tensors_and_has_no_copy(served: ServedWeights, model: nn.Module) -> None:

@@ -11,12 +11,7 @@ import pytest
 from fp8rl.rollout.tasks.environments.branch import ConversationOverError
 from fp8rl.rollout.tasks.environments.conversation import Conversation, Turn, transcript
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
-from tests.support.conversations import EOS, Model, Stage
-
-
-def ids(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return found
+from tests.support.conversations import EOS, Model, Stage, ids
 
 
 def test_a_conversation_is_the_models_tokens_and_the_environments_in_their_order(play: Stage, tokenizer: Any) -> None:

@@ -29,7 +29,7 @@ from fp8rl.rollout.tasks.environments.functions import load_environment
 from fp8rl.rollout.tasks.environments.harness import Harness, ProgramEndpoint, ProgramError
 from fp8rl.rollout.tasks.openai import read_request
 from fp8rl.rollout.types import Problem, Prompt, SamplingParams, Trajectory
-from tests.support.conversations import EOS, Model
+from tests.support.conversations import EOS, Model, ids
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -71,11 +71,6 @@ def played(
         return returned, conversation.trajectories({})
 
     return *asyncio.run(run()), model
-
-
-def ids(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return found
 
 
 def sampled(rows: list[Trajectory]) -> int:
