@@ -13,7 +13,7 @@ LINES = {
     "rl": 13_366,
     "diagnose": 3_913,
     "cli": 1_751,
-    "tests": 41_738,
+    "tests": 41_652,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
