@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.trainer import device
 from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.offload import HostCopy
-from fp8rl.trainer.inventory import inventory, of_model
+from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_parts
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
@@ -59,7 +60,8 @@ class Roles:
             for model in self._held()
             for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
         )
-        moved = sum(model.offload() for model in self.models.values() if isinstance(model, Trainer | Reference))
+        moved = sum(offload(model) for model in self.models.values() if isinstance(model, Trainer))
+        moved += sum(model.offload() for model in self.models.values() if isinstance(model, Reference))
         return OffloadReport(moved, total - moved)
 
     def onload(self) -> None:
@@ -125,6 +127,20 @@ class WithoutAdapter:
         """Score the rows of this rank, as :meth:`trainer.scorer.Scorer.score_routed` does."""
         with self._policy.precision.without_adapters(self._policy.definition.adapter):
             return self._policy.score_routed(batch)
+
+
+def offload(trainer: Trainer) -> int:
+    """Move masters and moments to host memory, and drop the gradients. Return how many bytes of the device are freed.
+
+    The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
+    (`trainer.optimizer.offload`), only the gradients' bytes are freed.
+    """
+    trainer.forget_gradients()
+    here = device.current().type
+    state = (tensor for _, kind, tensor, _ in optimizer_parts(trainer) if kind in ("masters", "moments"))
+    return trainer.optimizer.host_copy.offload(
+        [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(trainer)]
+    )
 
 
 # One rank of a critic: a model that says what reward is still to come, in place of what token comes next.

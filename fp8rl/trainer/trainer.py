@@ -28,7 +28,6 @@ from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSection, travels_in_fp8
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.optimizer import Optimizer
-from fp8rl.trainer.inventory import buffers, optimizer_parts
 from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.scorer import Scorer
@@ -123,6 +122,10 @@ class Trainer(Scorer):
         self.update()
         return done
 
+    def forget_gradients(self) -> None:
+        """Discard the gradients. `update` then raises RuntimeError until the next `forward_backward`."""
+        self._ready_norm = None
+
     def export_weights(self) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield (HF name, tensor) for this rank's share of the checkpoint. See :meth:`HFWeights.share`."""
         return self.weights.share(self.model)
@@ -149,20 +152,6 @@ class Trainer(Scorer):
         self.weight_version, extra = checkpoint.load(path, {"": self.trained})
         self.weights_changed()
         return extra
-
-    def offload(self) -> int:
-        """Move masters and moments to host memory, and drop the gradients. Return how many bytes of the device are
-        freed.
-
-        The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
-        (`trainer.optimizer.offload`), only the gradients' bytes are freed.
-        """
-        self._ready_norm = None
-        here = device.current().type
-        state = (tensor for _, kind, tensor, _ in optimizer_parts(self) if kind in ("masters", "moments"))
-        return self.optimizer.host_copy.offload(
-            [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(self)]
-        )
 
     def update_survival(self) -> float | None:
         """Measure how much of merged adapters survives quantization. None without merged adapters or quantization."""
