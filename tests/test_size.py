@@ -5,22 +5,22 @@ import pytest
 from tests.support.paths import ROOT
 
 LINES = {
-    "numerics": 10_743,
+    "numerics": 10_745,
     "models": 5_398,
     "trainer": 8_534,
-    "rollout": 7_782,
+    "rollout": 7_790,
     "weight_sync": 1_437,
-    "rl": 13_366,
-    "diagnose": 3_913,
-    "cli": 1_751,
-    "tests": 41_653,
+    "rl": 13_373,
+    "diagnose": 3_922,
+    "cli": 1_752,
+    "tests": 41_669,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 63_143
+WORDS = 63_139
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""

@@ -216,8 +216,9 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folde
         with writing(folder, "DIR"):
             folder.mkdir(parents=True, exist_ok=True)
             with new_directory(folder / ".new") as whole:  # a disk that is full leaves nothing
-                shutil.copytree(EXAMPLES / "first", whole, ignore=shutil.ignore_patterns("__*"), dirs_exist_ok=True)
                 shutil.copytree(EXAMPLES / "models/tiny_qwen3_moe", whole / "model")
+                for path in filter(Path.is_file, (EXAMPLES / "first").iterdir()):
+                    shutil.copyfile(path, whole / path.name)  # not its mode: an install may be read-only
                 shutil.copy(SCHEMA, whole)
             for path in (folder / ".new").iterdir():
                 path.rename(folder / path.name)

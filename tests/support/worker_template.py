@@ -22,7 +22,9 @@ def _serve(listener: socket.socket) -> None:
     for name in (
         "tests.support.trainer_imports",
         "fp8rl.rl.experiment.preconditions.rules",
-        "fp8rl.rollout.engine.server",
+        "fp8rl.rollout.engine.server.arguments",
+        "fp8rl.rollout.engine.server.client",
+        "fp8rl.rollout.engine.server.processes",
         *("requests", "jsonschema", "msgpack", "uvloop"),  # most of what Ray imports
     ):
         importlib.import_module(name)

@@ -7,6 +7,7 @@ run's own metrics say whether its difference is noise or a bias.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from rich.console import RenderableType
@@ -20,6 +21,7 @@ from fp8rl.diagnose.report import Finding, Report, grid
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.rl.guard.bias import WINDOW
 from fp8rl.rl.record.console import format_difference
 from fp8rl.rl.record.metrics_log import metrics_found
 from fp8rl.rl.record.run_dir import RunDir
@@ -90,10 +92,12 @@ def reported(subject: Subject, again: Rescored | None, compared: Comparison | No
     if subject.capsule is None and (steps := RunDir(subject.path).capsule_steps()):
         found, remedy = f"{len(steps)} of this run", f"`fp8rl explain {RunDir(subject.path).capsule(max(steps))}`."
         findings.append(Finding("capsules", f"{found}, with the tokens that a gate saw", remedy=remedy, grade="note"))
-    differing = any(each.grade == "error" for each in findings)
+    grades = {each.grade for each in findings}
     verdict = "nothing differs" if again or compared else "only the metrics of the run were read"
-    if differing:
+    if "error" in grades:
         verdict = "something differs: the first finding is the likeliest cause"
+    elif "warning" in grades:
+        verdict = "nothing differs now, but the metrics of the run show a bias"
     return Report("explain", str(subject.path), tuple(findings), facts, tables=tuple(tables), verdict=verdict)
 
 
@@ -101,19 +105,24 @@ def drift(subject: Subject) -> Finding | None:
     """Say whether the difference that the run recorded is noise, which averages out over steps, or a bias, which adds
     up in the weights. A capsule is judged by the metrics up to its step. None: no difference was recorded.
     """
-    run = RunDir(subject.path if subject.capsule is None else subject.path.parents[1])
-    last = None if subject.capsule is None else subject.capsule.step
-    rows = [row for row in metrics_found(run.metrics)[0] if last is None or row["step"] <= last]
+    run, last = subject.path, math.inf
+    if subject.capsule is not None:
+        run, last = subject.path.parent.parent, subject.capsule.step
+        if subject.path != RunDir(run).capsule(last):
+            return None  # it was copied from its run
+    rows = [row for row in metrics_found(RunDir(run).metrics)[0] if row["step"] <= last]
     row = next((row for row in reversed(rows) if row.get("mismatch/bias_noise")), None)
     if row is None:
         return None
     names = ("mismatch/bias", "mismatch/context_bias")
     above = [name for name in names if row.get(name, 0.0) > row.get(f"{name}_noise", 0.0)]
     name, kind = (above[0], "bias") if above else (names[0], "noise")
-    found = f"{kind}: {row[name]:.2g} nats of d persist over the steps up to {row['step']}"
-    found += f", and noise alone reaches {row[f'{name}_noise']:.2g}"
+    found = f"{kind}: the persistent part of d is {row.get(name, 0.0):.2g} nats in up to {WINDOW} steps until "
+    found += f"{row['step']}; noise alone gives up to {row.get(f'{name}_noise', 0.0):.2g} (two standard deviations)"
     remedy = "A bias adds up in the weights: use numerics.mode=exact, or set algorithm.centering."
-    return Finding(name, found, "at most what noise reaches", remedy, grade="warning" if above else "ok")
+    if subject.numerics.mode == "exact":
+        remedy = "A bias adds up in the weights, and exact mode has none: mend what the other findings name."
+    return Finding(name, found, "at most what noise gives", remedy, grade="warning" if above else "ok")
 
 
 def _headline(subject: Subject, compared: Comparison) -> str:

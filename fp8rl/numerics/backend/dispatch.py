@@ -25,7 +25,7 @@ Kernels = Mapping[str, Callable[..., Any]]
 
 
 Watcher = Callable[[str, Mapping[str, Any], Any], None]
-"""Gets an op's name, its arguments by name, and its result; from `note` the key, {} and one thing."""
+"""Gets an op's name, its arguments by name, and its result; from `note` the key, {} and a tensor or a program's op."""
 
 
 @dataclass(frozen=True)

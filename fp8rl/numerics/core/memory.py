@@ -146,7 +146,8 @@ def batches_by_bytes(tensors: Iterable[tuple[N, T]], limit: int) -> Iterator[lis
 
 
 def alike(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield tensors of the same shape and dtype as a stack, with their places. A stack fits a cache, or has one."""
+    """Yield tensors of the same shape and dtype as a stack, with their places. A stack has at most half
+    a MiB, or one tensor."""
     groups: dict[tuple[torch.Size, torch.dtype], list[tuple[int, Tensor]]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault((tensor.shape, tensor.dtype), []).append((place, tensor))

@@ -72,7 +72,10 @@ class Engine(EngineClient):
         self._process: subprocess.Popen[bytes] | None = None
         self._pids: set[int] = set()
         if plugin is not None and plugin.get("architecture") is not None:
-            load_architecture(plugin["architecture"])  # for this process, which is an actor's
+            load_architecture(plugin["architecture"])  # in this process, which may be an actor's
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
 
     async def start(self, model_path: str | Path, weight_version: int = 0) -> Endpoint:
         """Start the server from a model directory, wait until it answers, and check the handshake.
@@ -241,7 +244,10 @@ class Engine(EngineClient):
         return self.log_path.read_text(errors="replace")
 
     def _log_end(self) -> str:
-        return f"The end of {self.log_path}:\n" + "\n".join(self._log().splitlines()[-30:])
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - (1 << 16)))
+            lines = log.read().decode(errors="replace").splitlines()
+        return f"The end of {self.log_path}:\n" + "\n".join(lines[-30:])
 
 
 def _see_own_gpus_first() -> None:

@@ -87,9 +87,21 @@ def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path) ->
 @pytest.mark.parametrize(
     ("bias", "context", "expected"),
     [
-        (0.001, 0.002, "mismatch/bias: noise: 0.001 nats of d persist over the steps up to 4, and noise alone reaches"),
-        (0.02, 0.002, "mismatch/bias: found bias: 0.02 nats of d persist over the steps up to 4, and noise alone"),
-        (0.001, 0.02, "mismatch/context_bias: found bias: 0.02 nats of d persist over the steps up to 4, and noise"),
+        (
+            0.001,
+            0.002,
+            "mismatch/bias: noise: the persistent part of d is 0.001 nats in up to 32 steps until 4; noise alone",
+        ),
+        (
+            0.02,
+            0.002,
+            "mismatch/bias: found bias: the persistent part of d is 0.02 nats in up to 32 steps until 4; noise",
+        ),
+        (
+            0.001,
+            0.02,
+            "mismatch/context_bias: found bias: the persistent part of d is 0.02 nats in up to 32 steps until 4",
+        ),
     ],
 )
 def test_the_metrics_of_a_run_say_noise_or_bias(capsule: Capsule, bias: float, context: float, expected: str) -> None:
@@ -102,9 +114,10 @@ def test_the_metrics_of_a_run_say_noise_or_bias(capsule: Capsule, bias: float, c
     assert finding.grade == ("warning" if max(bias, context) == 0.02 else "ok")
     native = dataclasses.replace(capsule.numerics, mode="native")
     report = reported(Subject("demo", capsule.path.parents[1], capsule.experiment, native), None, None)
-    assert report.ok and report.verdict == "only the metrics of the run were read"
+    assert report.ok and report.verdict == "nothing differs now, but the metrics of the run show a bias"
     note, persistent, _ = report.findings
-    assert "bias: 0.5 nats of d persist over the steps up to 5" in persistent.found
+    assert "bias: the persistent part of d is 0.5 nats in up to 32 steps until 5" in persistent.found
+    assert "use numerics.mode=exact" in persistent.remedy
     assert "op by op" in note.expected and note.grade == "note"
 
 

@@ -34,7 +34,8 @@ class Node:
     address: str
     has_gpus: bool
     room: float
-    """GPUs that nobody has reserved. On a node without GPUs infinite: any number of processes share its CPUs."""
+    """GPUs that nobody has reserved. On a node without GPUs infinite, because any number of processes share its CPUs; 0
+    if it offers none (`--num-cpus=0`)."""
     names: tuple[str, ...]
     """Its names in a spec: its address, custom resources (`rack1`) and labels (`side=engines`)."""
 
@@ -50,7 +51,7 @@ def nodes_up() -> list[Node]:
     for node in filter(lambda node: node["Alive"], ray.nodes()):
         id, address, resources = node["NodeID"], node["NodeManagerAddress"], node["Resources"]
         has_gpus = "GPU" in resources
-        room = int(free.get(id, {}).get("GPU", 0)) if has_gpus else math.inf
+        room = int(free.get(id, {}).get("GPU", 0)) if has_gpus else math.inf if "CPU" in resources else 0
         own = (name for name in resources if name not in _EVERY_NODE_HAS and not name.startswith(("node:", "bundle_")))
         labels = (f"{key}={value}" for key, value in node["Labels"].items() if not key.startswith("ray.io/"))
         up.append(Node(id, address, has_gpus, room, (address, *sorted([*own, *labels]))))

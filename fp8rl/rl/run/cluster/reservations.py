@@ -32,7 +32,7 @@ from fp8rl.trainer.config import ActorPlacement
 
 _RESERVE_SECONDS = 10
 """Seconds in which Ray has to reserve what nodes have reported as free."""
-_MOVE_SECONDS = 1
+_MOVE_SECONDS = 10
 """Seconds in which Ray has to say where an engine's group is."""
 _ROOM_SECONDS = 60.0
 """Seconds for which a run that was lost with a node waits for room on other nodes."""
@@ -48,7 +48,7 @@ class NoRoomError(RuntimeError):
 
 @dataclass
 class _Seat:
-    """The bundle of a placement group in which a rank runs, an engine, or a rank with engines that share its GPU."""
+    """A bundle of a placement group. A rank, an engine, or a rank and the engines on its GPU run in it."""
 
     node: Node
     group: PlacementGroup
@@ -80,9 +80,9 @@ class Reservations:
         while True:
             try:
                 return self._place()
-            except (UserError, NoRoomError) as error:
+            except BaseException as error:
                 self.close()
-                if not again:
+                if not again or not isinstance(error, UserError | NoRoomError):
                     raise
                 if time.monotonic() > deadline:
                     found = f"has found no room within {_ROOM_SECONDS:g} s: {error}"
@@ -203,8 +203,9 @@ class Reservations:
                     "remove rollout.sleep.",
                 )
             # Ray packs or spreads the bundles of one group. To pack an engine beside the ranks it is told to prefer the
-            # node of the last of them. Without a preference it takes the emptiest node, which spreads engines.
-            near = self._ranks[-1].node.id if experiment.cluster.placement == "pack" else None
+            # node of the last rank that has room beside it. Else it takes the emptiest node, which spreads engines.
+            pack = experiment.cluster.placement == "pack"
+            near = next((seat.node.id for seat in reversed(self._ranks) if pack and seat.node.room >= width), None)
             return _reserve(up, 1, able[0].bundle(width) | resources, labels, "STRICT_PACK", near)[0]
         ranks = [seat for seat in self._ranks if seat.node in able]
         sharing = sum(seat in self._ranks for seat in self._engines[0 if of_policy else policys :])
@@ -264,5 +265,5 @@ def _nodes_of(group: PlacementGroup, up: Sequence[Node]) -> list[Node]:
     """Return the node that Ray has chosen for each bundle. Raises NoRoomError: one has come or left just now."""
     chosen, by_id = placement_group_table(group)["bundles_to_node_id"], {node.id: node for node in up}
     if missing := set(chosen.values()) - by_id.keys():
-        raise NoRoomError(f"found {missing} among its nodes, expected nodes that are up")
+        raise NoRoomError(f"found a node that has just come or left, {', '.join(missing)}. Start the run again")
     return [by_id[chosen[bundle]] for bundle in sorted(chosen)]

@@ -161,14 +161,19 @@ class Engines:
 
     @waited
     async def held(self) -> list[dict[str, str]]:
-        """Return the tensor digests of each engine that gets groups and answers this request."""
+        """Return the tensor digests of each engine that gets groups. One that does not answer is given up."""
         found = await asyncio.gather(*(slot.answer(Engine.manifest) for slot in self.slots if slot.serving))
         return [each.entries for each in found if each is not None]
 
     @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
-        """Return whether one of these engines is gone, or does not answer."""
-        await asyncio.gather(*(slot.answer(Engine.pulse) for slot in self.slots if slot.endpoint in endpoints))
+        """Return whether one of these engines is gone or does not answer; such an engine is given up."""
+        asked = [slot for slot in self.slots if slot.endpoint in endpoints]
+        pulses = [asyncio.create_task(slot.answer(Engine.pulse)) for slot in asked]
+        for pulse in asyncio.as_completed(pulses):
+            if await pulse is None:
+                break
+        await end(*pulses)
         return not {slot.endpoint for slot in self.slots if slot.is_up}.issuperset(endpoints)
 
     @begun

@@ -84,7 +84,7 @@ def expected_report(
 ) -> EngineReport:
     """Return the report that an engine's plugin must give before the engine is used.
 
-    gpu: gives the compute capability of the engine's GPU. None: it is on a CPU. By default it is on this machine.
+    gpu: returns the compute capability of the engine's GPU, or None for a CPU. By default those of this machine.
     """
     capability = gpu()
     hooks = hooks_for(numerics, cuda=capability is not None)

@@ -116,8 +116,8 @@ class EngineSlot:
         does not answer.
 
         While its schedulers compute they read no requests, and the wait goes on. It ends if they did not work for
-        `hung_after_s` / 2, after a first wait of that length; or after `longest_pass_s`, as if they wait for a GPU in a
-        loop.
+        `hung_after_s` / 2, after a first wait of that length. It ends after `longest_pass_s` in any case, because a
+        scheduler that waits for a GPU in a loop seems to compute.
         """
         actor, half, began = self.actor, self.config.hung_after_s / 2, time.monotonic()
         answer = asyncio.ensure_future(call(actor, verb))

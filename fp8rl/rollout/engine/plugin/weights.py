@@ -51,6 +51,7 @@ class State(Enum):
                                                                         `commit`: SERVED
     MADE    its operand is made and its digests are taken               `load` of a part of it: STALE;
                                                                         `commit`: SERVED
+    any     its memory has moved, as `commit` and `manifest` find out   STALE
     ======  ==========================================================  ==========================================
     """
 
@@ -166,7 +167,7 @@ class ServedWeights:
             parameters[name].data = view
         self.moved = True
         for held in self._held.values():
-            held.operand = None
+            held.state, held.operand = State.STALE, None
             held.arrived.clear()
         for name in base.parameters:
             self._held[parameters[name]].mapped = True

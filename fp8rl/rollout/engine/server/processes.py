@@ -27,7 +27,8 @@ def end_group(leader: subprocess.Popen[bytes], scratch: Path, pids: set[int], gr
         leader.terminate()
         _wait_until_gone(leader.pid, grace_s)
     assert leader.stdin is not None
-    leader.stdin.close()  # the lifeline: whoever is left dies now
+    with suppress(BrokenPipeError):
+        leader.stdin.close()  # the lifeline: whoever is left dies now
     for process in _wait_until_gone(leader.pid, 1.0):
         with suppress(psutil.NoSuchProcess):
             process.kill()
