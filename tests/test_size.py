@@ -13,7 +13,7 @@ LINES = {
     "rl": 13_373,
     "diagnose": 3_922,
     "cli": 1_752,
-    "tests": 41_669,
+    "tests": 41_671,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fp8rl.models.adapters import adapter_rows
 from fp8rl.models.architecture import Architecture, Model, architectures, read_model
 from fp8rl.models.families import FIRST_OPS, LAST_OPS, attention, first_tensors, last_tensors, mlp
 from fp8rl.models.families.attention import attention_tensors
@@ -51,7 +52,8 @@ class Listed(Model):
 
     @functools.cached_property
     def tensors(self) -> TensorTable:
-        return TensorTable(self.rows(self.sizes), self.sizes.kv_heads)
+        rows = [*self.rows(self.sizes)]
+        return TensorTable((*rows, *(adapter_rows(rows, self.adapter) if self.adapter else ())), self.sizes.kv_heads)
 
 
 def listed(name: str, sizes: ModelSizes, rows: Callable[[ModelSizes], Iterator[TensorRow]]) -> Model:
