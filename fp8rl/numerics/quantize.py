@@ -132,15 +132,15 @@ def quantize_many(
 
     outs: results to write into, of the right shapes and dtypes and with contiguous data; they are returned.
     """
-    made: dict[int, QuantizedTensor] = {}
-    for places, stack in alike(weights):
-        if len(places) == 1 or spec.granularity == "tensor":
-            made |= {place: quantize(weights[place], spec) for place in places}
-            continue
-        whole = quantize(stack, spec)
-        parts = zip(whole.data.unbind(), whole.scale_inv.unbind(), strict=True)
-        made |= {place: QuantizedTensor(*part, spec) for place, part in zip(places, parts, strict=True)}
-    found = [made[place] for place in range(len(weights))]
+    if spec.granularity == "tensor":  # a stack would get one scale
+        found = [quantize(weight, spec) for weight in weights]
+    else:
+        made: dict[int, QuantizedTensor] = {}
+        for places, stack in alike(weights):
+            whole = quantize(stack, spec)
+            parts = zip(whole.data.unbind(), whole.scale_inv.unbind(), strict=True)
+            made |= {place: QuantizedTensor(*part, spec) for place, part in zip(places, parts, strict=True)}
+        found = [made[place] for place in range(len(weights))]
     if outs is None:
         return found
     copy_all(*([part for each in one for part in (each.data, each.scale_inv)] for one in (outs, found)))

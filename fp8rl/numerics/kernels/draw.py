@@ -125,7 +125,7 @@ def _weights(x, largest, temperature):
 
 # A draw. Most of its work would be the logarithms of the noise in FP64. So all tokens of a block get an upper bound in
 # FP32, and only the token with the largest bound gets its sum S. If no other bound reaches S, this token is the block's
-# best. If one does, as in one block of some 10,000, all tokens get their sums.
+# best. If one does (rarely with noise, often where greedy logits are equal), all tokens get their sums.
 #
 # No bound is too low. Let u = 1 - v be the noise's uniform number, and h the upper 32 of v's bits:
 # - V = h 2^-32 + 2^-60, rounded, is at most v (1 + 2^-22), and v + 2^-24 from 1/16 on.
