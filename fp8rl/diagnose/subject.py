@@ -87,10 +87,8 @@ def read_subject(path: Path, model: Path | None = None) -> Subject:
     if model is not None:
         expected = "none beside a run, which has its own weights"
         raise user_error("--model", found=str(model), expected=expected, remedy="Leave it out.")
-    expected, remedy = (
-        "the directory of a run or of a capsule",
-        "Give for example runs/demo, or runs/demo/capsules/step_7.",
-    )
+    expected = "the directory of a run or of a capsule"
+    remedy = "Give for example runs/demo, or runs/demo/capsules/step_7."
     run, experiment = open_run(path, key=_RUN_OR_CAPSULE, found=str(path), expected=expected, remedy=remedy)
     step = max(run.checkpoint_steps(), default=None)
     trained = _trained(run, experiment) if step is None else experiment

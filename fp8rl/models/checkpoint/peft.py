@@ -306,10 +306,8 @@ def _config_refusal(key: str, path: Path, name: str, given: dict[str, Any]) -> U
     value = given[name]
     expected, remedy = _OTHERWISE.get(name, ("plain LoRA, without it", MERGE))
     if name not in PeftConfig.model_fields:
-        expected, remedy = (
-            "keys that PEFT 0.21 writes",
-            f"If it changes what the adapter computes: {MERGE} Else remove it.",
-        )
+        expected = "keys that PEFT 0.21 writes"
+        remedy = f"If it changes what the adapter computes: {MERGE} Else remove it."
     elif name == "init_lora_weights":
         expected = "true, false, gaussian, orthogonal, eva or mica, which leave the base weights unchanged"
         remedy = _of_changed_base(str(value).lower())

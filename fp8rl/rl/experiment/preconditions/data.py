@@ -176,10 +176,8 @@ class _Check:
         name = self._problems.name(index)
         texts = [str(message["content"]) for message in problem.conversation]
         if found := [token for token in self._pictures if any(token in text for text in texts)]:
-            expected, remedy = (
-                "text: the positions of pictures (M-RoPE) are not implemented",
-                f"Correct or remove {name}.",
-            )
+            expected = "text: the positions of pictures (M-RoPE) are not implemented"
+            remedy = f"Correct or remove {name}."
             raise user_error(f"{self._key}: {name}", f"{found[0]}, the place of a picture", expected, remedy)
         self._check_roles(problem, name)
         self._check_length(problem, name)

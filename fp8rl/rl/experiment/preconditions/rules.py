@@ -206,10 +206,8 @@ def _layout(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     are asked for."""
     replay, numerics = e.numerics.router_replay, e.numerics_config()
     if e.trainer.pp > 1 and replay != "off":
-        found, expected = (
-            f"{e.trainer.pp} with numerics.router_replay={replay}",
-            "1: a pipeline stage has only the routers of its own layers",
-        )
+        found = f"{e.trainer.pp} with numerics.router_replay={replay}"
+        expected = "1: a pipeline stage has only the routers of its own layers"
         yield user_error("trainer.pp", found, expected, "Set trainer.pp=1, or numerics.router_replay=off.")
     if replay != "off" and not shape.sizes.moe:
         remedy = "Set numerics.router_replay=off, or choose a mixture of experts."
