@@ -93,7 +93,7 @@ def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
     """Compare the metrics of two runs: means over the last steps that both have, last evaluations, and the median time
     of a step.
 
-    every: list all metrics. Otherwise equal metrics are left out, except those with a `shown_as`, which come first.
+    every: list all metrics. Otherwise equal metrics are left out, except metrics with a `shown_as`, which come first.
     """
     both = (one.metrics, other.metrics)
     one_by_step, other_by_step = ({row["step"]: row for row in metrics} for metrics in both)

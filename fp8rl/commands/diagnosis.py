@@ -73,7 +73,7 @@ def warm(
     if as_json:
         print(json.dumps(counts))
     else:
-        show("{kernels} kernels in {directory}, of which {compiled} were compiled now".format(**counts))
+        show("{kernels} kernels in {directory}; {compiled} were compiled now".format(**counts))
 
 
 def plan(

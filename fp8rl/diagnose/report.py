@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What a command has found. Its JSON has `schema`, and all fields except those for the terminal."""
+    """What a command has found. Its JSON has `schema`, and all fields except the terminal's."""
 
     command: str
     subject: str

@@ -72,7 +72,7 @@ class Limits:
 
 
 class _Stream:
-    """A connection on which a request waits a limited time. `write` begins a request."""
+    """A connection with limits on how long a hub may be silent or slow. Each `write` begins a new request."""
 
     def __init__(self, stream: httpcore.NetworkStream, limits: Limits) -> None:
         self._stream, self._limits = stream, limits

@@ -66,9 +66,8 @@ BY_DTYPE = {"router.probabilities", "router.logits", "loss.reduction"}
 
 
 class Recorder:
-    """Collects sightings of one process.
-
-    numerics: the planned ones. plan: see `precision_map.precision_map`. adapters: the addresses of adapters' tensors.
+    """Collects the formats that are seen in one process. numerics: the planned numerics. plan: see
+    `precision_map.precision_map`. adapters: the addresses of adapters' tensors.
     """
 
     def __init__(
@@ -250,7 +249,8 @@ def _evidence(x: Tensor, spec: TensorSpec) -> int:
 
 
 def _sample(x: Tensor, *, block: bool) -> Tensor:
-    """Return ROWS rows of a matrix: the first for blocks, else those with most nonzero numbers (gradients may be 0)."""
+    """Return ROWS rows of a matrix: the first for blocks, else the rows with most nonzero numbers (gradients may be
+    0)."""
     if block or len(x) <= ROWS:
         return x[:ROWS].contiguous()
     return x[(x != 0).sum(1).topk(ROWS).indices]

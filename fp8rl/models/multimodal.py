@@ -57,7 +57,7 @@ class Piece:
     name: str
     """The name of the files' tensor."""
     of: tuple[int, ...] = ()
-    """The shape of the stacked tensor [experts, N, K] that this is a part of; (): this is a whole tensor."""
+    """The shape of the stacked tensor [experts, N, K] that has this part; (): this is a whole tensor."""
     expert: int = 0
     first: int = 0
     after: int = 0

@@ -134,7 +134,7 @@ class ModelSizes:
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """Return all arguments of ModelSizes but those for MLPs. Most architectures read them in the same way."""
+    """Return all arguments of ModelSizes except the MLPs' arguments. Most architectures read them in the same way."""
     together = max(1, FP8_BLOCK // head_dim)  # heads of 64, as in Qwen2.5-0.5B and Llama-3.2-1B, fill a block in pairs
     return {
         "layers": config.size("num_hidden_layers"),

@@ -45,7 +45,7 @@ def apply(delta: Tensor, held: Tensor) -> None:
     places = (low.long() | high.long() << 8).cumsum(0)
     target = as_bytes(held)
     if len(places) and int(places[-1]) >= len(target):
-        raise ValueError(f"found a delta of byte {int(places[-1])}, expected bytes 0 to {len(target) - 1} of a tensor")
+        raise ValueError(f"found a delta that changes byte {int(places[-1])}, expected bytes 0 to {len(target) - 1}")
     target[places.to(held.device)] = values.to(held.device)
 
 

@@ -22,7 +22,7 @@ from fp8rl.numerics.sampling import mix
 
 CHUNK = 1 << 14
 """Words that share one table of weights: 64 KiB of data, and a table that fits into a cache."""
-_OF_CHUNKS = 1 << 40  # where the counter of the chunks' weights starts, far from that of the words'
+_OF_CHUNKS = 1 << 40  # where the counter of the chunks' weights starts, far from the words' counter
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -49,7 +49,7 @@ def tensor_digests(tensors: Sequence[Tensor]) -> list[str]:
 def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     """Return the sum of word * weight over every chunk of every tensor, int64 [2, chunks of all tensors].
 
-    words: int32 [n] each, in chunks of CHUNK words; the last chunk is shorter. Both sets of weights begin anew in each
+    words: int32 [n] each, in chunks of CHUNK words; the last chunk is shorter. Both sets of weights begin again in each
     chunk.
     """
     chunks = [chunk for tensor in words for chunk in tensor.split(CHUNK) if len(chunk)]

@@ -136,7 +136,7 @@ CLASSES: tuple[TensorClass, ...] = (
         ("gain.weight", "gain of RMSNorm, as the forward reads it",
          "bf16", "bf16", "A vector: FP8 would save nothing."),
         ("gain.master", "gain of RMSNorm, as the optimizer updates it",
-         "fp32", "fp32", "Near 1, half a BF16 step is 0.002: smaller updates would be lost."),
+         "fp32", "fp32", "Near 1, BF16 would round away updates below 0.002."),
         gain_master={"remedy": _OPTIMIZER},
     ),
     *_row(
@@ -208,7 +208,7 @@ CLASSES: tuple[TensorClass, ...] = (
         "master weights",
         _OPTIMIZER,
         ("master", "weights that the optimizer updates",
-         "fp32", "fp32", "In BF16 updates below half a step are lost without a sign."),
+         "fp32", "fp32", "BF16 would round small updates away."),
     ),
     *_row(
         "Adam's moments",

@@ -18,7 +18,7 @@ from fp8rl.numerics.spec import Scale, TensorSpec
 
 # Fake quantization of activations and gradients on the way into a GEMM: the values after storing them in FP8.
 #
-# The values are those of `quantize(x, spec).dequantize()`. Every step quantizes BF16 rows in token groups, with scales
+# The values equal `quantize(x, spec).dequantize()`. Every step quantizes BF16 rows in token groups, with scales
 # that are powers of two, to nearest. This case has no FP8 casts, which are slow on a CPU. All other cases take the
 # general quantizer.
 

@@ -78,8 +78,8 @@ class TensorSpec:
             number = isinstance(self.fixed, int | float) and not isinstance(self.fixed, bool)
             if not (number and _SMALLEST_RANGE <= self.fixed <= _LARGEST_RANGE):
                 raise UserError(
-                    f"fixed: found {self.fixed!r}, expected the largest absolute value of a static range, "
-                    f"{_SMALLEST_RANGE:g} to {_LARGEST_RANGE:g}, e.g. 224, or null for a dynamic one"
+                    f"fixed: found {self.fixed!r}, expected the largest absolute value of a static range, such as 224 "
+                    f"(from {_SMALLEST_RANGE:g} to {_LARGEST_RANGE:g}), or null for a dynamic range"
                 )
             object.__setattr__(self, "fixed", float(self.fixed))
 

@@ -50,7 +50,7 @@ class RolloutSection(Section):
     """The temperature of sampling and of all log-probabilities of a run."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Draw from the most probable tokens whose probabilities add up to top_p. 1 is off. Log-probabilities, entropy and
-    gradients are those of the truncated distribution ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
+    gradients are computed over the truncated distribution ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
     top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
     """Draw from the top_k most probable tokens, and from tokens as probable as the last of them. -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)

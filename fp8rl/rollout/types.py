@@ -61,14 +61,14 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """Tokens of the vocabulary for each of M draws: those that top-p, top-k or min-p kept, or the likeliest ones."""
+    """Tokens of the vocabulary for each of M draws: all that top-p, top-k or min-p kept, or the likeliest ones."""
 
     counts: Tensor
     """int32 [M], the number of tokens kept for each draw."""
     ids: Tensor
     """int32 [counts.sum()], the ids of the kept tokens, draw after draw."""
     logprobs: Tensor | None = field(default=None, repr=False)
-    """float32 [counts.sum()], the engine's log-probabilities of the likeliest tokens; None for those that were kept."""
+    """float32 [counts.sum()], the engine's log-probabilities of the likeliest tokens; None for kept tokens."""
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]], logprobs: Sequence[float] | None = None) -> KeptTokens:

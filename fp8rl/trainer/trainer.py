@@ -58,7 +58,7 @@ class Trainer(Scorer):
     ) -> None:
         """Build the model, load the weights of the Hugging Face directory `model_path`, and make the optimizer.
 
-        adapter: the adapters to train in place of the weights. options: those of `Scorer`.
+        adapter: the adapters to train in place of the weights. options: the arguments of `Scorer`.
 
         Raises UserError: the directory, the layout, the sizes or the adapter do not fit together.
         """

@@ -125,8 +125,8 @@ class Bridge:
             raise SyncError(
                 f"sync to weight version {version}: {report.mismatched_tensors} of {len(manifest.entries)} tensors are "
                 f"not what the trainer sent: {some_of(report.mismatched)}{base_note}; generation stays paused.\n"
-                "Restart the run from its last checkpoint, and if it happens again, compare the versions of sglang on "
-                "both sides:\n" + "\n".join(problems[:20])
+                "Restart the run from its last checkpoint, and if it happens again, compare the "
+                "versions of sglang on all nodes:\n" + "\n".join(problems[:20])
             )
         self.base.version = version
         return report

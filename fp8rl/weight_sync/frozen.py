@@ -57,7 +57,7 @@ class FrozenBase:
     def completed(
         self, parts: Sequence[ShardDigests], adapter: AdapterSection, contents: Contents
     ) -> list[ShardDigests]:
-        """Return the digests that engines must have after this sync: those of the sent tensors, of the base, and of the
+        """Return the digests that engines must have after this sync: of the sent tensors, of the base, and of the
         adapters' scale. Raises SyncError: the base differs from the base of the first sync."""
         scale = scale_of(adapter)
         if contents == "adapters":

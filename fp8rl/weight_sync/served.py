@@ -78,7 +78,7 @@ def _quantized(
     done = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
     for name, weight in done.items():
         if weight.spec != spec.weight:
-            raise UserError(f"{name}: found it quantized as {weight.spec}, expected {spec.weight}, as it is served")
+            raise UserError(f"{name}: found codes of {weight.spec}, expected {spec.weight}, the engine's format")
     plain = {name: weight for name, weight in weights.items() if not isinstance(weight, QuantizedTensor)}
     for name, tensor in plain.items():
         try:

@@ -56,7 +56,7 @@ def test_a_doubled_scale_in_the_engine(rig: Rig) -> None:
     pipeline.sync()
     first = result.findings[0]
     assert (first.key, first.names) == ("weights", (SCALES,))
-    assert "layer 1 qkv differs" in first.found and "weights in the engine are not those of version" in first.found
+    assert "layer 1 qkv differs" in first.found and "in the engine are not the weights of version" in first.found
     assert [(d.layer, d.op) for d in result.ops if d.differing] == [(1, "qkv")]
     assert attributed(pipeline, pipeline.sample(1.0, count=4)).findings == ()
 
@@ -67,7 +67,7 @@ def test_another_temperature(rig: Rig) -> None:
     result = attributed(pipeline, batch)
     (finding,) = result.findings
     assert finding.key == "sampler"
-    assert "those of temperature 0.7, and the batch says 1 " in finding.found
+    assert "fit the temperature 0.7, but the batch says 1 " in finding.found
     (switched,) = [cause for cause in result.causes if cause.name == "sampler"]
     assert switched.before > 0.1 and switched.after == 0
 

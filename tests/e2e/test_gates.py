@@ -325,7 +325,7 @@ def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_p
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (CORRUPTED, "weights: layer 0 qkv: weights in the engine were not those of version 2"),
+        (CORRUPTED, "weights: layer 0 qkv: weights in the engine were not the weights of version 2"),
         (SCALED, "scales: fp32 scales of weight and activation in the trainer reproduce its record"),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_llama_whose_heads_do_not_divide_its_new_width_becomes_a_mistral(tmp_p
         (dataclasses.replace(SMOL, head_dim=96), "2 \\* head_dim|head_dim: found 96"),
         (dataclasses.replace(SMOL, family="qwen3"), "the norm model.layers.0.self_attn.q_norm.weight"),
         (dataclasses.replace(SMOL, family="qwen3", hidden=256), ""),
-        (TinyModel(layers=4, hidden=192, family="qwen3_next"), "whose mean or epsilon padding would change"),
+        (TinyModel(layers=4, hidden=192, family="qwen3_next"), "in which padding would change the mean or the epsilon"),
     ],
 )
 def test_what_zeros_would_change_is_refused(shape: TinyModel, says: str, tmp_path: Path) -> None:

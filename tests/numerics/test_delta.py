@@ -59,7 +59,7 @@ def test_a_delta_of_a_longer_tensor_is_refused() -> None:
     new[4000] = 1
     delta = encode(new, old)
     assert delta is not None
-    with pytest.raises(ValueError, match="a delta of byte 4000, expected bytes 0 to 99 of a tensor"):
+    with pytest.raises(ValueError, match="a delta that changes byte 4000, expected bytes 0 to 99"):
         apply(delta, torch.zeros(100, dtype=torch.uint8))
 
 

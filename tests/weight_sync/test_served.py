@@ -120,7 +120,7 @@ def test_what_the_trainer_quantized_is_served_as_it_is(preset: str) -> None:
     scales = mine.scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
     assert torch.equal(unquantized, (mine.data.float() * scales).bfloat16())
     other = QuantSpec.preset({"fp8_block_pow2": "fp8_block_fp32", "fp8_block_fp32": "fp8_block_pow2"}[preset])
-    with pytest.raises(UserError, match=f"{name}: found it quantized as"):
+    with pytest.raises(UserError, match=f"{name}: found codes of"):
         list(served_tensors([(name, mine)], other, MODEL))
 
 

@@ -141,7 +141,7 @@ def _data(data: DataFound) -> Text:
         text.append(f"it ends in {opened[0]!r}: the answer, which the reward `format` reads, begins after that\n")
     text.append(f"its reference: {_shortened(data.reference)}")
     for name, reward in data.rewards.items():
-        text.append(f"\nthe reward {name} gives to the reference as an answer: {reward}")
+        text.append(f"\nreward of the reference as an answer ({name}): {reward}")
     return text
 
 

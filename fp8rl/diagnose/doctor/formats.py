@@ -29,7 +29,7 @@ class Row:
     trainer: dict[str, int]
     """Counts by format in the trainer. Empty: there is no such tensor, or it is inside a kernel."""
     engine: dict[str, int]
-    """The same in the engine."""
+    """Counts by format in the engine."""
     bytes: int
     """Bytes of the tensors that are held or sent."""
 

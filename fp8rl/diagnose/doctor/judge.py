@@ -180,7 +180,7 @@ def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[F
         return
     if machine.row_variant is None:
         remedy = "Correct what the error names, or set numerics.mode=native."
-        yield Finding("row invariance", f"the probe failed: {machine.probe_error}", "its result", remedy)
+        yield Finding("row invariance", f"a probe that failed: {machine.probe_error}", "a result", remedy)
     elif machine.row_variant:
         found = f"a token's result depends on its batch: {', '.join(machine.row_variant)}"
         expected = "row-invariant ops for exact mode"

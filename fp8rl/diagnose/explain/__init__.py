@@ -184,7 +184,7 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
         try:
             run.syncing.sync()
         except SyncError as error:
-            remedy = "`fp8rl doctor SPEC` names what differs; compare the versions of sglang on both sides."
+            remedy = "`fp8rl doctor SPEC` names what differs; check that sglang has the locked version."
             raise user_error("sync", str(error), "engines that hold the trainer's weights", remedy) from error
         if capsule is None:
             say("sampling a calibration batch")

@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings, the likeliest cause first; none if both sides agree. Their keys are those of `REMEDIES`."""
+        """The findings, the likeliest cause first; none if both sides agree. Their keys are keys of `REMEDIES`."""
         by_owner: dict[Owner, list[str]] = defaultdict(list)
         for name in sorted(self.expected.mismatched(self.held) | {base_name(label)[0] for label in self.wrong or ()}):
             row = self.model.tensors.get(name)  # none of the adapters' scale
@@ -148,7 +148,7 @@ def _weights(found: Comparison, by_owner: dict[Owner, list[str]]) -> Iterator[Fi
     if len(by_owner) > NAMED_OWNERS:
         names = [name for group in by_owner.values() for name in group]
         of = f"{len(names)} of {len(found.expected.entries)} weights in the engine"
-        yield _finding("weights", f"{of} {are} not those of version {version}", names)
+        yield _finding("weights", f"{of} {are} not the weights of version {version}", names)
         return
     sizes: dict[Owner, float] = {(each.layer, each.op, None): each.relative_rms for each in found.ops}
     sizes |= {(each.layer, EXPERTS, each.expert): each.relative_rms for each in found.experts}
@@ -156,7 +156,7 @@ def _weights(found: Comparison, by_owner: dict[Owner, list[str]]) -> Iterator[Fi
         layer, op, expert = owner
         subject = (op if layer is None else f"layer {layer} {op}") + ("" if expert is None else f", expert {expert}")
         differs = f"{subject} differs (relative RMS {sizes[owner]:.2g})" if sizes.get(owner) else subject
-        text = f"{differs}: weights in the engine {are} not those of version {version}"
+        text = f"{differs}: weights in the engine {are} not the weights of version {version}"
         yield _finding("weights", text, by_owner[owner])
 
 
@@ -167,7 +167,7 @@ def _record(found: Comparison) -> Iterator[Finding]:
     if fit is not None and explains(fit, given, found.reproduced):
         yield _finding(
             "sampler",
-            f"the rollout's log-probabilities are those of temperature {fit.temperature:.4g}, and the batch says "
+            f"the rollout's log-probabilities fit the temperature {fit.temperature:.4g}, but the batch says "
             f"{given:.4g} (mean |d| between engine and record {found.reproduced:.3g}, and {fit.abs_diff_mean:.3g} at "
             f"{fit.temperature:.4g})",
         )

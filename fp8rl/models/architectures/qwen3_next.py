@@ -35,7 +35,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
-    """Return all arguments of ModelSizes but those for MLPs. This model and its successors read them in the same way.
+    """Return all arguments of ModelSizes except the MLPs'. This model and its successors read them in the same way.
     joined: as in `GatedDelta`."""
     config.refuse_variants(VARIANTS, rotary_part=True, layers=(LINEAR, FULL), mrope=True)
     head_dim = config.size("head_dim", default=256)

@@ -53,8 +53,8 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
         norms = [row for row in norms if row.shape != (hidden,)]
     if others := [row for row in norms if widens or wider.tensors[row.name].shape != row.shape]:
         raise UserError(
-            f"{key}: found the norm {others[0].name}, whose mean or epsilon padding would change, expected only norms "
-            f"of hidden_size = {hidden} values. Train this model in BF16 on both sides."
+            f"{key}: found the norm {others[0].name}, in which padding would change the mean or the epsilon, "
+            f"expected only norms of hidden_size = {hidden} values. Train this model in BF16 on both sides."
         )
     if model.multimodal is not None or any(True for _ in kept_tensors(source, model, key)):
         expected = "a model without them, because their widths would no longer fit"

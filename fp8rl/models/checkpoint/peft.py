@@ -120,7 +120,7 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
     adapted = list(filter(config.adapts, _weights(model)))
     if others := {row.name for row in _weights(model) if stored.adapts(row)} ^ {row.name for row in adapted}:
         remedy = f"Set adapter.targets to {', '.join(stored.targets)} and adapter.experts={stored.experts}."
-        raise user_error(key, f"adapters of other matrices in {path}, e.g. {min(others)}", "those of the spec", remedy)
+        raise user_error(key, f"adapters of other matrices in {path}, e.g. {min(others)}", "the spec's", remedy)
     tensors: dict[str, Tensor] = {}
     with open_tensors(path / TENSORS, key) as file:
         if (digest := (file.metadata() or {}).get(BASE)) is not None and digest != (ours := base_digest(base, model)):

@@ -198,14 +198,14 @@ def _unexpected(key: str, name: str, shape: tuple[int, ...], model: Model) -> Us
         found=f"{found} after the {layers} layers and {model.sizes.draft_layers} draft layers of config.json",
         expected="no such tensor",
         remedy="If it is of a draft layer (multi-token prediction), set num_nextn_predict_layers in config.json; if "
-        "not, the weights are those of another architecture: put the config.json and the weights of one model into the "
+        "not, the weights belong to another architecture: put the config.json and the weights of one model into the "
         "directory.",
     )
 
 
 def _refusal(key: str, name: str, found: str, expected: str) -> UserError:
     remedy = (
-        "The weights are those of another architecture, or not whole: put the config.json and all weights of "
+        "The weights belong to another architecture, or are not whole: put the config.json and all weights of "
         "one model into the directory."
     )
     return user_error(f"{key}: {name}", found, f"{expected}, as config.json describes the model", remedy)

@@ -2,7 +2,7 @@
 
 A checkpoint such as DeepSeek-V3's has a weight's FP8 codes under the weight's name. One FP32 scale for each block of
 128 x 128 is under this name + `_scale_inv`, perhaps in another file. Trainer and engines start from codes times scales
-in BF16, and quantize these weights anew by the run's quantization spec. If a scale is a power of two, its products are
+in BF16, and quantize these weights again by the run's quantization spec. If a scale is a power of two, its products are
 exact in BF16; other products are rounded.
 """
 

@@ -72,7 +72,7 @@ ATTENTION = OpForm(
     compute=lambda host, site, q, k, v: (host.attend(site, q, k, v),),
 )
 NORMED_ATTENTION = replace(ATTENTION, name="normed_attention", compute=_normed_attention)
-"""Norms of heads, rotation, the write to the cache, and attention. `ops.rope_heads` does all but attention at once."""
+"""Norms of heads, rotation, the write to the cache, and attention. `ops.rope_heads` does the first three at once."""
 ROTATED_ATTENTION = replace(
     ATTENTION, name="rotated_attention", compute=lambda host, site, q, k, v: (host.attend(site, q, k, v, rotates=True),)
 )

@@ -25,7 +25,7 @@ Kernels = Mapping[str, Callable[..., Any]]
 
 
 Watcher = Callable[[str, Mapping[str, Any], Any], None]
-"""Gets an op's name, its arguments by name, and its result; from `note` the key, {} and a tensor or a program's op."""
+"""Gets an op's name, arguments by name, and result. `note` gives a key, {} and a tensor, or an op of a program."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def note(key: str, *tensors: Any) -> None:
-    """Pass what no op takes or returns to the watcher. key: the tensors' class in the precision map, or `PROGRAM`."""
+    """Show the watcher tensors that no op takes or returns. key: their class in the precision map, or `PROGRAM`."""
     if _watcher is not None:
         for tensor in tensors:
             _watcher(key, {}, tensor)

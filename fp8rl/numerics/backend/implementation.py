@@ -108,6 +108,6 @@ def _install(implementation: Implementation) -> None:
 
 BOUNDED_MEMORY = {
     # oneDNN keeps a kernel of about a megabyte for every shape of a product, 1,024 of them if it is not told otherwise,
-    # and experts get another number of tokens in each batch. Making one anew costs nothing that can be measured.
+    # and experts get another number of tokens in each batch. Making a new one costs nothing that can be measured.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"
 }

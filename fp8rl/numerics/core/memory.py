@@ -38,7 +38,7 @@ class Holding:
     name: str
     """The name of the tensor's parameter in the trainer or engine, or the name of a buffer."""
     kind: str
-    """Its purpose: `parameters`, `masters`, …; see the inventory that lists it."""
+    """The tensor's purpose: `parameters`, `masters`, …; see the inventory that lists it."""
     format: str
     """`fp32`, `bf16`, `e4m3`, `e5m2`, or the dtype as torch names it."""
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ ZEROS, NAN = 0x00, 0xFF
 @contextmanager
 def placeholders(fill: int) -> Iterator[None]:
     """Let all parameters that modules get inside the block share memory. After the block all its bytes are `fill`."""
-    memory: dict[torch.device, Tensor] = {}  # of each device, that of the largest parameter so far
+    memory: dict[torch.device, Tensor] = {}  # for each device, as much as the largest parameter so far takes
     taken: list[nn.Parameter] = []
 
     def place(parameter: nn.Parameter) -> None:

@@ -84,7 +84,7 @@ def watch() -> None:
 
     def say(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
-            logger.warning(f"kernels: compiled {src.name} in {times.total / 1e6:.1f} s, which was not in {directory()}")
+            logger.warning(f"kernels: compiled {src.name} in {times.total / 1e6:.1f} s; {directory()} did not have it")
 
     triton.knobs.runtime.jit_cache_hook = enter
     triton.knobs.runtime.jit_post_compile_hook = compiled
@@ -194,7 +194,7 @@ def compile_all(
     Raises:
         UserError: a kernel of the list is no longer there, or has other arguments.
     """
-    # A kernel's variants take as long as each other, and the longest are those of the longest descriptions.
+    # A kernel's variants take equally long, and kernels with the longest descriptions take longest.
     ordered, found = sorted(set(variants), key=lambda each: (-len(each.data), each.kernel)), Compiled()
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (capability,)) as pool:
         running = {pool.submit(_compile, each, capability): each for each in ordered}

@@ -80,7 +80,7 @@ def quantize_columns(x: Tensor, spec: TensorSpec, tiles: Tiles | None = None) ->
     """Quantize x [T, K] in groups of 128 along T, transposed -> codes [K, T'], scales [K, T' / 128].
 
     T' is T in whole groups, filled up with zeros. tiles: the tiles of rows that are sorted by expert. Groups then begin
-    anew in each expert, and group i holds the rows of tile i.
+    again in each expert, and group i holds the rows of tile i.
     """
     columns = _empty_columns(x, spec, tiles)
     _quantize_two_ways(x, None, columns, tiles)

@@ -246,7 +246,7 @@ def _sigmoid(logits_ptr, token, expert, tokens, experts):
 
 @triton.jit
 def _kept(probs, bias_ptr, expert, experts, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """Return scores that rank experts: sigmoid + bias, -inf outside the KEPT groups whose two best add up highest."""
+    """Return experts' scores: sigmoid + bias, -inf outside the KEPT groups whose best pairs have the largest sums."""
     order = _order(probs + tl.load(bias_ptr + expert, mask=expert < experts, other=0.0), expert, experts)
     if KEPT < GROUPS:
         size = experts // GROUPS

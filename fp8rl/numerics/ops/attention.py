@@ -1,7 +1,7 @@
 """Defines causal attention. A query's result depends on nothing but the query and the keys that it sees.
 
 Keys are taken in splits of 128, in order. Each split is one FP32 product. The splits of a chunk of 1,024 keys are
-merged with the online softmax (Milakov and Gimelshein 2018), which starts anew in every chunk. So chunks can be
+merged with the online softmax (Milakov and Gimelshein 2018), which starts again in every chunk. So chunks can be
 computed at the same time. Then the chunks are merged in order. A split or chunk that a query does not see changes no
 bit of its result, and neither does merging the first chunk. So a query has the same result at any padded length, in
 any batch, in a whole prefill, in a part of one and in decode.

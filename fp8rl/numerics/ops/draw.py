@@ -24,7 +24,7 @@ LOG2_E, LEAST = 1.0 / math.log(2.0), -62.0
 _BLOCK = {"cpu": 1 << 18}
 """Number of logits that are processed at a time on a CPU: more would not fit into its caches."""
 _ANY_BLOCK = 1 << 25
-"""The same number on other devices, where each pass over a block is a launch. A block takes about a GiB of memory."""
+"""The number on other devices, where each pass over a block is a launch. A block takes about a GiB of memory."""
 
 
 @op

@@ -81,7 +81,7 @@ def route_sigmoid(
 
 
 def kept_scores(scores: Tensor, groups: int, kept_groups: int) -> Tensor:
-    """Return scores [T, E] with -inf outside the `kept_groups` groups whose two best scores add up highest."""
+    """Return scores [T, E] with -inf outside the `kept_groups` groups whose best pairs have the largest sums."""
     if groups == kept_groups:
         return scores
     best = scores.unflatten(-1, (groups, -1)).sort(dim=-1, descending=True, stable=True).values

@@ -34,7 +34,7 @@ def grouped_linear(
 
     x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [groups, N, K] receive the
     gradients (`Gradients`); operand: as in `fp8_linear`. plus [T, N]: as in `linear`. Returns [T, N] in x's dtype. Rows
-    are quantized in one call; for wgrad, blocks along the tokens begin anew in each group. A group may be empty. Only a
+    are quantized in one call; for wgrad, blocks along tokens begin again in each group. A group may be empty. Only a
     call without gradients may have rows after the last group. Their results are undefined.
     """
     if spec is None or operand is None:
@@ -44,7 +44,7 @@ def grouped_linear(
 
 @op
 def spans(counts: Tensor, x: Tensor) -> Any:
-    """Return where each group's rows are in x, in the form that the ops below take: here the number of rows of each."""
+    """Return where each group's rows are in x, as the ops below need it: here the number of rows of each group."""
     return counts.tolist()
 
 

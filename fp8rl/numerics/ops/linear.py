@@ -31,7 +31,7 @@ ROW_BLOCK = 64
 
 @op
 def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
-    """Return a quantized weight [..., N, K] in the form that products take: here it is dequantized.
+    """Return a quantized weight [..., N, K] in the form that products take. This definition dequantizes it.
 
     It is made once per weight version. Experts' matrices may be stacked: [experts, N, K]. former: the operand of an
     earlier version of this weight, which nothing uses any more; its memory may be used again.
@@ -40,7 +40,7 @@ def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
 
 
 def dense(operand: Any) -> Tensor:
-    """Return the matrix that a product multiplies with: the operand itself, or its codes, dequantized anew."""
+    """Return the matrix that a product multiplies with: the operand itself, or its codes, dequantized again."""
     made: Tensor = operand if isinstance(operand, Tensor) else operand.dequantized()
     return made
 
@@ -207,7 +207,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         operand = rows if spec is None else fake_quantize_rows(rows, spec.activation)
-        # An FP8 wgrad quantizes x anew, along the tokens; any other takes the operand of the forward.
+        # An FP8 wgrad quantizes x again, along the tokens; any other takes the operand of the forward.
         kept = rows if spec is not None and backward == "fp8" else operand
         ctx.frozen = None if isinstance(held, Tensor) else held
         ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, held if ctx.frozen is None else None)

@@ -68,7 +68,7 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """Maps the rows of B [M, r] to the N rows of a product that fuses matrices, of which some may have no adapter."""
+    """Maps the rows of B [M, r] to the N rows of a product that fuses matrices. Some matrices may have no adapter."""
 
     index: Tensor
     """int64 [M * r], the indices of B's elements in the flattened [N, parts * r]."""

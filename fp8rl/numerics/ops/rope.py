@@ -79,7 +79,7 @@ class Llama3:
 
     @property
     def temperature(self) -> float:
-        """Return 1: the scores are those of a model whose context was not lengthened."""
+        """Return 1: scores have no factor, as in a model whose context was not lengthened."""
         return 1.0
 
     def lengthened(self, plain: Tensor, theta: float) -> Tensor:

@@ -66,7 +66,7 @@ class Distillation:
     """The loss of `Opd`, with KL(policy || teacher) as a metric.
 
     On tokens of any sampler, the gradient of KL(policy || teacher) is the mean of r (logprob - teacher logprob)
-    ∇ logprob, with the current policy's logprob. In exact mode the sampler's is equal on tokens of the current weights.
+    ∇ logprob. logprob is the current policy's; in exact mode, on tokens of the current weights, also the sampler's.
     """
 
     policy: Objective

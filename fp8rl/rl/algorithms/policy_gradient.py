@@ -145,7 +145,7 @@ class PolicyGradient(AlgorithmConfig):
     `rollout.staleness`, else `recompute`."""
     centering: int | None = Field(default=None, ge=1, le=256)
     """Centre each token's score over this number of the engine's likeliest tokens (arXiv 2609.20807), so that a bias
-    between the two sides does not add up. Null: off. Tokens of the trainer's weights need none in exact mode."""
+    between the two sides does not add up. Null: off. In exact mode tokens of the trainer's weights need no centring."""
     tis_cap: float | None = Field(default=2.0, ge=1.0)
     """Cap of the importance weight trainer / rollout. Null: no importance weight. The rejections `icepop` and `mis`
     have their own weight. With them null is the default, and means that this weight has no cap."""
@@ -181,8 +181,8 @@ class PolicyGradient(AlgorithmConfig):
         if self.ratio == "bypass" and self._rejects:
             found = f"rejection {rejection.name}" if rejection else f"veto={self.veto:g}"
             raise ValueError(
-                f"found {found} with ratio=bypass, expected none: with the engine's log-probabilities as the old ones "
-                "no token is rejected. Set algorithm.ratio=recompute"
+                f"found {found} with ratio=bypass, expected none: the old log-probabilities are then the engine's, and "
+                "no ratio rejects a token. Set algorithm.ratio=recompute"
             )
         if rejection is not None and rejection.name == "icepop" and self.tis_level == "sequence":
             raise ValueError(
@@ -324,7 +324,7 @@ class PolicyGradient(AlgorithmConfig):
 
     def kl_penalty(self, batch: TokenBatch) -> Tensor:
         """The KL penalty (`kl.reward`) of each token: coefficient · (logprob - reference logprob). float64 [B, S], 0 on
-        unused tokens. logprob: by the weights that scored the batch; under `bypass`, by those that sampled it.
+        unused tokens. logprob: by the weights that scored the batch; under `bypass`, by the weights that sampled it.
         """
         old = batch.fields["rollout_logprobs" if self.ratio == "bypass" else "old_logprobs"]
         x = old.double() - batch.fields["reference_logprobs"].double()

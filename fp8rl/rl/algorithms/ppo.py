@@ -18,7 +18,7 @@ from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 
 class CriticSection(RateSection):
-    """Training of the critic. All other settings are those of the `trainer` section."""
+    """Training of the critic. All other settings are the same as in the `trainer` section."""
 
     lr: float = Field(default=1e-5, gt=0.0, le=100.0)
     """Peak learning rate."""

@@ -113,8 +113,8 @@ def _without_what_went(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], say: Say) -> dict[str, Any]:
-    """Return the values of the file at `path` over those of the files that its `defaults:` names, relative to
-    `path`."""
+    """Return the values of the file at `path`, merged over the values of the files that its `defaults:` names. These
+    names are relative to the file."""
     resolved = path.resolve()
     if resolved in ancestors:
         chain = " -> ".join(str(entry) for entry in (*ancestors, resolved))

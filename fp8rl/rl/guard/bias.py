@@ -43,7 +43,7 @@ class BiasWindow:
     def add(self, scored: ScoredBatch | None) -> dict[str, float]:
         """Add a step's batch; return `mismatch/bias`, `mismatch/context_bias`, and each with `_noise`, over the window.
 
-        The tokens are those of the other `mismatch/` metrics: sampled at the trainer's weights, with a finite d.
+        As in all `mismatch/` metrics, only tokens count that the trainer's weights have sampled, with a finite d.
         """
         if scored is None:
             return {}
@@ -67,9 +67,9 @@ def persistent(steps: deque[_Step]) -> tuple[float, float]:
     """Return the root mean square of the keys' mean d, and what noise alone would reach, in nats; both 0 if no key
     occurs in two steps.
 
-    A key counts as often as its tokens occur. S is a key's sum of d in a step, and n the number of its tokens. Its mean
-    square is estimated by ((Σ S)² - Σ S²) / ((Σ n)² - Σ n²), with variance 2 ((Σ S²)² - Σ S⁴) / ((Σ n)² - Σ n²)² under
-    noise alone. A mean over keys below 0 counts as 0.
+    For one key, S is the sum of d in a step, and n the number of tokens; Σ goes over steps. The square of its mean d is
+    estimated by ((Σ S)² - Σ S²) / ((Σ n)² - Σ n²). Under noise alone this has the variance
+    2 ((Σ S²)² - Σ S⁴) / ((Σ n)² - Σ n²)². Keys count by their tokens. If their mean is negative, it counts as 0.
     """
     keys, at = torch.cat([step.keys for step in steps]).unique(return_inverse=True)
     sums, counts = torch.cat([step.sums for step in steps]), torch.cat([step.counts for step in steps])

@@ -58,7 +58,7 @@ class Gates:
 
     Args:
         rules: the gates of the spec.
-        state: what `state` returned in an earlier part of the run; gates that are not in it start anew.
+        state: what `state` returned in an earlier part of the run; gates that are not in it start again.
     """
 
     def __init__(self, rules: Sequence[GateSection], state: Mapping[str, RuleState] | None = None) -> None:
@@ -115,7 +115,7 @@ def _fire(step: int, rules: Sequence[tuple[GateSection, RuleState]], metrics: Ma
             state.fired, state.quiet_until = True, step + rule.cooldown_steps
             fired.append(Firing(rule, value))
             if rule.action == "checkpoint_and_stop":
-                state.beyond, state.tripped, state.fired = 0, False, False  # a run that is resumed is judged anew
+                state.beyond, state.tripped, state.fired = 0, False, False  # a run that is resumed is judged again
     return sorted(fired, key=lambda firing: SEVERITY.index(firing.rule.action))
 
 

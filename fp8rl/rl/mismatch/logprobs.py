@@ -176,8 +176,8 @@ def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
     return metrics
 
 
-# Metrics of how far the policy has moved since older weights sampled a token. In exact mode the engine's logprob is
-# that of a trainer with those weights, so d is the change of the policy alone. In native mode d also has the
+# Metrics of how far the policy has moved since older weights sampled a token. In exact mode a trainer with
+# those weights computes the same logprob, so d is the change of the policy alone. In native mode d also has the
 # disagreement of both sides.
 
 

@@ -41,7 +41,7 @@ class Metric:
     meaning: str
     """One sentence."""
     over: str = ""
-    """The denominator of a mean or a fraction, a metric or in words; empty where there is none."""
+    """The denominator of a mean or a fraction: a metric's name, or words. Empty: there is none."""
     late: bool = False
     """The metric is known only after the step's decision. Gates judge it in the next step, and it withholds nothing."""
     needs: tuple[str, ...] = ()

@@ -171,7 +171,7 @@ def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> li
 
 
 def begins_anew(run: RunDir, step: int) -> str:
-    """Return, as a clause, what begins anew in a run resumed from the checkpoint of `step`; empty if nothing does."""
+    """Return, as a clause, what begins again in a run resumed from the checkpoint of `step`; empty if nothing does."""
     if read_about(run.checkpoint(step)).extra.get(CONTENT) != "weights":
         return ""
     return ", from weights alone (checkpoint.content): Adam and the FP32 master weights begin anew"

@@ -74,7 +74,7 @@ class Run:
             UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
         """
         if (sized := with_own_cache(experiment)) is not experiment:
-            say(f"an engine caches {sized.rollout.max_total_tokens:,} tokens, for which its GPU has room")
+            say(f"the KV cache of an engine gets {sized.rollout.max_total_tokens:,} tokens, as fit on its GPU")
             experiment = sized
         self.experiment, self.folder, self.closing = experiment, folder, closing
         self.numerics = numerics

@@ -123,7 +123,7 @@ class UpdatePlan:
     def forward_backward(self, trainer: TrainerGroup, number: int) -> PassResult:
         """Compute the gradients of update `number`, counted from 0, for policy and critic.
 
-        The log-probabilities of the result are those of the whole batch before the first update.
+        The result has the log-probabilities of the whole batch before the first update.
 
         Raises:
             NonFiniteLossError: naming rows of the whole batch.
@@ -155,7 +155,7 @@ class UpdatePlan:
     def update_all(
         self, trainer: TrainerGroup, first: PassResult, step: int
     ) -> tuple[dict[str, float], NonFiniteLossError | None]:
-        """Apply the gradients of the first update, then compute and apply those of the others.
+        """Apply the first update's gradients, then compute and apply the other updates' gradients.
 
         Returns:
             `train/...` and `critic/...` as means over the updates; and the error of a later pass, if one failed: its

@@ -103,7 +103,7 @@ class Engine(EngineClient):
 
     @property
     def pid(self) -> int:
-        """The id of the server's main process, which is that of its process group."""
+        """The id of the server's main process, which is also the id of its process group."""
         return self._running().pid
 
     def check(self) -> None:

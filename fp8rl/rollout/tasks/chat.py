@@ -164,7 +164,7 @@ def _following(
     calls: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the text after the content and the calls of a turn, up to the beginning of the model's next turn."""
-    # An earlier turn of the model without its words and thoughts, of which a template may show less later.
+    # An earlier turn of the model without its words and thoughts: a template may show less of them later.
     before = [
         {**{key: message[key] for key in message.keys() - KEYS_OF_THOUGHTS}, "content": "said"}
         if message["role"] == "assistant"

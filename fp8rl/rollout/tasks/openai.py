@@ -1,6 +1,6 @@
 """Parses requests and writes answers in OpenAI's protocol of chat and text completions.
 
-The requests are those of programs in training. One is refused if its answer would differ from OpenAI's.
+The requests come from programs in training. A request is refused if its answer would differ from OpenAI's.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def read_request(
 ) -> CompletionRequest:
     """Parse the body of a request. Raises Refusal.
 
-    sampling: the run's parameters. override: settings of which a request's values are ignored, and the run's are used.
+    sampling: the run's parameters. override: settings that are always the run's; a request's values are ignored.
     """
     try:
         found = parse_json(body)

@@ -154,7 +154,7 @@ def _restore(part: Trained, state: dict[str, Any]) -> None:
         part.optimizer.inner.load_state_dict(state["optimizer"])
         part.optimizer.write_weights()
     else:
-        part.optimizer.begin_anew()
+        part.optimizer.begin_again()
     part.optimizer.schedule.num_steps = 0
     part.optimizer.schedule.load_state_dict(state["schedule"])
 

@@ -130,7 +130,7 @@ class Optimizer:
         self.model.start_param_sync(force_sync=True)
 
     @torch.no_grad()
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Set the FP32 masters to the model's weights, and reset the moments and the step count to zero."""
         self.host_copy.check_onloaded()
         self.inner.reload_model_params()

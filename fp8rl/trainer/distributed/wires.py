@@ -96,8 +96,8 @@ class BucketGroup(_ParamAndGradBucketGroup):
 def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) -> tuple[Tensor, int]:
     """Return this rank's part of the sum over all ranks, FP32 [n], and the number of bytes that the rank has sent.
 
-    gradients: FP32 [ranks * n]. All are rounded, also those that this rank sums itself. So the sum does not depend on
-    which rank computes it. In FP8, a number that is not finite becomes NaN, because saturation would hide it.
+    gradients: FP32 [ranks * n]. Every part is rounded, also the rank's own. So the sum does not depend on which rank
+    computes it. In FP8, a number that is not finite becomes NaN, because saturation would hide it.
     """
     parts = gradients.view(ranks.size(), -1)
     if wire == "bf16":

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def no_op(replaced: object = None) -> Callable[..., None]:
-    """Return a new function that does nothing. It must be new, because torch.compile has one rule per function."""
+    """Return a new function that does nothing: torch.compile keeps a rule for each function object."""
     return lambda *args, **kwargs: None
 
 

@@ -154,7 +154,7 @@ PATCHES: tuple[Patch, ...] = (
         _CORE + "transformer.multi_latent_attention.HAVE_TE",
         None,
         _value(False),
-        "it is true where the wrappers of TransformerEngine can be imported, of which isinstance then asks for None",
+        "it is true although TransformerEngine's classes are None, which isinstance refuses",
         "without TransformerEngine",
     ),
     Patch(
@@ -287,7 +287,7 @@ OVERRIDES: tuple[Override, ...] = (
         _CORE + "optimizer.distrib_optimizer.DistributedOptimizer.get_main_grads_for_grad_norm",
         "",
         "fp8rl.trainer.distributed.gathering.GatheredInPieces",
-        "the norm of experts that are one parameter has the bits of that of parameters of their own",
+        "experts in one parameter give the same bits of the norm as experts in several parameters",
     ),
     Override(
         _CORE + "distributed.DistributedDataParallel._make_backward_post_hook",

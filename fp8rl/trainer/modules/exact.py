@@ -128,8 +128,8 @@ class Product(Held):
             return self._over_ranks(x)
         if self.axis == 0:
             x = whole_sequence(x, self.config.sequence_parallel, self.tp_group)
-            # The gradients that the product and its adapter give x are added up by a node of their own, as where ranks
-            # gather x, and then added to those of other readers.
+            # A separate node of autograd adds up the gradients of x from the product and its adapter, as where ranks
+            # gather x. The sum is then added to the gradients from other readers.
             x = x.view_as(x)
         return ops.add_bias(p.product(self.kind, x, self.weight, self.adapter), self.bias)
 

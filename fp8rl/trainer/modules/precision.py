@@ -105,7 +105,7 @@ class Precision:
     @contextmanager
     def without_adapters(self, adapter: AdapterSection | None) -> Iterator[None]:
         """Let the model compute without adapters inside the block. adapter: the settings of the model's adapters."""
-        # Products of a merged adapter have operands of their own; those of the base are there for the block alone.
+        # Products of a merged adapter have operands of their own; the base has operands only inside the block.
         self.bare = WeightCache() if adapter is not None and adapter.mode == "merged" else self.cache
         try:
             yield

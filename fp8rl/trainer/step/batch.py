@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 
-# The tokens that those of a batch were drawn from, where top-p, top-k or min-p left some out.
+# The tokens that a batch's tokens were drawn from, where top-p, top-k or min-p left some out.
 
 NOT_CARRIED = 0
 """The `at` of a token without an entry in the pool. Its kept tokens are computed from the trainer's own logits."""
@@ -78,7 +78,7 @@ def left_out(
 
 LIKELY_IDS, LIKELY_LOGPROBS, OWN_LIKELY = "likely_ids", "likely_logprobs", "own_likely_logprobs"
 """Fields [B, S, k] of the engine's k likeliest tokens at each target: their ids, exact as float32, and the engine's and
-the trainer's log-probabilities of them. The trainer adds the last one, with gradient, for the objective."""
+the trainer's log-probabilities. The trainer adds its own, with gradient, for the objective."""
 UNKNOWN = -1
 """The value in place of an expert or a draw that is not known."""
 PAD_TOKEN = 0
@@ -89,7 +89,7 @@ PAD_TOKEN = 0
 class TokenBatch:
     """Right-padded sequences with data for each token. Index t of every [B, S] tensor belongs to the token at t.
 
-    The log-probability at t is that of `tokens[b, t]` given `tokens[b, :t]`. Index 0 has none, and is never a target.
+    The log-probability at t belongs to `tokens[b, t]`, given `tokens[b, :t]`. Index 0 has none, and is never a target.
 
     Raises:
         ValueError: a field is not as its description says.
@@ -114,7 +114,7 @@ class TokenBatch:
     """int64 [B], the seed of each row with which the trainer repeats the draws of tokens with a loss. `GREEDY`: it
     repeats no draws of this row. None: it repeats no draws."""
     truncation: Truncation = EVERY_TOKEN
-    """The limits with which tokens with a loss were drawn. These are scored among the tokens that the limits keep."""
+    """The limits with which tokens with a loss were drawn. They are scored among the tokens that the limits keep."""
     supports: KeptTokenPool | None = None
     """The tokens that truncation kept for each draw, with `at` [B, S]. None: the kept tokens are computed from the
     trainer's logits."""

@@ -191,8 +191,8 @@ class _Targets:
         )
 
     def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return log-probabilities and entropy, FP32 [ranks, n], those of the likeliest tokens, FP32 [k, ranks, n], and
-        the tokens drawn again, int64 [ranks, n]."""
+        """Return log-probabilities and entropy, FP32 [ranks, n]; log-probabilities of the likeliest tokens, FP32 [k,
+        ranks, n]; and the tokens drawn again, int64 [ranks, n]."""
         logits = logits.view(*self.tokens.shape, -1)
         return *self.logprobs(logits), self._draws(logits)
 

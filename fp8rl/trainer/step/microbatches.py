@@ -128,12 +128,12 @@ def _split_to(micro: list[list[int]], count: int) -> list[list[int]]:
     return micro
 
 
-# Micro-batches of rows that lie end to end: as many as have room, whatever their lengths.
+# Micro-batches of rows that are end to end: as many as have room, whatever their lengths.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMicroBatch(MicroBatch):
-    """Rows of a batch that lie end to end in one row of the model's input [1, T].
+    """Rows of a batch that are end to end in one row of the model's input [1, T].
 
     The padding is an additional last row, which repeats the last token.
     """

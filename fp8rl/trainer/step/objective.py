@@ -78,7 +78,7 @@ class RankPass:
     rows: list[int]
     """Numbers of the batch's rows that this rank's data-parallel replica has."""
     result: PassResult
-    """Its tensors have only these rows, in this order. Its loss and metrics are for the whole batch, on every rank."""
+    """Tensors have only these rows, in this order. Loss and metrics are for the whole batch, on every rank."""
     loads: Tensor | None = None
     """int64 [layers of this stage, E], how many of the batch's tokens chose each expert. None: it was not counted."""
 

@@ -65,7 +65,7 @@ def run_pass(
     )
     counting = objective is not None and config.router_bias_rate > 0
     with routing_of(model, batch, layout, counting) as routing:
-        # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
+        # Only the last stage sees logits. The shapes of each micro-batch replace the shapes given here.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
             forward_step_func=partial(_forward, objective=objective, read_head=read_head, routing=routing, codes=codes),
             data_iterator=(form.of(batch, rows, multiple) for rows in groups),

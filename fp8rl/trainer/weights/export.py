@@ -96,7 +96,7 @@ class Exporter:
     def _tensors(
         self, name: str, held: Tensor, parts: list[list[Tensor]]
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield the tensors in a parameter. parts: for each rank with a part of the parameter, its `_pieces`."""
+        """Yield the checkpoint's tensors in a parameter. parts: the `_pieces` of each rank that has a part of it."""
         names, axis = [row.name for row in self._weights.rows(name)], self._weights.axis(name, held)
         cut = [
             side.cut(name, side.merge(name, piece, axis))

@@ -22,7 +22,7 @@ from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 
 class Transport(Protocol):
-    """Sends tensors from the processes of all trainer ranks. Each sync pickles the transport anew to these processes,
+    """Sends tensors from the processes of all trainer ranks. Each sync pickles the transport again to these processes,
     so a transport keeps no state.
 
     `send` fails with an EngineError, an httpx.HTTPError or an OSError, which the bridge turns into a SyncError.

@@ -67,7 +67,7 @@ def shared_memory(size: int, device: torch.device) -> Tensor:
         if "No space left" not in str(error):
             raise
         raise OSError(
-            f"/dev/shm: found no room for a bucket of {size >> 20} MiB, expected it; remove what is left there, give "
+            f"/dev/shm: found no room for a bucket of {size >> 20} MiB, expected room. Remove old files there, give "
             "the container more (docker run --shm-size=1g), lower sync.bucket_mib, or set sync.transport=disk"
         ) from None
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -129,7 +129,7 @@ def test_the_temperature_of_a_record_is_found(true: float) -> None:
 
 NINE = {f"model.layers.{layer}.self_attn.q_proj.weight": f"{layer}@7" for layer in range(9)}
 OTHERS = {name: digest.replace("@7", "@6") for name, digest in NINE.items()}
-QKV = "weights: layer 0 qkv: weights in the engine were not those of version 7"
+QKV = "weights: layer 0 qkv: weights in the engine were not the weights of version 7"
 CAUSES = [Cause("routing", 0.04, 0.01, "R3"), Cause("sampler", 0.04, 0.0, "")]
 SMALL = differing((0, "post_norm", 0.003), (1, "experts", 0.02))
 EXPERTS_DIFFER = differing((1, "experts", 0.2))
@@ -141,10 +141,10 @@ EXPERTS_DIFFER = differing((1, "experts", 0.2))
         ({}, []),
         ({"held": ENTRIES | {DOWN: "x@7", QUERY: "y@7", NORM: "z"}, "experts": [expert(1, 4, 0.0), expert(1, 5, 0.31)],
           "ops": differing((0, "qkv", 0.1), (1, "experts", 0.2), (0, "rope", 0.9))},
-         [r"weights: layer 1 experts, expert 5 differs \(relative RMS 0.31\): weights in the engine are not those of",
+         [r"weights: layer 1 experts, expert 5 differs \(relative RMS 0.31\): weights in the engine are not the w",
           "weights: layer 0 qkv differs", "weights: final_norm: weights in the engine", "op: the op rope"]),
         ({"model": Model(QWEN3_MOE, replace(SIZES, layers=9)), "expected": Manifest("7", "", NINE), "held": OTHERS},
-         [r"weights: 9 of 9 weights in the engine are not those of version 7 \(model.layers.0.self_attn.q"]),
+         [r"weights: 9 of 9 weights in the engine are not the weights of version 7 \(model.layers.0.self_attn.q"]),
         ({"reproduced": 0.4}, ["state: .* 0.4.* to 0 now: other weights, stale operands of former weights or anothe"]),
         ({"reproduced": 0.4, "wrong": []}, ["by their digests the engine held the right weights, so either it"]),
         ({"nonfinite": 3, "wrong": []}, ["state: 3 recorded .* not finite.* now: other weights, stale operands"]),
@@ -152,7 +152,7 @@ EXPERTS_DIFFER = differing((1, "experts", 0.2))
         ({"reproduced": 0.4, "causes": [scales(0.4, 0.0), scales(0.4, 0.1)]},
          ["scales: fp32 scales in the engine reproduce its record .the spec has pow2 .* 0.4 .* 0 ", "state"]),
         ({"reproduced": 1e-6, "wrong": []}, []),
-        ({"fit": TemperatureFit(0.7, 1e-7), "reproduced": 0.4}, ["sampler: .*temperature 0.7, and the batch says 1 "]),
+        ({"fit": TemperatureFit(0.7, 1e-7), "reproduced": 0.4}, ["sampler: .*temperature 0.7, but the batch says 1 "]),
         ({"fit": TemperatureFit(5.8, 3.8), "reproduced": 12.8}, ["^state"]),  # a temperature must explain all
         ({"fit": TemperatureFit(1.001, 0.0), "reproduced": 1e-6}, []),
         ({"ops": differing((0, "router", 0.002), (0, "rope", 0.3), (1, "rope", 0.6), (None, "embed", 0.1))},

@@ -78,15 +78,15 @@ Places = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def places_of_queries(inputs: AttentionInputs) -> Places:
-    """Return what tells the dq kernel a query's keys: (positions, the lengths of sequences if they are end to end,
-    None), or for a tree its (table, new, lengths), see `TokenTree`."""
+    """Return the arguments by which the dq kernel finds a query's keys: (positions, lengths of sequences that are end
+    to end, None), or for a tree its (table, new, lengths), see `TokenTree`."""
     tree = inputs.tree
     return (inputs.positions, inputs.lengths, None) if tree is None else (tree.table, tree.new, tree.lengths)
 
 
 def places_of_keys(inputs: AttentionInputs) -> Places:
-    """Return what tells the dkv kernel a key's queries: (positions, the lengths of sequences if they are end to end,
-    the end of each token's interval if there is a tree)."""
+    """Return the arguments by which the dkv kernel finds a key's queries: (positions, lengths of sequences that are end
+    to end, for a tree the end of each token's interval)."""
     return inputs.positions, inputs.lengths, None if inputs.tree is None else inputs.tree.end
 
 
@@ -105,7 +105,7 @@ def stages_of(dim: int, tail: int = 0) -> int:
 
     With three stages the copies for the next step are under way while a step is computed. With two stages a step waits
     for all copies, and none are under way while it is computed. dim: the channels of a value. tail: the channels of a
-    key after those of its value, if the value is a part of the key. A block on Hopper has 227 KiB of shared memory;
+    key after its value's channels, if the value is a part of the key. A block on Hopper has 227 KiB of shared memory;
     three stages take up to 225 KiB, or more with 256 channels and no tail. A block on Ada has 99 KiB. As compiled for
     Blackwell, three stages with a tail take 249 KiB.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8rl.numerics.kernels.arithmetic import cast
 from fp8rl.numerics.ops.attention import KEY_CHUNK
 
-# Sequences that lie end to end: which one a program works on, and where a token stands in its own.
+# Sequences that are end to end: which one a program works on, and where a token stands in its own.
 
 
 def positions_of(lengths: Tensor, tokens: int) -> Tensor:

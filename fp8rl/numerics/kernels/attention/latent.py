@@ -109,9 +109,9 @@ def _check(q: Tensor, rows: Tensor, rank: int, kept: torch.dtype = torch.bfloat1
 
 # The gradient of attention over latent rows (`latent`), by two kernels, without atomics.
 #
-# They are those of `backward`, made for keys of D + TAIL channels that are their own values, so that one gradient
+# They are the kernels of `backward`, made for keys of D + TAIL channels that are their own values, so that one gradient
 # holds both parts. A thread's registers hold the sums of all channels and little else. Therefore a query and the
-# gradient of its result, which meet the same keys, lie as neighbours in one tile of twice the rows: one product gives
+# gradient of its result, which meet the same keys, are neighbours in one tile of twice the rows: one product gives
 # scores and the gradients of weights, and in the kernel of the rows one more adds both parts of their gradient.
 #
 # Sums FP32; weights and score gradients are rounded to BF16 for their products.

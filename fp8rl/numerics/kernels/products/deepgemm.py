@@ -41,7 +41,7 @@ _library: Library | None = None
 
 
 def allow(library: Library | None) -> None:
-    """Choose the library of this process for the products that it can take; None: our kernels."""
+    """Let this library compute the FP8 products that it supports, in this process. None: our kernels compute all."""
     global _library
     _library = library
 

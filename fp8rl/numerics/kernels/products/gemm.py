@@ -188,7 +188,7 @@ def sum_products(
 ):  # fmt: skip
     """Return a's rows from a_first times b's rows from b_first, FP32 [HEIGHT, WIDTH], over steps begin to end of K.
 
-    a_scale points to the first step's scales of a's rows, [HEIGHT, 1], b_scale to that of b's first row or block.
+    a_scale points to the first step's scales of a's rows, [HEIGHT, 1], b_scale to the scale of b's first row or block.
     """
     acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
     total = tl.full((HEIGHT, WIDTH), -0.0, tl.float32)  # to which a first slice is added unchanged

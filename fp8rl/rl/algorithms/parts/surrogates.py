@@ -38,8 +38,8 @@ def token_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
 def sequence_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
     """Return s = e^(mean of d over the sequence) at each of its tokens, with the gradient of the token's own logprob.
 
-    sg(s) · e^(logprob - sg(logprob)): with one advantage per sequence and the mean over its tokens, the gradient is
-    that of s itself (GSPO-token; Zheng et al. 2025, "Group Sequence Policy Optimization").
+    sg(s) · e^(logprob - sg(logprob)): with one advantage per sequence and the mean over its tokens, the gradient is the
+    gradient of s itself (GSPO-token; Zheng et al. 2025, "Group Sequence Policy Optimization").
     """
     d = _log_ratio(logprobs, old, used)
     mean = d.sum(dim=1, keepdim=True) / used.sum(dim=1, keepdim=True).clamp(min=1)

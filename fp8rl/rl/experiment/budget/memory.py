@@ -33,7 +33,7 @@ attentions, of all MLPs, and of the first layer's attention. The fourth is bytes
 LOGIT_BYTES = 6.0
 """Bytes that are alive at a time for each logit."""
 BUCKETS = 2
-"""Buckets of a sync that are alive at a time: one is filled while the other travels."""
+"""Number of buckets of a sync that exist at a time: one is filled while the other is sent."""
 
 
 Kind = Literal[
@@ -188,8 +188,8 @@ def logit_bytes(job: Job, tokens: int | None = None) -> float:
 
 
 def _of_layer(job: Job, layer: int) -> tuple[float, float]:
-    """Return the bytes per token of a layer's activations: those kept until its backward pass, and those recomputed in
-    it. The shared kernels keep inputs in BF16, and quantize them again."""
+    """Return a layer's activations in bytes per token: kept until its backward pass, and recomputed in it. The shared
+    kernels keep inputs in BF16, and quantize them again."""
     sizes, kept = job.shape.sizes, job.shape.activations(layer)
     attention, mlp = (job.shape.activations(layer, part).bf16 for part in ("attention", "mlp"))
     quantized = job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized

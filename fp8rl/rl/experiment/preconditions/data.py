@@ -218,7 +218,7 @@ class _Check:
         turns = problem.conversation
         texts = [str(message["content"]) for message in turns] + [problem.answer] * supervised
         size = sum(len(text.encode()) for text in texts)
-        # Calls, thoughts and names, of which a template may write all.
+        # Calls, thoughts and names: a template may write all of them.
         further = [{name: turn[name] for name in turn.keys() - {"role", "content"}} for turn in turns]
         most = size + sum(len(json.dumps(message)) for message in further if message)
         if self._turn * len(turns) + TOKENS_PER_BYTE * most <= room:

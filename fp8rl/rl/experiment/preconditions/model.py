@@ -90,14 +90,14 @@ def _check_vocabulary(
 ) -> None:
     if sizes.vocab_size != policy.vocab_size:
         found = f"{path} with vocab_size = {sizes.vocab_size}"
-        expected = f"{policy.vocab_size}, that of model.path = {policy_path}"
+        expected = f"{policy.vocab_size}, as in model.path = {policy_path}"
     else:
         ours, theirs = tokenizer.get_vocab(), load_tokenizer(path, TEACHER).get_vocab()
         if ours == theirs:
             return
         token = min((t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=repr)
         found = f"{path} with a tokenizer that {_knows(token, theirs)}"
-        expected = f"that of model.path = {policy_path}, which {_knows(token, ours)}"
+        expected = f"the tokenizer of model.path = {policy_path}, which {_knows(token, ours)}"
     remedy = "Give teacher.path a model of the same family: a teacher scores the policy's token ids."
     raise user_error(TEACHER, found=found, expected=expected, remedy=remedy)
 

@@ -70,7 +70,7 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str) -> None:
     """Check that the chat template renders a question in time, and another question differently. Raises UserError: it
     does not."""
-    remedy = "Correct the chat template, or copy that of the model again."
+    remedy = "Correct the chat template, or copy the model's own again."
     try:
         with rendering():
             prompts = [prompt_ids(tokenizer, Problem(question, "")) for question in ("2+3=?", "7*8=?")]

@@ -105,7 +105,7 @@ class Wandb(Tracker):
             parts, outcome = _listed(record.reward_parts), _listed(record.outcome)
             table.add_data(record.prompt, turns, record.reward, parts, outcome, record.abs_diff_mean, by_token)
         self._run.log({"step": step, "rollout/samples": table}, step=step)
-        # wandb has copied the table's temporary files, and would keep those of 100 tables.
+        # wandb has copied the table's temporary files, and would keep the files of 100 tables.
         table._artifact_target.artifact._tmp_dir.cleanup()
 
     def alert(self, text: str) -> None:

@@ -37,7 +37,7 @@ class Node:
     """GPUs that nobody has reserved. On a node without GPUs infinite, because any number of processes share its CPUs; 0
     if it offers none (`--num-cpus=0`)."""
     names: tuple[str, ...]
-    """Its names in a spec: its address, custom resources (`rack1`) and labels (`side=engines`)."""
+    """The node's names in a spec: its address, custom resources (`rack1`) and labels (`side=engines`)."""
 
     def bundle(self, gpus: int) -> dict[str, float]:
         """Return what a rank or an engine reserves on such a node. A bundle cannot be empty."""

@@ -183,8 +183,8 @@ class Reservations:
         """Reserve GPUs for the next engine on a node that is `able`. If none are left, let it share a rank's GPU.
 
         One engine of the policy and one of the teacher may share a GPU with its rank. With the `distributed` transport
-        none may: NCCL refuses two processes on one GPU. With a shared base the first engine has to, since the base is
-        in the memory of the first rank's GPU.
+        no engine shares: NCCL refuses two processes on one GPU. With a shared base the first engine must share, since
+        the base is in the memory of the first rank's GPU.
         """
         experiment, width = self._experiment, self._experiment.engine_ranks[index]
         policys, sync = experiment.rollout.engines, experiment.sync
@@ -251,7 +251,7 @@ def _reserve(
     gpus = bundle.get("GPU", 0.0)
     try:
         if not group.wait(_RESERVE_SECONDS):
-            raise NoRoomError(f"found no room for {count} x {bundle}, which nodes had; has another run just taken it?")
+            raise NoRoomError(f"found no room for {count} x {bundle}, expected room: has another run taken it?")
         seats = [_Seat(node, group, index, gpus) for index, node in enumerate(_nodes_of(group, up))]
     except NoRoomError:
         remove_placement_group(group)
@@ -262,7 +262,7 @@ def _reserve(
 
 
 def _nodes_of(group: PlacementGroup, up: Sequence[Node]) -> list[Node]:
-    """Return the node that Ray has chosen for each bundle. Raises NoRoomError: one has come or left just now."""
+    """Return the node that Ray has chosen for each bundle. Raises NoRoomError: a node has just come or left."""
     chosen, by_id = placement_group_table(group)["bundles_to_node_id"], {node.id: node for node in up}
     if missing := set(chosen.values()) - by_id.keys():
         raise NoRoomError(f"found a node that has just come or left, {', '.join(missing)}. Start the run again")

@@ -275,7 +275,7 @@ class Engines:
                     failures += 1
                     reason = str(error)
                 first = False
-                actor, slot.actor = slot.actor, None  # its later answers are those of an engine that is gone
+                actor, slot.actor = slot.actor, None  # its later answers come from an engine that is gone
                 slot.endpoint, slot.serving, slot.cached = None, False, 0
                 slot.lost, slot.canary_task = asyncio.get_running_loop().create_future(), None
                 if reason and self._failure is None:

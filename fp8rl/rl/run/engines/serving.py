@@ -84,7 +84,7 @@ def expected_report(
 ) -> EngineReport:
     """Return the report that an engine's plugin must give before the engine is used.
 
-    gpu: returns the compute capability of the engine's GPU, or None for a CPU. By default those of this machine.
+    gpu: returns the compute capability of the engine's GPU, or None for a CPU. By default this machine's.
     """
     capability = gpu()
     hooks = hooks_for(numerics, cuda=capability is not None)

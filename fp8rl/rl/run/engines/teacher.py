@@ -29,7 +29,7 @@ class Teacher:
     """The teacher of a run. Token ids go in, log-probabilities come out; its weights are never synced.
 
     Each of its engines starts from the quantized copy of `teacher.path` that the run makes, and scores nothing until
-    its digests equal those of the copy. A lost engine is replaced, as the policy's engines are.
+    its digests equal the copy's digests. A lost engine is replaced, as the policy's engines are.
     """
 
     engines: Engines

@@ -1,6 +1,6 @@
 """Chooses the problems of a step from seed and number alone, so that a resumed run goes on where it was.
 
-Each source is shuffled anew for each of its epochs. Several sources divide the unit interval in proportion to their
+Each source is shuffled again for each of its epochs. Several sources divide the unit interval in proportion to their
 weights. Prompt n comes from the source whose part has the point u + n * golden ratio (mod 1), with u from the seed.
 Such points are spread so evenly (Weyl 1916) that any stretch of prompts has the sources in nearly their proportions.
 """

@@ -22,7 +22,7 @@ from fp8rl.trainer.checkpoint.files import read_about
 GROUPS = "groups.jsonl"
 """Name of the groups' file in a checkpoint."""
 _OF_A_ROW = ("token_ids", "logprobs", "weight_versions", "finished", "stopped", "outcome", "failed")
-"""Fields of a `Trajectory` of which a `SavedGroup` has a list, under the same name."""
+"""Fields of a `Trajectory`. A `SavedGroup` has a list of each, under the same name."""
 
 
 @dataclasses.dataclass(frozen=True)

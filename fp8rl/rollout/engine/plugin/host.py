@@ -184,7 +184,7 @@ def _layer(site: OpSite) -> int:
     return site.layer
 
 
-# The parameters of a rank, and those of each op.
+# The parameters of a rank, and each op's parameters.
 
 Key = tuple[int | None, str]
 """The layer and the name of an op."""

@@ -251,7 +251,7 @@ def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
 # Hooks that make a pause safe for an update of the weights, and put its idle time to use.
 #
 # `/pause_generation {"mode": "retract"}` frees the KV cache of every running request and puts it back into the
-# scheduler's queue, tokens and log-probabilities kept; resumed, its prefix is prefilled anew, under the weights of
+# scheduler's queue, tokens and log-probabilities kept; resumed, its prefix is prefilled again, under the weights of
 # then.
 
 

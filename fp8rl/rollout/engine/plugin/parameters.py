@@ -156,7 +156,7 @@ class CopiesOfKvB:
     """The name of the layer's kv_b_proj."""
 
     def refresh(self) -> None:
-        """Make the copies anew."""
+        """Make the copies again."""
         self.model.post_load_weights(weight_names=[self.name])
 
     def agree(self, spec: TensorSpec) -> bool:

@@ -1,7 +1,7 @@
 """Keeps the weights of an engine: for each parameter its names in the HF checkpoint, its operand and its digests.
 
 Only `commit` sets the version of the weights. It takes the digests of every parameter that was written, and makes its
-operand anew. `prepare` does this early for parameters that arrive before the others. Between an update and its commit
+operand again. `prepare` does this early for parameters that arrive before the others. Between an update and its commit
 the weights have no version, and no forward pass can run.
 """
 
@@ -119,8 +119,8 @@ class ServedWeights:
     ) -> None:
         """Take over the weights of a model that SGLang has just loaded, or a rank's part of them, and add adapters.
 
-        of_base: names of the parameters in the shared base. If there are any, no parameter has memory yet: those of the
-        base get it in `map_base`, all others here. adapted_rows: marks the rows that use adapters. None: all do.
+        of_base: names of the parameters in the shared base. If there are any, no parameter has memory yet: parameters
+        of the base get it in `map_base`, all others here. adapted_rows: marks the rows that use adapters. None: all do.
 
         Raises `RuntimeError` if the model has other parameters than its table lists.
         """
@@ -193,7 +193,7 @@ class ServedWeights:
         if self.version is not None:
             self.version = None
             for held in self._held.values():
-                # Digests are taken anew also for parameters that an update of the adapters does not change.
+                # Digests are taken again also for parameters that an update of the adapters does not change.
                 held.state, held.version, held.digests = State.KEPT if self._adapters else State.STALE, None, None
 
     def everything(self) -> Iterator[Tensor]:
@@ -247,7 +247,7 @@ class ServedWeights:
 
         The manifest maps the HF name of each tensor to `digest` or, if the tensor is quantized, to `digest@version`,
         where `version` is the version of the operand in use. In an engine with adapters, a parameter that was not sent
-        keeps its operand. Its digest is taken anew, to show that the parameter has not changed.
+        keeps its operand. Its digest is taken again, to show that the parameter has not changed.
         """
         self._check_there()
         self._find_views()

@@ -147,7 +147,7 @@ def parse_routes(meta: dict[str, Any], tokens: int, sizes: ModelSizes) -> Tensor
     """
     text = meta.get("routed_experts")
     if text is None:
-        raise EngineError(f"request {meta['id']}: found no routed experts, expected those of {tokens - 1} tokens")
+        raise EngineError(f"request {meta['id']}: found no routed experts, expected the experts of {tokens - 1} tokens")
     data = bytearray(base64.b64decode(text))
     expected = (tokens - 1) * sizes.layers * sizes.top_k
     if len(data) != expected * _BYTES:

@@ -35,8 +35,8 @@ _CPU_ARGUMENTS = (
 )
 
 _CUDA_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
-    # The backends whose methods the plugin replaces. Decoding runs in CUDA graphs; those of prefill pad and cut it in
-    # pieces around attention.
+    # The backends whose methods the plugin replaces. Decoding runs in CUDA graphs. Graphs of prefill would pad it and
+    # cut it in pieces around attention.
     "exact": (
         *("--attention-backend", "triton"),
         *("--sampling-backend", "pytorch"),
@@ -45,7 +45,7 @@ _CUDA_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
         *("--bf16-gemm-backend", "torch"),
         "--disable-prefill-cuda-graph",
     ),
-    # SGLang's choice, but for the experts: the runner that takes their activations as the plugin quantizes them.
+    # SGLang's choice, except the experts' runner: triton takes activations as the plugin quantizes them.
     "native": ("--moe-runner-backend", "triton"),
 }
 
@@ -168,7 +168,7 @@ def server_environment(
     ranks: int = 1,
     sleep: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of the server: that of this process, with changes.
+    """Return the environment of the server: this process's environment, with changes.
 
     plugin: the configuration of our plugin, which is the only plugin. None: no plugin. scratch: directory for sockets
     and temporary files. ranks: number of tensor-parallel processes. sleep: the server will sometimes release memory.

@@ -29,7 +29,7 @@ from fp8rl.rollout.engine.server.processes import group_members
 from fp8rl.rollout.engine.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
 WATCH_S = 0.5
-"""Seconds between two checks of whether the server runs. The watch sees the end of the lifeline at once."""
+"""Seconds between two checks of whether the server runs. The end of its owner is noticed at once."""
 ENDPOINTS = {
     "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
     "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weights_from_distributed",

@@ -26,7 +26,7 @@ from fp8rl.rollout.tasks.tokens import behind_ids, text_ids
 from fp8rl.rollout.tasks.tool_calls import give_calls, hold_calls, read_calls
 
 ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
-"""SGLang's endpoints that are open in addition to those for the engine's owner. `list_models` adds one of ours."""
+"""SGLang's endpoints for clients. The endpoints for the engine's owner are open too. `list_models` adds one of ours."""
 _COMMON = SETTINGS | {
     "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens",
     "spaces_between_special_tokens", "return_token_ids", "cache_salt",

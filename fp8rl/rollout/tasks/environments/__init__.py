@@ -26,7 +26,7 @@ class HarnessSection(Section):
     """An async function in place of a command, `package.module:name` or `path/to/file.py:name`. It is called in the
     run's own process with a base URL, a key and the problem."""
     directory: SpecPath | None = None
-    """The working directory of a command. Null: that of the run."""
+    """The working directory of a command. Null: the run's."""
     variables: tuple[str, ...] = Field(default=(), strict=False)
     """Names of the run's environment variables that a command gets, besides usual ones such as PATH."""
     tool_parser: str | None = None

@@ -1,8 +1,8 @@
 """A conversation between the model and an environment. It is a row of tokens that can only grow.
 
 Only `sample` adds tokens of the model, with the engine's log-probabilities and versions. `tell` and `message` tokenize
-a text, and add its tokens as those of the environment. No text is tokenized twice. So the trainer scores exactly the
-sampled tokens, and the engine finds each prefix in its cache.
+a text, and add its tokens as the environment's. No text is tokenized twice. So the trainer scores exactly the sampled
+tokens, and the engine finds each prefix in its cache.
 """
 
 from __future__ import annotations

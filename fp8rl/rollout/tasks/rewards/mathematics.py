@@ -44,7 +44,7 @@ _RULES = [
     (rf"{_BEFORE}(\*{{1,3}})(?=[^\s*])([^*\n]*[^\s*\\])\1{_AFTER}", r"\2"),
     (rf"{_BEFORE}(_{{1,3}})(?=[^\s_{{])([^_\n]*[^\s_\\])\1{_AFTER}", r"\2"),
     (r"<(b|strong|i|em|code|u)>([^<>\n]*)</\1>", r"\2"),
-    # A power and a product, of which math-verify would make nothing and a sum.
+    # A power, which math-verify cannot read, and a product, which it would read as a sum.
     (r"(?<=[\w)}])(\s?)\*\*\1(-?\w+)(?![\w*])", r"^{\2}"),
     (r"((?<![\w.}])\d+|\))\((?=[\d-])", r"\1\\cdot("),
     # A command for bold letters that math-verify does not know.

@@ -1,7 +1,7 @@
 """Native mode: builds layers from Megatron's own modules, with TransformerEngine's products on a GPU.
 
-TransformerEngine has no CPU kernels. On a CPU, FP8 products are those of `numerics.ops`, and all other ops are
-Megatron's. Only the place where the router's probabilities are applied is changed, to be the same as in the engine.
+TransformerEngine has no CPU kernels. On a CPU, `numerics.ops` computes FP8 products, and Megatron all other ops. Only
+the place where the router's probabilities are applied is changed, to be the same as in the engine.
 
 Each other file here describes families of `models.families`: the keywords that a family adds to Megatron's config, and
 the modules that it gives to a layer. A user's own family has no such file.

@@ -81,7 +81,7 @@ class GroupedLinear(StackedWeights):
 
 def _experts(layer: Layer) -> Fields:
     """Return the fields of a layer with a router, routed experts and, if the model has them, shared experts. Megatron's
-    router is used if its probabilities are those of the model."""
+    router is used if it computes the model's probabilities."""
     sizes, modules, kind, shared = layer.definition.sizes, layer.modules, TopKRouter, None
     grouped = with_precision(layer.precision, GroupedLinear)
     products = MLPSubmodules(linear_fc1=grouped(GATE), linear_fc2=grouped(DOWN))

@@ -124,9 +124,9 @@ def test_another_vocabulary_is_refused(taught, teacher, model):
     path.write_text(json.dumps(tokenizer))
     text = refusal(taught)
     assert text.startswith(f'teacher.path: found "{teacher} with a tokenizer that ')
-    assert f"that of model.path = {model}, which " in text and "the same family" in text
+    assert f"the tokenizer of model.path = {model}, which " in text and "the same family" in text
     edit_config(teacher, vocab_size=256)
-    expected = f"teacher.path: found '{teacher} with vocab_size = 256', expected 128, that of model.path = {model}."
+    expected = f"teacher.path: found '{teacher} with vocab_size = 256', expected 128, as in model.path = {model}."
     assert refusal(taught).startswith(expected)
 
 

@@ -103,7 +103,7 @@ def test_routes_are_read_by_token_layer_and_expert() -> None:
 def test_routes_of_another_number_of_tokens_are_an_error(count: int) -> None:
     with pytest.raises(EngineError, match=f"request r: found {count} routed experts, expected 12, for 2 tokens in 2"):
         answers.parse_routes(meta(*range(count)), tokens=3, sizes=SHAPE)
-    with pytest.raises(EngineError, match="found no routed experts, expected those of 2 tokens"):
+    with pytest.raises(EngineError, match="found no routed experts, expected the experts of 2 tokens"):
         answers.parse_routes({"id": "r"}, tokens=3, sizes=SHAPE)
 
 
