@@ -205,7 +205,7 @@ class ConfigFile:
         parts = {self._positive(at, value) for at, value in found.items()} or {default}
         size = head_dim * max(parts)
         if len(parts) > 1 or not 2 <= size <= head_dim or int(size) % 2:
-            raise self.refusal(name, found, f"one part of head_dim = {head_dim} that is an even number of channels")
+            raise self.refusal(name, found, f"one value, which gives an even number of the {head_dim} channels")
         return int(size)
 
     def dense_layers(self, default: int) -> int:

@@ -125,7 +125,7 @@ class NoDevice:
 
 @contextlib.contextmanager
 def no_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """Let Triton compile inside the block for a GPU of this compute capability. It finds no GPU to launch on."""
+    """Let Triton compile inside the block for a GPU of this compute capability, which this machine need not have."""
     driver.set_active(NoDevice(capability))
     try:
         yield

@@ -184,7 +184,7 @@ def rotated(
     pairs: bool,
     back: bool = False,
 ) -> Tensor:
-    """Rotate x without a gradient, as `rope_pairs` if `pairs`, else as `rope`. back: in the opposite direction."""
+    """Rotate x without a gradient, as `rope_pairs` if `pairs`, else as `rope`. back: rotate backwards."""
     # Whole powers of two, so that few tables are ever made.
     length = 1 << max(10, int(positions.max()).bit_length()) if positions.numel() else 1
     cos, sin = _table(theta, rotary_dim, scaling, length, x.device)[:, positions].unsqueeze(-2)

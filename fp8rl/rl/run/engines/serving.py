@@ -42,7 +42,7 @@ class Serving:
 def engine_maker(
     experiment: Experiment, role: Role, reservations: Reservations, folder: Path, numerics: NumericsConfig
 ) -> Callable[[int], Any]:
-    """Return a function that starts the actor of an engine of this role, by index. folder: of the engines' logs."""
+    """Return a function that starts the actor of an engine of this role, by index. folder: has the engines' logs."""
     config, adapter, architecture = experiment.rollout, engine_adapter(experiment, role), experiment.model.architecture
     if role == "teacher":
         assert experiment.teacher is not None

@@ -26,7 +26,7 @@ def parse_completion(
 ) -> Completion:
     """Parse an answer of /generate to a request with `return_logprob`, and with `return_routed_experts` for `routes`.
 
-    sampling: of the request. With `supports` log-probabilities are relative to the tokens that truncation kept.
+    sampling: the parameters. With `supports`, log-probabilities are relative to the tokens that truncation kept.
 
     Raises EngineError if the engine gave up, or if its tokens, log-probabilities, version spans, routes and supports do
     not fit together.

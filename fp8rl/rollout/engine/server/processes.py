@@ -21,7 +21,7 @@ _FIRST_PORT = 16000
 
 
 def end_group(leader: subprocess.Popen[bytes], scratch: Path, pids: set[int], grace_s: float) -> None:
-    """End a server, after `grace_s` by a kill, and remove its temporary files. pids: of processes that it had."""
+    """End a server and remove its temporary files. After `grace_s` kill it. pids: the ids of processes that it had."""
     pids = pids | {process.pid for process in group_members(leader.pid)}
     if leader.poll() is None and grace_s > 0:
         leader.terminate()
