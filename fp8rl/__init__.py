@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from fp8rl.rollout.tasks.environments.conversation import Conversation, Turn
     from fp8rl.rollout.types import Problem
     from fp8rl.run import Run
-    from fp8rl.trainer.step.batch import TokenBatch
-    from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
+    from fp8rl.trainer.step.batch import Objective, ObjectiveOutput, TokenBatch
     from fp8rl.training import RunFailedError, train
 
 _HOMES = {
@@ -33,8 +32,7 @@ _HOMES = {
     "fp8rl.rl.record.rollouts": ("RolloutRecord",),
     "fp8rl.rollout.types": ("Problem",),
     "fp8rl.rollout.tasks.environments.conversation": ("Conversation", "Turn"),
-    "fp8rl.trainer.step.batch": ("TokenBatch",),
-    "fp8rl.trainer.step.objective": ("Objective", "ObjectiveOutput"),
+    "fp8rl.trainer.step.batch": ("Objective", "ObjectiveOutput", "TokenBatch"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -21,8 +21,7 @@ from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rl.run.feed.problems import to_prompts, training_problems
 from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Scored
+from fp8rl.trainer.step.batch import Scored, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.rl.run.run import Run

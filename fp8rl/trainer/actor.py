@@ -19,8 +19,8 @@ from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint.files import discard
 from fp8rl.trainer.config import ActorPlacement, TrainerSection, TrainerSpec
-from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.trainer.step.objective import Objective, OffloadReport, PassResult, Scored
+from fp8rl.trainer.distributed.offload import OffloadReport
+from fp8rl.trainer.step.batch import UNKNOWN, Objective, PassResult, Scored, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.models.architecture import Role

@@ -19,14 +19,13 @@ from fp8rl.trainer import device
 from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.distributed.offload import HostCopy
+from fp8rl.trainer.distributed.offload import HostCopy, OffloadReport
 from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_parts
 from fp8rl.trainer.megatron import te_runtime
-from fp8rl.trainer.scorer import Scorer
-from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.scorer import RankPass, Scorer
+from fp8rl.trainer.step.batch import Objective, Scored, TokenBatch
 from fp8rl.trainer.step.head import Head, HeadOutput
 from fp8rl.trainer.step.microbatches import MicroBatch
-from fp8rl.trainer.step.objective import Objective, OffloadReport, RankPass, Scored
 from fp8rl.trainer.trainer import Trainer
 
 

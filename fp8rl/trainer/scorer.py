@@ -1,13 +1,22 @@
-"""Scores batches with one rank of a model. It is the base class of a trainer, a critic and a frozen reference."""
+"""One rank of a model, and its passes over batches: what a trainer, a critic and a frozen reference have in common."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from fp8rl.models import read_model
@@ -16,20 +25,21 @@ from fp8rl.models.shared_base import SharedBase
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import NAN, give_back, placeholders
+from fp8rl.numerics.core.process import all_gathered
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import CHUNKS, TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import lower
 from fp8rl.trainer.megatron.model import build_model
 from fp8rl.trainer.megatron.model_checks import check_layout, check_rows
-from fp8rl.trainer.modules.precision import Precision
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.head import Head, HeadOutput, read_logprobs
+from fp8rl.trainer.modules.precision import Precision, count, kv_saturated
+from fp8rl.trainer.step.batch import OWN_LIKELY, UNKNOWN, NonFiniteLossError, Objective, PassResult, Scored, TokenBatch
+from fp8rl.trainer.step.head import Head, HeadOutput, ReadHead, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
-from fp8rl.trainer.step.objective import Objective, RankPass, Scored
-from fp8rl.trainer.step.passes import run_pass
+from fp8rl.trainer.step.routing import Routing, routing_of
+from fp8rl.trainer.step.trees import form_of, with_tree_ratio
 from fp8rl.trainer.weights.hf_weights import HFWeights
 
 
@@ -78,8 +88,7 @@ class Scorer:
         self.precision = Precision(numerics, self.cache, sizes.layers)
         with placeholders(NAN) if shared_base else nullcontext():
             self.model = build_model(self.definition, config, self.precision, self.lowering, max_sequence_length, dtype)
-        spec = numerics.spec.weight
-        self.weights = HFWeights(model_path, self.definition, spec, self.cache, layout, dtype)
+        self.weights = HFWeights(model_path, self.definition, numerics.spec.weight, self.cache, layout, dtype)
         self._waits = shared_base
         if not shared_base:
             self.weights.load(self.model)
@@ -153,3 +162,159 @@ def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:
     if numerics.mode == "exact" and config.tp > 1 and numerics.k_splits != config.tp:
         remedy = "Set both to the same number. The engine then adds partial sums in the trainer's order."
         raise user_error("numerics.k_splits", numerics.k_splits, f"trainer.tp={config.tp}", remedy)
+
+
+# One forward and, with a loss, backward pass over this rank's rows of a batch, by Megatron's schedule.
+
+
+def run_pass(
+    model: nn.Module,
+    batch: TokenBatch,
+    layout: Layout,
+    config: TrainerSection,
+    objective: Objective | None,
+    read_head: ReadHead = read_logprobs,
+    row_multiple: int = 1,
+    codes: bool = False,
+) -> RankPass:
+    """Score the batch. With an objective, also sum its gradients in the buffers of `model`.
+
+    All ranks must call this with the same batch.
+
+    Args:
+        objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
+        read_head: computes the head's output from the final hidden states.
+        row_multiple: on each tensor-parallel rank a row of the model's input is padded to a multiple of this number.
+        codes: whether keys and values are in FP8. Numbers that saturate are then counted.
+
+    Raises:
+        NonFiniteLossError: the loss of some micro-batches is not finite. All ranks raise it, with the rows of these
+            micro-batches.
+        UserError, ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
+    """
+    multiple, form = layout.tp_size * row_multiple, form_of(config)
+    if layout.cp_size > 1:
+        multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
+    if objective is None:
+        batch = replace(batch, fields={})  # nobody reads them
+    groups = form.plan(batch, layout.replicas, config.micro_batch_tokens, multiple)[layout.replica]
+    # Gradients are added over ranks without dividing by a token count: the objective has its own denominators.
+    get_model_config(model).finalize_model_grads_func = lambda model, tokens, **more: finalize_model_grads(
+        model, None, **more
+    )
+    counting = objective is not None and config.router_bias_rate > 0
+    with routing_of(model, batch, layout, counting) as routing:
+        # Only the last stage sees logits. The shapes of each micro-batch replace the shapes given here.
+        outputs: list[_MicroOutput] = get_forward_backward_func()(
+            forward_step_func=partial(_forward, objective=objective, read_head=read_head, routing=routing, codes=codes),
+            data_iterator=(form.of(batch, rows, multiple) for rows in groups),
+            model=[model],
+            num_microbatches=len(groups),
+            seq_length=batch.width,
+            micro_batch_size=1,
+            forward_only=objective is None,
+        )
+    loss, metrics = (0.0, {}) if objective is None else _reduce(outputs, layout)
+    rows = [row for output in outputs for row in output.rows]
+    logprobs = _collect(outputs, "logprobs", torch.zeros(len(rows), batch.width))
+    routes = draws = None
+    if batch.routes is not None:
+        unknown = torch.full((len(rows), *batch.routes.shape[1:]), UNKNOWN, dtype=torch.int16)
+        routes = _collect(outputs, "routes", unknown)
+    if batch.seeds is not None and all(output.draws is not None for output in outputs):
+        draws = _collect(outputs, "draws", torch.full((len(rows), batch.width), UNKNOWN))
+    if routing.loads is not None:
+        dist.all_reduce(routing.loads, group=layout.dp_group)
+    if objective is not None and codes:
+        metrics["train/kv_saturated"] = kv_saturated(model)
+    metrics = with_tree_ratio(metrics, batch)
+    return RankPass(rows, PassResult(logprobs, routes, draws, metrics=metrics, loss=loss), routing.loads)
+
+
+@dataclass(frozen=True)
+class RankPass:
+    """The result of a pass on one rank."""
+
+    rows: list[int]
+    """Numbers of the batch's rows that this rank's data-parallel replica has."""
+    result: PassResult
+    """Tensors have only these rows, in this order. Loss and metrics are for the whole batch, on every rank."""
+    loads: Tensor | None = None
+    """int64 [layers of this stage, E], how many of the batch's tokens chose each expert. None: it was not counted."""
+
+
+@dataclass(frozen=True)
+class _MicroOutput:
+    rows: list[int]
+    logprobs: Tensor
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    routes: Tensor | None
+    draws: Tensor | None
+
+
+def _forward(
+    micro_batches: Iterator[MicroBatch],
+    model: nn.Module,
+    objective: Objective | None,
+    read_head: ReadHead,
+    routing: Routing,
+    codes: bool,
+) -> Any:
+    micro = next(micro_batches)
+    routing.begin(micro)
+    if codes and objective is not None:
+        count(model, micro.real_in_model())
+    hidden = hidden_states(model, micro)
+    if codes:
+        count(model, None)
+    routes = routing.own_choice(micro)
+
+    def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, _MicroOutput]:
+        """Return what Megatron expects: the loss, an unused number of tokens, and results to keep."""
+        batch, found = micro.batch, read_head(hidden, head_of(gpt_of(model)), micro)
+        real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
+        logprobs = F.pad(torch.where(real, found.values, 0.0), (1, 0))
+        metrics: dict[str, Tensor] = {}
+        if objective is None or not micro.rows:
+            loss = logprobs.sum() * 0.0
+        else:
+            if found.likely is not None:
+                batch = batch.with_fields(**{OWN_LIKELY: F.pad(found.likely, (0, 0, 1, 0))})
+            own = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
+            loss, metrics = own.loss, {name: value.detach() for name, value in (own.metrics | micro.metrics()).items()}
+        kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
+        return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
+
+    return hidden, loss_of
+
+
+def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[str, float]]:
+    """Sum loss and metrics over micro-batches and data-parallel ranks, on every rank."""
+    bad = [row for output in outputs if not torch.isfinite(output.loss) for row in output.rows]
+    sums: dict[str, float] = {}
+    for output in outputs:
+        for name, value in {"": output.loss, **output.metrics}.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    gathered = all_gathered((sums, bad) if layout.is_reporting_rank else ({}, []))
+    bad_rows = sorted(row for _, rows in gathered for row in rows)
+    if bad_rows:
+        raise NonFiniteLossError(
+            f"loss: found a value that is not finite in the micro-batches of rows {bad_rows}, expected finite losses. "
+            "The weights were not changed. Look at the log-probabilities and advantages of these rows.",
+            bad_rows,
+        )
+    names = dict.fromkeys(name for part, _ in gathered for name in part)
+    total = {name: sum(part.get(name, 0.0) for part, _ in gathered) for name in names}
+    return total.pop("", 0.0), total
+
+
+def _collect(outputs: list[_MicroOutput], name: str, whole: Tensor) -> Tensor:
+    """Copy a tensor [b, s, ...] of each micro-batch, one after the other, into `whole` [B, S, ...] on the CPU."""
+    at = 0
+    for output in outputs:
+        value = getattr(output, name)
+        count, width = len(output.rows), min(value.shape[1], whole.shape[1])
+        whole[at : at + count, :width] = value[:count, :width].cpu()
+        at += count
+    return whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
 from fp8rl.numerics.kv import BF16_CACHE, KVFormat
 from fp8rl.numerics.probe import choose_deepgemm, choose_tiles, row_variant_ops
-from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.trainer import device
 from fp8rl.trainer.adapters import attach, base_digest, keep_graph, update_survival
@@ -30,9 +29,8 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.optimizer import Optimizer
 from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.modules.weights import matrices
-from fp8rl.trainer.scorer import Scorer
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import NonFiniteLossError, Objective, RankPass
+from fp8rl.trainer.scorer import RankPass, Scorer
+from fp8rl.trainer.step.batch import NonFiniteLossError, Objective, TokenBatch
 from fp8rl.trainer.step.routing import move_biases
 
 
@@ -125,10 +123,6 @@ class Trainer(Scorer):
     def forget_gradients(self) -> None:
         """Discard the gradients. `update` then raises RuntimeError until the next `forward_backward`."""
         self._ready_norm = None
-
-    def export_weights(self) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield (HF name, tensor) for this rank's share of the checkpoint. See :meth:`HFWeights.share`."""
-        return self.weights.share(self.model)
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory with the current weights."""

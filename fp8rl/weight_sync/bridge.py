@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import httpx
+import torch
+from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.core.process import exhaust
@@ -30,7 +32,9 @@ from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncSection
 from fp8rl.weight_sync.frozen import Contents, FrozenBase, check_frozen, exported, give_base, reads
 from fp8rl.weight_sync.manifest import Manifest, Recorder, ShardDigests, SyncError, some_of
 from fp8rl.weight_sync.served import served_tensors
-from fp8rl.weight_sync.transports import Transport, make_transport
+from fp8rl.weight_sync.transports.disk import DiskTransport
+from fp8rl.weight_sync.transports.distributed import DistributedTransport
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
@@ -132,6 +136,34 @@ class Bridge:
         return report
 
 
+class Transport(Protocol):
+    """Sends tensors from the processes of all trainer ranks. Each sync pickles the transport again to these processes,
+    so a transport keeps no state.
+
+    `send` fails with an EngineError, an httpx.HTTPError or an OSError, which the bridge turns into a SyncError.
+    """
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory from which `send` takes a tensor without another copy."""
+
+    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
+        """Load this rank's `tensors` (HF names) into every engine, as weights of `version`. All ranks must call it.
+
+        When it returns, the engines have loaded the tensors, and have not flushed their caches or committed yet.
+        """
+
+
+def make_transport(config: SyncSection, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:
+    """Return the transport that `sync.transport` names.
+
+    model_path: source of configuration and tokenizer files; scratch: directory for the disk transport's checkpoint.
+    """
+    if config.transport == "disk":
+        return DiskTransport(model_path, scratch, spec)
+    size = config.bucket_mib << 20
+    return TensorTransport(size) if config.transport == "tensor" else DistributedTransport(size)
+
+
 @dataclasses.dataclass(frozen=True)
 class SendTask:
     """The arguments of `send_shard`, the same on every trainer rank."""
@@ -215,7 +247,10 @@ def send_shard(trainer: Trainer, task: SendTask) -> ShardDigests:
     """Quantize this rank's shard, and send it to every engine."""
     table, ranks = trainer.definition.tensors, max(endpoint.ranks for endpoint in task.endpoints)
     recorder, payload = Recorder(table, ranks), 0
-    weights = exported(trainer, task.contents)
+    if task.contents == "weights":
+        weights = trainer.weights.share(trainer.model)
+    else:
+        weights = exported(trainer, task.contents)
 
     def to_send() -> Iterator[Named]:
         nonlocal payload

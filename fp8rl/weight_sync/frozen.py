@@ -77,21 +77,22 @@ class FrozenBase:
 
 
 def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-    """Yield the (HF name, tensor) pairs that this rank sends. All ranks must iterate to the end."""
-    if contents == "weights":
-        return trainer.export_weights()
+    """Yield the (HF name, tensor) pairs that this rank sends, if it has adapters to send. All ranks must iterate to the
+    end."""
     adapters = trainer.weights.adapters(trainer.model)
+    if contents == "adapters":
+        return adapters
+    weights = trainer.weights.share(trainer.model)
     if contents == "adapters beside a base":
-        of_base = trainer.placed.base.tensors
-        return itertools.chain((pair for pair in trainer.export_weights() if pair[0] not in of_base), adapters)
-    return adapters if contents == "adapters" else itertools.chain(trainer.export_weights(), adapters)
+        weights = (pair for pair in weights if pair[0] not in trainer.placed.base.tensors)
+    return itertools.chain(weights, adapters)
 
 
 def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> ShardDigests:
     """Return the digests, under `spec`, that an engine must have of this rank's weights and adapters."""
     adapter = trainer.definition.adapter
     if adapter is None or adapter.mode == "merged":
-        return would_send(trainer.export_weights(), spec, trainer.definition, engine_ranks)
+        return would_send(trainer.weights.share(trainer.model), spec, trainer.definition, engine_ranks)
     sent = would_send(exported(trainer, "weights and adapters"), spec, trainer.definition, engine_ranks)
     return replace(sent, digests=sent.digests | scale_of(adapter).digests) if rank() == 0 else sent
 

@@ -126,7 +126,7 @@ def measure(model: Path) -> Measured:
                     start = time.perf_counter()
                     target.copy_(source)
                     measured.copies.append(time.perf_counter() - start)
-        measured.bf16_bytes = sum(tensor.nbytes for _, tensor in trainer.export_weights())
+        measured.bf16_bytes = sum(tensor.nbytes for _, tensor in trainer.weights.share(trainer.model))
     return measured
 
 
@@ -149,7 +149,7 @@ async def _send_only(
     trainer: Trainer, transport: TensorTransport, numerics: NumericsConfig, endpoint: Endpoint
 ) -> None:
     """Quantize and load, as a pipeline without proof does it: no digests, no commit."""
-    weights = trainer.export_weights()
+    weights = trainer.weights.share(trainer.model)
     async with EngineClient(endpoint) as engine:
         await engine.pause()
         tensors = served_tensors(weights, numerics.rollout_spec, trainer.definition, transport.allocate)
@@ -191,7 +191,7 @@ def _one_by_one(trainer: Trainer, held: ServedWeights, version: int) -> dict[str
         return made
 
     packer = Packer(BUCKET_BYTES, shared_memory, loading=BUCKET_BYTES)  # each bucket keeps its memory
-    weights = timed("export", lambda: list(trainer.export_weights()))
+    weights = timed("export", lambda: list(trainer.weights.share(trainer.model)))
     served = timed("quantize", lambda: list(served_tensors(iter(weights), spec, definition, packer.allocate)))
     timed("digest", lambda: list(recorder.watch(iter(served))))
     buckets = timed("pack", lambda: list(packer.pack(served)))
@@ -233,7 +233,7 @@ def _churn(trainer: Trainer, rate: float, steps: int = 4) -> Result:
     for step in range(steps + 1):
         batch = random_batch(32, 64, seed=step)
         trainer.train_step(batch, SftObjective.of(batch))
-        tensors = served_tensors(trainer.export_weights(), EXACT.rollout_spec, trainer.definition)
+        tensors = served_tensors(trainer.weights.share(trainer.model), EXACT.rollout_spec, trainer.definition)
         served = {name: tensor.clone() for name, tensor in tensors}
         deltas = changes(trainer.last_sent, served.items(), step, step - 1, trainer.definition.tensors, ranks=1)
         sent = sum(tensor.nbytes for _, tensor in deltas)

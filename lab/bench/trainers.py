@@ -25,9 +25,8 @@ from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
-from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.batch import PassResult, TokenBatch
 from fp8rl.trainer.step.microbatches import plan, plan_packed
-from fp8rl.trainer.step.objective import PassResult
 from lab.bench.measure import DEMO, Result, interleaved, median_ratio
 from tests.support.tiny_model import TinyModel, write_tiny_model
 

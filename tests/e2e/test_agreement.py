@@ -31,13 +31,12 @@ from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import Group, SamplingParams
-from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, UNKNOWN, TokenBatch
-from fp8rl.trainer.step.objective import PassResult, Scored
+from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, UNKNOWN, PassResult, Scored, TokenBatch
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.bridge import SyncReport
 from fp8rl.weight_sync.manifest import SyncError
 from fp8rl.weight_sync.served import convert_checkpoint
-from fp8rl.weight_sync.transports import TensorTransport
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support import faults
 from tests.support.rig import ALONE, Pipeline, Rig, Setup, differences, prompts
 from tests.support.syncs import push

@@ -179,4 +179,4 @@ def put_in_engine(pipeline: Pipeline, name: str, change: Callable[[torch.Tensor]
 
 
 def served(trainer: Any, spec: Any, name: str) -> torch.Tensor:
-    return dict(served_tensors(trainer.export_weights(), spec, trainer.definition))[name].clone()
+    return dict(served_tensors(trainer.weights.share(trainer.model), spec, trainer.definition))[name].clone()

@@ -115,7 +115,7 @@ class OldWeights:
         spec, source = bridge.spec, bridge.model_path
 
         def write(trainer: Any) -> None:
-            tensors = served_tensors(trainer.export_weights(), spec, trainer.definition)
+            tensors = served_tensors(trainer.weights.share(trainer.model), spec, trainer.definition)
             write_served_checkpoint(tensors, source, folder, spec)
 
         stack.trainer.apply(write)

@@ -141,7 +141,7 @@ def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path)
 
     trainer = trainer_on(layout, CONFIG, model)
     stored = load_file(model / "model.safetensors")
-    exported = dict(trainer.export_weights())
+    exported = dict(trainer.weights.share(trainer.model))
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
     convert_checkpoint(model, tmp_path / "served", NUMERICS.rollout_spec)

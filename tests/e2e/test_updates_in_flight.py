@@ -12,7 +12,7 @@ import torch
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, SamplingParams
-from fp8rl.weight_sync.transports import TensorTransport
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.rig import Rig, Setup
 from tests.support.syncs import push
 from tests.support.updates import PLAIN, UPDATES, differences_by_version, sampled_across_updates

@@ -84,7 +84,7 @@ def test_the_trainer_computes_what_transformers_does_and_learns(tmp_path: Path, 
     assert read_shape(model).parameters == sum(tensor.numel() for tensor in stored.values())
     trainer, batch = trainer_on(layout, config, model), random_batch(2, 60)
     losses = [float(trainer.train_step(batch, cross_entropy(batch)).result.loss) for _ in range(3)]
-    assert losses[2] < losses[0] and dict(trainer.export_weights()).keys() == stored.keys()
+    assert losses[2] < losses[0] and dict(trainer.weights.share(trainer.model)).keys() == stored.keys()
 
 
 def spec(folder: Path, file: str = FILE, **sections: object) -> Path:

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.rollout.types import Completion
-from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.trainer.step.objective import ObjectiveOutput
+from fp8rl.trainer.step.batch import UNKNOWN, ObjectiveOutput, TokenBatch
 from tests.support.models import EXPERTS, LAYERS, TOP_K, VOCAB
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.weight_sync.transports import Transport
+from fp8rl.weight_sync.bridge import Transport
 
 Named = tuple[str, Tensor]
 

@@ -10,8 +10,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective, PassResult, Scored
+from fp8rl.trainer.step.batch import Objective, PassResult, Scored, TokenBatch
 from tests.support.models import LENGTH
 from tests.support.trainers import in_order
 

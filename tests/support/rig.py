@@ -34,8 +34,7 @@ from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerActor, TrainerGroup
 from fp8rl.trainer.config import ActorPlacement, TrainerSection, TrainerSpec
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import PassResult
+from fp8rl.trainer.step.batch import PassResult, TokenBatch
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
 from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.frozen import FrozenBase

@@ -6,9 +6,8 @@ from typing import Any
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.actor import TrainerGroup
-from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
+from fp8rl.weight_sync.bridge import SendTask, SyncReport, Transport, send_and_verify, send_shard
 from fp8rl.weight_sync.manifest import Manifest
-from fp8rl.weight_sync.transports import Transport
 
 
 def push(

@@ -65,7 +65,7 @@ def test_two_ranks_are_one(two_ranks: TrainerGroup, moe_path: Path, tmp_path: Pa
 
 def test_what_a_rank_refuses_arrives_as_its_own_error(two_ranks: TrainerGroup, tmp_path: Path) -> None:
     """A loss that is not finite, what is no checkpoint, and a disk that is full for the rank that writes."""
-    from fp8rl.trainer.step.objective import NonFiniteLossError
+    from fp8rl.trainer.step.batch import NonFiniteLossError
 
     batch = random_batch()
     version, before = two_ranks.weight_version, two_ranks.score(batch)

@@ -135,7 +135,7 @@ def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, 
     config = AdapterSection(rank=4, mode="merged", targets=("q_proj", "v_proj", "up_proj"))
     trainer = make_trainer(moe_path, adapter=config)
     spread(trainer)
-    base, served = (dict(each) for each in (trainer.weights.base(trainer.model), trainer.export_weights()))
+    base, served = (dict(each) for each in (trainer.weights.base(trainer.model), trainer.weights.share(trainer.model)))
     changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], served[name])}
     assert changed == {"q_proj", "v_proj", "up_proj"}
     adapters = dict(trainer.weights.adapters(trainer.model))

@@ -12,7 +12,7 @@ import torch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.step.objective import ObjectiveOutput
+from fp8rl.trainer.step.batch import ObjectiveOutput
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import reference
 from tests.support.trainers import POW2, SIZES, Models, in_fp8, in_order

@@ -41,7 +41,7 @@ def test_a_frequent_tokens_embedding_gradient_is_not_lost_in_bf16(moe_path: Path
 
 @pytest.mark.parametrize("in_gradient", [False, True])
 def test_a_nonfinite_loss_changes_nothing(in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer) -> None:
-    from fp8rl.trainer.step.objective import NonFiniteLossError
+    from fp8rl.trainer.step.batch import NonFiniteLossError
 
     trainer = make_trainer(moe_path)
     batch = random_batch()
@@ -124,7 +124,7 @@ def test_rows_are_padded_as_fp8_products_want(moe_path: Path, make_trainer: Make
 
 
 def test_an_entropy_has_the_gradient_of_the_whole_vocabulary(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    from fp8rl.trainer.step.passes import run_pass
+    from fp8rl.trainer.scorer import run_pass
 
     batch = random_batch(temperature=0.7)
     trainer = make_trainer(moe_path, dtype=torch.float32)

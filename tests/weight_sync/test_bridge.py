@@ -87,17 +87,22 @@ class SimulatedTransport:
 
 @dataclass
 class SimulatedTrainer:
-    """What a sync asks of one rank of the trainer. share: what it hands out."""
+    """What a sync asks of one rank of the trainer. held: what it hands out."""
 
-    share: dict[str, torch.Tensor] = field(default_factory=lambda: WEIGHTS)
+    model = None
+    held: dict[str, torch.Tensor] = field(default_factory=lambda: WEIGHTS)
     exported: int = 0
 
     @property
     def definition(self) -> Model:
         return MODEL
 
-    def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        for item in self.share.items():
+    @property
+    def weights(self) -> SimulatedTrainer:
+        return self
+
+    def share(self, model: None) -> Iterable[tuple[str, torch.Tensor]]:
+        for item in self.held.items():
             self.exported += 1
             yield item
 

@@ -25,9 +25,11 @@ from fp8rl.rollout.engine.server.arguments import server_environment
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import RANK_ENVIRONMENT
 from fp8rl.weight_sync.buckets import Packer
-from fp8rl.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, distributed
+from fp8rl.weight_sync.transports import distributed
 from fp8rl.weight_sync.transports import tensor as tensor_transport
-from fp8rl.weight_sync.transports.distributed import contents
+from fp8rl.weight_sync.transports.disk import DiskTransport
+from fp8rl.weight_sync.transports.distributed import DistributedTransport, contents
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.ranks import WARM
 from tests.support.tiny_model import write_tiny_model
 

@@ -22,8 +22,7 @@ from fp8rl.numerics.core.memory import Holding, format_of
 from fp8rl.numerics.precision_map import Planned, precision_map
 from fp8rl.rollout.engine.plugin.state import DERIVED, KV_CACHE, SCALES, STATES
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.batch import Objective, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver

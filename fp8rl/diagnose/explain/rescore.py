@@ -16,8 +16,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.guard.capsule import Capsule
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.console import format_difference
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Scored
+from fp8rl.trainer.step.batch import Scored, TokenBatch
 from fp8rl.weight_sync.frozen import would_hold
 from fp8rl.weight_sync.manifest import Manifest
 

@@ -18,8 +18,7 @@ from fp8rl.rl.algorithms.parts.corrections import Correction
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.tasks.named_functions import named_object
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.batch import Objective, TokenBatch
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms.base import Needs, Outcomes, used_tokens
 from fp8rl.rl.algorithms.grpo import GroupRelative
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
+from fp8rl.trainer.step.batch import Objective, ObjectiveOutput, TokenBatch
 
 
 class Opd(GroupRelative):

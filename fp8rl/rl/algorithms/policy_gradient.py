@@ -24,8 +24,7 @@ from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, Reject
 from fp8rl.rl.algorithms.parts.penalties import ESTIMATORS, KlSection, OverlongSection, k3
 from fp8rl.rl.algorithms.parts.surrogates import Aggregation, AggregationMode, Surrogate, clipped, token_ratio
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.trainer.step.batch import LIKELY_LOGPROBS, OWN_LIKELY, TokenBatch
-from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
+from fp8rl.trainer.step.batch import LIKELY_LOGPROBS, OWN_LIKELY, Objective, ObjectiveOutput, TokenBatch
 
 # The loss of an update by the policy gradient: what a surrogate, a KL term and an entropy bonus add up to.
 

@@ -13,8 +13,7 @@ from fp8rl.rl.algorithms.base import Needs, Outcomes, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import generalised_advantages, last_of_each_row
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.trainer.config import RateSection, TrainerSection
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
+from fp8rl.trainer.step.batch import Objective, ObjectiveOutput, TokenBatch
 
 
 class CriticSection(RateSection):

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import ObjectiveOutput
+from fp8rl.trainer.step.batch import ObjectiveOutput, TokenBatch
 
 
 class Sft(AlgorithmConfig):

@@ -29,7 +29,8 @@ from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.kept_tokens import KeptTokenPool
 from fp8rl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.sampling import EVERY_TOKEN, GREEDY, Truncation
-from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, UNKNOWN, KeptTokenPool, TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, UNKNOWN, TokenBatch
+from fp8rl.trainer.step.kept_tokens import KeptTokenPool
 
 if TYPE_CHECKING:
     from fp8rl.rollout.types import Trajectory

@@ -15,8 +15,7 @@ from fp8rl.rl.guard.guard import Fault, Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
 from fp8rl.trainer.actor import TrainerGroup
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import NonFiniteLossError, PassResult, Scored
+from fp8rl.trainer.step.batch import NonFiniteLossError, PassResult, Scored, TokenBatch
 
 
 @dataclass(frozen=True)

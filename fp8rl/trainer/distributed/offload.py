@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -14,6 +15,14 @@ from torch import Tensor, UntypedStorage
 
 _ALIGNED = 512
 """Alignment of each storage in host memory, in bytes."""
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """Bytes that a rank has moved off its device (`moved`), and bytes that it still has there (`stays`)."""
+
+    moved: int
+    stays: int
 
 
 class HostCopy:

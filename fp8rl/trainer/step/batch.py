@@ -1,4 +1,4 @@
-"""Holds the tokens that one optimizer step trains on, as a padded batch."""
+"""A step of the trainer as its callers see it: the padded batch, the loss, and the results of a pass."""
 
 from __future__ import annotations
 
@@ -6,75 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
-
-# The tokens that a batch's tokens were drawn from, where top-p, top-k or min-p left some out.
-
-NOT_CARRIED = 0
-"""The `at` of a token without an entry in the pool. Its kept tokens are computed from the trainer's own logits."""
-
-
-@dataclass(frozen=True)
-class KeptTokenPool:
-    """The tokens that truncation kept for each draw, for draws with weights that the trainer may no longer have."""
-
-    at: Tensor
-    """int64, usually [B, S]: where each token's entry in `pool` begins, or `NOT_CARRIED` if the token has no entry."""
-    pool: Tensor
-    """int32 [N]. An entry is the number of kept ids, then the ids. The first entry is empty, for `NOT_CARRIED`."""
-
-    @classmethod
-    def of(cls, carried: Tensor, counts: Tensor, ids: Tensor) -> KeptTokenPool:
-        """Build the pool. carried: bool [B, S], True for tokens with an entry. counts: [M], the number of kept ids for
-        each token with an entry, in row-major order. ids: [counts.sum()], their kept ids, in the same order."""
-        counts, ids = counts.int(), ids.int()
-        starts = 1 + torch.arange(len(counts)) + counts.cumsum(0) - counts
-        pool = torch.zeros(1 + len(counts) + len(ids), dtype=torch.int32)
-        is_id = torch.ones(len(pool), dtype=torch.bool)
-        is_id[0] = is_id[starts] = False
-        pool[starts], pool[is_id] = counts, ids
-        at = torch.full(carried.shape, NOT_CARRIED)
-        at[carried] = starts
-        return cls(at, pool)
-
-    def followed_by(self, other: KeptTokenPool) -> KeptTokenPool:
-        """Append the pool of more rows."""
-        moved = torch.where(other.at == NOT_CARRIED, NOT_CARRIED, other.at + len(self.pool))
-        return KeptTokenPool(torch.cat([self.at, moved]), torch.cat([self.pool, other.pool]))
-
-    def kept(self, vocabulary: int) -> Tensor:
-        """Return bool [n, V], True for each token's kept ids. `at` must be [n]."""
-        counts = self.pool[self.at].long()
-        row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        place = torch.arange(len(row), device=counts.device) - (counts.cumsum(0) - counts)[row]
-        kept = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=counts.device)
-        kept[row, self.pool[self.at[row] + 1 + place].long()] = True
-        return kept
-
-
-def left_out(
-    logits: Tensor, temperature: float, truncation: Truncation, drawn: Tensor, supports: KeptTokenPool | None
-) -> Tensor:
-    """Return bool [n, V], True for the ids that truncation left out, at each position of logits [n, V].
-
-    drawn: bool [n], True if the token after the position was drawn. supports: [n], the ids that were kept for that
-    token. If it has no entry, or if supports is None, truncation is applied to the logits.
-    """
-    settings = (temperature, truncation.top_p, truncation.top_k, truncation.min_p)
-    of_rows = (torch.full((len(logits),), setting, device=logits.device) for setting in settings)
-    floors = ops.truncation_floors(logits, *of_rows).masked_fill(~drawn, -torch.inf)
-    out = logits < floors.unsqueeze(-1)
-    if supports is not None:
-        carried = (supports.at != NOT_CARRIED).nonzero().flatten()
-        out[carried] = ~replace(supports, at=supports.at[carried]).kept(logits.shape[-1])
-    return out
-
+from fp8rl.trainer.step.kept_tokens import KeptTokenPool
 
 LIKELY_IDS, LIKELY_LOGPROBS, OWN_LIKELY = "likely_ids", "likely_logprobs", "own_likely_logprobs"
 """Fields [B, S, k] of the engine's k likeliest tokens at each target: their ids, exact as float32, and the engine's and
@@ -249,3 +188,79 @@ def _expect(name: str, value: Tensor, shape: Sequence[int], dtype: torch.dtype) 
     if tuple(value.shape) != tuple(shape) or value.dtype != dtype:
         found = f"{value.dtype} {list(value.shape)}"
         raise ValueError(f"{name}: found {found}, expected {dtype} {list(shape)} to match tokens")
+
+
+# The loss, and the results of a pass. The trainer needs no other RL code.
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """One micro-batch's share of the loss and of the metrics."""
+
+    loss: Tensor
+    """The micro-batch's share of the loss, a scalar with gradient."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """The micro-batch's share of each metric, a scalar, by the metric's name (e.g. `train/entropy`)."""
+
+
+class Objective(Protocol):
+    """A loss that is a sum: its sum over micro-batches and data-parallel ranks is the loss of the whole batch.
+
+    An objective is built once per step from the whole batch, and has the denominators of the whole batch. So the loss
+    and the metrics depend neither on the division into micro-batches nor on the number of ranks.
+    """
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch, /) -> ObjectiveOutput:
+        """Return the share that the rows of `batch` have in the loss.
+
+        Args:
+            logprobs: fp32 [B, S] with gradient, aligned as in :class:`TokenBatch`. Index 0 and padding are ignored. A
+                critic's objective gets the critic's values.
+            entropy: fp32 [B, S] with gradient, the entropy of the distribution that gives each token its score. This
+                distribution has the batch's temperature, and only the tokens that the batch's truncation keeps.
+            batch: the rows, on the device of `logprobs`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The results of a forward pass for each token."""
+
+    logprobs: Tensor
+    """fp32 [B, S] on the CPU, log-probabilities or a critic's values with the weights before the step. Zero at index 0
+    and in the padding."""
+    routes: Tensor | None = None
+    """int16 [B, S, L, K] on the CPU, the experts that the trainer's own router chooses for each token, in ascending
+    order, with or without replay. -1 in the padding. None for a batch without routes."""
+    draws: Tensor | None = None
+    """int64 [B, S] on the CPU, the token that `numerics.ops.draw` draws from the trainer's logits at each position. -1
+    if the token there has no loss, or its row no seed. None for a batch without seeds, and for a critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassResult(Scored):
+    """The results of one forward and backward pass."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The objective's metrics, summed over the whole batch."""
+    loss: float = math.nan
+    """The loss of the whole batch. NaN if no pass succeeded."""
+    grad_norm: float = math.nan
+    """The global gradient norm before clipping. NaN if it was not computed."""
+    seconds: float = 0.0
+    """Seconds from the arrival of the batch on the ranks to the gradient norm."""
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A loss or a gradient norm was NaN or infinite. The weights were not changed.
+
+    rows: for a loss, all rows of the micro-batches with such a loss. For a norm, all rows of the batch.
+    """
+
+    def __init__(self, message: str, rows: Sequence[int]) -> None:
+        super().__init__(message, list(rows))  # both, so that the error survives pickling
+        self.message, self.rows = message, list(rows)
+
+    def __str__(self) -> str:
+        return self.message

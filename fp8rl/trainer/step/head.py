@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops.linear import add_weight_gradient
 from fp8rl.numerics.sampling import GREEDY, Truncation
-from fp8rl.trainer.step.batch import LIKELY_IDS, UNKNOWN, KeptTokenPool, left_out
+from fp8rl.trainer.step.batch import LIKELY_IDS, UNKNOWN
+from fp8rl.trainer.step.kept_tokens import KeptTokenPool, left_out
 from fp8rl.trainer.step.microbatches import MicroBatch
 
 

@@ -22,7 +22,8 @@ from fp8rl.numerics.sampling import GREEDY
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.modules.rows import PackedRows
-from fp8rl.trainer.step.batch import LIKELY_IDS, NOT_CARRIED, TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_IDS, TokenBatch
+from fp8rl.trainer.step.kept_tokens import NOT_CARRIED
 from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, SharedMicroBatch, rows_of
 
 SAVED_SAMPLED, SAVED_OTHER = "train/saved_sampled_tokens", "train/saved_other_tokens"

@@ -147,7 +147,13 @@ class _Stored:
     definition: Model
     device: torch.device
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    model = None
+
+    @property
+    def weights(self) -> _Stored:
+        return self
+
+    def share(self, model: None) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stored_tensors(self.path, self.definition):
             yield name, tensor.to(self.device, self.definition.tensors[name].served)
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.algorithms.sft import SftObjective
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.batch import Objective, TokenBatch
 from lab.studies.harness import live
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.step.objective import NonFiniteLossError
+from fp8rl.trainer.step.batch import NonFiniteLossError
 from lab.studies.harness import live
 from lab.studies.harness.subjects import HELD_OUT, MODEL, TRAIN
 

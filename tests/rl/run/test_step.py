@@ -26,8 +26,7 @@ from fp8rl.rl.run.step import explained_variance, plan_updates
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.types import Problem, Trajectory
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import NonFiniteLossError
+from fp8rl.trainer.step.batch import NonFiniteLossError, TokenBatch
 from tests.support.batches import random_batch
 from tests.support.dry_run import dry_run
 from tests.support.local_group import LocalGroup

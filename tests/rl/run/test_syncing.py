@@ -13,8 +13,8 @@ from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.engine.server.client import Slept
 from fp8rl.rollout.types import Endpoint
+from fp8rl.trainer.distributed.offload import OffloadReport
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import OffloadReport
 from fp8rl.weight_sync.manifest import SyncError
 
 CANARY = Canary([3, 4], [5], seed=-9, exact=True)

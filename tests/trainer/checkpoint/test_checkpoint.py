@@ -104,12 +104,12 @@ def test_experts_that_are_one_parameter_and_parameters_of_their_own_have_the_sam
         for kept in ("", "optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
             held = found[f"{kept}decoder.layers.mlp.experts.experts.{product}.weight"]
             assert tuple(held.size) == (LAYERS, EXPERTS, *shape)
-    stored, exported = load_file(moe_path / "model.safetensors"), dict(second.export_weights())
+    stored, exported = load_file(moe_path / "model.safetensors"), dict(second.weights.share(second.model))
     assert stored.keys() == exported.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
     second.load(tmp_path / "a")
     for (name, kind, ours), (other, _, theirs) in zip(*(_by_name(each) for each in (first, second)), strict=True):
         assert name == other and torch.equal(ours, theirs), (name, kind)
-    ours, theirs = (dict(each.export_weights()) for each in (first, second))
+    ours, theirs = (dict(each.weights.share(each.model)) for each in (first, second))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

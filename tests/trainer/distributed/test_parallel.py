@@ -150,7 +150,7 @@ class Case:
         return scored, routed, gradients(trainer_on(layout, config, self.paths["moe"], "bf16", dtype=torch.float32))
 
     def _non_finite(self, trainer: Any) -> str:
-        from fp8rl.trainer.step.objective import NonFiniteLossError
+        from fp8rl.trainer.step.batch import NonFiniteLossError
 
         with pytest.raises(NonFiniteLossError) as error:
             trainer.train_step(random_batch(**BATCH), Poisoned(BATCH["longest"]))
@@ -176,7 +176,7 @@ def saturated(trainer: Any) -> float:
 
 
 def exported(trainer: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    return {name: tensor.clone() for name, tensor in trainer.weights.share(trainer.model)}
 
 
 def turns(layout: Layout) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def two_steps(trainer: Any) -> list[tuple[float, float]]:
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
     """The summed gradients by HF name, those of this rank's share."""
-    from fp8rl.trainer.step.passes import run_pass
+    from fp8rl.trainer.scorer import run_pass
 
     batch, wrapped = random_batch(**BATCH), trainer.optimizer.model
     run_pass(wrapped, batch, trainer.layout, trainer.config, cross_entropy(batch))

@@ -135,7 +135,7 @@ def choosing(model: Any, keys: int) -> Any:
 def test_every_tensor_is_saved_and_loaded(name: str, folder: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     path, batch = write(folder, name), random_batch(2, 60)
     trained, fresh = make_trainer(path, "fp8"), make_trainer(path, "fp8")
-    stored, exported = load_file(path / "model.safetensors"), dict(fresh.export_weights())
+    stored, exported = load_file(path / "model.safetensors"), dict(fresh.weights.share(fresh.model))
     stored = {key: tensor for key, tensor in stored.items() if not fresh.definition.sizes.keeps(key)}
     assert exported.keys() == stored.keys() == read_model(path).tensors.rows.keys()
     assert all(torch.equal(exported[key].float(), tensor.float()) for key, tensor in stored.items())
@@ -147,8 +147,8 @@ def test_every_tensor_is_saved_and_loaded(name: str, folder: Path, tmp_path: Pat
     trained.save(tmp_path / "checkpoint", {})
     assert read_about(tmp_path / "checkpoint").extra.get(JOINED, 1) == trained.definition.sizes.joined
     fresh.load(tmp_path / "checkpoint")
-    brought = dict(fresh.export_weights())
-    assert all(torch.equal(tensor, brought[key]) for key, tensor in trained.export_weights())
+    brought = dict(fresh.weights.share(fresh.model))
+    assert all(torch.equal(tensor, brought[key]) for key, tensor in trained.weights.share(trained.model))
     assert not any(
         torch.equal(stored[key].float(), brought[key].float()) for key in stored if not re.search("experts|norm", key)
     )
@@ -178,7 +178,7 @@ def test_draft_layers_and_indexers_are_kept_as_they_are(tmp_path: Path, make_tra
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     check_stored(path, read_model(path))
     trainer = make_trainer(path, "fp8")
-    kept = stored.keys() - dict(trainer.export_weights()).keys()
+    kept = stored.keys() - dict(trainer.weights.share(trainer.model)).keys()
     assert kept == {name for name in stored if ".indexer." in name} | {drafted} and len(kept) == 11
     trainer.weights.write(trainer.model, tmp_path / "written")
     written = load_file(tmp_path / "written" / "model.safetensors")
@@ -240,7 +240,7 @@ def theirs(path: Path) -> PreTrainedModel:
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
     from fp8rl.trainer.modules.weights import matrices
-    from fp8rl.trainer.step.passes import run_pass
+    from fp8rl.trainer.scorer import run_pass
 
     batch = random_batch()
     run_pass(trainer.optimizer.model, batch, trainer.layout, trainer.config, cross_entropy(batch))

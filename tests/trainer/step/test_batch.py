@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.kept_tokens import KeptTokenPool
 from tests.support.batches import random_batch
 
 ROUTES = torch.arange(3 * 5 * 2 * 2, dtype=torch.int16).reshape(3, 5, 2, 2)

@@ -15,9 +15,9 @@ from fp8rl.diagnose.doctor.formats import differences_of
 from fp8rl.diagnose.doctor.watch import watch_step
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, OWN_LIKELY, UNKNOWN, KeptTokenPool, TokenBatch
+from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, OWN_LIKELY, UNKNOWN, ObjectiveOutput, TokenBatch
+from fp8rl.trainer.step.kept_tokens import KeptTokenPool
 from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, plan, plan_packed
-from fp8rl.trainer.step.objective import ObjectiveOutput
 from fp8rl.trainer.step.trees import TreeMicroBatch, plan_trees, token_keys
 from tests.support.batches import cross_entropy, random_batch, random_routes
 from tests.support.models import VOCAB

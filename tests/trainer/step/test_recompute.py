@@ -14,8 +14,8 @@ from torch import Tensor
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.trainer.step.batch import LIKELY_IDS, OWN_LIKELY, KeptTokenPool, TokenBatch
-from fp8rl.trainer.step.objective import ObjectiveOutput
+from fp8rl.trainer.step.batch import LIKELY_IDS, OWN_LIKELY, ObjectiveOutput, TokenBatch
+from fp8rl.trainer.step.kept_tokens import KeptTokenPool
 from tests.support.batches import Entropy, cross_entropy, random_batch, random_routes
 from tests.support.models import VOCAB, write_model
 from tests.support.trainers import MakeTrainer, Models, critic_on, gradients, scored, spread

@@ -157,7 +157,7 @@ def glm_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def biases(trainer: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.export_weights() if name in BIASES}
+    return {name: tensor.clone() for name, tensor in trainer.weights.share(trainer.model) if name in BIASES}
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])

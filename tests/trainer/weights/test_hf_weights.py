@@ -78,7 +78,8 @@ def test_codes_are_exported_as_they_are(preset: str, kind: str, layers: range, m
 
 
 def export_of(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
-    return dict(native_trainer(path, layout, config, range(LAYERS)).export_weights())
+    trainer = native_trainer(path, layout, config, range(LAYERS))
+    return dict(trainer.weights.share(trainer.model))
 
 
 @pytest.mark.slow
@@ -101,7 +102,7 @@ def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path
         else:
             parameter.data.zero_()
     trainer.weights.load(trainer.model)
-    assert_served_as_held(dict(trainer.export_weights()), moe_path, "fp8_block_pow2", range(LAYERS))
+    assert_served_as_held(dict(trainer.weights.share(trainer.model)), moe_path, "fp8_block_pow2", range(LAYERS))
     for name, parameter in held.items():
         assert torch.equal(parameter.get_high_precision_init_val(), bf16[name])
 

@@ -17,7 +17,6 @@ from fp8rl.models.lowering import lowered
 from fp8rl.models.program import LOGITS, TOKENS, run
 from fp8rl.models.tensors import EngineRank
 from fp8rl.rollout.engine.plugin.host import EngineHost
-from fp8rl.rollout.engine.plugin.parameters import hf_tensors
 from fp8rl.rollout.engine.plugin.state import state
 from fp8rl.rollout.engine.plugin.tokens import Paged
 
@@ -49,8 +48,9 @@ class ProgramModel(EngineHost):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the tensors of a model directory into the parameters. Later loads go to `ServedWeights.load`."""
-        table = self.definition.tensors
-        views = {label: view for label, _, view in hf_tensors(self, table, self.spec.weight.block_rows, self.rank)}
+        table, parameters = self.definition.tensors, dict(self.named_parameters())
+        found = table.views(parameters, self.spec.weight.block_rows, self.rank)
+        views = {label: view for label, _, view in found}
         for name, tensor in weights:
             if (row := table.get(name)) is not None and (view := views.get(self.rank.label(name, row))) is not None:
                 view.copy_(self.rank.part(row, tensor).view_as(view))

@@ -1,4 +1,4 @@
-"""Finds the checkpoint's tensors in an engine's model, and adds adapters to its parameters."""
+"""Checks the parameters of an engine's model, adds adapters to them, and refreshes SGLang's copies of them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,13 @@ from torch import Tensor, nn
 
 from fp8rl.models import Model
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
+from fp8rl.models.tensors import SCALE_SUFFIX, EngineRank, TensorRow
 from fp8rl.numerics.ops import Fused, LowRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 
 CACHE_SCALES = {"k_scale", "v_scale"}
 """Parameters that SGLang adds to attention in some quantized models, for an FP8 cache. The plugin does not use them."""
-Served = tuple[str, Tensor, Tensor]
-"""A tensor of the checkpoint in an engine: (label, parameter, view of the parameter), from `TensorTable.views`."""
-
-
-def hf_tensors(model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE) -> Iterator[Served]:
-    """Return `TensorTable.views` of the parameters of a rank's model."""
-    return table.views(dict(model.named_parameters()), block, rank)  # a tied parameter once
-
-
-def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Return each quantized parameter with its scales."""
-    parameters = dict(model.named_parameters())
-    return ((p, parameters[name + SCALE_SUFFIX]) for name, p in parameters.items() if name + SCALE_SUFFIX in parameters)
 
 
 def check_table(model: nn.Module, definition: Model) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8rl.models import Model
 from fp8rl.models.shared_base import SharedBase
-from fp8rl.models.tensors import WHOLE, EngineRank, base_name
+from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, base_name
 from fp8rl.numerics import delta, ops
 from fp8rl.numerics.core.memory import copy_all, own_memory, tensors_in
 from fp8rl.numerics.digest import tensor_digests
@@ -32,8 +32,6 @@ from fp8rl.rollout.engine.plugin.parameters import (
     attach_adapters,
     check_table,
     copies_in,
-    hf_tensors,
-    quantized_parameters,
 )
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE, DELTA
 
@@ -296,7 +294,8 @@ class ServedWeights:
         if storages == self._storages:
             return
         self._storages, self._places, self.views = storages, {}, {}
-        for label, parameter, view in hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank):
+        parameters = dict(model.named_parameters())  # a tied parameter once
+        for label, parameter, view in definition.tensors.views(parameters, self._spec.block_rows, self.rank):
             self._places[label] = self.views.setdefault(parameter, {})[label] = view
         for held in self._held.values():
             held.state, held.digests = State.STALE, None
@@ -372,3 +371,9 @@ class ServedWeights:
         if self._attached is None:
             raise RuntimeError("fp8rl plugin: no model is loaded yet")
         return self._attached
+
+
+def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Return each quantized parameter with its scales."""
+    parameters = dict(model.named_parameters())
+    return ((p, parameters[name + SCALE_SUFFIX]) for name, p in parameters.items() if name + SCALE_SUFFIX in parameters)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.tensors import EngineRank
+from fp8rl.models.tensors import WHOLE, EngineRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.rollout.engine.plugin import lifecycle
 from fp8rl.rollout.engine.plugin import weights as plugin_weights
-from fp8rl.rollout.engine.plugin.parameters import hf_tensors
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support import served_model
@@ -56,9 +55,10 @@ def stock_loader(weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def test_every_hf_tensor_is_found_under_its_name_as_a_view_of_the_engines_own_parameter(model: nn.Module) -> None:
-    found = {name: view for name, _, view in hf_tensors(model, DEFINITION.tensors, 128)}
+    views = list(DEFINITION.tensors.views(dict(model.named_parameters()), 128, WHOLE))
+    found = {name: view for name, _, view in views}
     assert found.keys() == OLD.keys()
-    for name, owner, view in hf_tensors(model, DEFINITION.tensors, 128):
+    for name, owner, view in views:
         assert view.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr(), name
     for name, tensor in OLD.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
