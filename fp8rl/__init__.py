@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8rl.numerics.core.errors import UserError
     from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
-    from fp8rl.rl.algorithms.parts.surrogates import Surrogate
+    from fp8rl.rl.algorithms.parts.loss import Surrogate
     from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
     from fp8rl.rl.experiment import Experiment, load_experiment
     from fp8rl.rl.record.rollouts import RolloutRecord
@@ -26,7 +26,7 @@ _HOMES = {
     "fp8rl.training": ("RunFailedError", "train"),
     "fp8rl.numerics.core.errors": ("UserError",),
     "fp8rl.rl.algorithms.base": ("AlgorithmConfig", "Needs", "Outcomes", "used_tokens"),
-    "fp8rl.rl.algorithms.parts.surrogates": ("Surrogate",),
+    "fp8rl.rl.algorithms.parts.loss": ("Surrogate",),
     "fp8rl.rl.algorithms.policy_gradient": ("PolicyGradient",),
     "fp8rl.rl.experiment": ("Experiment", "load_experiment"),
     "fp8rl.rl.record.rollouts": ("RolloutRecord",),

@@ -132,8 +132,7 @@ class Run:
     @property
     def verdict(self) -> list[str]:
         """The run in sentences, as the report begins: learning, agreement, syncs, and what the gates did."""
-        from fp8rl.rl.report.summary import summarize
-        from fp8rl.rl.report.verdict import verdict
+        from fp8rl.rl.report.summary import summarize, verdict
 
         return verdict(summarize(self.metrics, self.events))
 

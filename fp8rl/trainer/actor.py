@@ -126,6 +126,9 @@ class TrainerActor:
 class TrainerGroup:
     """All ranks of one trainer. A method returns when every rank is done. Methods without a role work on the policy.
 
+    `forward_backward`, `update` and `score_routed` call the method of this name of `trainer.trainer.Trainer`, or of
+    another role's model.
+
     Attributes:
         weight_version: number of optimizer steps of the policy.
         merges: whether adapters are merged into the weights.

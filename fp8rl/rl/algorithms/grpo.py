@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp8rl.rl.algorithms.parts.advantages import group_advantages, leave_one_out, relative_to_mean
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.rl.algorithms.parts import loss
+from fp8rl.rl.algorithms.parts.loss import AggregationMode, Surrogate
 from fp8rl.rl.algorithms.parts.penalties import OverlongSection
-from fp8rl.rl.algorithms.parts.surrogates import (
-    AggregationMode,
-    Surrogate,
-    clipped,
-    clipped_weight,
-    sequence_ratio,
-    token_ratio,
-)
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.trainer.step.batch import TokenBatch
 
@@ -74,8 +69,8 @@ class Gspo(GroupRelative):
     def surrogate(
         self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
     ) -> Surrogate:
-        ratio = sequence_ratio(logprobs, old, used)
-        return clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
+        ratio = loss.sequence_ratio(logprobs, old, used)
+        return loss.clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
 
     def notes(self) -> list[str]:
         wide = {key: getattr(self, key) for key in ("clip_low", "clip_high") if getattr(self, key) >= WIDE_CLIP}
@@ -101,8 +96,8 @@ class Cispo(GroupRelative):
     def surrogate(
         self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
     ) -> Surrogate:
-        ratio = token_ratio(logprobs, old, used)
-        return clipped_weight(logprobs, ratio, advantages, used, self.clip_low, self.clip_high)
+        ratio = loss.token_ratio(logprobs, old, used)
+        return loss.clipped_weight(logprobs, ratio, advantages, used, self.clip_low, self.clip_high)
 
 
 class MaxRl(PolicyGradient):
@@ -123,7 +118,14 @@ class MaxRl(PolicyGradient):
         return self
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        return relative_to_mean(rewards, groups)
+        """Return (R - mean) / mean, 0 in a group of mean 0. The fewer answers of a prompt are right, the more each of
+        them counts. Raises UserError: a reward is negative."""
+        rewards, _, _, means = _grouped(rewards, groups)
+        if bool((rewards < 0).any()):
+            expected = "none below 0, as maxrl divides by the mean reward of a group"
+            remedy = "Correct the reward functions or their weights, or choose another algorithm."
+            raise user_error("rewards", float(rewards.min()), expected, remedy)
+        return torch.where(means > 0, (rewards - means) / means, 0.0).float()
 
 
 class Rloo(PolicyGradient):
@@ -134,4 +136,51 @@ class Rloo(PolicyGradient):
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group's other answers"
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        return leave_one_out(rewards, groups)
+        """Return the reward less the mean of the *other* trajectories of the prompt; 0 in a group of one."""
+        rewards, _, counts, means = _grouped(rewards, groups)
+        return ((rewards - means) * counts / (counts - 1).clamp(min=1)).float()
+
+
+# Advantages within groups. Equal numbers mark the trajectories of one group. They may come in any order, and groups may
+# differ in size.
+
+STD_EPSILON = 1e-6
+"""Keeps a group of equal rewards at advantage 0 instead of 0/0."""
+
+
+def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool, group_size: int = 1) -> Tensor:
+    """Return the advantage of each trajectory within the group of its prompt.
+
+    With `normalize_std` it is (R - mean) / (std + 1e-6) with the sample standard deviation (ddof 1), as in GRPO
+    (DeepSeekMath); without, it is R - mean, as in Dr. GRPO. A group of one has the mean 0 and the std 1 if `group_size`
+    is 1. If `group_size` is larger, its other answers have failed, and its advantage is 0.
+
+    Args:
+        rewards: float [N], finite.
+        groups: int64 [N], equal numbers for trajectories of one prompt, in any order.
+        group_size: number of answers sampled for each prompt.
+
+    Returns:
+        float32 [N]; computed in float64.
+    """
+    rewards, member, counts, means = _grouped(rewards, groups)
+    alone = counts == 1
+    centred = torch.where(alone, rewards, rewards - means) if group_size == 1 else rewards - means
+    if not normalize_std:
+        return centred.float()
+    variance = _sums(centred.square(), member) / (counts - 1).clamp(min=1)
+    std = torch.where(alone, 1.0, variance.sqrt())
+    return (centred / (std + STD_EPSILON)).float()
+
+
+def _grouped(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the reward of each trajectory in float64, and the index, size and mean reward of its group; all [N]."""
+    rewards = rewards.double()
+    _, member = torch.unique(groups, return_inverse=True)
+    counts = _sums(torch.ones_like(rewards), member)
+    return rewards, member, counts, _sums(rewards, member) / counts
+
+
+def _sums(values: Tensor, member: Tensor) -> Tensor:
+    """Return for each trajectory the sum of `values` [N] over its group."""
+    return torch.zeros_like(values).index_add(0, member, values)[member]

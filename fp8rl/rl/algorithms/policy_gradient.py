@@ -10,7 +10,6 @@ and its surrogate if it is not PPO's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -19,87 +18,12 @@ from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
-from fp8rl.rl.algorithms.parts.advantages import per_token, whitened
-from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection, expected_score
-from fp8rl.rl.algorithms.parts.penalties import ESTIMATORS, KlSection, OverlongSection, k3
-from fp8rl.rl.algorithms.parts.surrogates import Aggregation, AggregationMode, Surrogate, clipped, token_ratio
+from fp8rl.rl.algorithms.parts import loss
+from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
+from fp8rl.rl.algorithms.parts.loss import Aggregation, AggregationMode, PolicyObjective, Surrogate
+from fp8rl.rl.algorithms.parts.penalties import KlSection, OverlongSection
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.trainer.step.batch import LIKELY_LOGPROBS, OWN_LIKELY, Objective, ObjectiveOutput, TokenBatch
-
-# The loss of an update by the policy gradient: what a surrogate, a KL term and an entropy bonus add up to.
-
-
-LEARNT_FROM = "learnt_from"
-"""The batch field that marks the tokens to learn from: 1 on them, 0 on the tokens of filtered answers."""
-
-
-@dataclass(frozen=True)
-class PolicyObjective:
-    """The loss of an update: the mean over tokens of (surrogate + KL term) · w - entropy bonus. Rejected and filtered
-    tokens count as 0. With centering the token's advantage times its expected score is added.
-
-    old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
-    detached. The KL term needs `fields["reference_logprobs"]`. `rl.algorithms.parts.corrections` computes the weight w
-    and the rejection from old and rollout logprobs, without gradient. Tokens where `fields["learnt_from"]` is 0 are
-    filtered. The denominators of loss and metrics count rejected and filtered tokens. Loss, denominators and metrics
-    leave out a token whose rollout logprob is not finite.
-    """
-
-    algorithm: PolicyGradient
-    correction: Correction
-    aggregate: Aggregation
-    kl: KlSection
-    entropy: float
-    bypass: bool
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
-        used, fields = used_tokens(batch), batch.fields
-        old = fields["rollout_logprobs"] if self.bypass else fields.get("old_logprobs", logprobs.detach())
-        advantages = torch.where(used, fields["advantages"], 0.0)
-        term = self.algorithm.surrogate(logprobs, old, advantages, used, batch)
-        corrects = self.correction.weighs or self.correction.rejects
-        weight, accepted = self.correction(old, fields["rollout_logprobs"] if corrects else old, used)
-        learnt = used
-        if LEARNT_FROM in fields:  # what is not finite is never hidden
-            learnt = (fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite()
-        kept = accepted & learnt
-        losses, kl = term.losses, self.kl
-        reference = fields.get("reference_logprobs")
-        x = None if reference is None else torch.where(used, logprobs - reference, 0.0)
-        if kl.loss.coefficient and x is not None:
-            sampled_by = token_ratio(logprobs, old, used).detach()
-            losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
-        losses = torch.where(kept, losses * weight, 0.0)
-        if self.algorithm.centering is not None:
-            centered = accepted
-            if self.correction.rejection == "icepop":  # rejected tokens have weight 0, and belong to the expectation
-                centered = Correction(veto=self.correction.veto)(old, fields["rollout_logprobs"], used)[1]
-            score = expected_score(fields[OWN_LIKELY], fields[LIKELY_LOGPROBS], used, self.correction)
-            losses = losses + torch.where(centered & learnt, advantages * score, 0.0)
-        if self.entropy:
-            losses = losses - self.entropy * torch.where(kept, entropy, 0.0)
-        loss = self.aggregate(losses, used)
-
-        def token_mean(values: Tensor) -> Tensor:
-            return torch.where(used, values, 0.0).sum().detach() / self.aggregate.tokens
-
-        metrics = {
-            "train/ratio_mean": token_mean(term.ratio),
-            "train/clip_fraction": token_mean((term.below | term.above).float()),
-            "train/clip_fraction_low": token_mean(term.below.float()),
-            "train/clip_fraction_high": token_mean(term.above.float()),
-            "train/entropy": token_mean(entropy),
-        }
-        if x is not None:
-            metrics["train/kl"] = token_mean(k3(x))
-        if self.correction.weighs:
-            metrics["train/tis_weight_mean"] = token_mean(weight * accepted)
-        if self.correction.rejects:
-            metrics["train/rejected_tokens"] = token_mean((~accepted).float())
-            rejected = used.any(dim=1) & ~accepted.any(dim=1)
-            metrics["train/rejected_sequences"] = rejected.sum() / self.aggregate.sequences
-        return ObjectiveOutput(loss, metrics)
-
+from fp8rl.trainer.step.batch import Objective, TokenBatch
 
 RatioSource = Literal["recompute", "bypass"]
 
@@ -286,7 +210,7 @@ class PolicyGradient(AlgorithmConfig):
         """The batch field that takes truncated answers out of the loss, if `overlong.filter` is on."""
         if self.overlong is None or not self.overlong.filter:
             return {}
-        return {LEARNT_FROM: per_token(outcomes.finished, batch.loss_mask)}
+        return {loss.LEARNT_FROM: per_token(outcomes.finished, batch.loss_mask)}
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
         """Return the outcomes with the length penalty, if there is one, subtracted from their rewards."""
@@ -334,12 +258,20 @@ class PolicyGradient(AlgorithmConfig):
     ) -> Surrogate:
         """The loss of each token before weight and aggregation. All tensors are [b, S]; rows are whole sequences.
         batch: the same rows, with all fields."""
-        ratio = token_ratio(logprobs, old, used)
-        return clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
+        ratio = loss.token_ratio(logprobs, old, used)
+        return loss.clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
 
     def objective(self, batch: TokenBatch) -> Objective:
         aggregate = Aggregation.of(used_tokens(batch), self.loss_aggregation, self.loss_length or 1)
-        return PolicyObjective(self, self.correction, aggregate, self.kl, self.entropy, self.ratio == "bypass")
+        return PolicyObjective(
+            self.surrogate,
+            self.centering is not None,
+            self.correction,
+            aggregate,
+            self.kl,
+            self.entropy,
+            self.ratio == "bypass",
+        )
 
     def notes(self) -> list[str]:
         said = []
@@ -354,3 +286,23 @@ class PolicyGradient(AlgorithmConfig):
     @property
     def _rejects(self) -> bool:
         return self.rejection is not None or self.veto is not None
+
+
+VARIANCE_FLOOR = 1e-8
+"""Keeps equal advantages at 0 when they are whitened."""
+
+
+def per_token(values: Tensor, batch_mask: Tensor) -> Tensor:
+    """Give each row's value [B] to its target tokens, which `batch_mask` [B, S] marks. float32 [B, S], 0 elsewhere."""
+    return torch.where(batch_mask, values.float()[:, None], 0.0)
+
+
+def whitened(advantages: Tensor, used: Tensor) -> Tensor:
+    """(A - mean) / sqrt(variance + 1e-8) over all used tokens of the batch, as in REINFORCE++ (Hu et al. 2025). float32
+    [B, S], 0 on tokens that are not used; computed in float64.
+    """
+    values = advantages[used].double()
+    variance, mean = torch.var_mean(values, correction=0)
+    white = torch.zeros(advantages.shape, dtype=torch.float32)
+    white[used] = ((values - mean) / (variance + VARIANCE_FLOOR).sqrt()).float()
+    return white

@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import Needs, Outcomes, used_tokens
-from fp8rl.rl.algorithms.parts.advantages import generalised_advantages, last_of_each_row
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.trainer.config import RateSection, TrainerSection
 from fp8rl.trainer.step.batch import Objective, ObjectiveOutput, TokenBatch
@@ -67,7 +66,8 @@ class Ppo(PolicyGradient):
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         used = used_tokens(batch)
-        rewards = torch.where(last_of_each_row(used), outcomes.rewards.double()[:, None], 0.0)
+        last = used & (used.flip(1).cumsum(dim=1).flip(1) == 1)  # of each row; a row without used tokens has none
+        rewards = torch.where(last, outcomes.rewards.double()[:, None], 0.0)
         if self.kl.reward.coefficient:
             rewards = rewards - self.kl_penalty(batch)
         values = batch.fields["values"]
@@ -115,3 +115,32 @@ class ValueObjective:
             "critic/clip_fraction": token_mean(clipped.float()),
         }
         return ObjectiveOutput(token_mean(losses) / 2, metrics)
+
+
+def generalised_advantages(rewards: Tensor, values: Tensor, used: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalised advantage estimation (GAE; Schulman et al. 2016, "High-Dimensional Continuous Control"):
+    A_t = d_t + gamma · lambda · A_next.
+
+    d_t = reward_t + gamma · V_next - V_t. "next" is the next used token, so a tool's answer in between changes nothing.
+    After the last used token A and V are 0.
+
+    Args:
+        rewards: [B, S] of each token.
+        values: [B, S], the return that the critic expected before the token.
+        used: bool [B, S].
+        gae_lambda: with 1, A sums up all later rewards; with 0, A looks only at the next value.
+
+    Returns:
+        float64 [B, S], 0 on tokens that are not used.
+    """
+    rewards, values = rewards.double(), values.double()
+    advantages = torch.zeros_like(values)
+    next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        here = used[:, t]
+        td_error = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = td_error + gamma * gae_lambda * next_advantage
+        advantages[:, t] = torch.where(here, advantage, 0.0)
+        next_value = torch.where(here, values[:, t], next_value)
+        next_advantage = torch.where(here, advantage, next_advantage)
+    return advantages

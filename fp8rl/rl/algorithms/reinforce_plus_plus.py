@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.parts.advantages import group_advantages, rewards_to_go
+from fp8rl.rl.algorithms.grpo import group_advantages
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.trainer.step.batch import TokenBatch
 
@@ -25,7 +25,8 @@ class ReinforcePlusPlus(PolicyGradient):
         advantages = super().token_advantages(outcomes, batch)
         if not self.kl.reward.coefficient:
             return advantages
-        return torch.where(batch.loss_mask, advantages - rewards_to_go(self.kl_penalty(batch)), 0.0).float()
+        to_go = self.kl_penalty(batch).flip(1).cumsum(dim=1).flip(1)  # of each token and all tokens after it in its row
+        return torch.where(batch.loss_mask, advantages - to_go, 0.0).float()
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return rewards.float()

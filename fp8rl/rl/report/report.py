@@ -23,8 +23,7 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, Tone, references
-from fp8rl.rl.report.summary import RunSummary, by_kind, summarize
-from fp8rl.rl.report.verdict import verdict
+from fp8rl.rl.report.summary import RunSummary, by_kind, summarize, verdict
 
 MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</span>')
 

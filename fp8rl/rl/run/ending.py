@@ -12,8 +12,7 @@ from fp8rl.rl.record.metrics_log import metrics_found, read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers.to_wandb import latest, leet
 from fp8rl.rl.report.report import write_report
-from fp8rl.rl.report.summary import summarize
-from fp8rl.rl.report.verdict import verdict
+from fp8rl.rl.report.summary import summarize, verdict
 from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.events import FilterError, TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fp8rl.rl.algorithms import ALGORITHMS, Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.parts.surrogates import AggregationMode
+from fp8rl.rl.algorithms.parts.loss import AggregationMode
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rollout.config import RolloutSection

@@ -10,8 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.parts.advantages import generalised_advantages
-from fp8rl.rl.algorithms.ppo import Ppo, ValueObjective
+from fp8rl.rl.algorithms.ppo import Ppo, ValueObjective, generalised_advantages
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.config import TrainerSection

@@ -7,8 +7,7 @@ from fp8rl.rl.record.console import step_line
 from fp8rl.rl.record.history import Event
 from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Section
-from fp8rl.rl.report.summary import summarize
-from fp8rl.rl.report.verdict import verdict
+from fp8rl.rl.report.summary import summarize, verdict
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
 

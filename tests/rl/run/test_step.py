@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Needs, Outcomes
-from fp8rl.rl.algorithms.parts.surrogates import Surrogate
+from fp8rl.rl.algorithms.parts.loss import Surrogate
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.loop import rollout_records, scored_records

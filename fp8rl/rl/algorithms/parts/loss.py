@@ -1,5 +1,5 @@
-"""Losses of the policy gradient: a surrogate per token, to be minimised, and the mean of the surrogates, with the
-denominators of the whole batch.
+"""The loss of an update by the policy gradient: for each token a surrogate, to be minimised, a KL term and a weight;
+then the mean over tokens, with the denominators of the whole batch.
 
 d = logprob - old is a token's log-ratio of the present policy to the old one (`algorithm.ratio`). r = e^d, A is the
 token's advantage, and sg(x) is x without gradient.
@@ -7,13 +7,93 @@ token's advantage, and sg(x) is x without gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fp8rl.rl.algorithms.base import used_tokens
+from fp8rl.rl.algorithms.parts.corrections import Correction, expected_score
+from fp8rl.rl.algorithms.parts.penalties import ESTIMATORS, KlSection, k3
 from fp8rl.rl.mismatch.logprobs import clamp_exponent
+from fp8rl.trainer.step.batch import LIKELY_LOGPROBS, OWN_LIKELY, ObjectiveOutput, TokenBatch
+
+LEARNT_FROM = "learnt_from"
+"""The batch field that marks the tokens to learn from: 1 on them, 0 on the tokens of filtered answers."""
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The loss of an update: the mean over tokens of (surrogate + KL term) · w - entropy bonus. Rejected and filtered
+    tokens count as 0. With centering the token's advantage times its expected score is added.
+
+    old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
+    detached. The KL term needs `fields["reference_logprobs"]`. `rl.algorithms.parts.corrections` computes the weight w
+    and the rejection from old and rollout logprobs, without gradient. Tokens where `fields["learnt_from"]` is 0 are
+    filtered. The denominators of loss and metrics count rejected and filtered tokens. Loss, denominators and metrics
+    leave out a token whose rollout logprob is not finite.
+    """
+
+    surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, TokenBatch], Surrogate]
+    centers: bool
+    correction: Correction
+    aggregate: Aggregation
+    kl: KlSection
+    entropy: float
+    bypass: bool
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+        used, fields = used_tokens(batch), batch.fields
+        old = fields["rollout_logprobs"] if self.bypass else fields.get("old_logprobs", logprobs.detach())
+        advantages = torch.where(used, fields["advantages"], 0.0)
+        term = self.surrogate(logprobs, old, advantages, used, batch)
+        corrects = self.correction.weighs or self.correction.rejects
+        weight, accepted = self.correction(old, fields["rollout_logprobs"] if corrects else old, used)
+        learnt = used
+        if LEARNT_FROM in fields:  # what is not finite is never hidden
+            learnt = (fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite()
+        kept = accepted & learnt
+        losses, kl = term.losses, self.kl
+        reference = fields.get("reference_logprobs")
+        x = None if reference is None else torch.where(used, logprobs - reference, 0.0)
+        if kl.loss.coefficient and x is not None:
+            sampled_by = token_ratio(logprobs, old, used).detach()
+            losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
+        losses = torch.where(kept, losses * weight, 0.0)
+        if self.centers:
+            centered = accepted
+            if self.correction.rejection == "icepop":  # rejected tokens have weight 0, and belong to the expectation
+                centered = Correction(veto=self.correction.veto)(old, fields["rollout_logprobs"], used)[1]
+            score = expected_score(fields[OWN_LIKELY], fields[LIKELY_LOGPROBS], used, self.correction)
+            losses = losses + torch.where(centered & learnt, advantages * score, 0.0)
+        if self.entropy:
+            losses = losses - self.entropy * torch.where(kept, entropy, 0.0)
+        loss = self.aggregate(losses, used)
+
+        def token_mean(values: Tensor) -> Tensor:
+            return torch.where(used, values, 0.0).sum().detach() / self.aggregate.tokens
+
+        metrics = {
+            "train/ratio_mean": token_mean(term.ratio),
+            "train/clip_fraction": token_mean((term.below | term.above).float()),
+            "train/clip_fraction_low": token_mean(term.below.float()),
+            "train/clip_fraction_high": token_mean(term.above.float()),
+            "train/entropy": token_mean(entropy),
+        }
+        if x is not None:
+            metrics["train/kl"] = token_mean(k3(x))
+        if self.correction.weighs:
+            metrics["train/tis_weight_mean"] = token_mean(weight * accepted)
+        if self.correction.rejects:
+            metrics["train/rejected_tokens"] = token_mean((~accepted).float())
+            rejected = used.any(dim=1) & ~accepted.any(dim=1)
+            metrics["train/rejected_sequences"] = rejected.sum() / self.aggregate.sequences
+        return ObjectiveOutput(loss, metrics)
+
+
+# Surrogates.
 
 
 @dataclass(frozen=True)

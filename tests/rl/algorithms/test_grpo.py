@@ -2,25 +2,20 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.rl.algorithms.parts.advantages import group_advantages
-
-
-def advantages(rewards: list[float], groups: list[int], normalize_std: bool, group_size: int = 1) -> list[float]:
-    found = group_advantages(*map(torch.tensor, (rewards, groups)), normalize_std=normalize_std, group_size=group_size)
-    return found.tolist()
+from fp8rl.rl.algorithms.grpo import group_advantages
 
 
 @pytest.mark.parametrize("normalize_std", [False, True])
 def test_the_last_answer_of_a_larger_group_teaches_nothing(normalize_std: bool) -> None:
-    found, alone = (advantages([0.5, 1, 0], [9, 4, 4], normalize_std, size) for size in (2, 1))
+    given = torch.tensor([0.5, 1, 0]), torch.tensor([9, 4, 4])
+    found, alone = (group_advantages(*given, normalize_std=normalize_std, group_size=n).tolist() for n in (2, 1))
     assert found == [0.0, *alone[1:]] and alone[0] == pytest.approx(0.5, abs=1e-6)  # mean 0 and std 1
 
 
 @pytest.mark.parametrize("normalize_std", [False, True])
 def test_against_numpy_in_float64(normalize_std: bool) -> None:
     generator = np.random.default_rng(0)
-    rewards = generator.normal(size=60).astype(np.float32)
-    groups = generator.integers(0, 12, size=60)
+    rewards, groups = generator.normal(size=60).astype(np.float32), generator.integers(0, 12, size=60)
     expected = np.zeros(60)
     for group in np.unique(groups):
         rows = groups == group
