@@ -6,19 +6,23 @@ them gathers the parts. If several ranks have a weight, the one with the fewest 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
+from fp8rl.models import Model
 from fp8rl.models.shared_base import SharedBase
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.weight_cache import Frozen, freeze
+from fp8rl.numerics.weight_cache import WeightCache, frozen_of
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
+from fp8rl.trainer.modules.weights import beside, is_adapter, matrices, named_weights
 
 
 class Dealer:
@@ -35,55 +39,114 @@ class Dealer:
 
 
 class Exporter:
-    """Exports this rank's shard of a model.
+    """Exports this rank's shard of a model. Every method needs all ranks, which must iterate to the end.
 
-    quantized_as: the spec of weights that the model stores in FP8. scales: `MegatronWeights` for their scales.
+    A weight that TransformerEngine stores in FP8 is exported as two matrices: its codes [N, K] and its scales
+    [N / block, K / block].
+
+    quantized_as: the spec of weights in FP8. cache: gives the tensor that engines get for a weight.
     """
 
-    def __init__(
-        self, weights: MegatronWeights, scales: MegatronWeights, quantized_as: TensorSpec, layout: Layout
-    ) -> None:
-        self._weights, self._scales, self._spec, self._layout = weights, scales, quantized_as, layout
+    def __init__(self, definition: Model, quantized_as: TensorSpec, cache: WeightCache, layout: Layout) -> None:
+        self._definition, self._spec, self._cache, self._layout = definition, quantized_as, cache, layout
+        self._table = definition.tensors
+        self._megatron, self._scales = MegatronWeights(self._table), MegatronWeights(self._table, quantized_as.group)
+        self._base: SharedBase | None = None
+
+    def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """Yield the (HF name, tensor) pairs of this rank's shard. The shards of all ranks together are the checkpoint.
+
+        A weight that TransformerEngine stores in FP8 is yielded in FP8. Use or copy the tensors before the next
+        training step, because they may share memory with the parameters. All ranks must iterate to the end.
+        """
+        return self._share(self._served(model))
+
+    def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """Yield this rank's shard of the weights, without separate or merged adapters."""
+        whole = self.whole_names(model)
+        parts = (part for name, weight in self._weights(model, whole) for part in matrices(name, weight))
+        return self._share((whole[name], part, part.detach()) for name, part in parts)
+
+    def adapters(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """Yield this rank's shard of the adapters."""
+        whole = self.whole_names(model)
+        parts = ((name, part) for name, part in named_weights(model) if is_adapter(name))
+        return self._share((whole[name], part, part.detach()) for name, part in parts)
+
+    def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield (name in the whole model, this rank's tensor, tensor that engines get for it)."""
+        whole = self.whole_names(model)
+        for name, held in self._weights(model, whole):
+            read_from_base = te_runtime.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
+            served = held if read_from_base else self._cache.served(held)
+            for (one, part), (_, in_its_place) in zip(matrices(name, held), matrices(name, served), strict=True):
+                yield whole[one], part, in_its_place
+
+    def _weights(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters and buffers that are tensors of the checkpoint. Adapters are not among them."""
+        yield from ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
+        yield from self._buffers(model, whole)
+
+    def _buffers(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, buffer) for name, buffer in model.named_buffers() if whole.get(name) in self._table.in_megatron)
+
+    def whole_names(self, model: GPTModel) -> dict[str, str]:
+        """Return the name in the whole model for each name of this rank's weights, adapters and buffers."""
+        tensors = {**dict(named_weights(model)), **dict(model.named_buffers())}
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        first_expert = self._layout.ep_rank * (self._definition.sizes.experts // self._layout.ep_size)
+        names: dict[str, str] = {}
+        for name in (one for one in tensors if not is_adapter(one)):
+            whole = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
+            numbered = r"(?<=\.experts\.linear_fc[12]\.weight)\d+$"
+            names[name] = re.sub(numbered, lambda found: str(first_expert + int(found[0])), whole)
+        for name, whole in list(names.items()):
+            for letter in ("a", "b"):
+                if (adapter := beside(name, letter)) in tensors:
+                    names[adapter] = beside(whole, letter)
+                elif (of_all := adapter.rstrip("0123456789")) in tensors:
+                    names[of_all] = beside(whole, letter).rstrip("0123456789")
+        return names
 
     @torch.no_grad()
-    def share(
-        self, weights: Iterable[tuple[str, Tensor, Tensor]], base: SharedBase | None = None
-    ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def _share(self, weights: Iterable[tuple[str, Tensor, Tensor]]) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end, to gather parts.
 
         weights: (name in the whole model, this rank's part with Megatron's tags, tensor that engines get in place of
-        the part). The order is the same on all ranks of a pipeline stage. base: tensors that are in the base, where
+        the part). The order is the same on all ranks of a pipeline stage. Tensors that are in the shared base, where
         they are whole, are exported from the base.
         """
         at = self._layout
+        in_base = () if self._base is None else self._base.tensors
         dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
         for name, local, served in weights:
-            row = self._weights.rows(name)[0]
+            row = self._megatron.rows(name)[0]
             if name in row.copies:
                 continue  # the stage with the original exports it
             if row.expert is not None:
                 if experts.next(local.nbytes) == at.expert_dp_rank:
-                    if base is not None and row.name in base.tensors:
-                        yield from self._of_base(name, base)
+                    if row.name in in_base:
+                        yield from self._of_base(name)
                     else:
                         yield from self._tensors(name, local, [self._pieces(local, served)])
                 continue
             its_replica, its_rank = divmod(dense.next(local.nbytes), at.tp_size)
             if its_replica != at.dp_rank:
                 continue
-            if base is not None and row.name in base.tensors:
+            if row.name in in_base:
                 if its_rank == at.tp_rank:
-                    yield from self._of_base(name, base)
+                    yield from self._of_base(name)
                 continue
-            if at.tp_size > 1 and self._weights.axis(name, local) is not None:
+            if at.tp_size > 1 and self._megatron.axis(name, local) is not None:
                 parts = _gathered(self._pieces(local, served), its_rank, at.tp_group)
             else:
                 parts = [self._pieces(local, served)]
             if its_rank == at.tp_rank:
                 yield from self._tensors(name, local, parts)
 
-    def _of_base(self, name: str, base: SharedBase) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        return ((row.name, base.tensor(row.name)) for row in self._weights.rows(name))
+    def _of_base(self, name: str) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        assert self._base is not None
+        return ((row.name, self._base.tensor(row.name)) for row in self._megatron.rows(name))
 
     def _pieces(self, held: Tensor, served: Tensor) -> list[Tensor]:
         """Return the weight or, if TransformerEngine stores it in FP8, its codes and scales."""
@@ -97,10 +160,10 @@ class Exporter:
         self, name: str, held: Tensor, parts: list[list[Tensor]]
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield the checkpoint's tensors in a parameter. parts: the `_pieces` of each rank that has a part of it."""
-        names, axis = [row.name for row in self._weights.rows(name)], self._weights.axis(name, held)
+        names, axis = [row.name for row in self._megatron.rows(name)], self._megatron.axis(name, held)
         cut = [
             side.cut(name, side.merge(name, piece, axis))
-            for side, piece in zip((self._weights, self._scales), zip(*parts, strict=True))
+            for side, piece in zip((self._megatron, self._scales), zip(*parts, strict=True))
         ]
         for tensor_name, (values, *scales) in zip(names, zip(*cut, strict=True), strict=True):
             quantized = QuantizedTensor(values.view(self._spec.dtype), scales[0], self._spec) if scales else values
@@ -116,62 +179,6 @@ def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> lis
         dist.gather(piece.contiguous(), received or None, group=group, group_dst=owner)
         parts.append(received)
     return [list(of_rank) for of_rank in zip(*parts, strict=True)]
-
-
-# A frozen parameter of the trainer, read from a base in the engine's layout.
-#
-# FP8 products read the base's codes (`weight_cache.Frozen`); each call takes the rank's part of them, in Megatron's
-# order of rows. A weight that is not quantized becomes a view of the base if the base has the same numbers in the same
-# order. Otherwise it keeps memory of its own: a fused q|k|v in BF16, a part of a row-parallel weight, another dtype.
-
-
-def adopt(
-    parameter: nn.Parameter, names: Sequence[str], base: SharedBase, scales: MegatronWeights, layout: Layout
-) -> bool:
-    """Let a frozen parameter read its values from a base, which engines read too. Return False if it cannot.
-
-    names: the parameter's name in the whole model or, for stacked experts, each expert's name.
-    """
-    in_table = all(name in base.model.tensors.in_megatron for name in names)
-    rows = [scales.rows(name) for name in names] if in_table else []
-    if not rows or rows[0][0].name not in base.tensors:
-        return False
-    stacked = parameter.dim() == 3
-    stored = base.fused(rows[0], len(rows) if stacked else 0)
-    axis = scales.axis(names[0], parameter)
-    ranks, rank = (1, 0) if axis is None else (layout.tp_size, layout.tp_rank)
-    if isinstance(stored, QuantizedTensor):
-        freeze(parameter, _frozen(stored, names[0], rows[0], scales, ranks, rank, axis))
-        return True
-    view = stored if axis is None else stored.chunk(ranks, axis)[rank]
-    alike = (view.shape, view.dtype) == (parameter.shape, parameter.dtype) and view.is_contiguous()
-    if rows[0][0].megatron.layout == "heads" or len(rows[0]) > 1 < ranks or not alike:
-        return False
-    parameter.data = view
-    return True
-
-
-def _frozen(
-    held: QuantizedTensor,
-    name: str,
-    rows: Sequence[TensorRow],
-    scales: MegatronWeights,
-    ranks: int,
-    rank: int,
-    axis: int | None,
-) -> Frozen:
-    if axis == 1:
-        return Frozen(held).columns(rank, ranks)
-    block = held.spec.group
-    if ranks == 1 and rows[0].megatron.layout == "rows":
-        return Frozen(held)
-    blocks = torch.arange(held.data.shape[-2] // block, device=held.data.device)
-    pieces = list(blocks.split([row.shape[0] // block for row in rows]))
-    order = scales.share(name, scales.fuse(name, pieces), axis, ranks)[rank]
-    return Frozen(held, order.contiguous(), block)
-
-
-# The checkpoint's tensors in a parameter of Megatron's.
 
 
 class MegatronWeights:

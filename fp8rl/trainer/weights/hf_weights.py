@@ -1,16 +1,15 @@
-"""Loads a model's weights from a Hugging Face checkpoint, and exports them to one, on any parallel layout."""
+"""Loads a model's weights from a Hugging Face checkpoint, and writes them to one, on any parallel layout."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8rl.models import Model
 from fp8rl.models.checkpoint.peft import write_adapter
@@ -24,21 +23,15 @@ from fp8rl.numerics.core.memory import own_memory
 from fp8rl.numerics.core.process import all_gathered, exhaust, rank, together
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.weight_cache import WeightCache, frozen_of
+from fp8rl.numerics.weight_cache import Frozen, WeightCache, freeze
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
-from fp8rl.trainer.modules.weights import beside, is_adapter, matrices, named_weights
-from fp8rl.trainer.weights.export import Exporter, MegatronWeights, adopt
+from fp8rl.trainer.modules.weights import matrices, named_weights
+from fp8rl.trainer.weights.export import Exporter, MegatronWeights
 
 
-class HFWeights:
-    """Converts between a model's parameters and the tensors of its Hugging Face checkpoint at `path`.
-
-    Every method needs all ranks. A weight that TransformerEngine stores in FP8 is converted as two matrices: its codes
-    [N, K] and its scales [N / block, K / block].
-
-    quantized_as: the spec of weights in FP8. cache: gives the tensor that engines get for a weight.
-    """
+class HFWeights(Exporter):
+    """Loads a model's parameters from its Hugging Face checkpoint at `path`, exports them, and writes another one."""
 
     def __init__(
         self,
@@ -49,12 +42,8 @@ class HFWeights:
         layout: Layout,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
-        self._definition, self._table, self._cache = definition, definition.tensors, cache
-        self._megatron = MegatronWeights(self._table)
-        self._scales, self._layout = MegatronWeights(self._table, quantized_as.group), layout
-        self._exporter = Exporter(self._megatron, self._scales, quantized_as, layout)
-        self._base: SharedBase | None = None
+        super().__init__(definition, quantized_as, cache, layout)
+        self.path, self._dtype = Path(model_path), dtype
 
     @torch.no_grad()
     def load(self, model: GPTModel, names: Collection[str] | None = None) -> None:
@@ -75,18 +64,10 @@ class HFWeights:
             else:
                 parameter.copy_(part)
 
-    def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield the (HF name, tensor) pairs of this rank's shard. The shards of all ranks together are the checkpoint.
-
-        A weight that TransformerEngine stores in FP8 is yielded in FP8. Use or copy the tensors before the next
-        training step, because they may share memory with the parameters. All ranks must iterate to the end.
-        """
-        return self._exporter.share(self._served(model), self._base)
-
     def adopt(self, model: GPTModel, base: SharedBase, waits: bool = False) -> int:
         """Let the model's frozen parameters read their values from a base. Return the bytes of parameters that cannot.
 
-        See :func:`trainer.weights.export.adopt`. waits: the model is not loaded yet, so also load the other parameters.
+        See the function `adopt`. waits: the model is not loaded yet, so also load the other parameters.
         """
         self._base = base
         whole = self.whole_names(model)
@@ -102,18 +83,6 @@ class HFWeights:
                 own_memory(parameter)
             self.load(model, {*(one for name, _ in kept for one in parts[name]), *dict(self._buffers(model, whole))})
         return sum(parameter.nbytes for _, parameter in kept)
-
-    def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield this rank's shard of the weights, without separate or merged adapters."""
-        whole = self.whole_names(model)
-        parts = (part for name, weight in self._weights(model, whole) for part in matrices(name, weight))
-        return self._exporter.share(((whole[name], part, part.detach()) for name, part in parts), self._base)
-
-    def adapters(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield this rank's shard of the adapters."""
-        whole = self.whole_names(model)
-        parts = ((name, part) for name, part in named_weights(model) if is_adapter(name))
-        return self._exporter.share((whole[name], part, part.detach()) for name, part in parts)
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
         """Return for each of this rank's weights and buffers the checkpoint's tensors in it, whole or in part."""
@@ -136,41 +105,6 @@ class HFWeights:
         """Yield the names and tensors of this rank's weights and buffers."""
         yield from named_weights(model)
         yield from self._buffers(model, whole)
-
-    def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (name in the whole model, this rank's tensor, tensor that engines get for it)."""
-        whole = self.whole_names(model)
-        for name, held in self._weights(model, whole):
-            read_from_base = te_runtime.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
-            served = held if read_from_base else self._cache.served(held)
-            for (one, part), (_, in_its_place) in zip(matrices(name, held), matrices(name, served), strict=True):
-                yield whole[one], part, in_its_place
-
-    def _weights(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and buffers that are tensors of the checkpoint. Adapters are not among them."""
-        yield from ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
-        yield from self._buffers(model, whole)
-
-    def _buffers(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, buffer) for name, buffer in model.named_buffers() if whole.get(name) in self._table.in_megatron)
-
-    def whole_names(self, model: GPTModel) -> dict[str, str]:
-        """Return the name in the whole model for each name of this rank's weights, adapters and buffers."""
-        tensors = {**dict(named_weights(model)), **dict(model.named_buffers())}
-        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        first_expert = self._layout.ep_rank * (self._definition.sizes.experts // self._layout.ep_size)
-        names: dict[str, str] = {}
-        for name in (one for one in tensors if not is_adapter(one)):
-            whole = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
-            numbered = r"(?<=\.experts\.linear_fc[12]\.weight)\d+$"
-            names[name] = re.sub(numbered, lambda found: str(first_expert + int(found[0])), whole)
-        for name, whole in list(names.items()):
-            for letter in ("a", "b"):
-                if (adapter := beside(name, letter)) in tensors:
-                    names[adapter] = beside(whole, letter)
-                elif (of_all := adapter.rstrip("0123456789")) in tensors:
-                    names[of_all] = beside(whole, letter).rstrip("0123456789")
-        return names
 
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory with dequantized weights. Copy the source's other files and unused tensors."""
@@ -215,3 +149,56 @@ class HFWeights:
                 yield name, weight.dequantize(self._dtype) if isinstance(weight, QuantizedTensor) else weight
         finally:
             exhaust(weights)
+
+
+# A frozen parameter of the trainer, read from a base in the engine's layout.
+#
+# FP8 products read the base's codes (`weight_cache.Frozen`); each call takes the rank's part of them, in Megatron's
+# order of rows. A weight that is not quantized becomes a view of the base if the base has the same numbers in the same
+# order. Otherwise it keeps memory of its own: a fused q|k|v in BF16, a part of a row-parallel weight, another dtype.
+
+
+def adopt(
+    parameter: nn.Parameter, names: Sequence[str], base: SharedBase, scales: MegatronWeights, layout: Layout
+) -> bool:
+    """Let a frozen parameter read its values from a base, which engines read too. Return False if it cannot.
+
+    names: the parameter's name in the whole model or, for stacked experts, each expert's name.
+    """
+    in_table = all(name in base.model.tensors.in_megatron for name in names)
+    rows = [scales.rows(name) for name in names] if in_table else []
+    if not rows or rows[0][0].name not in base.tensors:
+        return False
+    stacked = parameter.dim() == 3
+    stored = base.fused(rows[0], len(rows) if stacked else 0)
+    axis = scales.axis(names[0], parameter)
+    ranks, rank = (1, 0) if axis is None else (layout.tp_size, layout.tp_rank)
+    if isinstance(stored, QuantizedTensor):
+        freeze(parameter, _frozen(stored, names[0], rows[0], scales, ranks, rank, axis))
+        return True
+    view = stored if axis is None else stored.chunk(ranks, axis)[rank]
+    alike = (view.shape, view.dtype) == (parameter.shape, parameter.dtype) and view.is_contiguous()
+    if rows[0][0].megatron.layout == "heads" or len(rows[0]) > 1 < ranks or not alike:
+        return False
+    parameter.data = view
+    return True
+
+
+def _frozen(
+    held: QuantizedTensor,
+    name: str,
+    rows: Sequence[TensorRow],
+    scales: MegatronWeights,
+    ranks: int,
+    rank: int,
+    axis: int | None,
+) -> Frozen:
+    if axis == 1:
+        return Frozen(held).columns(rank, ranks)
+    block = held.spec.group
+    if ranks == 1 and rows[0].megatron.layout == "rows":
+        return Frozen(held)
+    blocks = torch.arange(held.data.shape[-2] // block, device=held.data.device)
+    pieces = list(blocks.split([row.shape[0] // block for row in rows]))
+    order = scales.share(name, scales.fuse(name, pieces), axis, ranks)[rank]
+    return Frozen(held, order.contiguous(), block)
