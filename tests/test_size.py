@@ -7,13 +7,13 @@ from tests.support.paths import ROOT
 LINES = {
     "numerics": 10_745,
     "models": 5_396,
-    "trainer": 8_534,
-    "rollout": 7_790,
-    "weight_sync": 1_437,
-    "rl": 13_369,
-    "diagnose": 3_920,
-    "cli": 1_752,
-    "tests": 41_671,
+    "trainer": 8_502,
+    "rollout": 7_782,
+    "weight_sync": 1_426,
+    "rl": 13_340,
+    "diagnose": 3_917,
+    "cli": 1_749,
+    "tests": 41_667,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
