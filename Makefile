@@ -7,8 +7,10 @@ INSTALLED := $(VENV)/.fp8rl-installed
 INSTALLING := $(VENV)/.fp8rl-installing
 # The tests of a file share what they have started, so each file stays with one worker.
 WORKERS ?= 2
-# Several Ray nodes of one process: its actors were ended by what other tests had left in theirs (lab/docs/log.md).
-ALONE := tests/rl/run/cluster/test_reservations.py
+# Files that share nothing with others, and compute in one process or wait for processes of their own. Several Ray nodes of
+# one process come first: their actors were ended by what other tests had left in it.
+BESIDE := tests/rl/run/cluster/test_reservations.py $(addprefix tests/e2e/test_,two_nodes.py cli_ray.py cli_run.py) \
+    $(wildcard tests/numerics/kernels/test_*_on_hopper.py)
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=25
 GPU_VENV := .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
@@ -52,12 +54,12 @@ test: $(INSTALLED) ## lint and the whole test suite (WORKERS= test processes, 2)
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going suite beside-suite
 
 suite: $(INSTALLED)
-	$(PYTEST) $(addprefix --ignore=,$(ALONE))
+	$(PYTEST) $(addprefix --ignore=,$(BESIDE))
 
 # What takes one core, while the suite's processes wait for each other.
 beside-suite: $(INSTALLED)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q $(ALONE)
+	$(BIN)/python -m pytest -q --durations=25 $(BESIDE)
 
 test-fast: $(INSTALLED) ## the tests that start no engine and take seconds
 	$(PYTEST) -m "not slow and not e2e"

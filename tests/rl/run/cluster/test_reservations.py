@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     head, *others = ({"num_cpus": 1, "num_gpus": gpus} for gpus in request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a trainer that was in this process
-        cluster = Cluster(
-            initialize_head=True, head_node_args={**head, "resources": {"near": 1}, "include_dashboard": False}
-        )
+        cluster = Cluster(True, head_node_args=head | {"resources": {"near": 1}, "include_dashboard": False})
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         for node in others:
             cluster.add_node(**node, resources={"far": 1}, labels={"side": "right"})
@@ -46,11 +44,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def on(*gpus: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("cluster", [gpus], indirect=True)
-
-
-GPUS, CPUS = (2, 4), (0, 0)
+# Apart from the rows: a fixture that shares its mark with a test's own arguments starts anew for each row.
+on_gpus = pytest.mark.parametrize("cluster", [(2, 4)], indirect=True)
+on_cpus = pytest.mark.parametrize("cluster", [(0, 0)], indirect=True)
 
 
 def spec(ranks: int = 1, engines: int = 1, tp: int = 1, **sections: Any) -> Experiment:
@@ -59,32 +55,33 @@ def spec(ranks: int = 1, engines: int = 1, tp: int = 1, **sections: Any) -> Expe
     return experiment(trainer={"dp": ranks}, rollout=rollout, model=model, **sections)
 
 
+LETTERS = {"near": "a", "far": "b", "gone": "c"}  # nodes by a resource of theirs; `a` is the driver's
 NATIVE: dict[str, Any] = {"numerics": {"mode": "native"}}
 DISK: dict[str, Any] = {"sync": {"transport": "disk"}}
 DISTRIBUTED: dict[str, Any] = {"sync": {"transport": "distributed"}}
 SPREAD = {"cluster": {"placement": "spread"}}
 TAUGHT: dict[str, Any] = {"algorithm": {"name": "opd"}, "teacher": {"path": "/t", "engines": 2}}
+WIDE = {"path": "/t", "tp": 2}
 BASE = {"adapter": {"rank": 8}, "sync": {"shared_base": True}}
 
 
 @contextmanager
 def reserved(experiment: Experiment, folder: Path) -> Iterator[Reservations]:
-    """Reservations that are given back behind the block."""
+    """Reservations, of which nothing is left behind the block or a refusal."""
     free = [node.room for node in nodes_up()]
-    reservations = Reservations(experiment, folder)
     try:
-        yield reservations
+        with closing(Reservations(experiment, folder)) as reservations:
+            yield reservations
     finally:
-        reservations.close()
-        assert wait_until(lambda: [node.room for node in nodes_up()] == free, 10)
+        assert wait_until(lambda: [node.room for node in nodes_up()] == free, 10), "something stays reserved"
 
 
 def seat(placement: ActorPlacement) -> tuple[str, Any, int]:
-    """The node of an actor (`a` is the driver's), its placement group and its bundle."""
+    """The node of an actor, its placement group and its bundle."""
     strategy = placement.options["scheduling_strategy"]
     group, bundle = strategy.placement_group, strategy.placement_group_bundle_index
-    letters = {node.id: letter for node, letter in zip(nodes_up(), "abc", strict=False)}
-    return letters[placement_group_table(group)["bundles_to_node_id"][bundle]], group, bundle
+    at = placement_group_table(group)["bundles_to_node_id"][bundle]
+    return next(LETTERS[node.names[1]] for node in nodes_up() if node.id == at), group, bundle
 
 
 def placed_as(reservations: Reservations, experiment: Experiment) -> str:
@@ -99,35 +96,29 @@ def placed_as(reservations: Reservations, experiment: Experiment) -> str:
     return " ".join(["".join(node for node, *_ in ranks), *placed])
 
 
+@on_gpus
 @pytest.mark.parametrize(
-    ("cluster", "settings", "expected"),
+    ("settings", "expected"),
     [
         # A GPU for each, of the node with the most; where none is left, engines share the trainer's.
-        (GPUS, {}, "b b"),
-        (GPUS, {"ranks": 3, "engines": 3}, "bbb b b0 b1"),
-        (GPUS, {"ranks": 3, "engines": 2, **DISTRIBUTED}, "bbb b a"),
-        (GPUS, {"ranks": 5, **DISTRIBUTED}, "abbbb a"),
-        (GPUS, {"ranks": 2, "engines": 2, **DISTRIBUTED, **SPREAD}, "ab b b"),
-        (GPUS, {"engines": 2, "tp": 2, **DISTRIBUTED, **NATIVE}, "b b a"),
+        ({}, "b b"),
+        ({"ranks": 3, "engines": 3}, "bbb b b0 b1"),
+        ({"ranks": 3, "engines": 2, **DISTRIBUTED}, "bbb b a"),
+        ({"ranks": 5, **DISTRIBUTED}, "abbbb a"),
+        ({"ranks": 2, "engines": 2, **DISTRIBUTED, **SPREAD}, "ab b b"),
+        ({"engines": 2, "tp": 2, **DISTRIBUTED, **NATIVE}, "b b a"),
         # The second node by its kinds of names. The trainer leaves the engines' nodes to them.
-        (GPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "far"}}, "a b"),
-        (GPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "far", "trainer_nodes": "side=right"}}, "b b"),
-        (GPUS, {"cluster": {"engine_nodes": "side=right"}}, "b b"),
+        ({**DISTRIBUTED, "cluster": {"engine_nodes": "far"}}, "a b"),
+        ({**DISTRIBUTED, "cluster": {"engine_nodes": "far", "trainer_nodes": "side=right"}}, "b b"),
+        ({"cluster": {"engine_nodes": "side=right"}}, "b b"),
         # Sleeping engines and those with the trainer's base share its GPU.
-        (GPUS, {"ranks": 4, "rollout": {"sleep": True}}, "bbbb b0"),
-        (GPUS, BASE, "b b0"),
+        ({"ranks": 4, "rollout": {"sleep": True}}, "bbbb b0"),
+        (BASE, "b b0"),
         # A teacher's engines are placed behind the policy's and need not be on the trainer's node.
-        (GPUS, {"ranks": 3, **TAUGHT}, "bbb b a a"),
-        (GPUS, {"ranks": 4, **TAUGHT, "teacher": {"path": "/t", "engines": 4}}, "bbbb b0 a a b3 b2"),
-        (GPUS, {"algorithm": {"name": "sft"}, "eval": {"problems": 0}, "ranks": 2}, "bb"),
-        # CPUs: any number fits anywhere. The driver's node is the first choice, and engines are near the trainer.
-        (CPUS, {"ranks": 2, "engines": 3}, "aa a a a"),
-        (CPUS, {"rollout": {"sleep": True}, **BASE}, "a a"),
-        (CPUS, {**DISK, "cluster": {"trainer_nodes": "near", "placement": "spread"}}, "a b"),
-        (CPUS, {**DISTRIBUTED, "cluster": {"trainer_nodes": "far"}}, "b b"),
-        (CPUS, {**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
+        ({"ranks": 3, **TAUGHT}, "bbb b a a"),
+        ({"ranks": 4, **TAUGHT, "teacher": {"path": "/t", "engines": 4}}, "bbbb b0 a a b3 b2"),
+        ({"algorithm": {"name": "sft"}, "eval": {"problems": 0}, "ranks": 2}, "bb"),
     ],
-    indirect=["cluster"],
 )
 def test_ray_places_ranks_and_engines(cluster: object, tmp_path: Path, settings: Any, expected: str) -> None:
     run = spec(**settings)
@@ -135,40 +126,24 @@ def test_ray_places_ranks_and_engines(cluster: object, tmp_path: Path, settings:
         assert placed_as(reservations, run) == expected
 
 
+@on_gpus
 @pytest.mark.parametrize(
-    ("cluster", "settings", "message"),
+    ("settings", "message"),
     [
-        (GPUS, {"ranks": 7}, r"trainer: found 'tp \* pp \* dp \* cp = 7 ranks', expected at most the 6 free GPUs of"),
-        (GPUS, {"ranks": 2, "engines": 6}, "rollout.engines: found 6, expected at most 4, .* have GPUs: 1 for each"),
-        (GPUS, {"ranks": 6, **DISTRIBUTED}, r"engines: found 1, expected at most 0.*: none that the trainer uses\)"),
-        (GPUS, {"ranks": 2, **DISTRIBUTED, **NATIVE, "tp": 4}, "engines: found 1, expected .* have GPUs: 4 for each"),
-        (
-            GPUS,
-            {"ranks": 6, **TAUGHT, **DISK, "engines": 7},
-            r"engines \+ teacher.engines: found 9, expected at most 6",
-        ),
-        (
-            GPUS,
-            {"ranks": 5},
-            "sync.transport: found 'tensor, with the trainer on .* engines on .*, expected all on one",
-        ),
-        (GPUS, {"rollout": {"sleep": True}}, "rollout.sleep: found 'true with an engine on a GPU of its own'"),
-        (
-            GPUS,
-            {"cluster": {"engine_nodes": "x"}},
-            "engine_nodes: found 'x', expected the address, .*, far, side=right",
-        ),
-        (GPUS, {"tp": 2}, "rollout.tp: found '2 with numerics.mode=exact on GPUs', expected 1 there"),
-        (CPUS, {"tp": 2, **NATIVE}, "rollout.tp: found '2 with numerics.mode=native on CPUs', expected 1 there"),
-        (CPUS, {**TAUGHT, "teacher": {"path": "/t", "tp": 2}, **NATIVE}, "teacher.tp: found '2 with numerics.mode=nat"),
+        ({"ranks": 7}, r"trainer: found 'tp \* pp \* dp \* cp = 7 ranks', expected at most the 6 free GPUs of"),
+        ({"ranks": 2, "engines": 6}, "rollout.engines: found 6, expected at most 4, .* have GPUs: 1 for each"),
+        ({"ranks": 6, **DISTRIBUTED}, r"engines: found 1, expected at most 0.*: none that the trainer uses\)"),
+        ({"ranks": 2, **DISTRIBUTED, **NATIVE, "tp": 4}, "engines: found 1, expected .* have GPUs: 4 for each"),
+        ({"ranks": 6, **TAUGHT, **DISK, "engines": 7}, r"engines \+ teacher.engines: found 9, expected at most 6"),
+        ({"ranks": 5}, "sync.transport: found 'tensor, with the trainer on .* engines on .*, expected all on one"),
+        ({"rollout": {"sleep": True}}, "rollout.sleep: found 'true with an engine on a GPU of its own'"),
+        ({"cluster": {"engine_nodes": "x"}}, "engine_nodes: found 'x', expected the address, .*, far, side=right"),
+        ({"tp": 2}, "rollout.tp: found '2 with numerics.mode=exact on GPUs', expected 1 there"),
     ],
-    indirect=["cluster"],
 )
 def test_what_does_not_fit_is_refused_by_name(cluster: object, tmp_path: Path, settings: Any, message: str) -> None:
-    free = [node.room for node in nodes_up()]
-    with pytest.raises(UserError, match=message):
-        Reservations(spec(**settings), tmp_path)
-    assert wait_until(lambda: [node.room for node in nodes_up()] == free, 10), "nothing stays reserved"
+    with pytest.raises(UserError, match=message), reserved(spec(**settings), tmp_path):
+        pass
 
 
 class Looker:
@@ -185,58 +160,83 @@ def sees(placements: Sequence[ActorPlacement]) -> list[Any]:
     return ray.get([actor.sees.remote() for actor in actors])
 
 
-@on(2)
+@on_gpus
 def test_engines_share_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster, tmp_path: Path) -> None:
-    here = nodes_up()[0].id
-    with reserved(spec(engines=2, **TAUGHT | {"teacher": {"path": "/t"}}), tmp_path) as run:
+    here, _ = nodes_up()
+    others = spec(ranks=3, **DISTRIBUTED, cluster={"trainer_nodes": "far", "engine_nodes": "far"})
+    with reserved(others, tmp_path), reserved(spec(engines=2, **TAUGHT | {"teacher": {"path": "/t"}}), tmp_path) as run:
         given = [*run.trainer(), run.engine("policy", 0), run.engine("policy", 1), run.engine("teacher", 0)]
         (node, (rank,), *rest), (_, (own,), *of_own), *sharing = sees(given)
-        assert node == here and rest == [str(rank), None], "a rank sees its GPU alone, and is on loopback"
+        assert node == here.id and rest == [str(rank), None], "a rank sees its GPU alone, and is on loopback"
         assert own != rank and of_own == [None, None], "an engine maps the trainer's GPU, so that it sees all"
-        assert sharing == [(here, [rank], None, None)] * 2
+        assert sharing == [(here.id, [rank], None, None)] * 2
         assert {placement.host for placement in given} == {"127.0.0.1"}
-        assert nodes_up()[0].room == 0
+        assert [node.room for node in nodes_up()] == [0, 0]
         with pytest.raises(UserError, match="at most the 0 free GPUs"):
             Reservations(spec(), tmp_path)
 
 
-@on(3)
-def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservations_module, "_ROOM_SECONDS", 0.0)
-    monkeypatch.setattr(reservations_module, "_MOVE_SECONDS", 5)
-    leaves = cluster.add_node(num_cpus=1, num_gpus=6, resources={"far": 1})
-    here, far = nodes_up()
-
-    def run(**cluster: str) -> Reservations:
-        return Reservations(spec(**DISTRIBUTED, cluster=cluster), tmp_path)
-
-    whole, bound = run(trainer_nodes="far"), run(engine_nodes="far")
-    free = run(trainer_nodes="near", engine_nodes=here.address, placement="spread")  # both nodes have this address
-    engines = [each.engine("policy", 0) for each in (whole, free, bound)]
-    try:
-        found = sees([*whole.trainer(), *engines, *free.trainer(), *bound.trainer()])
-        assert [node for node, *_ in found] == [*[far.id] * 4, here.id, here.id]
-        assert {placement.host for placement in engines} == {far.address}
-        assert {interface for *_, interface in found} == {interface_of(far.address)} != {None}
-        cluster.remove_node(leaves)
-        whole.close()
-        with pytest.raises(NoRoomError, match=r"the run was lost, .*cluster.trainer_nodes: found 'far'"):
-            Reservations(whole._experiment, tmp_path, again=True)
-        assert seat(free.engine("policy", 0))[0] == "a"
-        with pytest.raises(NoRoomError, match=r"no room .* \(cluster.engine_nodes: far\)"):
-            bound.engine("policy", 0)
-        cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
-        assert seat(bound.engine("policy", 0))[0] == "b"
-        whole = Reservations(whole._experiment, tmp_path, again=True)
-        ((back, *_),) = sees(whole.trainer())
-        assert back not in (here.id, far.id)
-    finally:
-        for each in (whole, free, bound):
-            each.close()
-
-
-@on(2)
+@on_gpus
 def test_a_folder_that_a_node_does_not_see_is_refused_before_the_start(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"model.path: found '{tmp_path}, which node .* does not see'"):
         views(nodes_up(), tmp_path, [tmp_path / "config.json"])
     assert list(tmp_path.iterdir()) == [], "nothing is left of the look"
+
+
+@on_gpus
+def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservations_module, "_ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(reservations_module, "_MOVE_SECONDS", 5)
+    leaves = cluster.add_node(num_cpus=1, num_gpus=8, resources={"gone": 1})
+    here, *others = before = nodes_up()
+    (gone,) = [node for node in others if "gone" in node.names]
+
+    def run(**cluster: str) -> Reservations:
+        return Reservations(spec(**DISTRIBUTED, cluster=cluster), tmp_path)
+
+    whole, bound = run(trainer_nodes="gone"), run(trainer_nodes="near", engine_nodes="gone")
+    free = run(trainer_nodes="near", engine_nodes=here.address, placement="spread")  # all nodes have this address
+    engines = [each.engine("policy", 0) for each in (whole, free, bound)]
+    try:
+        found = sees([*whole.trainer(), *engines, *free.trainer(), *bound.trainer()])
+        assert [node for node, *_ in found] == [*[gone.id] * 4, here.id, here.id]
+        assert {placement.host for placement in engines} == {gone.address}
+        assert {interface for *_, interface in found} == {interface_of(gone.address)} != {None}
+        cluster.remove_node(leaves)
+        whole.close()
+        with pytest.raises(NoRoomError, match=r"the run was lost, .*cluster.trainer_nodes: found 'gone'"):
+            Reservations(whole._experiment, tmp_path, again=True)
+        assert seat(free.engine("policy", 0))[0] == "b", "the driver's GPUs are taken"
+        with pytest.raises(NoRoomError, match=r"no room .* \(cluster.engine_nodes: gone\)"):
+            bound.engine("policy", 0)
+        leaves = cluster.add_node(num_cpus=1, num_gpus=3, resources={"gone": 1})
+        assert seat(bound.engine("policy", 0))[0] == "c" and bound._engines[0].node.id != gone.id
+        whole = Reservations(whole._experiment, tmp_path, again=True)
+        assert sees(whole.trainer())[0][0] not in [node.id for node in before]
+    finally:
+        for each in (whole, free, bound):
+            each.close()
+        cluster.remove_node(leaves)
+
+
+@on_cpus
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Any number fits anywhere. The driver's node is the first choice, and engines are near the trainer.
+        ({"ranks": 2, "engines": 3}, "aa a a a"),
+        ({"rollout": {"sleep": True}, **BASE}, "a a"),
+        ({**DISK, "cluster": {"trainer_nodes": "near", "placement": "spread"}}, "a b"),
+        ({**DISTRIBUTED, "cluster": {"trainer_nodes": "far"}}, "b b"),
+        ({**DISTRIBUTED, "cluster": {"engine_nodes": "side=right"}}, "a b"),
+    ],
+)
+def test_ray_places_over_cpus(cluster: object, tmp_path: Path, settings: Any, expected: str) -> None:
+    test_ray_places_ranks_and_engines(cluster, tmp_path, settings, expected)
+
+
+@on_cpus
+@pytest.mark.parametrize(("key", "asked"), [("rollout.tp", {"tp": 2}), ("teacher.tp", TAUGHT | {"teacher": WIDE})])
+def test_engines_of_two_ranks_are_refused_on_cpus(cluster: object, tmp_path: Path, key: str, asked: Any) -> None:
+    message = f"{key}: found '2 with numerics.mode=native on CPUs', expected 1 there"
+    test_what_does_not_fit_is_refused_by_name(cluster, tmp_path, NATIVE | asked, message)
