@@ -107,7 +107,7 @@ def _install(implementation: Implementation) -> None:
 # Environment variables of every process that multiplies: ranks of a trainer, engines.
 
 BOUNDED_MEMORY = {
-    # oneDNN keeps a kernel of about a megabyte for every shape of a product, 1,024 of them if it is not told otherwise,
-    # and experts get another number of tokens in each batch. Making a new one costs nothing that can be measured.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"
+    # oneDNN keeps a kernel of about a megabyte for every shape of a product, 1,024 of them if it is not told otherwise.
+    # The shapes of the demo's steps have room; making a new one takes longer than a small product.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import composed, op
-from fp8rl.numerics.ops.linear import FEWEST_ROWS, Backward, chooses_by_rows, dense, product, wide_mm
+from fp8rl.numerics.ops.linear import FEWEST_ROWS, Backward, chooses_by_rows, dense, filled_up, product, wide_mm
 from fp8rl.numerics.quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 
@@ -57,8 +57,9 @@ def grouped_product(x: Tensor, spans: Any, operand: Any, spec: QuantSpec | None,
         return whole[torch.arange(len(x)), group_of_rows(spans)]
     rows, out = x if spec is None else fake_quantize_rows(x, spec.activation), x.new_empty(len(x), n)
     for start, stop, weight in zip([0, *stops[:-1]], stops, operand, strict=True):
-        if start < stop:
-            _span_product(rows, start, stop, dense(weight), plus, out)
+        if start < stop:  # rows behind a span are its neighbours', whose products come next
+            span = slice(start, start + filled_up(stop - start))
+            out[span] = product(rows[span], dense(weight), out.dtype, None if plus is None else plus[span])
     return out
 
 
@@ -78,8 +79,9 @@ def grouped_gradients(
         rows, spec = None if x is None else fake_quantize_rows(x, spec.activation), None
         dy = dy if rows is None else dy.to(rows.dtype)
     dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
-    parts = zip(dy_rows.split(list(counts)), operand, strict=True)
-    found = [wide_mm(part, dense(weight)) for part, weight in parts if len(part)]
+    stops = list(accumulate(counts))
+    parts = zip([0, *stops[:-1]], stops, operand, strict=True)
+    found = [_span_gradient(dy_rows, start, stop, dense(weight)) for start, stop, weight in parts if start < stop]
     dx = torch.cat(found).to(dtype) if found else dense(operand[0])[:0].to(dtype)
     if rows is None:
         return dx, None
@@ -157,23 +159,14 @@ def group_of_rows(counts: Sequence[int]) -> Tensor:
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
-def _span_product(rows: Tensor, start: int, stop: int, weight: Tensor, plus: Tensor | None, out: Tensor) -> None:
-    """Fill rows start to stop of `out`. A short span is computed with neighbouring rows, whose results are dropped."""
-    if (
-        stop - start >= FEWEST_ROWS
-        and rows.dtype == weight.dtype == out.dtype
-        and not chooses_by_rows(rows.device, rows.dtype)
-    ):
-        into = out[start:stop]
-        if plus is None:
-            torch.mm(rows[start:stop], weight.t(), out=into)
-        else:
-            torch.addmm(plus[start:stop], rows[start:stop], weight.t(), out=into)
-        return
-    first = max(0, min(start, rows.shape[0] - FEWEST_ROWS))
-    last = max(stop, min(first + FEWEST_ROWS, rows.shape[0]))
-    more = None if plus is None else plus[first:last]
-    out[start:stop] = product(rows[first:last], weight, out.dtype, more)[start - first : stop - first]
+def _span_gradient(dy: Tensor, start: int, stop: int, weight: Tensor) -> Tensor:
+    """Return dy[start:stop] @ weight. The library gets neighbouring rows too if that changes no bit."""
+    count = filled_up(stop - start)
+    first = min(start, len(dy) - count)
+    alone = first < 0 or stop - start < FEWEST_ROWS or dy.dtype != weight.dtype
+    if alone or chooses_by_rows(dy.device, dy.dtype):
+        first, count = start, stop - start
+    return wide_mm(dy[first : first + count], weight)[start - first : stop - first]
 
 
 def _padded(tensors: Sequence[Tensor], counts: Sequence[int], multiple: int) -> tuple[Sequence[Tensor], Sequence[int]]:

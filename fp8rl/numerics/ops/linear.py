@@ -162,7 +162,7 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype, plus: Tensor | None =
     rows = x.shape[0]
     if torch.float32 in (dtype, x.dtype, weight.dtype):
         x, weight = x.float(), weight.float()
-    height = ROW_BLOCK if chooses_by_rows(x.device, x.dtype) else max(rows, FEWEST_ROWS)
+    height = ROW_BLOCK if chooses_by_rows(x.device, x.dtype) else filled_up(rows)
     if missing := -rows % height:
         x = F.pad(x, (0, 0, 0, missing))
         plus = None if plus is None else F.pad(plus, (0, 0, 0, missing))
@@ -171,6 +171,13 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype, plus: Tensor | None =
     blocks = x.split(height)
     more = [None] * len(blocks) if plus is None else plus.split(height)
     return torch.cat([_mm(*block, weight) for block in zip(blocks, more, strict=True)])[:rows].to(dtype)
+
+
+def filled_up(rows: int) -> int:
+    """Return for how many rows a product of `rows` rows is computed: one of few numbers, because oneDNN makes a kernel
+    for each, which takes longer than a small product."""
+    step = min(max(FEWEST_ROWS, 1 << rows.bit_length() >> 3), 128)
+    return max(-(-rows // step) * step, FEWEST_ROWS)
 
 
 def _mm(x: Tensor, plus: Tensor | None, weight: Tensor) -> Tensor:
@@ -187,8 +194,8 @@ def chooses_by_rows(device: torch.device, dtype: torch.dtype) -> bool:
 
     def varies(k: int, n: int) -> bool:
         x, w = (torch.randn(rows, k, generator=generator).to(device, dtype) for rows in (1024, n))
-        whole = torch.mm(x, w.t())
-        return any(not torch.equal(torch.mm(x[:rows], w.t()), whole[:rows]) for rows in (16, 31, 64, 200))
+        both = [(matrix, torch.mm(x, matrix)) for matrix in (w.t(), w.t().contiguous())]  # forward and gradient
+        return any(not torch.equal(torch.mm(x[:m], b), whole[:m]) for b, whole in both for m in (16, 31, 64, 200))
 
     return any(varies(k, n) for k, n in ((512, 384), (2048, 512), (128, 256)))
 

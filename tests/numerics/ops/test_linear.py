@@ -5,6 +5,7 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.numerics.ops.linear import filled_up
 from fp8rl.numerics.quantize import fake_quantize, fake_quantize_rows, quantize
 from fp8rl.numerics.spec import QuantSpec
 
@@ -76,13 +77,14 @@ def test_slices_merged_in_order_equal_k_splits(quantized):
     wq = fake_quantize(weight, POW2.weight)
     parts = []
     for half in (slice(0, 256), slice(256, 512)):
-        if quantized:
-            parts.append(ops.fp8_linear_partial(x[:, half], weight[:, half], wq[:, half], POW2))
-        else:
-            parts.append(ops.linear_partial(x[:, half].contiguous(), weight[:, half].contiguous()))
-    merged = ops.merge_partials(parts, torch.bfloat16)
+        a, w = x[:, half].contiguous(), weight[:, half].contiguous()
+        parts.append(ops.fp8_linear_partial(a, w, wq[:, half], POW2) if quantized else ops.linear_partial(a, w))
     whole = ops.fp8_linear(x, weight, wq, POW2, k_splits=2) if quantized else ops.linear(x, weight, k_splits=2)
-    assert all(part.dtype == torch.float32 for part in parts) and torch.equal(merged, whole)
+    assert all(part.dtype == torch.float32 for part in parts) and torch.equal(ops.merge_partials(parts, x.dtype), whole)
+
+
+def test_products_of_any_number_of_rows_are_computed_for_few_numbers_of_rows():
+    assert len({filled_up(rows) for rows in range(4097)}) < 50
 
 
 @pytest.mark.parametrize(
@@ -106,10 +108,8 @@ def test_grouped_product_is_each_group_on_its_own(spec, counts):
             assert not grads[group].any()
             continue
         alone, weight = part.clone().requires_grad_(), weights[group].detach().clone().requires_grad_()
-        if spec is None:
-            expected = ops.linear(alone, weight)
-        else:
-            expected = ops.fp8_linear(alone, weight, dequantized[group], spec)
+        own = (alone, weight) if spec is None else (alone, weight, dequantized[group], spec)
+        expected = ops.linear(*own) if spec is None else ops.fp8_linear(*own)
         expected.backward(d)
         at = slice(sum(counts[:group]), sum(counts[: group + 1]))
         assert torch.equal(out[at], expected) and torch.allclose(together.grad[at], alone.grad, rtol=2**-7, atol=2**-7)
