@@ -24,6 +24,7 @@ from fp8rl.rl.record.console import no_room
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.background import Background
 from fp8rl.rl.run.evaluation import held_out, set_metrics
+from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rollout.deadlines import GRACE_S
@@ -99,7 +100,9 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
     sets = list(held_out(experiment, tokenizer))
     metrics: dict[str, float] = {}
     with ExitStack() as closing:
-        judges = [Judge(eval_set.rewards, tokenizer, eval_set.rewards_key or "rewards") for eval_set in sets]
+        events = Events()
+        events.subscribe(lambda metric, count, text: say(text))
+        judges = [Judge(each.rewards, tokenizer, each.rewards_key or "rewards", events=events) for each in sets]
         for judge in judges:
             closing.callback(judge.close)
         say(f"starting an engine with {path} in {served.numerics.mode} mode")
@@ -116,7 +119,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
         conversations = None
         if experiment.environment.function != SINGLE_TURN:
             longest = experiment.rollout.context_length
-            conversations = Conversations(experiment.environment, tokenizer, ask, longest)
+            conversations = Conversations(experiment.environment, tokenizer, ask, longest, events)
             closing.callback(conversations.close)
         for eval_set, judge in zip(sets, judges, strict=True):
             say(f"asking {len(eval_set.groups)} problems of {eval_set.name or 'data.eval'}")
@@ -135,9 +138,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
             answers_given = [one.trajectory for group in judged for one in group]
             if (cut := sum(not one.finished for one in answers_given)) * 2 > len(answers_given):
                 say(no_room(cut, len(answers_given), f"max_new_tokens={eval_set.sampling.max_new_tokens}"))
-            for failures in (judge.failures, *([] if conversations is None else [conversations.failures])):
-                for text in filter(None, failures.new_messages()):
-                    say(text)
+            events.deliver()
     return metrics
 
 

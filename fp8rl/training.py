@@ -148,7 +148,7 @@ def run_experiment(
     with interruptible(), opened as files:
         from fp8rl.rl.loop import train as run_loop
         from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable
-        from fp8rl.rl.run.ending import FAILURES, finish, how_to_go_on, say_failed, say_lost
+        from fp8rl.rl.run.ending import FAILURES, finish, how_to_go_on, say_failed
         from fp8rl.rl.run.run import open_run
         from fp8rl.trainer.actor import TrainerDiedError
 
@@ -175,11 +175,9 @@ def run_experiment(
         except KeyboardInterrupt:
             say_error(how_to_go_on(files))
             raise
-        except TrainerDiedError as error:
-            raise RunFailedError(str(error), say_lost(files, error, left if begun else 0)) from error
         except FAILURES as error:
-            say_failed(files, error)
-            raise RunFailedError(str(error)) from error
+            lost = begun and isinstance(error, TrainerDiedError)
+            raise RunFailedError(str(error), say_failed(files, error, left if lost else 0)) from error
 
 
 def _as_overrides(values: Mapping[str, Any]) -> Iterator[str]:

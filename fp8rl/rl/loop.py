@@ -87,7 +87,7 @@ def train(run: Run) -> str:
         if saves:
             with clock.phase("checkpoint"):
                 record.checkpoints.begin(trainer, record.gate_state, step, feed.state())
-        metrics |= run.recoveries() | run.metrics() | clock.lap()
+        metrics |= record.recoveries() | run.metrics() | clock.lap()
         metrics |= throughput(metrics, rollouts.batch)
         last_row = record.row(metrics, partial(step_records, first, passed.batch), saves)
         if verdict.stop:

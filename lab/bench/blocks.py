@@ -16,7 +16,7 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.engines.canary import canary_of
-from fp8rl.rl.run.feed.feed import SampledFeed, to_groups
+from fp8rl.rl.run.feed.feed import Feed, to_groups
 from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.interrupts import BoundedExitStack
 from fp8rl.rl.run.run import Run, open_pair
@@ -95,7 +95,7 @@ def _in_turns(stack: Run, blocks: Mapping[str, list[str]], rounds: int, steps: i
 def _block(stack: Run, settings: list[str], steps: int) -> float:
     """Median seconds of some steps, after one that fills what is ahead."""
     experiment = load_experiment(ARITHMETIC, [*settings, f"run.steps={steps + 20}"])
-    feed, trainer = SampledFeed(experiment, stack.sampling), stack.trainer
+    feed, trainer = Feed(experiment, stack.sampling), stack.trainer
     times = []
     for step in range(1, steps + 2):
         began = time.perf_counter()
@@ -133,7 +133,7 @@ def _watched(name: str, model: Path, rounds: int = 24, warmup: int = 3) -> Itera
         for index in range(warmup + rounds):
             groups = to_groups(prompts, 8, run_seed=0, step=index)
             for watched in (True, False) if index % 2 else (False, True):
-                stack.syncing.renew(stack.syncing.bridge, watching if watched else None)
+                stack.syncing.canary = watching if watched else None
                 found = _sync_and_step(stack, groups)
                 if index >= warmup:
                     times[watched].append(found)

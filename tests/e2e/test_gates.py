@@ -25,7 +25,7 @@ from fp8rl.rl.record.history import Event, read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.ending import finish
-from fp8rl.rl.run.feed.feed import SampledFeed
+from fp8rl.rl.run.feed.feed import Feed
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
 from fp8rl.rl.run.run import Run, open_run
@@ -167,9 +167,9 @@ class Faults:
         self.step = first - 1
         self.passes: dict[int, list[tuple[bool, float | None]]] = {}
         self._stack, self._before, self._after, self._patch = stack, before, after, patch
-        take, work, advantages = SampledFeed.take, SampledFeed._rollouts, Grpo.advantages
-        patch.setattr(SampledFeed, "take", lambda feed, *arguments: self.take(partial(take, feed, *arguments)))
-        patch.setattr(SampledFeed, "_rollouts", lambda feed, groups, version: work(feed, self.spoilt(groups), version))
+        take, work, advantages = Feed.take, Feed._rollouts, Grpo.advantages
+        patch.setattr(Feed, "take", lambda feed, *arguments: self.take(partial(take, feed, *arguments)))
+        patch.setattr(Feed, "_rollouts", lambda feed, groups, version: work(feed, self.spoilt(groups), version))
         patch.setattr(Grpo, "advantages", lambda grpo, *arguments: advantages(grpo, *arguments) + self.overflow)
 
     def take(self, work: Callable[[], RolloutBatch]) -> RolloutBatch:

@@ -53,4 +53,4 @@ def sampling_of(pool: Pool, experiment: Experiment, tokenizer: Any, judge: Judge
     engines, trainer = cast(Any, pool), SimpleNamespace(weight_version=0)
     events, turns = Events(), DeviceTurns()
     syncing = Syncing(cast(Any, SimpleNamespace(trainer=trainer)), engines, events, turns)
-    return Sampling(experiment.rollout, tokenizer, engines, None, judge, syncing, events, turns)
+    return Sampling(experiment, tokenizer, judge, syncing)

@@ -122,7 +122,7 @@ def _scored(run: Run, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     beyond the engine's longest prompt."""
     longest = run.experiment.rollout.context_length - SCORED_SHORT_OF
     sequences = [row[: min(int(n), longest)].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
-    rows = run.engines.ask(lambda client: client.score(sequences))
+    rows = run.engines.score(sequences).result()
     values, known = torch.zeros(len(rows), batch.width), torch.zeros(len(rows), batch.width, dtype=torch.bool)
     for row, logprobs in enumerate(rows):
         values[row, 1 : 1 + len(logprobs)] = torch.tensor(logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.run.engines.serving import engine_adapter, expected_report
 from fp8rl.rl.run.run import Run, open_pair
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import HandshakeError, Prompt
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import SyncError
@@ -126,13 +128,15 @@ def _sightings(run: Run, batch: TokenBatch, prompts: Sequence[Prompt]) -> list[S
     """
     experiment, numerics = run.experiment, run.experiment.numerics_config()
     model = read_model(experiment.model.directory).adapted(engine_adapter(experiment))
-    seen: list[Sighting] = []
-    for held in run.engines.ask(lambda client: client.inventory()):
-        seen += engine_holdings(held, model, numerics)
-    if numerics.mode == "exact":
-        tokens = [prompt.token_ids for prompt in prompts]
-        for rank in run.engines.ask(lambda client: client.formats(tokens)):
-            seen += rank
+
+    async def of_engine() -> list[Sighting]:
+        async with EngineClient(run.engines.up()[0]) as client:
+            found = [engine_holdings(rank, model, numerics) for rank in await client.inventory()]
+            if numerics.mode == "exact":
+                found += await client.formats([prompt.token_ids for prompt in prompts])
+            return [each for rank in found for each in rank]
+
+    seen = asyncio.run(of_engine())
     with run.turn("train"):
         ranks = run.trainer.apply(watch_step, batch, SftObjective.of(batch), numerics, experiment.trainer)
         run.trainer.weight_version += 1  # of the update, which its ranks made by themselves

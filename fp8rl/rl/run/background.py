@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -17,7 +18,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _EVENT_SECONDS = 0.5
-"""Interval at which `blocking_with_events` delivers events."""
+"""Interval at which `waited` delivers events."""
 _TURN_SECONDS = 2.0
 """Time within which every coroutine gets its turn, even on a busy machine."""
 
@@ -30,6 +31,7 @@ class Background:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self.closed = False
+        self._turn, self._asked = self.begin(asyncio.sleep(0)), time.monotonic()
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Start a coroutine, and return a future of its result; after `close`, a cancelled future."""
@@ -42,6 +44,7 @@ class Background:
         coroutine.close()
         given_up: Future[Result] = Future()
         given_up.cancel()
+        given_up.set_running_or_notify_cancel()  # or `wait` would not see its end
         return given_up
 
     def run(self, coroutine: Coroutine[Any, Any, Result], seconds: float | None = None) -> Result:
@@ -56,21 +59,23 @@ class Background:
             begun.cancel()
             raise
 
-    def takes_turns(self) -> bool:
-        """Return whether a new coroutine gets its turn; a coroutine that never awaits would block it."""
-        try:
-            self.begin(asyncio.sleep(0)).result(_TURN_SECONDS)
-        except TimeoutError:
-            return False
-        return True
+    def takes_turns(self, seconds: float) -> bool:
+        """Return whether coroutines get their turn within `seconds`; a coroutine that never awaits blocks all others.
+
+        This does not wait. Call it from time to time: each call asks for a turn, and looks at the one asked for before.
+        """
+        now = time.monotonic()
+        if self._turn.done():
+            self._turn, self._asked = self.begin(asyncio.sleep(0)), now
+        return now - self._asked <= max(seconds, _TURN_SECONDS)
 
     def close(self) -> None:
         """Cancel all coroutines and end the thread; a blocked one ends with the process. A second call does nothing."""
         if self.closed:
             return
-        if self.takes_turns():
-            with suppress(TimeoutError):
-                self.run(_end_all(), 2 * GRACE_S)
+        with suppress(TimeoutError):  # of a coroutine that never awaits
+            self.run(asyncio.sleep(0), _TURN_SECONDS)
+            self.run(_end_all(), 2 * GRACE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_TURN_SECONDS)
         self.closed = True
@@ -95,22 +100,8 @@ def begun(
 def waited(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Parameters], Result]:
-    """Wrap a coroutine method so that any thread may call it, and gets its result when the coroutine ends."""
-
-    @functools.wraps(method)
-    def run(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        return self._background.run(method(self, *args, **kwargs))
-
-    return run
-
-
-def blocking_with_events(
-    method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
-) -> Callable[Concatenate[Any, Parameters], Result]:
-    """Wrap a method as `waited` does, and deliver the owner's events during the wait: they may explain it.
-
-    Only the run's own thread may call the method.
-    """
+    """Wrap a coroutine method so that the run's own thread may call it, and gets its result when the coroutine ends.
+    The owner's events are delivered during the wait: they may explain it."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -73,43 +73,34 @@ def finish(record: Record, stopped: str = "") -> None:
 def commands_after_a_stop(files: RunDir, step: int) -> list[str]:
     """Return the commands that explain a stop, if its step left a capsule, and that resume the run."""
     why = [f"why      {typed('fp8rl')} explain {files.capsule(step)}"] if step in files.capsule_steps() else []
-    return [*why, resume_command(files)]
+    return [*why, f"resume   {typed('fp8rl')} train {files.experiment} --resume"]
 
 
-def say_lost(files: RunDir, error: object, left: int) -> int:
-    """Print what a run has lost, and return its exit code: `LOST` if it is to be started again.
+def say_failed(files: RunDir, error: object, left: int = 0) -> int:
+    """Print what failed or was lost, where its logs are, and how to resume the run. Return its exit code.
 
-    left: how often it may be started again.
+    left: how often the run may be started again; above 0 the exit code is `LOST`, for which that happens now.
     """
     if left > 0:
         say_error(f"{error}; the run starts again from its last checkpoint, at most {left} more times")
         return LOST
-    say_failed(files, error)
-    return STOPPED
-
-
-def say_failed(files: RunDir, error: object) -> None:
-    """Print what failed, where its logs are, and how to resume the run."""
     say_error(f"error: {error}")
     if not files.experiment.is_file():
         say_error(f"{files.path} is gone: put it back for --resume, or begin again")
-        return
+        return STOPPED
     say_error(f"logs     {files.log}, {files.path}/engine_*.log")
     say_error(how_to_go_on(files))
-
-
-def resume_command(files: RunDir) -> str:
-    """Return the line that says how to resume a run."""
-    return f"resume   {typed('fp8rl')} train {files.experiment} --resume"
+    return STOPPED
 
 
 def how_to_go_on(files: RunDir) -> str:
     """Return the line that says how to go on after an interrupt."""
     if steps := files.checkpoint_steps():
+        (resume,) = commands_after_a_stop(files, 0)
         rows, _ = metrics_found(files.metrics)
         lost = int(rows[-1]["step"]) - steps[-1] if rows else 0
         after = f"; {lost} later step{'s are' if lost > 1 else ' is'} lost" if lost > 0 else ""
-        return f"saved    step {steps[-1]}, from which a resume continues{after}\n{resume_command(files)}"
+        return f"saved    step {steps[-1]}, from which a resume continues{after}\n{resume}"
     if files.begun:
         return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
     return "the run had not begun: the same command begins again"

@@ -121,7 +121,7 @@ class Evaluation:
         asked, self._asked = self._asked, []
         found = self._sampling.collect([item for items in asked for item in items])
         check_versions(chain.from_iterable(found), self._version, self._version)
-        for each, items, judge in zip(self._sets, asked, self._judges, strict=True):
+        for each, items in zip(self._sets, asked, strict=True):
             groups = [  # of a conversation, its last row; the number of the problem is the group
                 [
                     replace(answer, trajectory=replace(answer.trajectory, group=item.number))
@@ -133,9 +133,9 @@ class Evaluation:
             metrics |= set_metrics(each, groups)
             if each.sampling.temperature == 0 and not greedy:
                 greedy = [answer for group in groups for answer in group]
-            if judge is not self._sampling.judge:
-                self._sampling.events.tell_failures(judge.failures)
-        self._sampling.events.tell_failures(*self._sampling.failures)
+        for judge in self._judges:
+            judge.failures.tell()
+        self._sampling.tell_failures()
         if self._sets and self._experiment.rollout.staleness:
             metrics["eval/at_step"] = float(self._step)
         return metrics, greedy
@@ -143,7 +143,8 @@ class Evaluation:
     def _judge(self, each: HeldOut) -> Judge:
         if not each.rewards_key:
             return self._sampling.judge
-        judge = Judge(each.rewards, self._sampling.tokenizer, each.rewards_key)
+        events = self._sampling.syncing.events
+        judge = Judge(each.rewards, self._sampling.tokenizer, each.rewards_key, events=events)
         self._closing.callback(judge.close)
         return judge
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 Handler = Callable[[str, int, str], object]
 """Takes an event: the metric that counts such events, how many there were, and a sentence."""
 Progress = Callable[[int, int], object]
-"""Takes the number of groups that are answered, and the number that are waited for."""
+"""Takes the number of groups that are answered, and the number that are waited for. Only the loop's thread calls it."""
 
 ENGINES_REPLACED = "rollout/engines_replaced"
 STALE_RESYNCS = "gates/stale_resyncs"
@@ -25,11 +25,11 @@ class Events:
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, int, str]] = deque()
         self._handle: Handler | None = None
-        self._progress: Progress | None = None
+        self.progress: Progress = lambda done, wanted: None
 
-    def subscribe(self, handle: Handler, progress: Progress | None = None) -> None:
-        """Deliver events to `handle`, and progress to `progress`, in place of the former subscriber."""
-        self._handle, self._progress = handle, progress
+    def subscribe(self, handle: Handler) -> None:
+        """Deliver events to `handle`, in place of the former subscriber."""
+        self._handle = handle
 
     def add(self, metric: str, count: int, text: str) -> None:
         """Note an event, in any thread."""
@@ -44,18 +44,6 @@ class Events:
         """Add an event and deliver it."""
         self.add(metric, count, text)
         self.deliver()
-
-    def tell_failures(self, *failures: Failures, only_if_explained: bool = False) -> None:
-        """Deliver the failures of the user's functions since the last call; see `Failures.new_messages`."""
-        for each in failures:
-            if texts := each.new_messages(only_if_explained):
-                text = "\n".join(filter(None, texts)) or f"{len(texts)} more {each.what}s failed"
-                self.tell(each.metric, len(texts), text)
-
-    def progress(self, done: int, wanted: int) -> None:
-        """Tell the subscriber that `done` of `wanted` groups are answered."""
-        if self._progress is not None:
-            self._progress(done, wanted)
 
 
 FIRST = 8
@@ -79,16 +67,18 @@ class Failures:
         metric: the metric that counts failures.
         key: the spec's key of the limit.
         limit: the most failures in a run.
+        events: gets the first failure of each function when it happens, with the reason.
         at_once: stop the run if its first calls all fail in the same way.
     """
 
-    def __init__(self, what: str, meaning: str, metric: str, key: str, limit: int, at_once: bool = False) -> None:
-        self.what, self.metric = what, metric
-        self._meaning, self._key, self._limit = meaning, key, limit
-        self._count = 0
+    def __init__(
+        self, what: str, meaning: str, metric: str, key: str, limit: int, events: Events, at_once: bool = False
+    ) -> None:
+        self.events = events
+        self._what, self._meaning, self._metric, self._key, self._limit = what, meaning, metric, key, limit
+        self._count = self._more = 0
         self._same: list[str] | None = [] if at_once else None
         self._explained: set[str] = set()
-        self._new: list[str] = []
 
     def succeeded(self) -> None:
         """Note that a call has not failed."""
@@ -102,24 +92,24 @@ class Failures:
             self._same.append(why.rstrip().rpartition("\n")[2])
             if len(self._same) == FIRST and len(set(self._same)) == 1:
                 raise TooManyFailuresError(
-                    f"found that the first {FIRST} calls of the {self.what} {label} have all failed in the same way, "
+                    f"found that the first {FIRST} calls of the {self._what} {label} have all failed in the same way, "
                     f"expected one of them to succeed: {why.rstrip()}"
                 )
-        first = label not in self._explained
-        self._explained.add(label)
-        self._new.append(f"the {self.what} {label} has failed, {self._meaning}: {why.rstrip()}" if first else "")
+        if label in self._explained:
+            self._more += 1
+        else:
+            self._explained.add(label)
+            text = f"the {self._what} {label} has failed, {self._meaning}: {why.rstrip()}"
+            self.events.add(self._metric, 1, text)
         if self._count > self._limit:
             raise TooManyFailuresError(
-                f"found {self._count} failures of {self.what}s, expected at most {self._limit} ({self._key}). "
+                f"found {self._count} failures of {self._what}s, expected at most {self._limit} ({self._key}). "
                 f"The last one, of {label}: {why.rstrip()}"
             )
 
-    def new_messages(self, only_if_explained: bool = False) -> list[str]:
-        """Return one text per failure since the last call: the reason for a function's first failure, else empty.
-
-        only_if_explained: return nothing unless a text has a reason.
-        """
-        if only_if_explained and not any(self._new):
-            return []
-        said, self._new = self._new, []
-        return said
+    def tell(self) -> None:
+        """Deliver the events. Failures since the last call of functions that had failed before are one event."""
+        more, self._more = self._more, 0
+        if more:
+            self.events.add(self._metric, more, f"{more} more {self._what}s failed")
+        self.events.deliver()

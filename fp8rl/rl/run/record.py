@@ -22,9 +22,10 @@ from fp8rl.rl.record.trackers import Tracked
 from fp8rl.rl.record.trackers.to_wandb import leet
 from fp8rl.rl.record.tracking import BackgroundTrackers, RunTracker, Samples
 from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew
-from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
+from fp8rl.rl.run.events import COUNTED, ENGINES_REPLACED, ENVIRONMENT_FAILURES, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.state import FeedState
 from fp8rl.rl.run.interrupts import BoundedExitStack
+from fp8rl.rollout.tasks.environments import SINGLE_TURN
 
 RESUMED = "tracking/resumed"
 TRACKER_LOST = "tracking/tracker_lost"
@@ -92,7 +93,8 @@ class Record:
         sessions, _ = sessions_found(files.sessions)
         self._directory, self._began, self.session = files.path.stat(), time.monotonic(), this_session(self._notes)
         append_entry(files.sessions, self.session)
-        self.events.subscribe(self.note, self.console.progress)
+        self.events.subscribe(self.note)
+        self.events.progress = self.console.progress
         if resumed:
             why = f"lost ({sessions[-1].why}), and " if self.again and sessions else ""
             anew = begins_anew(files, self.step) if self.step else ""
@@ -155,9 +157,13 @@ class Record:
         action = _ACTIONS.get(metric, "go_on") if count else "go_on"
         self.announce(Event(self.step, metric, float(count), "above 0", action, None, text))
 
-    def recoveries(self, always: Sequence[str]) -> dict[str, float]:
-        """Return the counts of events since the last call, as metrics. always: metrics that are returned also at 0."""
-        counts = dict.fromkeys(always, 0) | self._recoveries
+    def recoveries(self) -> dict[str, float]:
+        """Return the counts of events since the last call, as metrics. Those that an experiment may have are there also
+        at 0."""
+        counts = dict.fromkeys(COUNTED if self.experiment.needs_engines else (), 0)
+        if self.experiment.environment.function != SINGLE_TURN:
+            counts[ENVIRONMENT_FAILURES] = 0
+        counts |= self._recoveries
         self._recoveries.clear()
         return {name: float(count) for name, count in counts.items()}
 

@@ -23,12 +23,11 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import with_older
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
 from fp8rl.rl.run.cluster.reservations import Reservations
-from fp8rl.rl.run.ending import say_lost
+from fp8rl.rl.run.ending import say_failed
 from fp8rl.rl.run.engines.canary import canary_of
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker
-from fp8rl.rl.run.engines.teacher import Teacher
-from fp8rl.rl.run.events import COUNTED, ENVIRONMENT_FAILURES, Events
+from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker, teacher_serving
+from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.feed.sampling import Sampling
@@ -87,35 +86,34 @@ class Run:
         self.events, rollout = Events(), experiment.rollout
         if record is not None:
             self.record, self.events = record, record.events
-        self.engines = Engines.none()
+        count = rollout.engines if experiment.needs_engines else 0
+        # They come up while the trainer does, unless they take turns.
+        self.engines = Engines(count, self._serving(), rollout, self.events, awake=not rollout.sleep)
         """The policy's engines; empty in a run that samples nothing."""
-        if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
-            self.engines = Engines(rollout.engines, self._serving(), rollout, self.events, awake=not rollout.sleep)
         closing.callback(self.engines.stop)
-        self.teacher = Teacher.start(experiment, self.reservations, folder, self.events)
-        """The model that the policy learns from, if there is one."""
-        if self.teacher is not None:
-            closing.callback(self.teacher.engines.stop)
+        self.teacher: Engines | None = None
+        """The engines of the model that the policy learns from, if there is one; a lost engine is replaced, too."""
+        if (section := experiment.teacher) is not None:
+            serving = teacher_serving(experiment, self.reservations, folder)
+            self.teacher = Engines(section.engines, serving, section.engine(rollout), self.events)
+            closing.callback(self.teacher.stop)
         self.trainer = TrainerGroup.start(trainer_spec(experiment, numerics), self.reservations.trainer())
         closing.callback(self.trainer.shutdown)
         if experiment.base_spec is not None:  # the trainer shares its frozen weights with engines
             write_base(self.trainer, experiment.base_spec)
         self.tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory, trust_remote_code=False)
-        judge = Judge(experiment.rewards, self.tokenizer, teach=None if self.teacher is None else self.teacher.logprobs)
+        judge = Judge(experiment.rewards, self.tokenizer, teacher=self.teacher, events=self.events)
         closing.callback(judge.close)
         conversations = None
         if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
-            conversations = Conversations(
-                experiment.environment, self.tokenizer, self.engines.admit, rollout.context_length
-            )
+            with_engines = self.engines.admit, rollout.context_length
+            conversations = Conversations(experiment.environment, self.tokenizer, *with_engines, self.events)
             closing.callback(conversations.close)
         self.turns = DeviceTurns((self.engines, self.trainer) if rollout.sleep and self.engines else None)
         self.turn = self.turns.turn
         canary = canary_of(experiment, numerics)
         self.syncing = Syncing(self._bridge(), self.engines, self.events, self.turns, canary)
-        parts = (self.engines, conversations, judge, self.syncing, self.events, self.turns)
-        asked = experiment.carries_supports, experiment.algorithm.likeliest
-        self.sampling = Sampling(rollout, self.tokenizer, *parts, *asked)
+        self.sampling = Sampling(experiment, self.tokenizer, judge, self.syncing, conversations)
 
     def wait_for_engines(self) -> None:
         """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
@@ -123,7 +121,7 @@ class Run:
             with self.turn("rollout"):
                 self.engines.wait()
         if self.teacher is not None:
-            self.teacher.engines.wait()
+            self.teacher.wait()
 
     @property
     def replays(self) -> bool:
@@ -147,7 +145,7 @@ class Run:
         """
         self.trainer.set_numerics(numerics)
         self.numerics = numerics
-        self.syncing.renew(self._bridge(), canary_of(self.experiment, numerics))
+        self.syncing.bridge, self.syncing.canary = self._bridge(), canary_of(self.experiment, numerics)
         with self.turn("rollout"):
             self.engines.switch(self._serving())
 
@@ -178,11 +176,6 @@ class Run:
         if scored is not None and not bool(scored.fresh.any()):
             text = "found no token of the trainer's own weights to compare"
             record.announce(Event(record.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
-
-    def recoveries(self) -> dict[str, float]:
-        """Return the counts of recoveries since the last call."""
-        talks = () if self.sampling.conversations is None else (ENVIRONMENT_FAILURES,)
-        return self.record.recoveries((*(COUNTED if self.engines else ()), *talks))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of engines and of device turns since the last call."""
@@ -216,7 +209,7 @@ def open_run(
         CONSOLE.error(why)
         with suppress(OSError):
             record.end(why)
-        os._exit(say_lost(files, why, left))
+        os._exit(say_failed(files, why, left))
 
     with BoundedExitStack() as closing:
         record = Record(experiment, files, closing, notes, again)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
+from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.events import SYNCS_REPEATED, Events
 from fp8rl.rollout.types import Endpoint
@@ -87,18 +87,15 @@ class DeviceTurns:
 
 
 class Syncing:
-    """Keeps the engines at the trainer's weights. It owns the bridge, which is replaced when the numerics change."""
+    """Keeps the engines at the trainer's weights. Bridge and canary are replaced when the numerics change. The first
+    sync of a bridge sends all weights."""
 
     def __init__(
         self, bridge: Bridge, engines: Engines, events: Events, turns: DeviceTurns, canary: Canary | None = None
     ) -> None:
         """canary: the sequence that each engine and the trainer score after a sync, to compare them; None: no check."""
         self.bridge, self.canary = bridge, canary
-        self._engines, self._events, self._turns = engines, events, turns
-
-    def renew(self, bridge: Bridge, canary: Canary | None) -> None:
-        """Sync by another bridge from now on; its first sync sends all weights."""
-        self.bridge, self.canary = bridge, canary
+        self.engines, self.events, self.turns = engines, events, turns
 
     @property
     def version(self) -> int:
@@ -111,16 +108,16 @@ class Syncing:
         Afterwards it is the engines' turn, and sleeping engines are awake. An engine that is lost during the sync is
         left out, and replaced later. Raises SyncError, EngineError.
         """
-        with self._turns.turn("rollout"):
-            self._engines.expect(self.version)
-            report = self._sync_with_retry(self._engines.up, manifest)
-        self._events.deliver()
+        with self.turns.turn("rollout"):
+            self.engines.expect(self.version)
+            report = self._sync_with_retry(self.engines.up, manifest)
+        self.events.deliver()
         assert report is not None, "`up` waits for an engine"
         return report
 
     def sync_new_engines(self) -> None:
         """Send the trainer's weights to engines that have started since the last sync, and to sleeping ones."""
-        self._sync_with_retry(self._engines.waiting)
+        self._sync_with_retry(self.engines.waiting)
 
     def _sync_with_retry(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:
         """Sync the engines that `to` returns, and verify them. Return None if there are none.
@@ -133,17 +130,17 @@ class Syncing:
             try:
                 report = self.bridge.sync(endpoints, manifest, whole=failed)
             except SyncError as error:
-                if self._engines.any_lost(endpoints):
+                if self.engines.any_lost(endpoints):
                     continue
                 if failed:
                     raise
                 failed = True
                 text = f"a sync failed and is retried: {str(error).splitlines()[0]}"
-                self._events.tell(SYNCS_REPEATED, 1, text)
+                self.events.tell(SYNCS_REPEATED, 1, text)
             else:
                 if self.canary is not None:
-                    scored = self.bridge.trainer.begin_score(self.canary.batch)
-                    self._engines.run_canaries(endpoints, CanaryCheck(self.canary, self.version, scored))
-                self._engines.verified(endpoints)
+                    score = self.bridge.trainer.begin_score(self.canary.batch)
+                    self.engines.run_canaries(endpoints, self.canary, self.version, score)
+                self.engines.verified(endpoints)
                 return report
         return None

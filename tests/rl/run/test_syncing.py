@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
+from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.engine.server.client import Slept
@@ -63,9 +64,9 @@ class Side:
         self.steps.append("scored")
         return lambda: batch
 
-    def run_canaries(self, endpoints: list[Endpoint], check: CanaryCheck) -> None:
-        assert cast(Any, check.scored()).tokens.tolist() == [CANARY.prompt_ids + CANARY.answer_ids]
-        self.steps.append(f"canary at {check.version}: {[endpoint.url for endpoint in endpoints]}")
+    def run_canaries(self, endpoints: list[Endpoint], canary: Canary, version: int, score: Callable[[], Any]) -> None:
+        assert score().tokens.tolist() == [canary.prompt_ids + canary.answer_ids] and canary == CANARY
+        self.steps.append(f"canary at {version}: {[endpoint.url for endpoint in endpoints]}")
 
 
 def test_a_sync_that_fails_although_all_engines_live_is_done_once_more_and_whole() -> None:
@@ -91,7 +92,7 @@ def test_an_engine_that_is_lost_within_a_sync_is_left_out_and_no_fault_of_the_sy
 
 def test_the_canary_is_asked_of_the_engines_of_a_sync_before_they_get_groups() -> None:
     side = Side(failures=1, lost=SECOND)
-    side.syncing.renew(cast(Any, side), CANARY)
+    side.syncing.canary = CANARY
     side.syncing.sync()
     assert side.steps == ["scored", "canary at 7: ['first']", "verified"]
     without = Side()

@@ -93,10 +93,11 @@ class Reservations:
         """Return the placement of each rank."""
         return [self._actor_placement(seat) for seat in self._ranks]
 
-    def engine(self, role: Role, index: int) -> ActorPlacement:
-        """Return the placement of the engine `index` of a role, on the node where Ray has it now. Raises
-        NoRoomError: there is none now."""
-        seat, name = self._seat(role, index), self._experiment.cluster.engine_nodes
+    def engine(self, role: Role, index: int) -> tuple[ActorPlacement, tuple[int, int] | None]:
+        """Return the placement of the engine `index` of a role, on the node where Ray has it now, and the compute
+        capability of its GPU; None: it computes on a CPU. Raises NoRoomError: no node has room now."""
+        seat = self._engines[index if role == "policy" else self._experiment.rollout.engines + index]
+        name = self._experiment.cluster.engine_nodes
         if not seat.group.wait(_MOVE_SECONDS):
             raise NoRoomError(f"found no room on the nodes that are up (cluster.engine_nodes: {name or 'all'})")
         seat.node = _nodes_of(seat.group, nodes_up())[seat.bundle]
@@ -105,12 +106,8 @@ class Reservations:
         except UserError as error:  # during a run the input is right, and another node may come
             raise NoRoomError(str(error)) from None
         # CUDA IPC maps memory of the trainer's GPU.
-        return self._actor_placement(seat, all_gpus=not self._experiment.sync.engines_own_gpus)
-
-    def capability(self, role: Role, index: int) -> tuple[int, int] | None:
-        """Return the compute capability of the GPU of the engine `index` of a role; None: it computes on a CPU."""
-        node = self._seat(role, index).node
-        return self._views[node.id].capability if self._spans else own_capability()
+        placement = self._actor_placement(seat, all_gpus=not self._experiment.sync.engines_own_gpus)
+        return placement, self._views[seat.node.id].capability if self._spans else own_capability()
 
     def close(self) -> None:
         """Release all reservations, which ends the actors that still run on them.
@@ -122,9 +119,6 @@ class Reservations:
         giving = threading.Thread(target=lambda: [remove_placement_group(group) for group in groups], daemon=True)
         giving.start()
         giving.join(_GIVING_BACK_SECONDS)
-
-    def _seat(self, role: Role, index: int) -> _Seat:
-        return self._engines[index if role == "policy" else self._experiment.rollout.engines + index]
 
     def _actor_placement(self, seat: _Seat, *, all_gpus: bool = False) -> ActorPlacement:
         environment = dict(SEES_ALL_GPUS) if all_gpus and seat.node.has_gpus else {}
@@ -190,8 +184,15 @@ class Reservations:
         policys, sync = experiment.rollout.engines, experiment.sync
         of_policy, resources, labels = index < policys, *constraints(up, experiment.cluster.engine_nodes)
         if sync.transport == "tensor" and of_policy:
-            able = [self._node_of_all_ranks(able)]
-            resources, labels = {}, {"ray.io/node-id": able[0].id}
+            nodes = [seat.node for seat in self._ranks]
+            if len({node.id for node in nodes}) > 1 or nodes[0] not in able:
+                raise user_error(
+                    "sync.transport",
+                    found=f"tensor, with the trainer on {listed(nodes)} and engines on {listed(able)}",
+                    expected="all on one node, whose memory they share",
+                    remedy="Set sync.transport=distributed (or disk, if they share one), or use one node for all.",
+                )
+            able, resources, labels = nodes[:1], {}, {"ray.io/node-id": nodes[0].id}
         needs_base = sync.shared_base and index == 0 and able[0].has_gpus
         if not needs_base and any(node.room >= width for node in able):
             if experiment.rollout.sleep and of_policy and able[0].has_gpus:
@@ -221,18 +222,6 @@ class Reservations:
             remedy=f"Lower {key}, give engines other nodes (cluster.engine_nodes), or wait until other programs free "
             "GPUs. With sync.transport=tensor engines share the trainer's GPUs.",
         )
-
-    def _node_of_all_ranks(self, able: Sequence[Node]) -> Node:
-        """Return the node whose memory the policy's engines share with the ranks. Raises UserError: there is none."""
-        nodes = [seat.node for seat in self._ranks]
-        if len({node.id for node in nodes}) > 1 or nodes[0] not in able:
-            raise user_error(
-                "sync.transport",
-                found=f"tensor, with the trainer on {listed(nodes)} and engines on {listed(able)}",
-                expected="all on one node, whose memory they share",
-                remedy="Set sync.transport=distributed (or disk, if they share one), or use one node for all.",
-            )
-        return nodes[0]
 
 
 def _reserve(

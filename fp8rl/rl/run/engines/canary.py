@@ -9,7 +9,6 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +71,16 @@ class Canary:
         d = scored[0, len(self.prompt_ids) :].double() - torch.tensor(answer.logprobs, dtype=torch.float32).double()
         return float(d.abs().nan_to_num(torch.inf).max())
 
+    def fault(self, difference: float, version: int) -> str:
+        """Return why an engine with weights of this version is rejected for its canary; empty if it passes."""
+        if difference == 0 or not self.exact:
+            return ""
+        return (
+            f"its canary differs by {difference:.3g} nats from the trainer's at weight version {version}, expected"
+            " 0: the engine holds the trainer's weights, but computes with other bytes.\nIf the canary of every engine "
+            "differs, run fp8rl doctor SPEC: it says where. sync.canary=false runs without a canary"
+        )
+
 
 def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None:
     """Choose the canary that engines in these numerics answer after each sync of a run; None: no canary."""
@@ -80,24 +89,3 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
     vocabulary = read_model(experiment.model.directory).sizes.vocab_size
     equal = numerics.mode == "exact" and numerics.trainer_spec == numerics.rollout_spec
     return Canary.of(experiment.run.seed, vocabulary, experiment.rollout.context_length, equal)
-
-
-@dataclass(frozen=True)
-class CanaryCheck:
-    """The check of every engine after one sync: a canary, and the trainer's log-probabilities of it."""
-
-    canary: Canary
-    version: int
-    """The weight version that was synced."""
-    scored: Callable[[], Tensor]
-    """Waits for the trainer's log-probabilities and returns them, fp32 [1, S]."""
-
-    def fault(self, difference: float) -> str:
-        """Return why an engine whose canary differs so much is rejected; empty if it passes."""
-        if difference == 0 or not self.canary.exact:
-            return ""
-        return (
-            f"its canary differs by {difference:.3g} nats from the trainer's at weight version {self.version}, expected"
-            " 0: the engine holds the trainer's weights, but computes with other bytes.\nIf the canary of every engine "
-            "differs, run fp8rl doctor SPEC: it says where. sync.canary=false runs without a canary"
-        )

@@ -9,16 +9,16 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import ray
+from torch import Tensor
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.background import Background, begun, blocking_with_events, waited
+from fp8rl.rl.run.background import Background, begun, waited
 from fp8rl.rl.run.cluster.reservations import NoRoomError
-from fp8rl.rl.run.engines.canary import CanaryCheck
+from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.engines.slot import EngineSlot, call, end_engine
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
@@ -26,7 +26,7 @@ from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.engine.engine import SERVER_GRACE_S, Engine
 from fp8rl.rollout.engine.server.answers import check_versions
-from fp8rl.rollout.engine.server.client import EngineClient, Slept
+from fp8rl.rollout.engine.server.client import Slept
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ class Engines:
     returns, and then calls `verified`. An engine whose weights never change is checked against the digests of its files
     instead (`Serving.manifest`). If an engine cannot be replaced, every waiting call raises the error.
 
-    Only the event loop of this object writes the `slots`, which hold one engine each.
+    Only the event loop of this object writes the `slots`, which have one engine each.
 
     Raises:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
@@ -69,22 +69,8 @@ class Engines:
         self._background = Background("engines")
         self._open(count, awake)
 
-    @classmethod
-    def none(cls) -> Engines:
-        """Return an object without engines, for a run that samples nothing."""
-        return cls(0, Serving(lambda index: None, Path()), RolloutSection(), Events())
-
     def __len__(self) -> int:
         return len(self.slots)
-
-    def ask(self, use: Callable[[EngineClient], Awaitable[Result]]) -> Result:
-        """Return what `use` gets from the first engine."""
-
-        async def asked() -> Result:
-            async with EngineClient(self.up()[0]) as client:
-                return await use(client)
-
-        return asyncio.run(asked())
 
     def stop(self) -> None:
         """End all servers and their actors; a second call does nothing."""
@@ -105,8 +91,7 @@ class Engines:
         self._change, self._awake = asyncio.Event(), asyncio.Event()
         if awake:
             self._awake.set()
-        loop = asyncio.get_running_loop()
-        self.slots = [EngineSlot(index, self._config, loop.create_future()) for index in range(count)]
+        self.slots = [EngineSlot(index, self._config) for index in range(count)]
         self._slot_tasks = [asyncio.create_task(self._run_slot(slot)) for slot in self.slots]
 
     async def _close(self) -> None:
@@ -114,21 +99,21 @@ class Engines:
         self._maker.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(end_engine(slot.actor, self._name, SERVER_GRACE_S) for slot in self.slots))
 
-    @blocking_with_events
+    @waited
     async def wait(self) -> None:
         """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
         await self._until(self._all_up)
 
-    @blocking_with_events
+    @waited
     async def up(self) -> list[Endpoint]:
         """Return every engine that can be sent weights; wait until there is one."""
         assert self.slots, "there are no engines"
-        return await self._until(lambda: [slot.endpoint for slot in self.slots if slot.endpoint and slot.is_up])
+        return await self._until(lambda: [slot.endpoint for slot in self.slots if slot.endpoint])
 
     @waited
     async def waiting(self) -> list[Endpoint]:
         """Return the engines that are up, but get no groups until a sync has verified their weights."""
-        return [slot.endpoint for slot in self.slots if slot.endpoint and slot.is_up and not slot.serving]
+        return [slot.endpoint for slot in self.slots if slot.endpoint and not slot.serving]
 
     @waited
     async def expect(self, version: int) -> None:
@@ -139,18 +124,24 @@ class Engines:
     async def verified(self, endpoints: Sequence[Endpoint]) -> None:
         """Note that these engines hold the trainer's weights, so that they get groups."""
         for slot in self.slots:
-            slot.serving = slot.serving or (slot.endpoint in endpoints and slot.is_up)
+            slot.serving = slot.serving or slot.endpoint in endpoints
         self._changed()
 
     @waited
-    async def run_canaries(self, endpoints: Sequence[Endpoint], check: CanaryCheck) -> None:
-        """Have engines that a sync has just verified answer a canary. Their other answers wait for the canary."""
-        scored = asyncio.create_task(asyncio.to_thread(check.scored))
+    async def run_canaries(
+        self, endpoints: Sequence[Endpoint], canary: Canary, version: int, score: Callable[[], Tensor]
+    ) -> None:
+        """Have engines that a sync has just verified answer a canary. Their other answers wait for the canary.
+
+        version: the weight version that was synced. score: waits for the trainer's log-probabilities of the canary's
+        batch and returns them, fp32 [1, S].
+        """
+        scored = asyncio.create_task(asyncio.to_thread(score))
         # A canary task raises its error. If a run ends and no such task is left, asyncio would print a traceback.
         scored.add_done_callback(lambda task: task.cancelled() or task.exception())
         for slot in self.slots:
-            if slot.endpoint in endpoints and slot.is_up:
-                slot.canary_task = asyncio.create_task(slot.run_canary(check, scored, self._differences))
+            if slot.endpoint in endpoints:
+                slot.canary_task = asyncio.create_task(slot.run_canary(canary, version, scored, self._differences))
 
     @waited
     async def canaries(self) -> dict[str, float]:
@@ -174,7 +165,7 @@ class Engines:
             if await pulse is None:
                 break
         await end(*pulses)
-        return not {slot.endpoint for slot in self.slots if slot.is_up}.issuperset(endpoints)
+        return not {slot.endpoint for slot in self.slots}.issuperset(endpoints)
 
     @begun
     async def admit(self, group: Group, sampling: SamplingParams, oldest: int, near: object = None) -> list[Trajectory]:
@@ -199,7 +190,7 @@ class Engines:
         _, scores = await self._request(len(sequences), longest, lambda actor: call(actor, Engine.score, sequences))
         return scores
 
-    @blocking_with_events
+    @waited
     async def sleep(self) -> list[Slept]:
         """Have every engine release its memory, and start none until `wake`; return what each has released.
 
@@ -218,7 +209,7 @@ class Engines:
                 await end_engine(actor, self._name)  # before another takes its memory
             return found
 
-        every = await asyncio.gather(*(slept(slot) for slot in self.slots if slot.is_up))
+        every = await asyncio.gather(*(slept(slot) for slot in self.slots if slot.endpoint))
         return [each for each in every if each is not None]
 
     @waited
@@ -226,13 +217,12 @@ class Engines:
         """Let engines start again in place of lost ones. Sleeping engines are woken by a sync."""
         self._awake.set()
 
-    @blocking_with_events
+    @waited
     async def switch(self, serving: Serving) -> None:
         """Replace all engines by engines with `serving`. The new engines answer the groups that are under way."""
         self._serving, self._newest = serving, serving.version
         for slot in self.slots:
-            slot.endpoint = None
-            slot.lose(slot.actor, "")
+            slot.lose("")
         await self._until(self._all_up)
 
     @waited
@@ -249,7 +239,7 @@ class Engines:
         return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance}
 
     def _all_up(self) -> bool:
-        return all(slot.is_up for slot in self.slots)
+        return all(slot.endpoint for slot in self.slots)
 
     async def _until(self, look: Callable[[], Result]) -> Result:
         """Return what `look` finds, once it finds something. Raise the error if an engine cannot be replaced."""
@@ -261,8 +251,8 @@ class Engines:
             await self._change.wait()
 
     async def _run_slot(self, slot: EngineSlot) -> None:
-        """Run one engine after another in this slot. If the first one cannot start, or an error comes that another
-        engine cannot repair, all waiting calls raise it, and all slots end."""
+        """Run the engine of this slot, and one after another in its place. If the first one cannot start, or an error
+        comes that another engine cannot repair, all waiting calls raise it, and all slots end."""
         first, failures = True, 0
         try:
             while self._failure is None:
@@ -274,14 +264,13 @@ class Engines:
                         self._failure = error
                     failures += 1
                     reason = str(error)
+                    slot.lose(reason)
                 first = False
-                actor, slot.actor = slot.actor, None  # its later answers come from an engine that is gone
-                slot.endpoint, slot.serving, slot.cached = None, False, 0
-                slot.lost, slot.canary_task = asyncio.get_running_loop().create_future(), None
                 if reason and self._failure is None:
                     self._note_loss(slot, reason)
                 self._changed()
-                await end_engine(actor, self._name)
+                await end_engine(slot.actor, self._name)
+                slot = self.slots[slot.index] = EngineSlot(slot.index, self._config)
                 await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
         except Exception as error:
             self._failure = self._failure or error
@@ -297,8 +286,8 @@ class Engines:
             endpoint = await call(actor, Engine.start, serving.checkpoint, serving.version)
         finally:
             slot.starts = False
-        if serving is not self._serving:
-            return ""  # `switch` has replaced all engines meanwhile
+        if slot.lost.done():
+            return slot.lost.result()  # `switch` has replaced all engines meanwhile
         if serving.manifest is not None:
             differing = serving.manifest.differences((await call(actor, Engine.manifest)).entries)
             if differing:
@@ -350,16 +339,15 @@ class Engines:
         """
         while True:
             slot = await self._choose_slot(count, longest, near)
-            actor = slot.actor
             try:
                 with slot.answering(count):
-                    answer = await ask(actor)
-                    if await slot.passes_canary(actor):
+                    answer = await ask(slot.actor)
+                    if await slot.passes_canary():
                         return slot, answer
             except EngineDiedError as died:
-                slot.lose(actor, str(died))
+                slot.lose(str(died))
             except EngineError:
-                if slot.has(actor):
+                if not slot.lost.done():
                     raise
                 # else it was ended while it worked
             finally:

@@ -1,14 +1,14 @@
-"""Settings that the engines of a run are started with, and the report that each must give before it is used."""
+"""Settings that a run's engines, and its teacher's, are started with, and the report that each must give first."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.backend.implementation import implementation_for
@@ -20,7 +20,8 @@ from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rollout.engine.engine import EngineActor
 from fp8rl.rollout.engine.plugin.hooks import hooks_for
 from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
-from fp8rl.weight_sync.manifest import Manifest
+from fp8rl.weight_sync.manifest import Manifest, Recorder
+from fp8rl.weight_sync.served import convert_checkpoint
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,29 @@ def engine_maker(
     }
 
     def make(index: int) -> Any:
-        placement = reservations.engine(role, index)
+        placement, capability = reservations.engine(role, index)
         return EngineActor.options(**placement.actor_options()).remote(
             config,
             folder / f"{'engine' if role == 'policy' else role}_{index}.log",
             plugin,
-            expected_report(numerics, adapter, architecture, role, partial(reservations.capability, role, index)),
+            expected_report(numerics, adapter, architecture, role, lambda: capability),
             placement.host,
         )
 
     return make
+
+
+def teacher_serving(experiment: Experiment, reservations: Reservations, folder: Path) -> Serving:
+    """Quantize a copy of `teacher.path`, and return the settings to start engines from it. Its weights are never
+    synced: an engine scores once its digests equal the copy's. folder: for the copy, and for the engines' logs."""
+    assert experiment.teacher is not None
+    source, checkpoint, version = experiment.teacher.directory, folder / "served" / "teacher", 0
+    numerics = experiment.teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
+    recorder = Recorder(read_model(source).tensors, experiment.teacher.tp)
+    convert_checkpoint(source, checkpoint, numerics.rollout_spec, recorder)
+    manifest = Manifest.merged(version, numerics.rollout_spec, [recorder.sent()], "teacher")
+    make = engine_maker(experiment, "teacher", reservations, folder, numerics)
+    return Serving(make, checkpoint, version, manifest, "teacher")
 
 
 def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterSection | None:

@@ -1,4 +1,4 @@
-"""The slot of one engine of a run, in which a new engine replaces a lost one; and calls to the engine's actor."""
+"""One engine of a run, from its start to its loss; and calls to the engine's actor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 from torch import Tensor
 
-from fp8rl.rl.run.engines.canary import CanaryCheck
+from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
 from fp8rl.rollout.engine.engine import Engine
@@ -30,15 +30,15 @@ _WORKING = 0.01
 
 @dataclass
 class EngineSlot:
-    """The state of one engine, and of the engines that replace it. Only the event loop of `Engines` writes it."""
+    """The state of one engine. Another slot replaces it after its loss. Only the event loop of `Engines` writes it."""
 
     index: int
     config: RolloutSection
-    lost: asyncio.Future[str]
-    """Gets the reason, once the present engine has to be replaced."""
+    lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Gets the reason, once the engine has to be replaced."""
     actor: Any = None
     endpoint: Endpoint | None = None
-    """The endpoint of the engine; None until the engine answers and has passed the handshake."""
+    """The engine's endpoint while it can be sent weights: it has passed the handshake, and is not lost."""
     serving: bool = False
     """A sync has verified the engine's weights, so that the engine gets groups."""
     starts: bool = False
@@ -56,15 +56,6 @@ class EngineSlot:
     canary_task: asyncio.Task[None] | None = None
     """The canary check after the last sync, running or done."""
 
-    @property
-    def is_up(self) -> bool:
-        """Return whether an engine is there that can be sent weights."""
-        return self.endpoint is not None and not self.lost.done()
-
-    def has(self, actor: Any) -> bool:
-        """Return whether the engine of this actor is still the engine of this slot, and not given up."""
-        return actor is self.actor and not self.lost.done()
-
     @contextmanager
     def answering(self, answers: int) -> Iterator[None]:
         """Count this number of answers as under way, in addition to others, while the block lasts."""
@@ -78,38 +69,39 @@ class EngineSlot:
             if not self.answers:
                 self.idle_since = time.monotonic()
 
-    def lose(self, actor: Any, reason: str) -> None:
-        """Give up the engine of this actor, if it is still the engine of this slot."""
-        if self.has(actor):
-            self.serving = False
+    def lose(self, reason: str) -> None:
+        """Give up the engine. A second call does nothing."""
+        if not self.lost.done():
+            self.endpoint, self.serving = None, False
             self.lost.set_result(reason)
 
-    async def passes_canary(self, actor: Any) -> bool:
-        """Wait for the canary of the last sync. Return whether this actor's answers may be used: it is not given up."""
+    async def passes_canary(self) -> bool:
+        """Wait for the canary of the last sync. Return whether the engine's answers may be used: it is not given up."""
         done: asyncio.Task[None] | None = None
-        while actor is self.actor and self.canary_task is not done and self.canary_task is not None:
+        while self.canary_task is not done and self.canary_task is not None:
             done = self.canary_task
             await asyncio.shield(done)
-        return self.has(actor)
+        return not self.lost.done()
 
-    async def run_canary(self, check: CanaryCheck, scored: asyncio.Task[Tensor], differences: list[float]) -> None:
+    async def run_canary(
+        self, canary: Canary, version: int, scored: asyncio.Task[Tensor], differences: list[float]
+    ) -> None:
         """Score the canary on this engine and on the trainer, note the difference, and give up the engine if the
-        difference is too large."""
-        actor, canary = self.actor, check.canary
+        difference is too large. version: the weights that were synced."""
         try:
-            (answer,) = await call(actor, Engine.generate, [canary.group], canary.sampling)
+            (answer,) = await call(self.actor, Engine.generate, [canary.group], canary.sampling)
             difference = canary.difference(answer, await asyncio.shield(scored))
         except TrainerDiedError:
             return  # whoever trains on the answers meets it too
         except EngineError as error:
             fault = str(error) or repr(error)
         else:
-            if set(answer.weight_versions) != {check.version}:
+            if set(answer.weight_versions) != {version}:
                 return  # another sync has come between, with a canary of its own
             differences.append(difference)
-            fault = check.fault(difference)
+            fault = canary.fault(difference, version)
         if fault:
-            self.lose(actor, fault)
+            self.lose(fault)
 
     async def answer(self, verb: Callable[[Engine], Coroutine[Any, Any, Result]]) -> Result | None:
         """Return the engine's answer to a call of this method. Give up the engine, and return None, if it is gone or
@@ -133,9 +125,9 @@ class EngineSlot:
             return answer.result()
         except TimeoutError:
             seconds = f"{time.monotonic() - began:.0f} s (rollout.hung_after_s)"
-            self.lose(actor, f"it has not answered for {seconds}, though its process is there")
+            self.lose(f"it has not answered for {seconds}, though its process is there")
         except EngineError as error:
-            self.lose(actor, str(error))
+            self.lose(str(error))
         finally:
             await end(answer)
         return None

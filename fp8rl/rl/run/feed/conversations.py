@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,7 +11,7 @@ from contextlib import suppress
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.events import ENVIRONMENT_FAILURES, Failures
+from fp8rl.rl.run.events import ENVIRONMENT_FAILURES, Events, Failures
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.functions import load_environment
@@ -41,22 +40,20 @@ class Conversations:
     """
 
     def __init__(
-        self, config: EnvironmentSection, tokenizer: PreTrainedTokenizerBase, ask: Ask, longest: int | None = None
+        self,
+        config: EnvironmentSection,
+        tokenizer: PreTrainedTokenizerBase,
+        ask: Ask,
+        longest: int | None = None,
+        events: Events | None = None,
     ) -> None:
-        """longest: most tokens of a row that the engines take."""
+        """longest: most tokens of a row that the engines take. events: gets failures."""
         self._longest = longest
         self._config, self._tokenizer, self._ask = config, tokenizer, ask
         self._environment = load_environment(config)
         self._background = Background("environments")
-        self._turn, self._asked = self._background.begin(asyncio.sleep(0)), time.monotonic()
-        self.failures = Failures(
-            "environment",
-            "so that nothing is learnt from its answer",
-            ENVIRONMENT_FAILURES,
-            "environment.max_failures",
-            config.max_failures,
-            at_once=True,
-        )
+        meaning, limit = "so that nothing is learnt from its answer", ("environment.max_failures", config.max_failures)
+        self.failures = Failures("environment", meaning, ENVIRONMENT_FAILURES, *limit, events or Events(), at_once=True)
 
     def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
         """Begin a conversation for each answer of the group. The future gives the rows of all of them, in the answers'
@@ -65,10 +62,7 @@ class Conversations:
 
     def check(self) -> None:
         """Raise BlockedEnvironmentError if an environment never awaits. Called from time to time during a wait."""
-        now = time.monotonic()
-        if self._turn.done():
-            self._turn, self._asked = self._background.begin(asyncio.sleep(0)), now
-        elif now - self._asked > self._config.timeout_s:
+        if not self._background.takes_turns(self._config.timeout_s):
             raise BlockedEnvironmentError(
                 f"found an environment ({self._config.label}) that has blocked all its other answers for "
                 f"{self._config.timeout_s:g} s (environment.timeout_s), expected it to wait with await. "

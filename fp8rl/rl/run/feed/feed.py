@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.rl.algorithms.base import Outcomes
@@ -40,49 +39,17 @@ Meanwhile = Callable[[], object]
 """Work to do while engines sample."""
 
 
+def open_feed(experiment: Experiment, sampling: Sampling) -> Feed:
+    """Make the feed that the experiment's algorithm needs."""
+    return (Feed if experiment.algorithm.samples else ExampleFeed)(experiment, sampling)
+
+
 class Feed:
     """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume.
 
-    A feed that samples nothing has only `take`; its other methods do nothing.
-    """
-
-    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = lambda: None) -> RolloutBatch:
-        """Return the batch of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`.
-
-        meanwhile: called once the engines have been asked for all that they may sample now.
-        """
-        raise NotImplementedError
-
-    def ahead(self, clock: StepClock) -> RolloutBatch | None:
-        """Return some finished answers to later steps, for the trainer to score before it updates; None without any."""
-        return None
-
-    def drain(self, clock: StepClock) -> None:
-        """Wait for every answer that was admitted, unless weights may be updated while answers are sampled."""
-
-    def state(self) -> FeedState:
-        """Return the state that a checkpoint must keep for later steps."""
-        return FeedState(0, [], [])
-
-    def restore(self, state: FeedState) -> None:
-        """Continue from the state of a checkpoint; groups whose answers it has are not sampled again."""
-
-    def renew(self) -> None:
-        """Sample all admitted groups again, because the engines compute in other numerics now."""
-
-
-def open_feed(experiment: Experiment, sampling: Sampling) -> Feed:
-    """Make the feed that the experiment's algorithm needs."""
-    if experiment.algorithm.samples:
-        return SampledFeed(experiment, sampling)
-    return ExampleFeed(experiment, sampling.tokenizer)
-
-
-class SampledFeed(Feed):
-    """Groups of answers, admitted in the order of the run's problems and up to `rollout.staleness` steps ahead.
-
-    A step trains on the oldest groups; with `rollout.oversample`, on the oldest groups that are judged. Further groups
-    replace groups that the algorithm does not keep.
+    The batch has groups of answers, admitted in the order of the run's problems and up to `rollout.staleness` steps
+    ahead. A step trains on the oldest groups; with `rollout.oversample`, on the oldest groups that are judged. Further
+    groups replace groups that the algorithm does not keep.
     """
 
     def __init__(self, experiment: Experiment, sampling: Sampling) -> None:
@@ -96,6 +63,10 @@ class SampledFeed(Feed):
         """Groups beyond the last step, which the trainer scores, but does not train on."""
 
     def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = lambda: None) -> RolloutBatch:
+        """Return the batch of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`.
+
+        meanwhile: called once the engines have been asked for all that they may sample now.
+        """
         self._fill(step)
         with clock.phase("rollout"):
             meanwhile()
@@ -115,7 +86,7 @@ class SampledFeed(Feed):
                     group = [answer for answer in item.judged() if not answer.trajectory.failed]
                     rewards = torch.tensor([answer.reward for answer in group])
                     (kept if group and self._experiment.algorithm.keeps_group(rewards) else dropped).append(group)
-        self._sampling.events.tell_failures(*self._sampling.failures)
+        self._sampling.tell_failures()
         rollouts = self._rollouts(kept, version)
         rollouts.metrics.update(dropped_metrics(dropped))
         if self._experiment.rollout.staleness:
@@ -126,6 +97,7 @@ class SampledFeed(Feed):
         return rollouts
 
     def ahead(self, clock: StepClock) -> RolloutBatch | None:
+        """Return some finished answers to later steps, for the trainer to score before it updates; None without any."""
         asked, missing = [*self._admitted, *self._probes], FRESH_ANSWERS
         if not asked:
             return None
@@ -146,23 +118,27 @@ class SampledFeed(Feed):
         return RolloutBatch(*self._batch(answers)) if answers else None
 
     def drain(self, clock: StepClock) -> None:
+        """Wait for every answer that was admitted, unless weights may be updated while answers are sampled."""
         asked = [*self._admitted, *self._probes]
         if asked and not self._experiment.rollout.updates_in_flight:
             with clock.phase("rollout"):
                 self._sampling.collect(asked)
 
     def state(self) -> FeedState:
+        """Return the state that a checkpoint must keep for later steps."""
         answered = [
             SavedGroup.of(item.number, item.group, item.answers.result()) for item in self._admitted if item.answered
         ]
         return FeedState(self._next, [item.number for item in self._admitted], answered)
 
     def restore(self, state: FeedState) -> None:
+        """Continue from the state of a checkpoint; groups whose answers it has are not sampled again."""
         before = {group.number: group for group in state.answered}
         self._next = state.next
         self._admitted = [self._admit(number, before.get(number)) for number in state.admitted]
 
     def renew(self) -> None:
+        """Sample all admitted groups again, because the engines compute in other numerics now."""
         self._admitted = [self._admit(item.number) for item in self._admitted]
         self._probes = [self._admit(item.number) for item in self._probes]
 
@@ -181,7 +157,7 @@ class SampledFeed(Feed):
         patience = self._experiment.rollout.filter_patience
         if len(dropped) >= patience * self._size:
             rewards = [answer.reward for group in dropped for answer in group]
-            self._sampling.events.tell_failures(*self._sampling.failures)
+            self._sampling.tell_failures()
             if not rewards:
                 raise FilterError(
                     f"found {len(dropped)} groups in which the environment ({self._experiment.environment.label}) "
@@ -256,20 +232,14 @@ class SampledFeed(Feed):
 
 
 class ExampleFeed(Feed):
-    """A feed for supervised training: questions with the answers of the data."""
-
-    def __init__(self, experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._experiment, self._tokenizer = experiment, tokenizer
-        self._problems = training_problems(experiment)
+    """A feed for supervised training: questions with the answers of the data. It admits no group."""
 
     def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = lambda: None) -> RolloutBatch:
         meanwhile()
-        count = self._experiment.algorithm.problems_per_step(self._experiment.rollout)
-        prompts = to_prompts(self._tokenizer, self._problems.of_step(step, count))
-        examples = []
-        for prompt in prompts:
+        tokenizer, examples = self._sampling.tokenizer, []
+        for prompt in to_prompts(tokenizer, self._problems.of_step(step, self._size)):
             asked = prompt.problem
-            answer = answer_ids(self._tokenizer, asked.conversation, asked.answer, asked.chat_template)
+            answer = answer_ids(tokenizer, asked.conversation, asked.answer, asked.chat_template)
             examples.append(SftExample(prompt.token_ids, answer))
         return RolloutBatch(batch_from_examples(examples))
 

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.events import REWARD_FAILURES, Failures
+from fp8rl.rl.run.events import REWARD_FAILURES, Events, Failures
 from fp8rl.rollout.deadlines import within
 from fp8rl.rollout.tasks.environments.conversation import Said, transcript
 from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, is_finite
 from fp8rl.rollout.tasks.rewards import EACH, RewardsSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from fp8rl.rollout.tasks.rewards.workers import RewardFailure, Workers
-from fp8rl.rollout.types import Problem, Prompt, Trajectory
+from fp8rl.rollout.types import EngineError, Problem, Prompt, Trajectory
 
-Teach = Callable[[Sequence[Trajectory]], Awaitable[list[list[float]]]]
-"""Asks for the teacher's log-probabilities of answers; see `Teacher.logprobs`."""
+if TYPE_CHECKING:
+    from fp8rl.rl.run.engines.engines import Engines
+
+_LOOK_SECONDS = 1.0
+"""Interval at which a wait looks whether an `async` function blocks all others."""
 
 
 class RewardError(RuntimeError):
@@ -60,43 +64,42 @@ class Judge:
         config: RewardsSection,
         tokenizer: PreTrainedTokenizerBase,
         key: str = "rewards",
-        teach: Teach | None = None,
+        teacher: Engines | None = None,
+        events: Events | None = None,
     ) -> None:
-        """key: the key of the functions in the spec. teach: asks the teacher."""
-        self._config, self._tokenizer, self._teach = config, tokenizer, teach
+        """key: the key of the functions in the spec. teacher: scores the tokens of answers, at temperature 1. events:
+        gets failures."""
+        self._config, self._tokenizer, self._teacher = config, tokenizer, teacher
         self._functions = [load_function(c, f"{key}.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
         self._background = Background("rewards")
-        self.failures = Failures(
-            "reward", "which counts as 0", REWARD_FAILURES, f"{key}.max_failures", config.max_failures
-        )
+        limit = f"{key}.max_failures", config.max_failures
+        self.failures = Failures("reward", "which counts as 0", REWARD_FAILURES, *limit, events or Events())
 
     def begin(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, taught: bool = False
+        self, prompt: Prompt, answers: Sequence[Trajectory] | Future[list[Trajectory]]
     ) -> Future[list[JudgedAnswer]]:
-        """Begin to judge the answers to a prompt; `wait` takes the future. taught: ask the teacher too, if any."""
-        return self._background.begin(self._judged(prompt, trajectories, self._teach if taught else None))
+        """Judge the answers to a prompt, once they are there; `wait` takes the future. Answers that do not come raise
+        their error there."""
+        return self._background.begin(self._judged(prompt, answers))
 
     def wait(self, verdict: Future[list[JudgedAnswer]]) -> list[JudgedAnswer]:
-        """Wait for the answers of `begin` and return them.
+        """Wait for the verdicts of `begin` and return them.
 
-        Raises RewardError: an `async` function never awaits; TooManyFailuresError; EngineError: no teacher is left.
+        Raises RewardError: an `async` function never awaits; TooManyFailuresError; EngineError: no teacher is left, or
+        the teacher finds a value that is not finite.
         """
-        while not futures.wait([verdict], self.patience).done:
-            self.check_turns()
+        while not futures.wait([verdict], _LOOK_SECONDS).done:
+            self.check()
         return verdict.result()
 
-    @property
-    def patience(self) -> float:
-        """Seconds to wait for a verdict before `check_turns`."""
-        return max(config.timeout_s for config in self._config.functions)
-
-    def check_turns(self) -> None:
-        """Raise RewardError if an `async` function never awaits."""
-        if not self._background.takes_turns():
+    def check(self) -> None:
+        """Raise RewardError if an `async` function never awaits. Called from time to time during a wait."""
+        longest = max(config.timeout_s for config in self._config.functions)
+        if not self._background.takes_turns(longest):
             named = ", ".join(function.config.label for function in self._functions if function.is_async)
             raise RewardError(
-                f"found an async reward ({named}) that has blocked all others for {self.patience:g} s, "
+                f"found an async reward ({named}) that has blocked all others for {longest:g} s, "
                 "expected it to wait with await. Let it await, or make it a plain function"
             )
 
@@ -108,41 +111,49 @@ class Judge:
     # The rest runs in the background.
 
     async def _judged(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], teach: Teach | None = None
+        self, prompt: Prompt, answers: Sequence[Trajectory] | Future[list[Trajectory]]
     ) -> list[JudgedAnswer]:
         """Judge the answers, in their order. An answer whose environment failed gets reward 0; no function sees it."""
-        if teach is not None:
-            judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teach(trajectories))
-            return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
-        sound = [trajectory for trajectory in trajectories if not trajectory.failed]
-        verdicts = iter(await self._of_sound(prompt, sound) if sound else [])
-        return [
-            JudgedAnswer(prompt.problem, trajectory, transcript(trajectory, self._tokenizer), 0.0, {})
-            if trajectory.failed
-            else next(verdicts)
-            for trajectory in trajectories
-        ]
-
-    async def _of_sound(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[JudgedAnswer]:
-        transcripts = [transcript(trajectory, self._tokenizer) for trajectory in trajectories]
+        if isinstance(answers, Future):
+            answers = await asyncio.wrap_future(answers)
+        transcripts = [transcript(answer, self._tokenizer) for answer in answers]
         offered: list[dict[str, Any]] = [
             {
                 "question": prompt.problem.question,
                 "reference": prompt.problem.answer,
                 "fields": prompt.problem.fields,
                 "answer": "".join(text for _, text in said),
-                "finished": trajectory.finished,
-                "tokens": len(trajectory.logprobs),
+                "finished": answer.finished,
+                "tokens": len(answer.logprobs),
                 "turns": said,
-                "outcome": trajectory.outcome,
+                "outcome": answer.outcome,
             }
-            for said, trajectory in zip(transcripts, trajectories, strict=True)
+            for said, answer in zip(transcripts, answers, strict=True)
+            if not answer.failed
         ]
-        verdicts = await asyncio.gather(*(self._of_all(index, offered) for index in range(len(self._functions))))
+        functions = range(len(self._functions) if offered else 0)
+        found, taught = await asyncio.gather(
+            asyncio.gather(*(self._of_all(index, offered) for index in functions)), self._taught(answers)
+        )
+        values = zip(*found)  # by answer
         return [
-            JudgedAnswer(prompt.problem, trajectory, said, *self._summed([verdict[row] for verdict in verdicts]))
-            for row, (trajectory, said) in enumerate(zip(trajectories, transcripts, strict=True))
+            JudgedAnswer(prompt.problem, answer, said, *self._summed(() if answer.failed else next(values)), logprobs)
+            for answer, said, logprobs in zip(answers, transcripts, taught, strict=True)
         ]
+
+    async def _taught(self, answers: Sequence[Trajectory]) -> Sequence[list[float] | None]:
+        """Return the teacher's log-probability of each token of each answer; None without a teacher."""
+        if self._teacher is None:
+            return [None] * len(answers)
+        sequences = [answer.prompt_ids + answer.token_ids for answer in answers]
+        scores = await asyncio.wrap_future(self._teacher.score(sequences))
+        found = [score[len(answer.prompt_ids) - 1 :] for answer, score in zip(answers, scores, strict=True)]
+        if bad := sum(not math.isfinite(value) for values in found for value in values):
+            raise EngineError(
+                f"found {bad} log-probabilities of the teacher that are not finite, expected numbers. Check the "
+                "weights of teacher.path"
+            )
+        return found
 
     async def _of_all(self, index: int, offered: list[dict[str, Any]]) -> list[Numbers | None]:
         """Return one function's values for each answer of a group; None where the function failed."""
@@ -173,7 +184,7 @@ class Judge:
             self.failures.add(function.config.label, traceback.format_exc())
         return None
 
-    def _summed(self, verdicts: list[Numbers | None]) -> tuple[float, Numbers]:
+    def _summed(self, verdicts: Sequence[Numbers | None]) -> tuple[float, Numbers]:
         """Return reward and parts of one answer, from the values of each function."""
         parts, reward = {}, 0.0
         for function, of_function in zip(self._functions, verdicts):

@@ -6,13 +6,12 @@ The groups are in a file of the checkpoint, one JSON line each; the rest is in t
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 
 from fp8rl.numerics.core.reading import whole_json_lines
 from fp8rl.numerics.core.section import validated
@@ -25,6 +24,10 @@ _OF_A_ROW = ("token_ids", "logprobs", "weight_versions", "finished", "stopped", 
 """Fields of a `Trajectory`. A `SavedGroup` has a list of each, under the same name."""
 
 
+_Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A log-probability; one that is not finite is null in JSON."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedGroup:
     """The answers to one prompt of a later step."""
@@ -35,7 +38,7 @@ class SavedGroup:
     seeds: list[int]
     """Seeds of the group. The fields below are by row, in the seeds' order; see `rollout.types.Trajectory`."""
     token_ids: list[list[int]]
-    logprobs: list[list[float]]
+    logprobs: list[list[_Number]]
     weight_versions: list[list[int]]
     finished: list[bool]
     stopped: list[bool]
@@ -55,6 +58,7 @@ class SavedGroup:
         plain = [(group.prompt.token_ids, seed) for seed in group.seeds]
         own = [] if [(answer.prompt_ids, answer.seed) for answer in answers] == plain else answers
         kept = [answer.supports for answer in answers]
+        likely = [None if each is None or each.logprobs is None else each.logprobs.tolist() for each in kept]
         return cls(
             number=number,
             prompt_ids=group.prompt.token_ids,
@@ -63,8 +67,8 @@ class SavedGroup:
             row_seeds=[answer.seed for answer in own],
             branches=[answer.branch for answer in own],
             told=[list(answer.environment_spans) for answer in answers],
-            supports=[None if each is None else each.lists() for each in kept],
-            likely=[None if each is None or each.logprobs is None else each.logprobs.tolist() for each in kept],
+            supports=[None if each is None else each.lists() for each in kept] if any(kept) else None,
+            likely=likely if any(likely) else None,
             **{name: [getattr(answer, name) for answer in answers] for name in _OF_A_ROW},
         )
 
@@ -110,7 +114,8 @@ class FeedState:
     @property
     def texts(self) -> dict[str, str]:
         """The texts of the checkpoint's files of answers, by file name."""
-        return {GROUPS: "".join(map(_line, self.answered))} if self.answered else {}
+        lines = [_ANSWERED.dump_json(group, exclude_none=True).decode() + "\n" for group in self.answered]
+        return {GROUPS: "".join(lines)} if lines else {}
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> FeedState:
@@ -121,27 +126,9 @@ class FeedState:
         return dataclasses.replace(state, answered=read_answered(path / GROUPS))
 
 
-_STATE = TypeAdapter(FeedState)
+_STATE, _ANSWERED = TypeAdapter(FeedState), TypeAdapter(SavedGroup)
 
 
 def read_answered(path: Path) -> list[SavedGroup]:
     """Read the groups of a checkpoint; none if it has no file of groups. Raises `UserError` for a damaged line."""
-    return whole_json_lines(path, "groups", _parse) if path.is_file() else []
-
-
-def _line(group: SavedGroup) -> str:
-    """Return a group as a line of the file; a log-probability that is not finite is null."""
-    logprobs = [[x if math.isfinite(x) else None for x in answer] for answer in group.logprobs]
-    values = {**vars(group), "logprobs": logprobs}
-    for name in ("supports", "likely"):
-        if not any(values[name] or ()):
-            del values[name]  # as in files that are older than these keys
-    return json.dumps(values, allow_nan=False) + "\n"
-
-
-_ANSWERED = TypeAdapter(SavedGroup)
-
-
-def _parse(values: dict[str, Any]) -> SavedGroup:
-    values["logprobs"] = [[math.nan if x is None else x for x in answer] for answer in values["logprobs"]]
-    return _ANSWERED.validate_python(values)
+    return whole_json_lines(path, "groups", _ANSWERED.validate_python) if path.is_file() else []

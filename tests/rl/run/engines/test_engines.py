@@ -21,7 +21,7 @@ import torch
 import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.engines.engines as engines_module
 from fp8rl.rl.run.cluster.reservations import NoRoomError
-from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
+from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
@@ -142,8 +142,8 @@ class Stage:
     def __init__(self) -> None:
         self.made: list[Actor] = []
         self.next: dict[str, Any] = {}
-        self.engines, self.events = Engines.none(), Events()
-        self.room, self.refused = True, 0
+        self.events, self.room, self.refused = Events(), True, 0
+        self.engines = Engines(0, Serving(self.make, Path("served"), 3), CONFIG, self.events)
 
     def make(self, index: int) -> Actor:
         if not self.room:
@@ -325,7 +325,7 @@ def test_a_sync_says_once_for_which_node_it_waits(stage: Stage, monkeypatch: pyt
     stage.serve()
     stage.events.subscribe(lambda metric, count, text: told.append(text))
     stage.room, stage.made[0].dead = False, True  # its node has left
-    assert wait_until(lambda: not stage.engines.slots[0].is_up, 5)
+    assert wait_until(lambda: stage.engines.slots[0].endpoint is None, 5)
     comes_back = threading.Thread(target=lambda: setattr(stage, "room", wait_until(lambda: stage.refused > 3, 10)))
     comes_back.start()
     assert [endpoint.url for endpoint in engines.up()] == ["engine-0.1"]
@@ -398,10 +398,13 @@ def test_an_engine_that_does_not_go_to_sleep_is_lost_before_its_memory_is_used(s
     assert stage.made[1].ended and len(engines.waiting()) == 1
 
 
-def check(exact: bool = True, version: int = 3, scored: Callable[[], torch.Tensor] | None = None) -> CanaryCheck:
+Check = tuple[Canary, int, Callable[[], torch.Tensor]]
+
+
+def check(exact: bool = True, version: int = 3, scored: Callable[[], torch.Tensor] | None = None) -> Check:
     """A canary of one token, of which the trainer says -1."""
     canary = Canary([5], [1], seed=-7, exact=exact)
-    return CanaryCheck(canary, version, scored or (lambda: torch.tensor([[0.0, -1.0]])))
+    return canary, version, scored or (lambda: torch.tensor([[0.0, -1.0]]))
 
 
 def test_no_answer_counts_before_the_canary_of_its_engine_is_right(stage: Stage) -> None:
@@ -411,7 +414,7 @@ def test_no_answer_counts_before_the_canary_of_its_engine_is_right(stage: Stage)
         assert known.wait(30)
         return torch.tensor([[0.0, -1.0]])
 
-    engines.run_canaries(engines.up(), check(scored=scored))
+    engines.run_canaries(engines.up(), *check(scored=scored))
     stage.serve()
     (answer,) = stage.admit(1)
     assert wait_until(lambda: len(stage.made[0].got) == 2, 5), "it works meanwhile"
@@ -426,7 +429,7 @@ def test_an_engine_whose_canary_differs_is_replaced_and_what_it_answered_is_aske
     engines = stage.open(2)
     stage.made[0].logprob = -1.25
     synced = engines.up()
-    engines.run_canaries(synced, check())
+    engines.run_canaries(synced, *check())
     engines.verified(synced)  # not what may already stand in the place of the one with the other canary
     answers = [answer.result(5) for answer in stage.admit(2)]
     assert {t.logprobs[0] for answer in answers for t in answer} == {-1.0}
@@ -458,7 +461,7 @@ def test_the_canary_of_native_mode_or_of_an_earlier_sync_replaces_no_engine(
 ) -> None:
     engines = stage.open(1)
     stage.made[0].logprob = -1.25
-    engines.run_canaries(engines.up(), check(exact=exact, version=version))
+    engines.run_canaries(engines.up(), *check(exact=exact, version=version))
     stage.serve()
     assert stage.admit(1)[0].result(5)[0].logprobs == [-1.25]
     assert engines.canaries() == metrics and stage.news() == [] and len(stage.made) == 1
@@ -471,10 +474,10 @@ def test_a_trainer_that_dies_keeps_no_answer_back_and_a_bug_reaches_who_waits(st
         raise error
 
     engines = stage.open(1)
-    engines.run_canaries(engines.up(), check(scored=raises))
+    engines.run_canaries(engines.up(), *check(scored=raises))
     stage.serve()
     assert len(stage.admit(1)[0].result(5)) == 2 and stage.news() == []
     error = ZeroDivisionError("a bug")
-    engines.run_canaries(engines.up(), check(scored=raises))
+    engines.run_canaries(engines.up(), *check(scored=raises))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         stage.admit(1)[0].result(5)

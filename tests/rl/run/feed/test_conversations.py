@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.rl.run.events import TooManyFailuresError
+from fp8rl.rl.run.events import Events, TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError, Conversations
 from fp8rl.rl.run.feed.sampling import done
 from fp8rl.rollout.tasks.environments import EnvironmentSection
@@ -73,6 +73,13 @@ class Engines:
 
 
 Make = Callable[..., Conversations]
+Told = list[tuple[int, str]]
+
+
+@pytest.fixture
+def told() -> Told:
+    """Events: how many failures, and the sentence."""
+    return []
 
 
 @pytest.fixture
@@ -81,13 +88,15 @@ def engines(tokenizer: Any) -> Engines:
 
 
 @pytest.fixture
-def make(tmp_path: Path, tokenizer: Any, engines: Engines) -> Iterator[Make]:
+def make(tmp_path: Path, tokenizer: Any, engines: Engines, told: Told) -> Iterator[Make]:
     (tmp_path / "mine.py").write_text(ENVIRONMENTS)
     made: list[Conversations] = []
+    events = Events()
+    events.subscribe(lambda metric, count, text: told.append((count, text)))
 
     def opened(function: str, **settings: Any) -> Conversations:
         config = EnvironmentSection(function=f"{tmp_path / 'mine.py'}:{function}", **settings)
-        made.append(Conversations(config, tokenizer, engines.ask))
+        made.append(Conversations(config, tokenizer, engines.ask, events=events))
         return made[-1]
 
     yield opened
@@ -118,13 +127,16 @@ def test_each_answer_is_a_conversation_of_its_own_length_at_one_engine(make: Mak
         ("silent", "it ended before the model's first turn, expected it to call sample()"),
     ],
 )
-def test_an_environment_that_fails_is_counted_and_explained_once(make: Make, function: str, expected: str) -> None:
+def test_an_environment_that_fails_is_counted_and_explained_once(
+    make: Make, told: Told, function: str, expected: str
+) -> None:
     conversations = make(function, timeout_s=0.5)
     answers = begun(conversations, 1, 2).result(timeout=20)
     assert [answer.failed for answer in answers] == [True, True]
-    first, second = conversations.failures.new_messages()
-    assert f"the environment {function} has failed, so that nothing is learnt" in first and expected in first
-    assert second == ""
+    conversations.failures.tell()
+    (one, first), other = told
+    assert one == 1 and f"the environment {function} has failed, so that nothing is learnt" in first
+    assert expected in first and other == (1, "1 more environments failed")
 
 
 @pytest.mark.parametrize(
@@ -145,22 +157,25 @@ def test_one_conversation_that_succeeds_leaves_the_others_their_failures(make: M
     assert [answer.failed for answer in answers] == [answer.seed != 1 for answer in answers]
 
 
-def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(make: Make) -> None:
+def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(make: Make, told: Told) -> None:
     conversations = make("raises")
-    assert conversations.failures.new_messages(only_if_explained=True) == []
     begun(conversations, 1, 2).result(timeout=20)
-    assert [bool(text) for text in conversations.failures.new_messages(only_if_explained=True)] == [True, False]
+    conversations.failures.events.deliver()
+    assert [count for count, _ in told] == [1]
     begun(conversations, 3).result(timeout=20)
-    assert conversations.failures.new_messages(only_if_explained=True) == []
-    assert conversations.failures.new_messages() == [""]
+    conversations.failures.events.deliver()
+    assert len(told) == 1
+    conversations.failures.tell()
+    assert told[1:] == [(2, "2 more environments failed")]
 
 
-def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: Engines) -> None:
+def test_an_error_of_the_engines_is_not_the_environments(make: Make, told: Told, engines: Engines) -> None:
     engines.error = EngineError("all engines are lost")
     conversations = make("talks")
     with pytest.raises(EngineError, match="all engines are lost"):
         begun(conversations, 1).result(timeout=20)
-    assert conversations.failures.new_messages() == []
+    conversations.failures.tell()
+    assert told == []
 
 
 @pytest.mark.slow

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -19,8 +18,8 @@ import fp8rl.rl.run.feed.sampling as sampling_module
 from fp8rl.rl.loop import rollout_records
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.events import FilterError
-from fp8rl.rl.run.feed.feed import SampledFeed
-from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.feed import Feed
+from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
 from fp8rl.rl.run.feed.sampling import Sampling
 from fp8rl.rl.run.feed.state import FeedState, read_answered
@@ -84,6 +83,12 @@ class Engines(Pool):
         ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    judge().close()
+
+
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_module, "_LOOK_SECONDS", 0.0)
@@ -101,7 +106,7 @@ def few_fresh_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8rl.rl.run.feed.feed.FRESH_ANSWERS", 4)
 
 
-def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, Engines]:
+def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[Feed, Engines]:
     algorithm = rollout.pop("algorithm", {})
     settings = experiment(
         run={"steps": steps},
@@ -113,10 +118,10 @@ def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, 
     )
     engines = Engines()
     engines.sampling = sampling_of(engines, settings, Letters(), judge())
-    return SampledFeed(settings, engines.sampling), engines
+    return Feed(settings, engines.sampling), engines
 
 
-def take(feed: SampledFeed, step: int) -> RolloutBatch:
+def take(feed: Feed, step: int) -> RolloutBatch:
     return feed.take(step, step - 1, StepClock())
 
 
@@ -198,7 +203,7 @@ def test_the_last_steps_have_something_to_look_at_that_is_not_trained_on(data: P
     assert feed.state() == FeedState(2 * PROMPTS, [], []), "nothing that a later step would take"
 
 
-def kept(feed: SampledFeed, folder: Path) -> FeedState:
+def kept(feed: Feed, folder: Path) -> FeedState:
     """The feed's state, by way of files."""
     state = feed.state()
     for name, text in state.texts.items():
@@ -239,7 +244,7 @@ def test_answers_to_other_questions_or_of_other_numerics_are_asked_for_again(dat
     assert not engines.asked[-1].answers.done() and feed.state().answered == []
 
 
-def answer_and_judge(feed: SampledFeed, engines: Engines, *numbers: int) -> None:
+def answer_and_judge(feed: Feed, engines: Engines, *numbers: int) -> None:
     for item in feed._admitted:
         if item.number in numbers:
             engines.answer([engines.asked[item.number]])
@@ -251,8 +256,8 @@ class SlowJudge(Judge):
 
     slow: tuple[str, ...] = ()
 
-    def begin(self, prompt: Any, trajectories: Sequence[Trajectory], *, taught: bool = False) -> Future[Any]:
-        verdict = super().begin(prompt, trajectories, taught=taught)
+    def begin(self, prompt: Any, answers: Any) -> Future[Any]:
+        verdict = super().begin(prompt, answers)
         if prompt.problem.question not in self.slow:
             return verdict
         self.held: Future[Any] = Future()
@@ -341,21 +346,19 @@ def test_a_filter_that_keeps_nothing_is_given_up_after_a_bounded_number_of_group
     assert len(engines.asked) == 12
 
 
-class Taught(Judge):
-    """A judge whose teacher finds the n-th token of any answer as likely as e^-n."""
+class Teacher:
+    """Finds the two tokens of any answer as likely as e^-1 and e^-2."""
 
-    def begin(self, prompt: Any, trajectories: Any, *, taught: bool = False) -> Future[list[JudgedAnswer]]:
-        assert taught
-        judged = super().begin(prompt, trajectories).result()
-        found = [[-float(n) for n in range(1, len(each.token_ids) + 1)] for each in trajectories]
-        both: Future[list[JudgedAnswer]] = Future()
-        both.set_result([replace(j, teacher_logprobs=values) for j, values in zip(judged, found, strict=True)])
-        return both
+    def score(self, sequences: list[list[int]]) -> Future[list[list[float]]]:
+        scores: Future[list[list[float]]] = Future()
+        scores.set_result([[0.0] * (len(sequence) - 3) + [-1.0, -2.0] for sequence in sequences])
+        return scores
 
 
 def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(data: Path) -> None:
     feed, engines = open_feed(data, algorithm={"name": "opd"}, staleness=1)
-    engines.sampling.judge, engines.solved = Taught(RewardsSection(), cast(Any, Letters())), set()
+    taught = Judge(RewardsSection(), cast(Any, Letters()), teacher=cast(Any, Teacher()))
+    engines.sampling.judge, engines.solved = taught, set()
     work = take(feed, 1)
     batch, mask = work.batch, work.batch.loss_mask
     assert batch.fields["teacher_logprobs"][mask].tolist() == [-1.0, -2.0] * PROMPTS * SIZE
