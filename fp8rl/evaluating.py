@@ -90,7 +90,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
     """Evaluate each set on one engine, in the model's numerics. Return the `eval/...` metrics. log: the engine's log.
 
     Raises:
-        UserError: a set or a reward cannot be used; nothing was started. EngineError, HandshakeError, RewardError,
+        UserError: a set or a reward cannot be used; nothing was started. EngineError, HandshakeError, BlockedError,
         TooManyFailuresError: see `Evaluation`.
     """
     experiment, path = served.experiment, served.experiment.model.directory

@@ -25,7 +25,6 @@ from fp8rl.trainer.step.batch import Scored, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.rl.run.run import Run
-    from fp8rl.trainer.distributed.layout import Layout
     from fp8rl.trainer.scorer import Scorer
     from fp8rl.trainer.trainer import Trainer
 
@@ -64,24 +63,6 @@ def sampled_batch(run: Run, prompts: list[Prompt], group_size: int, temperature:
 
 
 @contextmanager
-def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layout]:
-    """Open the process groups of a one-rank trainer. numerics: may have the reduction order of a larger layout.
-    Raises UserError: exact mode, on a machine where a token's result depends on its batch."""
-    from fp8rl.trainer.distributed import parallel
-
-    parallel.start(0, numerics)
-    layout = parallel.initialize(config)
-    try:
-        from fp8rl.trainer.trainer import check_row_invariance  # Megatron is quiet from here on
-
-        if numerics.mode == "exact":
-            check_row_invariance()
-        yield layout
-    finally:
-        parallel.shutdown()
-
-
-@contextmanager
 def one_trainer(
     weights: Path,
     numerics: NumericsConfig,
@@ -90,14 +71,24 @@ def one_trainer(
     longest: int,
     adapter: AdapterSection | None = None,
 ) -> Iterator[Trainer]:
-    """Make a trainer of one rank with these weights, to score and export (see `one_rank`). longest: tokens of a row."""
-    config = TrainerSection(micro_batch_tokens=micro_batch_tokens)
-    with one_rank(config, numerics) as layout:
-        from fp8rl.trainer.trainer import Trainer
+    """Make a trainer of one rank with these weights, to score and export. numerics: may have the reduction order of a
+    larger layout. longest: tokens of a row. Raises UserError: exact mode, on a machine where a token's result depends
+    on its batch."""
+    from fp8rl.trainer.distributed import parallel
 
+    config = TrainerSection(micro_batch_tokens=micro_batch_tokens)
+    parallel.start(0, numerics)
+    layout = parallel.initialize(config)
+    try:
+        from fp8rl.trainer.trainer import Trainer, check_row_invariance  # Megatron is quiet from here on
+
+        if numerics.mode == "exact":
+            check_row_invariance()
         yield Trainer(
             weights, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=longest, adapter=adapter
         )
+    finally:
+        parallel.shutdown()
 
 
 def score_recorded(model: Scorer, batch: TokenBatch) -> Scored:

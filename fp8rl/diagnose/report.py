@@ -64,7 +64,12 @@ class Report:
     """The most important first. Of findings that explain a difference, the first is the likeliest."""
     facts: Mapping[str, Any]
     """What was read or measured. In JSON a dataclass is an object, and a number that is not finite is null."""
-    versions: Mapping[str, str] = field(default_factory=lambda: _versions())
+    versions: Mapping[str, str] = field(
+        default_factory=lambda: {
+            name: installed_version(name) or "not installed" for name in (*LIBRARIES, "megatron-core")
+        }
+    )
+    """The versions of fp8rl and of the libraries that it computes with."""
     tables: tuple[RenderableType, ...] = field(default=(), compare=False)
     """The facts for the terminal."""
     verdict: str = field(default="", compare=False)
@@ -100,11 +105,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of fp8rl and of the libraries that it computes with, if installed."""
-    return {name: installed_version(name) or "not installed" for name in (*LIBRARIES, "megatron-core")}
 
 
 def installed_version(name: str) -> str | None:

@@ -15,10 +15,10 @@ from fp8rl.rl.mismatch.logprobs import row_abs_diff_means
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
 from fp8rl.rl.record.run_dir import set_aside
+from fp8rl.rl.run.batching import RolloutBatch
 from fp8rl.rl.run.checkpoints import is_due
 from fp8rl.rl.run.evaluation import Evaluation, agreement_on
 from fp8rl.rl.run.feed.feed import open_feed
-from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
 from fp8rl.rl.run.run import Run
 from fp8rl.rl.run.step import StepPass, fault_of, forward_backward, throughput
 from fp8rl.trainer.step.batch import TokenBatch

@@ -24,10 +24,10 @@ from fp8rl.rl.loop import train
 from fp8rl.rl.record.history import Event, read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.batching import RolloutBatch
 from fp8rl.rl.run.ending import finish
 from fp8rl.rl.run.feed.feed import Feed
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
 from fp8rl.rl.run.run import Run, open_run
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Trajectory

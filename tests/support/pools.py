@@ -54,3 +54,11 @@ def sampling_of(pool: Pool, experiment: Experiment, tokenizer: Any, judge: Judge
     events, turns = Events(), DeviceTurns()
     syncing = Syncing(cast(Any, SimpleNamespace(trainer=trainer)), engines, events, turns)
     return Sampling(experiment, tokenizer, judge, syncing)
+
+
+def told(events: Events) -> list[tuple[int, str]]:
+    """Each event since the last call: how many there were, and the sentence."""
+    found: list[tuple[int, str]] = []
+    events.subscribe(lambda metric, count, text: found.append((count, text)))
+    events.deliver()
+    return found

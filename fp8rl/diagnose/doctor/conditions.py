@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check, check_functions
 from fp8rl.rl.experiment.preconditions.data import check_data, evaluated
 from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer, rendering
+from fp8rl.rl.run.feed.judging import arguments, of_group
 from fp8rl.rollout.tasks.data import Source, load_problems
-from fp8rl.rollout.tasks.rewards import EACH, RewardSection, RewardsSection, load_function
+from fp8rl.rollout.tasks.rewards import RewardSection, RewardsSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from fp8rl.rollout.tasks.rewards.workers import RewardFailure, Workers
 from fp8rl.rollout.tasks.tokens import behind_ids, text_of
@@ -79,22 +81,9 @@ def data_found(experiment: Experiment) -> Iterator[DataFound]:
 
 def _rewards(config: RewardsSection, problem: Problem, tokens: int) -> dict[str, str]:
     """Call each function on the reference answer. Return its reward as text."""
-    answer = problem.answer
-    offered: dict[str, Any] = {
-        "question": problem.question,
-        "reference": answer,
-        "fields": problem.fields,
-        "answer": answer,
-        "finished": True,
-        "tokens": tokens,
-        "turns": [("model", answer)],
-        "outcome": {},
-    }
-    workers = Workers(config.functions, 1)
-    try:
+    offered = arguments(problem, [("model", problem.answer)], tokens)
+    with closing(Workers(config.functions, 1)) as workers:
         return {each.label: _reward(workers, index, each, offered) for index, each in enumerate(config.functions)}
-    finally:
-        workers.close()
 
 
 def _reward(workers: Workers, index: int, config: RewardSection, offered: dict[str, Any]) -> str:
@@ -108,7 +97,7 @@ def _reward(workers: Workers, index: int, config: RewardSection, offered: dict[s
     if function.is_async:
         return "not known: the function may call a service, so it was not called"
     if function.of_group:
-        offered = offered | {each: [offered[each]] for each in EACH} | {"answers": [offered["answer"]]}
+        offered = of_group([offered])
     asked = function.asked(offered)
     try:
         if name in BUILT_IN and BUILT_IN[name].cheap:

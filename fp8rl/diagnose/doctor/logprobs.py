@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -55,18 +55,16 @@ def trainer_against_engine(numerics: NumericsConfig, measured: Difference, bf16:
     return judged("logprobs", "trainer against engine", ok, str(measured), expected, remedy)
 
 
-def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> list[Finding]:
-    """Return each floor as a check. A floor must be 0 in exact mode; in native mode it is only reported."""
+def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> Iterator[Finding]:
+    """Yield each floor as a check. A floor must be 0 in exact mode; in native mode it is only reported."""
     expected = "d == 0 on every token" if mode == "exact" else "finite log-probabilities"
     remedy = (
         "A token's result depends on its batch on this machine, or it is not finite: run one thread "
         "(OMP_NUM_THREADS=1), and see docs/exactness.md."
     )
-    checks = []
     for name, floor in floors.items():
         ok = floor.zero if mode == "exact" else floor.nonfinite == 0 and floor.tokens > 0
-        checks.append(judged("logprobs", f"floor: {name}", ok, str(floor), expected, remedy))
-    return checks
+        yield judged("logprobs", f"floor: {name}", ok, str(floor), expected, remedy)
 
 
 def sampler_temperature(run: Run, batch: TokenBatch, measured: Difference) -> Finding:

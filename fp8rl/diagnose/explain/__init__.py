@@ -103,8 +103,7 @@ def reported(subject: Subject, again: Rescored | None, compared: Comparison | No
 
 def drift(subject: Subject) -> Finding | None:
     """Say whether the difference that the run recorded is noise, which averages out over steps, or a bias, which adds
-    up in the weights. A capsule is judged by the metrics up to its step. None: no difference was recorded.
-    """
+    up in the weights. A capsule is judged by the metrics up to its step. None: no difference was recorded."""
     run, last = subject.path, math.inf
     if subject.capsule is not None:
         run, last = subject.path.parent.parent, subject.capsule.step

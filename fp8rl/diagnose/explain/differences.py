@@ -64,20 +64,20 @@ def op_differences(forward: Forward, experts: int, trainer: Tensors, engine: Ten
     found = []
     for site in forward.sites():
         ours, theirs = compared(site, trainer), compared(site, engine)
-        difference = _difference(ours, theirs)
-        differing = (difference != 0).double().mean().item()
-        largest = difference.abs().max().item() if difference.numel() else 0.0
+        apart = difference(ours, theirs)
+        differing = (apart != 0).double().mean().item()
+        largest = apart.abs().max().item() if apart.numel() else 0.0
         found.append(OpDifference(site.layer, site.op.name, differing, relative_rms(ours, theirs), largest))
     return found
 
 
 def relative_rms(ours: Tensor, theirs: Tensor) -> float:
     """||ours - theirs|| / ||ours|| over all elements, in float64; infinite if the difference is not finite."""
-    difference = float(_difference(ours, theirs).norm())
-    if difference == 0:
+    apart = float(difference(ours, theirs).norm())
+    if apart == 0:
         return 0.0
     norm = float(ours.double().norm())
-    return difference / norm if math.isfinite(difference) and norm > 0 else math.inf
+    return apart / norm if math.isfinite(apart) and norm > 0 else math.inf
 
 
 def expert_differences(forward: Forward, experts: int, trainer: Tensors, engine: Tensors) -> list[ExpertDifference]:
@@ -96,7 +96,7 @@ def expert_differences(forward: Forward, experts: int, trainer: Tensors, engine:
     return found
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
+def difference(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the difference in float64: 0 where both are equal, even if neither is finite."""
     ours, theirs = ours.double(), theirs.double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())

@@ -10,6 +10,7 @@ import torch
 from rich.console import Group, RenderableType
 from torch import Tensor
 
+from fp8rl.diagnose.explain.differences import difference
 from fp8rl.diagnose.measure import score_recorded
 from fp8rl.diagnose.report import Finding, grid
 from fp8rl.numerics.core.errors import user_error
@@ -42,10 +43,8 @@ class Rescored:
     def changes(self) -> Tensor:
         """abs(rescored - recorded trainer logprob) of each sampled token, float64 [tokens]; 0 if both are NaN."""
         mask = self.capsule.scored.batch.loss_mask
-        recorded, rescored = self.capsule.scored.logprobs[mask], self.rescored.logprobs[mask]
-        same = (recorded == rescored) | (recorded.isnan() & rescored.isnan())
-        change = (recorded.double() - rescored.double()).abs().nan_to_num(torch.inf, torch.inf)
-        return torch.where(same, 0.0, change)
+        change = difference(self.capsule.scored.logprobs[mask], self.rescored.logprobs[mask])
+        return change.abs().nan_to_num(torch.inf, torch.inf)
 
     @property
     def reproduced(self) -> bool:

@@ -104,12 +104,16 @@ def _divisors(number: int, most: int) -> list[int]:
 # The verdict of a plan: what `train` would refuse, and other remarks.
 
 
+def target(gpu: Gpu) -> Target:
+    """Return what the rules ask of a machine with such GPUs."""
+    return Target(gpus=True, transformer_engine=True, capability=gpu.capability)
+
+
 def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
     """Yield what `train` would refuse, by the rules of `train`. memory: the fullest GPU's."""
     rollout = subject.experiment.rollout.model_copy(update={"tp": job.engine_tp})
     experiment = subject.experiment.model_copy(update={"trainer": job.layout, "rollout": rollout})
-    target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
-    found = list(broken_rules(experiment, job.shape, target))
+    found = list(broken_rules(experiment, job.shape, target(gpu)))
     try:
         if subject.teacher is not None:
             check_teacher_layout(experiment, subject.teacher)

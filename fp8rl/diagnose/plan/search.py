@@ -18,7 +18,7 @@ from fp8rl.rl.experiment import Experiment, parse_experiment
 from fp8rl.rl.experiment.budget.fit import fullest, with_cache
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu
 from fp8rl.rl.experiment.budget.memory import engine_memory
-from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules
+from fp8rl.rl.experiment.preconditions.rules import broken_rules
 from fp8rl.trainer.config import TrainerSection
 
 MOST_GPUS = 1024
@@ -113,7 +113,7 @@ def _in_layout(subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gp
     apart = is_apart(experiment, job)
     if not layouts.leaves_slack(fullest(with_cache(job, experiment, gpu.memory, apart), apart).peak, gpu):
         return None
-    if any(broken_rules(experiment, subject.shape, _target(gpu))) or not _loads(experiment):
+    if any(broken_rules(experiment, subject.shape, layouts.target(gpu))) or not _loads(experiment):
         return None
     return keys
 
@@ -125,10 +125,6 @@ def _loads(experiment: Experiment) -> bool:
     except UserError:
         return False
     return True
-
-
-def _target(gpu: Gpu) -> Target:
-    return Target(gpus=True, transformer_engine=True, capability=gpu.capability)
 
 
 def _savings(subject: PlanSubject, length: int | None) -> Iterator[dict[str, Any]]:
@@ -164,7 +160,7 @@ def dense_layers_in_bf16(subject: PlanSubject, gpu: Gpu) -> Keys:
     if not sizes.moe or not dense or base.numerics.first_layers_bf16 >= dense:
         return {}
     plain = with_keys(base, {f"trainer.{name}": 1 for name in _SIZES} | {"rollout.tp": 1})
-    widths = any("intermediate_size" in error.key for error in broken_rules(plain, subject.shape, _target(gpu)))
+    widths = any("intermediate_size" in error.key for error in broken_rules(plain, subject.shape, layouts.target(gpu)))
     return {"numerics.first_layers_bf16": dense} if widths else {}
 
 

@@ -23,6 +23,10 @@ _TURN_SECONDS = 2.0
 """Time within which every coroutine gets its turn, even on a busy machine."""
 
 
+class BlockedError(RuntimeError):
+    """A user's function blocks all others, because it never awaits."""
+
+
 class Background:
     """Runs coroutines in a thread of its own, where they take turns."""
 
@@ -59,15 +63,16 @@ class Background:
             begun.cancel()
             raise
 
-    def takes_turns(self, seconds: float) -> bool:
-        """Return whether coroutines get their turn within `seconds`; a coroutine that never awaits blocks all others.
+    def check(self, seconds: float, key: str, what: str, remedy: str) -> None:
+        """Raise BlockedError if no coroutine got its turn within `seconds`. key: of this limit. what: runs here.
 
         This does not wait. Call it from time to time: each call asks for a turn, and looks at the one asked for before.
         """
-        now = time.monotonic()
         if self._turn.done():
-            self._turn, self._asked = self.begin(asyncio.sleep(0)), now
-        return now - self._asked <= max(seconds, _TURN_SECONDS)
+            self._turn, self._asked = self.begin(asyncio.sleep(0)), time.monotonic()
+        elif time.monotonic() - self._asked > max(seconds, _TURN_SECONDS):
+            found = f"found {what} that has blocked all others for {seconds:g} s ({key})"
+            raise BlockedError(f"{found}, expected it to wait with await. {remedy}")
 
     def close(self) -> None:
         """Cancel all coroutines and end the thread; a blocked one ends with the process. A second call does nothing."""

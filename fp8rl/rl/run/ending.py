@@ -13,10 +13,9 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers.to_wandb import latest, leet
 from fp8rl.rl.report.report import write_report
 from fp8rl.rl.report.summary import summarize, verdict
+from fp8rl.rl.run.background import BlockedError
 from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.events import FilterError, TooManyFailuresError
-from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError
-from fp8rl.rl.run.feed.judging import RewardError
 from fp8rl.rl.run.interrupts import LOST, STOPPED
 from fp8rl.rl.run.record import Record
 from fp8rl.rollout.types import EngineError
@@ -25,10 +24,9 @@ from fp8rl.weight_sync.manifest import SyncError
 
 FAILURES = (
     EngineError,
-    BlockedEnvironmentError,
+    BlockedError,
     FilterError,
     NoRoomError,
-    RewardError,
     SyncError,
     TooManyFailuresError,
     TrainerDiedError,

@@ -84,9 +84,14 @@ class Evaluation:
 
     def __init__(self, experiment: Experiment, sampling: Sampling, closing: BoundedExitStack) -> None:
         """closing: ends the judges of sets with rewards of their own."""
-        self._experiment, self._sampling, self._closing = experiment, sampling, closing
+        self._experiment, self._sampling = experiment, sampling
         self._sets = list(held_out(experiment, sampling.tokenizer))
-        self._judges = [self._judge(each) for each in self._sets]
+        self._judges = [sampling.judge for _ in self._sets]
+        for index, each in enumerate(self._sets):
+            if each.rewards_key:
+                events = sampling.syncing.events
+                self._judges[index] = Judge(each.rewards, sampling.tokenizer, each.rewards_key, events=events)
+                closing.callback(self._judges[index].close)
         self._asked: list[list[PendingGroup]] = []
         self._step = self._version = 0
 
@@ -139,14 +144,6 @@ class Evaluation:
         if self._sets and self._experiment.rollout.staleness:
             metrics["eval/at_step"] = float(self._step)
         return metrics, greedy
-
-    def _judge(self, each: HeldOut) -> Judge:
-        if not each.rewards_key:
-            return self._sampling.judge
-        events = self._sampling.syncing.events
-        judge = Judge(each.rewards, self._sampling.tokenizer, each.rewards_key, events=events)
-        self._closing.callback(judge.close)
-        return judge
 
 
 def set_metrics(each: HeldOut, groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
 from fp8rl.rl.guard.guard import Fault, Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
-from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
+from fp8rl.rl.run.batching import RolloutBatch
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.step.batch import NonFiniteLossError, PassResult, Scored, TokenBatch
 

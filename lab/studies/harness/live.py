@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fp8rl.numerics.config import NumericsConfig, TrainerPrecision
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rollout.tasks.data import Source, load_problems
 from fp8rl.rollout.tasks.rewards.builtin import integer
 from fp8rl.rollout.types import Problem, prompt_ids
@@ -92,16 +92,23 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return loaded
 
 
+class Chain(NamedTuple):
+    """A question and its right answer, as token ids."""
+
+    prompt_ids: list[int]
+    target_ids: list[int]
+
+
 @cache
-def chains(path: Path) -> tuple[SftExample, ...]:
+def chains(path: Path) -> tuple[Chain, ...]:
     """Questions and right answers of a data file, as token ids."""
     return tuple(
-        SftExample(prompt_ids(tokenizer(), p), [*tokenizer().encode(p.answer, add_special_tokens=False), EOS])
+        Chain(prompt_ids(tokenizer(), p), [*tokenizer().encode(p.answer, add_special_tokens=False), EOS])
         for p in load_problems(Source(path))
     )
 
 
-def chosen_chains(path: Path, seed: int, count: int) -> list[SftExample]:
+def chosen_chains(path: Path, seed: int, count: int) -> list[Chain]:
     """`count` chains of a file, chosen by a seed."""
     known = chains(path)
     return [known[index] for index in _chosen(len(known), seed, count)]
@@ -113,7 +120,8 @@ def _chosen(known: int, seed: int, count: int) -> list[int]:
 
 def chain_batch(path: Path, seed: int, count: int) -> TokenBatch:
     """`count` chains of a file, chosen by a seed, to learn from."""
-    return batch_from_examples(chosen_chains(path, seed, count))
+    prompts, answers = zip(*chosen_chains(path, seed, count))
+    return TokenBatch.of(prompts, answers)
 
 
 @dataclass(frozen=True)
@@ -148,12 +156,13 @@ def sampled(trainer: Trainer, seed: int, prompts: int, answers: int, temperature
         open_rows = [index for index in open_rows if rows[index][-1] != EOS]
         if not open_rows:
             break
-    batch = batch_from_examples([SftExample(row[:start], row[start:]) for row, start in zip(rows, starts, strict=True)])
+    begun = list(zip(rows, starts, strict=True))
+    batch = TokenBatch.of([row[:start] for row, start in begun], [row[start:] for row, start in begun])
     scored = torch.where(batch.loss_mask, logprobs(trainer, batch), 0.0)
     return Sample(batch.with_fields(rollout_logprobs=scored), _outcomes(asked, batch, answers))
 
 
-def _outcomes(asked: Sequence[SftExample], batch: TokenBatch, answers: int) -> Outcomes:
+def _outcomes(asked: Sequence[Chain], batch: TokenBatch, answers: int) -> Outcomes:
     decode, rewards, finished = tokenizer().decode, [], []
     for row, mask in enumerate(batch.loss_mask):
         answer, reference = batch.tokens[row, mask].tolist(), asked[row // answers].target_ids

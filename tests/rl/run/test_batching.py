@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.state import SavedGroup
 from fp8rl.rollout.types import Group, KeptTokens, Problem, Prompt, Trajectory
 from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS
@@ -56,14 +56,6 @@ def test_logprobs_arrive_bit_for_bit_and_nonfinite_ones_and_empty_generations_to
     assert batch.lengths.tolist() == [2, 4] and batch.loss_mask.int().tolist() == [[0, 0, 0, 0], [0, 1, 1, 1]]
 
 
-def test_examples_become_rows_without_fields() -> None:
-    batch = batch_from_examples([SftExample([1, 2], [3]), SftExample([4], [5, 6, 7])])
-    assert batch.tokens.tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
-    assert batch.loss_mask.int().tolist() == [[0, 0, 1, 0], [0, 1, 1, 1]]
-    assert batch.fields == {}
-    assert batch.temperature == 1.0
-
-
 def test_input_that_does_not_fit_is_refused() -> None:
     good, routed = trajectory([1], [2], [-1.0]), trajectory([11, 12], [13, 14], [-0.5, -0.25])
     known, cut = (replace(routed, routed_experts=torch.zeros(n, 1, 2, dtype=torch.int16)) for n in (3, 2))
@@ -77,8 +69,6 @@ def test_input_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             batch_from_trajectories(rows, 1.0, replay=replay)
-    with pytest.raises(ValueError, match="example 0: found no target"):
-        batch_from_examples([SftExample([1], [])])
 
 
 def test_routes_end_before_the_last_token() -> None:

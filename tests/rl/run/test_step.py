@@ -19,9 +19,8 @@ from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.loop import rollout_records, scored_records
 from fp8rl.rl.record.rollouts import shown
-from fp8rl.rl.run.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import RolloutBatch, batch_from_trajectories, rollout_metrics
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.feed.rollout_batch import RolloutBatch, rollout_metrics
 from fp8rl.rl.run.step import explained_variance, plan_updates
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.types import Problem, Trajectory

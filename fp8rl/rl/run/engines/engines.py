@@ -159,12 +159,7 @@ class Engines:
     @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
         """Return whether one of these engines is gone or does not answer; such an engine is given up."""
-        asked = [slot for slot in self.slots if slot.endpoint in endpoints]
-        pulses = [asyncio.create_task(slot.answer(Engine.pulse)) for slot in asked]
-        for pulse in asyncio.as_completed(pulses):
-            if await pulse is None:
-                break
-        await end(*pulses)
+        await asyncio.gather(*(slot.answer(Engine.pulse) for slot in self.slots if slot.endpoint in endpoints))
         return not {slot.endpoint for slot in self.slots}.issuperset(endpoints)
 
     @begun

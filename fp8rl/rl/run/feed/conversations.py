@@ -29,10 +29,6 @@ Ask = Callable[[Group, SamplingParams, int, object], "Future[list[Trajectory]]"]
 """Has engines answer a group; see `Engines.admit`."""
 
 
-class BlockedEnvironmentError(RuntimeError):
-    """An environment blocks all others, because it never awaits."""
-
-
 class Conversations:
     """The environment of an experiment. It has a conversation for each answer that is under way.
 
@@ -61,13 +57,10 @@ class Conversations:
         return self._background.begin(self._group(group, sampling, oldest))
 
     def check(self) -> None:
-        """Raise BlockedEnvironmentError if an environment never awaits. Called from time to time during a wait."""
-        if not self._background.takes_turns(self._config.timeout_s):
-            raise BlockedEnvironmentError(
-                f"found an environment ({self._config.label}) that has blocked all its other answers for "
-                f"{self._config.timeout_s:g} s (environment.timeout_s), expected it to wait with await. "
-                "Use asyncio.sleep, asyncio.to_thread or a subprocess of asyncio in it"
-            )
+        """Raise BlockedError if an environment never awaits. Called from time to time during a wait."""
+        remedy = "Use asyncio.sleep, asyncio.to_thread or a subprocess of asyncio in it"
+        what = f"an environment ({self._config.label})"
+        self._background.check(self._config.timeout_s, "environment.timeout_s", what, remedy)
 
     def close(self) -> None:
         """Give up the conversations that are under way. A second call does nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,18 +15,18 @@ from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.record.metrics_log import StepClock
-from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
-from fp8rl.rl.run.events import FilterError
-from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.feed.problems import to_prompts, training_problems
-from fp8rl.rl.run.feed.rollout_batch import (
+from fp8rl.rl.run.batching import (
     RolloutBatch,
+    batch_from_trajectories,
     conversation_metrics,
     dropped_metrics,
     reward_metrics,
     rollout_metrics,
     teacher_logprobs,
 )
+from fp8rl.rl.run.events import FilterError
+from fp8rl.rl.run.feed.judging import JudgedAnswer
+from fp8rl.rl.run.feed.problems import to_prompts, training_problems
 from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling, done
 from fp8rl.rl.run.feed.state import FeedState, SavedGroup
 from fp8rl.rollout.tasks.chat import answer_ids
@@ -57,7 +58,7 @@ class Feed:
         self._problems = training_problems(experiment)
         self._size = experiment.algorithm.problems_per_step(experiment.rollout)
         self._next = 0
-        self._ready: dict[int, Group] = {}
+        self._group = functools.lru_cache(2 * self._size)(self._make_group)
         self._admitted: list[PendingGroup] = []
         self._probes: list[PendingGroup] = []
         """Groups beyond the last step, which the trainer scores, but does not train on."""
@@ -179,10 +180,9 @@ class Feed:
     def _prepare(self) -> None:
         """Prepare the groups that the next step will most likely admit, while the engines sample other groups."""
         for number in range(self._next, self._next + self._size):
-            if number not in self._ready:
-                self._ready[number] = self._group(number)
+            self._group(number)
 
-    def _group(self, number: int) -> Group:
+    def _make_group(self, number: int) -> Group:
         rollout, seed = self._experiment.rollout, self._experiment.run.seed
         step, place = number // self._size + 1, number % self._size
         (prompt,) = to_prompts(self._sampling.tokenizer, [self._problems.nth(number)])
@@ -190,7 +190,7 @@ class Feed:
 
     def _admit(self, number: int, before: SavedGroup | None = None) -> PendingGroup:
         """Admit group `number`. before: its saved answers, which are used if they fit the group."""
-        group = self._ready.pop(number, None) or self._group(number)
+        group = self._group(number)
         drawn, judge = self._sampling.at(self._experiment.rollout.temperature), self._sampling.judge
         if before is not None and before.answers(group):
             return PendingGroup(group, drawn, done(before.trajectories()), number, judge)
@@ -236,12 +236,11 @@ class ExampleFeed(Feed):
 
     def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = lambda: None) -> RolloutBatch:
         meanwhile()
-        tokenizer, examples = self._sampling.tokenizer, []
-        for prompt in to_prompts(tokenizer, self._problems.of_step(step, self._size)):
-            asked = prompt.problem
-            answer = answer_ids(tokenizer, asked.conversation, asked.answer, asked.chat_template)
-            examples.append(SftExample(prompt.token_ids, answer))
-        return RolloutBatch(batch_from_examples(examples))
+        tokenizer = self._sampling.tokenizer
+        prompts = to_prompts(tokenizer, self._problems.of_step(step, self._size))
+        asked = (prompt.problem for prompt in prompts)
+        answers = [answer_ids(tokenizer, each.conversation, each.answer, each.chat_template) for each in asked]
+        return RolloutBatch(TokenBatch.of([prompt.token_ids for prompt in prompts], answers))
 
 
 def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int) -> list[Group]:

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 1.0
 """Interval at which a wait looks whether an `async` function blocks all others."""
-
-
-class RewardError(RuntimeError):
-    """A reward function blocks all others, because it never awaits."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Judge:
     def wait(self, verdict: Future[list[JudgedAnswer]]) -> list[JudgedAnswer]:
         """Wait for the verdicts of `begin` and return them.
 
-        Raises RewardError: an `async` function never awaits; TooManyFailuresError; EngineError: no teacher is left, or
+        Raises BlockedError: an `async` function never awaits; TooManyFailuresError; EngineError: no teacher is left, or
         the teacher finds a value that is not finite.
         """
         while not futures.wait([verdict], _LOOK_SECONDS).done:
@@ -94,14 +90,11 @@ class Judge:
         return verdict.result()
 
     def check(self) -> None:
-        """Raise RewardError if an `async` function never awaits. Called from time to time during a wait."""
+        """Raise BlockedError if an `async` function never awaits. Called from time to time during a wait."""
+        named = ", ".join(function.config.label for function in self._functions if function.is_async)
         longest = max(config.timeout_s for config in self._config.functions)
-        if not self._background.takes_turns(longest):
-            named = ", ".join(function.config.label for function in self._functions if function.is_async)
-            raise RewardError(
-                f"found an async reward ({named}) that has blocked all others for {longest:g} s, "
-                "expected it to wait with await. Let it await, or make it a plain function"
-            )
+        remedy = "Let it await, or make it a plain function"
+        self._background.check(longest, "timeout_s", f"an async reward ({named})", remedy)
 
     def close(self) -> None:
         """End the processes and give up the calls that are under way. A second call does nothing."""
@@ -117,17 +110,8 @@ class Judge:
         if isinstance(answers, Future):
             answers = await asyncio.wrap_future(answers)
         transcripts = [transcript(answer, self._tokenizer) for answer in answers]
-        offered: list[dict[str, Any]] = [
-            {
-                "question": prompt.problem.question,
-                "reference": prompt.problem.answer,
-                "fields": prompt.problem.fields,
-                "answer": "".join(text for _, text in said),
-                "finished": answer.finished,
-                "tokens": len(answer.logprobs),
-                "turns": said,
-                "outcome": answer.outcome,
-            }
+        offered = [
+            arguments(prompt.problem, said, len(answer.logprobs), answer.finished, answer.outcome)
             for said, answer in zip(transcripts, answers, strict=True)
             if not answer.failed
         ]
@@ -160,9 +144,7 @@ class Judge:
         if not self._functions[index].of_group:
             each = await asyncio.gather(*(self._called(index, one, 1) for one in offered))
             return [None if parts is None else parts[0] for parts in each]
-        together = offered[0] | {name: [one[name] for one in offered] for name in EACH}
-        together["answers"] = [one["answer"] for one in offered]
-        parts = await self._called(index, together, len(offered))
+        parts = await self._called(index, of_group(offered), len(offered))
         return [None] * len(offered) if parts is None else [*parts]
 
     async def _called(self, index: int, offered: dict[str, Any], answers: int) -> list[Numbers] | None:
@@ -195,3 +177,25 @@ class Judge:
             self.failures.add("sum", f"found {reward} of {parts}, expected a finite number in FP32. Lower the weights")
             reward = 0.0
         return reward, parts
+
+
+def arguments(
+    problem: Problem, said: list[Said], tokens: int, finished: bool = True, outcome: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """Return all arguments that a function may ask for about one answer (`rollout.tasks.rewards`)."""
+    return {
+        "question": problem.question,
+        "reference": problem.answer,
+        "fields": problem.fields,
+        "answer": "".join(text for _, text in said),
+        "finished": finished,
+        "tokens": tokens,
+        "turns": said,
+        "outcome": outcome or {},
+    }
+
+
+def of_group(offered: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the arguments about all answers of a group. offered: those about each answer."""
+    each = {name: [one[name] for one in offered] for name in EACH}
+    return offered[0] | each | {"answers": [one["answer"] for one in offered]}

@@ -7,8 +7,8 @@ import torch
 
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.run.batching import SftExample, batch_from_examples
 from fp8rl.trainer.distributed.wires import SPECS
+from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.adapters import ARMS as ADAPTERS
 from lab.studies.benefit import SEEDS, arms, collapsed, jobs
 from lab.studies.harness.breakdown import AnswerTokens, bins, rank_correlations
@@ -22,7 +22,7 @@ from lab.studies.wire_formats import unscaled
 
 def answers() -> AnswerTokens:
     """Answers of three tokens and of one, whose abs d are 3, 2, 1 and 5."""
-    batch = batch_from_examples([SftExample([7, 8], [9, 9, 9]), SftExample([7], [9])])
+    batch = TokenBatch.of([[7, 8], [7]], [[9, 9, 9], [9]])
     logprobs, abs_d = torch.zeros(batch.tokens.shape), torch.zeros(batch.tokens.shape, dtype=torch.float64)
     logprobs[0, 2:5], logprobs[1, 1] = torch.tensor([0.6, 0.6, 1.0]).log(), math.log(0.2)
     abs_d[0, 2:5], abs_d[1, 1] = torch.tensor([3.0, 2.0, 1.0]), 5.0
@@ -46,7 +46,7 @@ def test_rank_correlations_have_the_sign_of_the_relation() -> None:
 
 
 def test_metrics_of_the_four_cases() -> None:
-    batch = batch_from_examples([SftExample([0], [1])])
+    batch = TokenBatch.of([[0]], [[1]])
     batch = batch.with_fields(rollout_logprobs=torch.tensor([[0.0, math.log(0.3)]]))
     policy, reference = torch.tensor([[[0.5, 0.5]]]).log(), torch.tensor([[[0.75, 0.25]]]).log()
     found = {name: values[0, 1].item() for name, values in _metrics(policy, reference, batch).items()}

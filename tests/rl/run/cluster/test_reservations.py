@@ -89,8 +89,8 @@ def placed_as(reservations: Reservations, experiment: Experiment) -> str:
     ranks = [seat(placement) for placement in reservations.trainer()]
     policys = experiment.rollout.engines if experiment.needs_engines else 0
     teachers = 0 if experiment.teacher is None else experiment.teacher.engines
-    engines = [seat(reservations.engine("policy", index)) for index in range(policys)]
-    engines += [seat(reservations.engine("teacher", index)) for index in range(teachers)]
+    engines = [seat(reservations.engine("policy", index)[0]) for index in range(policys)]
+    engines += [seat(reservations.engine("teacher", index)[0]) for index in range(teachers)]
     shares = [str(ranks.index(each)) if each in ranks else "" for each in engines]
     placed = [node + share for (node, *_), share in zip(engines, shares, strict=True)]
     return " ".join(["".join(node for node, *_ in ranks), *placed])
@@ -165,7 +165,7 @@ def test_engines_share_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster, t
     here, _ = nodes_up()
     others = spec(ranks=3, **DISTRIBUTED, cluster={"trainer_nodes": "far", "engine_nodes": "far"})
     with reserved(others, tmp_path), reserved(spec(engines=2, **TAUGHT | {"teacher": {"path": "/t"}}), tmp_path) as run:
-        given = [*run.trainer(), run.engine("policy", 0), run.engine("policy", 1), run.engine("teacher", 0)]
+        given = [*run.trainer(), run.engine("policy", 0)[0], run.engine("policy", 1)[0], run.engine("teacher", 0)[0]]
         (node, (rank,), *rest), (_, (own,), *of_own), *sharing = sees(given)
         assert node == here.id and rest == [str(rank), None], "a rank sees its GPU alone, and is on loopback"
         assert own != rank and of_own == [None, None], "an engine maps the trainer's GPU, so that it sees all"
@@ -196,7 +196,7 @@ def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeyp
 
     whole, bound = run(trainer_nodes="gone"), run(trainer_nodes="near", engine_nodes="gone")
     free = run(trainer_nodes="near", engine_nodes=here.address, placement="spread")  # all nodes have this address
-    engines = [each.engine("policy", 0) for each in (whole, free, bound)]
+    engines = [each.engine("policy", 0)[0] for each in (whole, free, bound)]
     try:
         found = sees([*whole.trainer(), *engines, *free.trainer(), *bound.trainer()])
         assert [node for node, *_ in found] == [*[gone.id] * 4, here.id, here.id]
@@ -206,11 +206,11 @@ def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeyp
         whole.close()
         with pytest.raises(NoRoomError, match=r"the run was lost, .*cluster.trainer_nodes: found 'gone'"):
             Reservations(whole._experiment, tmp_path, again=True)
-        assert seat(free.engine("policy", 0))[0] == "b", "the driver's GPUs are taken"
+        assert seat(free.engine("policy", 0)[0])[0] == "b", "the driver's GPUs are taken"
         with pytest.raises(NoRoomError, match=r"no room .* \(cluster.engine_nodes: gone\)"):
-            bound.engine("policy", 0)
+            bound.engine("policy", 0)[0]
         leaves = cluster.add_node(num_cpus=1, num_gpus=3, resources={"gone": 1})
-        assert seat(bound.engine("policy", 0))[0] == "c" and bound._engines[0].node.id != gone.id
+        assert seat(bound.engine("policy", 0)[0])[0] == "c" and bound._engines[0].node.id != gone.id
         whole = Reservations(whole._experiment, tmp_path, again=True)
         assert sees(whole.trainer())[0][0] not in [node.id for node in before]
     finally:

@@ -24,7 +24,7 @@ from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.events import ENGINES_REPLACED, Events
+from fp8rl.rl.run.events import Events
 from fp8rl.rollout import types
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.engine import EngineActor
@@ -33,6 +33,7 @@ from fp8rl.rollout.engine.server.client import Slept
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.weight_sync.manifest import Manifest
+from tests.support.pools import told
 from tests.support.servers import groups, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -158,16 +159,7 @@ class Stage:
         return self.engines
 
     def news(self) -> list[tuple[int, str]]:
-        """Each event since the last call: how many engines were replaced, and the sentence."""
-        found: list[tuple[int, str]] = []
-
-        def take(metric: str, count: int, text: str) -> None:
-            assert metric == ENGINES_REPLACED
-            found.append((count, text))
-
-        self.events.subscribe(take)
-        self.events.deliver()
-        return found
+        return told(self.events)
 
     def serve(self) -> None:
         self.engines.verified(self.engines.up())

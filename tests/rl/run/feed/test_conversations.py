@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from fp8rl.rl.run.events import Events, TooManyFailuresError
-from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError, Conversations
+from fp8rl.rl.run.background import BlockedError
+from fp8rl.rl.run.events import TooManyFailuresError
+from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.sampling import done
 from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.types import EngineError, Group, Problem, Prompt, SamplingParams, Trajectory
+from tests.support.pools import told
 
 ENVIRONMENTS = """
 import asyncio, time
@@ -73,13 +75,6 @@ class Engines:
 
 
 Make = Callable[..., Conversations]
-Told = list[tuple[int, str]]
-
-
-@pytest.fixture
-def told() -> Told:
-    """Events: how many failures, and the sentence."""
-    return []
 
 
 @pytest.fixture
@@ -88,15 +83,13 @@ def engines(tokenizer: Any) -> Engines:
 
 
 @pytest.fixture
-def make(tmp_path: Path, tokenizer: Any, engines: Engines, told: Told) -> Iterator[Make]:
+def make(tmp_path: Path, tokenizer: Any, engines: Engines) -> Iterator[Make]:
     (tmp_path / "mine.py").write_text(ENVIRONMENTS)
     made: list[Conversations] = []
-    events = Events()
-    events.subscribe(lambda metric, count, text: told.append((count, text)))
 
     def opened(function: str, **settings: Any) -> Conversations:
         config = EnvironmentSection(function=f"{tmp_path / 'mine.py'}:{function}", **settings)
-        made.append(Conversations(config, tokenizer, engines.ask, events=events))
+        made.append(Conversations(config, tokenizer, engines.ask))
         return made[-1]
 
     yield opened
@@ -127,14 +120,12 @@ def test_each_answer_is_a_conversation_of_its_own_length_at_one_engine(make: Mak
         ("silent", "it ended before the model's first turn, expected it to call sample()"),
     ],
 )
-def test_an_environment_that_fails_is_counted_and_explained_once(
-    make: Make, told: Told, function: str, expected: str
-) -> None:
+def test_an_environment_that_fails_is_counted_and_explained_once(make: Make, function: str, expected: str) -> None:
     conversations = make(function, timeout_s=0.5)
     answers = begun(conversations, 1, 2).result(timeout=20)
     assert [answer.failed for answer in answers] == [True, True]
     conversations.failures.tell()
-    (one, first), other = told
+    (one, first), other = told(conversations.failures.events)
     assert one == 1 and f"the environment {function} has failed, so that nothing is learnt" in first
     assert expected in first and other == (1, "1 more environments failed")
 
@@ -157,25 +148,23 @@ def test_one_conversation_that_succeeds_leaves_the_others_their_failures(make: M
     assert [answer.failed for answer in answers] == [answer.seed != 1 for answer in answers]
 
 
-def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(make: Make, told: Told) -> None:
+def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(make: Make) -> None:
     conversations = make("raises")
+    events = conversations.failures.events
     begun(conversations, 1, 2).result(timeout=20)
-    conversations.failures.events.deliver()
-    assert [count for count, _ in told] == [1]
+    assert [count for count, _ in told(events)] == [1]
     begun(conversations, 3).result(timeout=20)
-    conversations.failures.events.deliver()
-    assert len(told) == 1
+    assert told(events) == []
     conversations.failures.tell()
-    assert told[1:] == [(2, "2 more environments failed")]
+    assert told(events) == [(2, "2 more environments failed")]
 
 
-def test_an_error_of_the_engines_is_not_the_environments(make: Make, told: Told, engines: Engines) -> None:
+def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: Engines) -> None:
     engines.error = EngineError("all engines are lost")
     conversations = make("talks")
     with pytest.raises(EngineError, match="all engines are lost"):
         begun(conversations, 1).result(timeout=20)
-    conversations.failures.tell()
-    assert told == []
+    assert told(conversations.failures.events) == []
 
 
 @pytest.mark.slow
@@ -191,5 +180,5 @@ def test_an_environment_that_never_awaits_ends_the_run_instead_of_holding_it_up(
             conversations.check()
             await asyncio.sleep(0.05)
 
-    with pytest.raises(BlockedEnvironmentError, match=r"found an environment \(blocks\) that has blocked all"):
+    with pytest.raises(BlockedError, match=r"found an environment \(blocks\) that has blocked all"):
         asyncio.run(looked())

@@ -17,11 +17,11 @@ import torch
 import fp8rl.rl.run.feed.sampling as sampling_module
 from fp8rl.rl.loop import rollout_records
 from fp8rl.rl.record.metrics_log import StepClock
+from fp8rl.rl.run.batching import RolloutBatch
 from fp8rl.rl.run.events import FilterError
 from fp8rl.rl.run.feed.feed import Feed
 from fp8rl.rl.run.feed.judging import Judge
-from fp8rl.rl.run.feed.rollout_batch import RolloutBatch
-from fp8rl.rl.run.feed.sampling import Sampling
+from fp8rl.rl.run.feed.sampling import Sampling, done
 from fp8rl.rl.run.feed.state import FeedState, read_answered
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import EngineError, Group, StaleWeightsError, Trajectory
@@ -346,19 +346,10 @@ def test_a_filter_that_keeps_nothing_is_given_up_after_a_bounded_number_of_group
     assert len(engines.asked) == 12
 
 
-class Teacher:
-    """Finds the two tokens of any answer as likely as e^-1 and e^-2."""
-
-    def score(self, sequences: list[list[int]]) -> Future[list[list[float]]]:
-        scores: Future[list[list[float]]] = Future()
-        scores.set_result([[0.0] * (len(sequence) - 3) + [-1.0, -2.0] for sequence in sequences])
-        return scores
-
-
 def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(data: Path) -> None:
     feed, engines = open_feed(data, algorithm={"name": "opd"}, staleness=1)
-    taught = Judge(RewardsSection(), cast(Any, Letters()), teacher=cast(Any, Teacher()))
-    engines.sampling.judge, engines.solved = taught, set()
+    teacher: Any = SimpleNamespace(score=lambda rows: done([[0.0] * (len(row) - 3) + [-1.0, -2.0] for row in rows]))  # type: ignore[misc]
+    engines.sampling.judge, engines.solved = Judge(RewardsSection(), cast(Any, Letters()), teacher=teacher), set()
     work = take(feed, 1)
     batch, mask = work.batch, work.batch.loss_mask
     assert batch.fields["teacher_logprobs"][mask].tolist() == [-1.0, -2.0] * PROMPTS * SIZE

@@ -12,10 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
+from fp8rl.rl.run.background import BlockedError
 from fp8rl.rl.run.events import TooManyFailuresError
-from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
+from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import EngineError, Problem, Prompt, Trajectory
+from tests.support.pools import told
 from tests.support.servers import group_members, wait_until
 
 MODULE = """
@@ -110,14 +112,6 @@ def group(tokenizer: Any, *answers: str, **fields: Any) -> tuple[Prompt, list[Tr
     return prompt, trajectories
 
 
-def told(judge: Judge) -> list[tuple[int, str]]:
-    """Failures since the last call: how many, and the sentence."""
-    found: list[tuple[int, str]] = []
-    judge.failures.events.subscribe(lambda metric, count, text: found.append((count, text)))
-    judge.failures.tell()
-    return found
-
-
 def judged(judge: Judge, tokenizer: Any, *answers: str) -> list[JudgedAnswer]:
     return judge.begin(*group(tokenizer, *answers)).result(timeout=60)
 
@@ -129,14 +123,14 @@ def test_a_reward_is_the_weighted_sum_of_what_the_functions_say(make: Make, toke
     assert right.parts == {"integer": 1.0, "letters/letters": 8.0, "letters/digits": 2.0, "ranked": 1.0}
     assert right.reward == 2.0 + 0.5 * 10.0 + 1.0
     assert wrong.parts == {"integer": 0.0, "letters/letters": 2.0, "letters/digits": 2.0, "ranked": 0.0}
-    assert wrong.reward == 2.0 and not told(judge)
+    assert wrong.reward == 2.0 and not told(judge.failures.events)
 
 
 def test_a_sum_that_is_not_finite_in_fp32_is_a_failure(make: Make, tokenizer: Any) -> None:
     judge = make("mine:large", {"function": "mine:large", "name": "again", "weight": 0.5})
     (answer,) = judged(judge, tokenizer, "3")
     assert answer.reward == 0.0 and answer.parts == {"large": 3e38, "again": 3e38}
-    ((_, message),) = told(judge)
+    ((_, message),) = told(judge.failures.events)
     assert "the reward sum has failed, which counts as 0: found 4.5" in message and "finite number in FP32" in message
 
 
@@ -161,7 +155,7 @@ def test_an_answer_whose_environment_failed_is_worth_nothing_and_not_judged(make
 
 def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokenizer: Any) -> None:
     judge, scores = make("integer"), Future[list[list[float]]]()
-    scores.set_result([[math.nan, math.nan]])
+    scores.set_result([[math.nan] * 2])
     judge._teacher = SimpleNamespace(score=lambda sequences: scores)  # type: ignore[assignment]
     with pytest.raises(EngineError, match="found 2 log-probabilities of the teacher that are not finite.*teacher.path"):
         judge.wait(judge.begin(*group(tokenizer, "1")))
@@ -183,10 +177,11 @@ def test_a_function_that_fails_is_explained_once(make: Make, tokenizer: Any, fun
     judge = make({"function": f"mine:{function}", "timeout_s": seconds}, "integer", workers=1)
     answers = judged(judge, tokenizer, "3\n#### 3", "1")
     assert [answer.reward for answer in answers] == [1.0, 0.0]
-    (one, first), *others = told(judge)
+    judge.failures.tell()
+    (one, first), *others = told(judge.failures.events)
     assert one == 1 and f"the reward {function} has failed, which counts as 0" in first and expected in first
     assert others == ([] if function == "whole" else [(1, "1 more rewards failed")])
-    assert not told(judge)
+    assert not told(judge.failures.events)
 
 
 @pytest.mark.slow
@@ -217,7 +212,7 @@ def test_an_async_function_that_never_awaits_ends_the_run(make: Make, tokenizer:
     monkeypatch.setattr("fp8rl.rl.run.background._TURN_SECONDS", 0.5)
     judge = make(*({"function": name, "timeout_s": 0.2} for name in ("mine:blocks", "integer")))
     began = time.monotonic()
-    with pytest.raises(RewardError, match=r"found an async reward \(blocks\) that has blocked all others"):
+    with pytest.raises(BlockedError, match=r"found an async reward \(blocks\) that has blocked all others"):
         judge.wait(judge.begin(*group(tokenizer, "1")))
     judge.close()
     assert time.monotonic() - began < 40
