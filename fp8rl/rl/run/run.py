@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import with_own_cache
@@ -26,7 +27,7 @@ from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rl.run.ending import say_failed
 from fp8rl.rl.run.engines.canary import canary_of
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker, teacher_serving
+from fp8rl.rl.run.engines.serving import Serving, engine_adapter, prepare_serving
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
@@ -36,13 +37,11 @@ from fp8rl.rl.run.record import Record
 from fp8rl.rl.run.step import StepPass
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.tasks.environments import SINGLE_TURN
-from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
 from fp8rl.trainer.config import TrainerSpec
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
 from fp8rl.weight_sync.frozen import write_base
-from fp8rl.weight_sync.served import write_description
 
 _WORST = 8
 """Number of worst sequences in a capsule. If there is a fault, all rows that it came from precede them."""
@@ -88,14 +87,16 @@ class Run:
             self.record, self.events = record, record.events
         count = rollout.engines if experiment.needs_engines else 0
         # They come up while the trainer does, unless they take turns.
-        self.engines = Engines(count, self._serving(), rollout, self.events, awake=not rollout.sleep)
+        policy = self._serving("policy", numerics)
+        self.engines = Engines(count, policy, rollout, self.events, awake=not rollout.sleep)
         """The policy's engines; empty in a run that samples nothing."""
         closing.callback(self.engines.stop)
         self.teacher: Engines | None = None
         """The engines of the model that the policy learns from, if there is one; a lost engine is replaced, too."""
         if (section := experiment.teacher) is not None:
-            serving = teacher_serving(experiment, self.reservations, folder)
-            self.teacher = Engines(section.engines, serving, section.engine(rollout), self.events)
+            spec = section.numerics(experiment.numerics, experiment.numerics_config().k_splits)
+            teacher = self._serving("teacher", spec)
+            self.teacher = Engines(section.engines, teacher, section.engine(rollout), self.events)
             closing.callback(self.teacher.stop)
         self.trainer = TrainerGroup.start(trainer_spec(experiment, numerics), self.reservations.trainer())
         closing.callback(self.trainer.shutdown)
@@ -147,7 +148,8 @@ class Run:
         self.numerics = numerics
         self.syncing.bridge, self.syncing.canary = self._bridge(), canary_of(self.experiment, numerics)
         with self.turn("rollout"):
-            self.engines.switch(self._serving())
+            self.engines.switch(self._serving("policy", numerics))
+            self.engines.wait()
 
     def keep(self, verdict: Verdict, passed: StepPass | None) -> None:
         """Announce the events of a verdict, and if there are any, keep the pass's worst sequences as a capsule.
@@ -181,12 +183,8 @@ class Run:
         """Return the metrics of engines and of device turns since the last call."""
         return self.engines.metrics() | self.turns.metrics()
 
-    def _serving(self) -> Serving:
-        """Write the served model without its weights, and return the settings to start engines from it."""
-        description = self.folder / "served" / "start"
-        write_description(self.experiment.model.directory, description, self.numerics.rollout_spec)
-        make = engine_maker(self.experiment, "policy", self.reservations, self.folder, self.numerics)
-        return Serving(make, description, NO_WEIGHTS)
+    def _serving(self, role: Role, numerics: NumericsConfig) -> Serving:
+        return prepare_serving(self.experiment, role, numerics, self.reservations, self.folder)
 
     def _bridge(self) -> Bridge:
         e, spec = self.experiment, self.numerics.rollout_spec

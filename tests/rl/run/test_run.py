@@ -48,9 +48,6 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
 
             def trainer(self) -> None: ...
 
-            @staticmethod
-            def none() -> None: ...
-
             def close(self, *_: object) -> None:
                 events.append(f"{name} ended")
 
@@ -63,7 +60,8 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
 
     for name in ("ray_cluster", "Reservations", "Engines"):
         monkeypatch.setattr(run_module, name, part(name))
-    monkeypatch.setattr(run_module, "write_description", lambda *_: (files.path / "served/start").mkdir(parents=True))
+    written = "fp8rl.rl.run.engines.serving.write_description"
+    monkeypatch.setattr(written, lambda *_: (files.path / "served/policy").mkdir(parents=True))
     monkeypatch.setattr(run_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
         open_run(experiment(run={"steps": 3}), files).__enter__()

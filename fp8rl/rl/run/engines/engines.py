@@ -102,7 +102,7 @@ class Engines:
     @waited
     async def wait(self) -> None:
         """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
-        await self._until(self._all_up)
+        await self._until(lambda: all(slot.endpoint for slot in self.slots))
 
     @waited
     async def up(self) -> list[Endpoint]:
@@ -214,11 +214,10 @@ class Engines:
 
     @waited
     async def switch(self, serving: Serving) -> None:
-        """Replace all engines by engines with `serving`. The new engines answer the groups that are under way."""
+        """Replace all engines by engines with `serving`, which are to be waited for. They answer groups under way."""
         self._serving, self._newest = serving, serving.version
         for slot in self.slots:
             slot.lose("")
-        await self._until(self._all_up)
 
     @waited
     async def metrics(self) -> dict[str, float]:
@@ -232,9 +231,6 @@ class Engines:
             slot.idle, slot.tokens, slot.idle_since = 0.0, 0, now
         balance = {"perf/engine_balance": min(tokens) / max(tokens)} if len(tokens) > 1 and max(tokens) else {}
         return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance}
-
-    def _all_up(self) -> bool:
-        return all(slot.endpoint for slot in self.slots)
 
     async def _until(self, look: Callable[[], Result]) -> Result:
         """Return what `look` finds, once it finds something. Raise the error if an engine cannot be replaced."""

@@ -20,8 +20,9 @@ from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rollout.engine.engine import EngineActor
 from fp8rl.rollout.engine.plugin.hooks import hooks_for
 from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
+from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.weight_sync.manifest import Manifest, Recorder
-from fp8rl.weight_sync.served import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint, write_description
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,25 @@ class Serving:
     """The role of the engines' model."""
 
 
-def engine_maker(
-    experiment: Experiment, role: Role, reservations: Reservations, folder: Path, numerics: NumericsConfig
-) -> Callable[[int], Any]:
-    """Return a function that starts the actor of an engine of this role, by index. folder: has the engines' logs."""
-    config, adapter, architecture = experiment.rollout, engine_adapter(experiment, role), experiment.model.architecture
-    if role == "teacher":
+def prepare_serving(
+    experiment: Experiment, role: Role, numerics: NumericsConfig, reservations: Reservations, folder: Path
+) -> Serving:
+    """Write what engines of this role start from, and return the settings to start them.
+
+    The policy's start without weights, which a sync brings. The teacher's start from a quantized copy of `teacher.path`
+    and are never synced: they score once their digests equal the copy's. folder: has this, and the engines' logs.
+    """
+    checkpoint, name = folder / "served" / role, "engine" if role == "policy" else role
+    config, base, version, manifest = experiment.rollout, experiment.base_spec, NO_WEIGHTS, None
+    adapter, architecture = engine_adapter(experiment, role), experiment.model.architecture
+    if role == "policy":
+        write_description(experiment.model.directory, checkpoint, numerics.rollout_spec)
+    else:
         assert experiment.teacher is not None
-        config = experiment.teacher.engine(config)
-    base = experiment.base_spec if role == "policy" else None
+        config, base, version = experiment.teacher.engine(config), None, 0
+        recorder = Recorder(read_model(experiment.teacher.directory).tensors, config.tp)
+        convert_checkpoint(experiment.teacher.directory, checkpoint, numerics.rollout_spec, recorder)
+        manifest = Manifest.merged(version, numerics.rollout_spec, [recorder.sent()], role)
     plugin = {
         "numerics": numerics.to_dict(),
         "role": role,
@@ -59,28 +70,11 @@ def engine_maker(
 
     def make(index: int) -> Any:
         placement, capability = reservations.engine(role, index)
-        return EngineActor.options(**placement.actor_options()).remote(
-            config,
-            folder / f"{'engine' if role == 'policy' else role}_{index}.log",
-            plugin,
-            expected_report(numerics, adapter, architecture, role, lambda: capability),
-            placement.host,
-        )
+        expected = expected_report(numerics, adapter, architecture, role, lambda: capability)
+        log = folder / f"{name}_{index}.log"
+        return EngineActor.options(**placement.actor_options()).remote(config, log, plugin, expected, placement.host)
 
-    return make
-
-
-def teacher_serving(experiment: Experiment, reservations: Reservations, folder: Path) -> Serving:
-    """Quantize a copy of `teacher.path`, and return the settings to start engines from it. Its weights are never
-    synced: an engine scores once its digests equal the copy's. folder: for the copy, and for the engines' logs."""
-    assert experiment.teacher is not None
-    source, checkpoint, version = experiment.teacher.directory, folder / "served" / "teacher", 0
-    numerics = experiment.teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
-    recorder = Recorder(read_model(source).tensors, experiment.teacher.tp)
-    convert_checkpoint(source, checkpoint, numerics.rollout_spec, recorder)
-    manifest = Manifest.merged(version, numerics.rollout_spec, [recorder.sent()], "teacher")
-    make = engine_maker(experiment, "teacher", reservations, folder, numerics)
-    return Serving(make, checkpoint, version, manifest, "teacher")
+    return Serving(make, checkpoint, version, manifest, role)
 
 
 def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterSection | None:
