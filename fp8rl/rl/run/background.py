@@ -70,7 +70,7 @@ class Background:
         """
         if self._turn.done():
             self._turn, self._asked = self.begin(asyncio.sleep(0)), time.monotonic()
-        elif time.monotonic() - self._asked > max(seconds, _TURN_SECONDS):
+        elif time.monotonic() - self._asked > seconds + _TURN_SECONDS:
             found = f"found {what} that has blocked all others for {seconds:g} s ({key})"
             raise BlockedError(f"{found}, expected it to wait with await. {remedy}")
 

@@ -71,7 +71,8 @@ class Feed:
         self._fill(step)
         with clock.phase("rollout"):
             meanwhile()
-            self._prepare()
+            for number in range(self._next, self._next + self._size):  # most likely the next step's
+                self._group(number)
         kept: list[list[JudgedAnswer]] = []
         dropped: list[list[JudgedAnswer]] = []
         began = math.inf
@@ -177,16 +178,11 @@ class Feed:
             self._admitted.append(self._admit(self._next))
             self._next += 1
 
-    def _prepare(self) -> None:
-        """Prepare the groups that the next step will most likely admit, while the engines sample other groups."""
-        for number in range(self._next, self._next + self._size):
-            self._group(number)
-
     def _make_group(self, number: int) -> Group:
         rollout, seed = self._experiment.rollout, self._experiment.run.seed
         step, place = number // self._size + 1, number % self._size
-        (prompt,) = to_prompts(self._sampling.tokenizer, [self._problems.nth(number)])
-        return Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
+        prompts = to_prompts(self._sampling.tokenizer, [self._problems.nth(number)])
+        return to_groups(prompts, rollout.group_size, run_seed=seed, step=step, first=place)[0]
 
     def _admit(self, number: int, before: SavedGroup | None = None) -> PendingGroup:
         """Admit group `number`. before: its saved answers, which are used if they fit the group."""
@@ -243,11 +239,10 @@ class ExampleFeed(Feed):
         return RolloutBatch(TokenBatch.of([prompt.token_ids for prompt in prompts], answers))
 
 
-def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int) -> list[Group]:
-    """Return a group of `size` answers for each prompt of `step`, in order, with the seeds that the step gives them."""
-    return [Group(prompt, answer_seeds(run_seed, step, number, size)) for number, prompt in enumerate(prompts)]
-
-
-def answer_seeds(run_seed: int, step: int, number: int, size: int) -> tuple[int, ...]:
-    """Return the seeds of the `size` answers to prompt `number` of `step`."""
-    return tuple(answer_seed(run_seed, step, number, answer) for answer in range(size))
+def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int, first: int = 0) -> list[Group]:
+    """Return a group of `size` answers for each prompt of `step`, in order, with the seeds that the step gives them.
+    first: the number of the first prompt in the step."""
+    seeds = functools.partial(answer_seed, run_seed, step)
+    return [
+        Group(prompt, tuple(seeds(at, answer) for answer in range(size))) for at, prompt in enumerate(prompts, first)
+    ]
