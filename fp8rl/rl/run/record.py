@@ -86,8 +86,20 @@ class Record:
         cut_events(files.events, last)
         cut_capsules(files, last)
         files.cut(last)
-        every = experiment.tracking.rollouts == "all"
-        tracker = RunTracker(files, self._trackers(), all_rollouts=every, resume_step=self.resume_step)
+        tracking, every = experiment.tracking, experiment.tracking.rollouts == "all"
+        if "wandb" in tracking.recorded:
+            self.console.note(f"live     {leet(files)}    (in a second terminal)")
+        run = Tracked(
+            folder=str(files.path.absolute()),
+            name=files.name,
+            project=tracking.wandb.project,
+            config=experiment.to_dict(),
+            resumed=resumed,
+            last_step=experiment.run.steps,
+            online=tracking.wandb.mode == "online",
+        )
+        trackers = BackgroundTrackers(tracking.recorded, run, lost=partial(self.events.add, TRACKER_LOST, 1))
+        tracker = RunTracker(files, trackers, all_rollouts=every, resume_step=self.resume_step)
         self.tracker = self._closing.enter_context(tracker)
         self.checkpoints = self._closing.enter_context(Checkpoints(files, experiment, self._held))
         sessions, _ = sessions_found(files.sessions)
@@ -99,22 +111,6 @@ class Record:
             why = f"lost ({sessions[-1].why}), and " if self.again and sessions else ""
             anew = begins_anew(files, self.step) if self.step else ""
             self.note(RESUMED, 1, f"{why}resumed after step {self.step}{anew}")
-
-    def _trackers(self) -> BackgroundTrackers:
-        """Start the trackers of the run, and say how to watch it in wandb."""
-        tracking, files = self.experiment.tracking, self.files
-        if "wandb" in tracking.recorded:
-            self.console.note(f"live     {leet(files)}    (in a second terminal)")
-        run = Tracked(
-            folder=str(files.path.absolute()),
-            name=files.name,
-            project=tracking.wandb.project,
-            config=self.experiment.to_dict(),
-            resumed=self.resume_step is not None,
-            last_step=self.experiment.run.steps,
-            online=tracking.wandb.mode == "online",
-        )
-        return BackgroundTrackers(tracking.recorded, run, lost=partial(self.events.add, TRACKER_LOST, 1))
 
     def end(self, why: str = "") -> None:
         """Record the end of this session. why: the reason for an early end. A second call does nothing."""
