@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp8rl.diagnose.report import Difference
-from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
@@ -25,8 +23,8 @@ from fp8rl.trainer.step.batch import Scored, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.rl.run.run import Run
+    from fp8rl.trainer.distributed.layout import Layout
     from fp8rl.trainer.scorer import Scorer
-    from fp8rl.trainer.trainer import Trainer
 
 # The calibration batch: the experiment's own problems, and prompts long enough to strain.
 
@@ -63,30 +61,19 @@ def sampled_batch(run: Run, prompts: list[Prompt], group_size: int, temperature:
 
 
 @contextmanager
-def one_trainer(
-    weights: Path,
-    numerics: NumericsConfig,
-    *,
-    micro_batch_tokens: int,
-    longest: int,
-    adapter: AdapterSection | None = None,
-) -> Iterator[Trainer]:
-    """Make a trainer of one rank with these weights, to score and export. numerics: may have the reduction order of a
-    larger layout. longest: tokens of a row. Raises UserError: exact mode, on a machine where a token's result depends
-    on its batch."""
+def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layout]:
+    """Open the process groups of a one-rank trainer. numerics: may have the reduction order of a larger layout.
+    Raises UserError: exact mode, on a machine where a token's result depends on its batch."""
     from fp8rl.trainer.distributed import parallel
 
-    config = TrainerSection(micro_batch_tokens=micro_batch_tokens)
     parallel.start(0, numerics)
     layout = parallel.initialize(config)
     try:
-        from fp8rl.trainer.trainer import Trainer, check_row_invariance  # Megatron is quiet from here on
+        from fp8rl.trainer.trainer import check_row_invariance  # Megatron is quiet from here on
 
         if numerics.mode == "exact":
             check_row_invariance()
-        yield Trainer(
-            weights, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=longest, adapter=adapter
-        )
+        yield layout
     finally:
         parallel.shutdown()
 
