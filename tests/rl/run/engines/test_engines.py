@@ -282,14 +282,17 @@ def test_an_engine_in_a_long_pass_goes_to_sleep_after_it(stage: Stage) -> None:
     assert engines.sleep() == [Slept(7, 5)] and stage.news() == []
 
 
+@pytest.mark.parametrize("lost", [False, True])
 def test_engines_of_which_one_does_not_end_say_so_and_kill_it(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: bool
 ) -> None:
+    """lost: its end has begun before, because it was lost."""
     killed: list[Any] = []
     monkeypatch.setattr(engines_module, "_END_SECONDS", 0.5)
     monkeypatch.setattr(engines_module.ray, "kill", killed.append)
     engines = stage.open(2)
-    stage.made[1].stuck = True
+    stage.made[1].stuck, stage.made[1].dead = True, lost
+    assert wait_until(lambda: (engines.slots[1].endpoint is None) is lost, 5)
     engines.stop()
     assert "found no end of the engines within 0.5 s" in caplog.text and stage.made[1] in killed
     engines.stop()
