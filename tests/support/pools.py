@@ -61,4 +61,5 @@ def told(events: Events) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     events.subscribe(lambda metric, count, text: found.append((count, text)))
     events.deliver()
+    events._handle = None  # further events wait for the next call
     return found
