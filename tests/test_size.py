@@ -10,17 +10,17 @@ LINES = {
     "trainer": 8_502,
     "rollout": 7_782,
     "weight_sync": 1_426,
-    "rl": 13_340,
-    "diagnose": 3_917,
-    "cli": 1_749,
-    "tests": 41_667,
+    "rl": 13_084,
+    "diagnose": 3_885,
+    "cli": 1_748,
+    "tests": 41_662,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 63_138
+WORDS = 63_134
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""
