@@ -13,7 +13,7 @@ LINES = {
     "rl": 13_084,
     "diagnose": 3_885,
     "cli": 1_748,
-    "tests": 41_662,
+    "tests": 41_661,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

@@ -208,7 +208,7 @@ def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeyp
             Reservations(whole._experiment, tmp_path, again=True)
         assert seat(free.engine("policy", 0)[0])[0] == "b", "the driver's GPUs are taken"
         with pytest.raises(NoRoomError, match=r"no room .* \(cluster.engine_nodes: gone\)"):
-            bound.engine("policy", 0)[0]
+            bound.engine("policy", 0)
         leaves = cluster.add_node(num_cpus=1, num_gpus=3, resources={"gone": 1})
         assert seat(bound.engine("policy", 0)[0])[0] == "c" and bound._engines[0].node.id != gone.id
         whole = Reservations(whole._experiment, tmp_path, again=True)
