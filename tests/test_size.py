@@ -5,15 +5,15 @@ import pytest
 from tests.support.paths import ROOT
 
 LINES = {
-    "numerics": 10_745,
-    "models": 5_396,
-    "trainer": 8_502,
-    "rollout": 7_782,
-    "weight_sync": 1_426,
+    "numerics": 10_761,
+    "models": 5_406,
+    "trainer": 8_513,
+    "rollout": 7_778,
+    "weight_sync": 1_430,
     "rl": 13_084,
     "diagnose": 3_885,
     "cli": 1_748,
-    "tests": 41_661,
+    "tests": 41_731,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

@@ -49,6 +49,8 @@ class WeightGroup:
     """The number of such weights in each of the layers."""
     taken: int = 0
     """How many of the copies a token is multiplied with; 0 if the weight is not of a product."""
+    kv_rows: int = 0
+    """The number of the rows that belong to key-value heads, of which each of more ranks of an engine has one whole."""
     by_heads: bool = False
     """True if Megatron interleaves the weight's tensors by heads."""
     tied: bool = False
@@ -204,6 +206,7 @@ def _groups(
             layers=layers,
             copies=sizes.experts if expert else 1,
             taken=(sizes.top_k if expert else 1) if product else 0,
+            kv_rows=sum(member.shape[0] for member in members if member.engine.kv_heads),
             by_heads=row.megatron.layout == "heads",
             tied=tied,
             trained=not row.megatron.buffer,

@@ -46,6 +46,9 @@ class Location:
     split: int | None = None
     """The axis on which an engine's tensor-parallel ranks split the tensor. None: each rank has the whole tensor; an
     expert's tensor is on one rank."""
+    kv_heads: int | None = None
+    """The number of key-value heads whose rows the tensor has. If an engine has more ranks, each rank has one head, and
+    neighbours have the same head. None: the rows are of no key-value heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +238,9 @@ class EngineRank:
 
     def _range(self, row: TensorRow, size: int) -> tuple[int, int]:
         """Return the first index and the length of this rank's part of an axis."""
-        share = -(-size // PADDED_TO) * PADDED_TO // self.ranks if row.engine.padded else size // self.ranks
-        first = min(self.rank * share, size)
+        parts = min(self.ranks, row.engine.kv_heads or self.ranks)
+        share = -(-size // PADDED_TO) * PADDED_TO // parts if row.engine.padded else size // parts
+        first = min(self.rank * parts // self.ranks * share, size)
         return first, min(share, size - first)
 
 

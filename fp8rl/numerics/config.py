@@ -48,7 +48,7 @@ class NumericsConfig:
     """Values are divided by this power of two before they are rounded."""
     k_splits: int = 1
     """The number of slices that K of a row-parallel product is cut into. Their FP32 sums are added in order. On both
-    sides it is the trainer's tensor-parallel size, so that the engine adds in the trainer's order. Exact mode only."""
+    sides it is the larger tensor-parallel size of the two, and each rank has equally many slices. Exact mode only."""
     router_replay: RouterReplay = "off"
     """`record`: the engine reports the experts of each token, and the trainer reports the experts that it chose itself.
     `replay`: the trainer takes the engine's experts (R3)."""

@@ -27,7 +27,7 @@ class RolloutSection(Section):
     """Number of SGLang servers. A group goes to the least busy engine. An engine that dies or hangs is replaced."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks of one engine. Each rank has complete experts. On GPUs several ranks run only in native
-    mode. On CPUs they also run in exact mode. There trainer and engine sum row-parallel products in `tp` parts."""
+    mode. On CPUs they also run in exact mode, where the larger of `tp` and `trainer.tp` is a multiple of the other."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts for each training step."""
     staleness: int = Field(default=0, ge=0, le=64)

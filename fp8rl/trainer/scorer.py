@@ -159,9 +159,10 @@ class Scorer:
 
 
 def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:
-    if numerics.mode == "exact" and config.tp > 1 and numerics.k_splits != config.tp:
+    if numerics.mode == "exact" and numerics.k_splits % config.tp:
         remedy = "Set both to the same number. The engine then adds partial sums in the trainer's order."
-        raise user_error("numerics.k_splits", numerics.k_splits, f"trainer.tp={config.tp}", remedy)
+        expected = f"a multiple of trainer.tp={config.tp}, whose ranks have equally many slices"
+        raise user_error("numerics.k_splits", numerics.k_splits, expected, remedy)
 
 
 # One forward and, with a loss, backward pass over this rank's rows of a batch, by Megatron's schedule.

@@ -212,11 +212,15 @@ def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
     A quantized weight has one byte per element and a scale per block. Any other weight has two bytes per element, or
     four in FP32. Ranks split dense products and experts; each rank holds all other weights whole.
     """
-    return sum(
-        weight_bytes(shape, weight, spec) // (1 if weight.share == "replicated" else engine_ranks)
-        for weight in shape.weights
-        if not weight.tied
-    )
+    heads = min(engine_ranks, shape.sizes.kv_heads)  # more ranks than heads have copies of them
+
+    def of_rank(weight: WeightGroup) -> int:
+        size, keys = weight_bytes(shape, weight, spec), weight.kv_rows
+        if weight.share == "replicated":
+            return size
+        return size * ((weight.rows - keys) * heads + keys * engine_ranks) // (weight.rows * heads * engine_ranks)
+
+    return sum(of_rank(weight) for weight in shape.weights if not weight.tied)
 
 
 def weight_bytes(shape: Shape, weight: WeightGroup, spec: QuantSpec) -> int:

@@ -52,14 +52,14 @@ WIRES = (("gradient_wire", "e4m3"), ("weight_gather", "e4m3"), ("recompute", "la
 GLM = Setup("glm4_moe", bf16_ends=1, k_splits=2, layout=(*EP_DP, *WIRES, *LESS_MEMORY), router_replay="record")
 LATENT = Setup("latent", bf16_ends=1, k_splits=2, layout=(("router_bias_rate", 0.3),), router_replay="record")
 LINEAR = Setup("qwen3_next", bf16_ends=1, k_splits=2)
-DENSE = Setup(
-    "dense", preset="ironwood", k_splits=2, engine_tp=2, layout=(("pp", 2), ("recompute", "experts"), *LESS_MEMORY)
-)
+COPIED_HEADS = partial(Setup, "dense", preset="ironwood", k_splits=4, engine_tp=4)
+DENSE = COPIED_HEADS(layout=(("pp", 2), ("recompute", "experts"), *LESS_MEMORY))
 SETUPS = {
     "glm-ep2-fp8-wires-recomputing-packed-bf16-ends": GLM,
     "latent-bf16-ends": LATENT,
     "next-bf16-ends": LINEAR,
-    "dense-ironwood-engine-tp2-pp2-recomputing-packed": DENSE,
+    "dense-ironwood-engine-tp4-pp2-recomputing-packed": DENSE,
+    "dense-ironwood-engine-tp4-tp2": COPIED_HEADS(layout=(("tp", 2),)),
     "olmoe-merged-fp32-scales-tp2-ep2-fp8-kv": Setup(
         "olmoe",
         preset="fp8_block_fp32",
@@ -70,7 +70,7 @@ SETUPS = {
         kv="fp8",
         adapter=MERGED,
     ),
-    "qwen2-mxfp8-bf16-ends-tp2": Setup("qwen2", preset="mxfp8", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
+    "qwen2-mxfp8-bf16-ends-tp2": Setup("qwen2", preset="mxfp8", bf16_ends=1, k_splits=4, layout=(("tp", 2),)),
     "glm-5-adapters-engine-tp2-fp8-kv": Setup(
         "glm_moe_dsa", bf16_ends=1, k_splits=2, engine_tp=2, router_replay="record", adapter=SEPARATE, kv="fp8"
     ),

@@ -130,13 +130,24 @@ def test_the_ranks_of_an_engine_share_heads_and_widths_and_keep_experts_whole(bl
                 assert {rank.label(name, one) for rank in ranks} == {name}
                 continue
             joined = one.join(parts) if one.parts else torch.cat(parts, one.engine.split)
-            assert torch.equal(joined, whole)
+            copied = one.engine.kv_heads == 1
+            assert all(torch.equal(part, whole) for part in parts) if copied else torch.equal(joined, whole)
             assert [len(part) for part in parts] == [rank.rows(one, block) for rank in ranks]
             assert [rank.label(name, one) for rank in ranks] == [f"{name}#0/2", f"{name}#1/2"]
     assert [[rank.place(expert, 4) for expert in range(8)] for rank in ranks] == [
         [0, 1, 2, 3, None, None, None, None],
         [None, None, None, None, 0, 1, 2, 3],
     ]
+
+
+def test_more_ranks_than_key_value_heads_have_copies_of_them() -> None:
+    """Two heads of 128 rows on four ranks: the first two have rows 0 to 127 and the first row of scales."""
+    keys = row("k_proj", 256, engine=Location("fused", split=0, kv_heads=2))
+    ranks = [EngineRank(rank, 4) for rank in range(4)]
+    assert [rank.part(keys, torch.arange(256))[[0, -1]].tolist() for rank in ranks] == [[0, 127]] * 2 + [[128, 255]] * 2
+    assert [rank.part(keys, torch.arange(2)).tolist() for rank in ranks] == [[0], [0], [1], [1]]
+    assert [(rank.rows(keys), rank.rows(keys, 128)) for rank in ranks] == [(128, 1)] * 4
+    assert [EngineRank(rank, 2).rows(keys) for rank in range(2)] == [128, 128]
 
 
 def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:

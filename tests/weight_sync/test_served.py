@@ -251,7 +251,10 @@ def test_bytes_worked_by_hand_and_as_the_review_found_them() -> None:
     assert served_bytes(qwen, POW2) / 2**30 == pytest.approx(29.0, abs=0.05)
     # Ranks of an engine share all but norms and routers.
     replicated = sum(2 * w.size * w.count for w in qwen.weights if w.share == "replicated")
-    assert 8 * served_bytes(qwen, POW2, 8) == served_bytes(qwen, POW2) + 7 * replicated
+    assert 4 * served_bytes(qwen, POW2, 4) == served_bytes(qwen, POW2) + 3 * replicated
+    # Eight ranks have each of the four key-value heads of 48 layers twice: 512 rows of keys, and of values.
+    copied = 48 * 2 * (512 * 2048 + 4 * 512 * 2048 // 128**2)
+    assert 8 * served_bytes(qwen, POW2, 8) == served_bytes(qwen, POW2) + 7 * replicated + copied
     all_bf16, one = (POW2.override({"first_layers_bf16": layers}) for layers in (61, 60))
     assert served_bytes(deepseek, all_bf16) == 2 * deepseek.parameters
     (kv_a,) = (weight for weight in deepseek.weights if weight.kind == "kv_a_proj")

@@ -112,13 +112,14 @@ class PartNames:
         megatron: str,
         engine: str | None = None,
         split: int | None = None,
+        kv_heads: int | None = None,
         fused: bool = False,
         layout: Literal["rows", "heads"] = "rows",
         groups: int | None = None,
         **more: Any,
     ) -> TensorRow:
-        """Return the row of a product's weight. engine: the parameter that holds it; None: `name`. split, fused,
-        layout, groups: as in :class:`models.tensors.Location`."""
+        """Return the row of a product's weight. engine: the parameter that holds it; None: `name`. split, kv_heads,
+        fused, layout, groups: as in :class:`models.tensors.Location`."""
         return TensorRow(
             name=f"{self.inside}{name}.weight",
             shape=shape,
@@ -126,7 +127,7 @@ class PartNames:
             layer=self.layer,
             kind=kind,
             product=True,
-            engine=Location(f"{self.served}{engine or name}.weight", split=split, fused=fused),
+            engine=Location(f"{self.served}{engine or name}.weight", split=split, kv_heads=kv_heads, fused=fused),
             megatron=Location(f"{self.there}{megatron}.weight", layout=layout, groups=groups),
             **more,
         )

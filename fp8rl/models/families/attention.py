@@ -103,26 +103,28 @@ def attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
 
 def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     hidden, head_dim, at = sizes.hidden_size, sizes.head_dim, PartNames.of(layer, "self_attn.", "self_attention.")
-    projections = (("q_proj", sizes.heads), ("k_proj", sizes.kv_heads), ("v_proj", sizes.kv_heads))
+    kv_heads = sizes.kv_heads
+    projections = (("q_proj", sizes.heads, None), ("k_proj", kv_heads, kv_heads), ("v_proj", kv_heads, kv_heads))
     yield norm_before("input", sizes, layer, "self_attention.linear_qkv.layer_norm_weight")
-    for name, heads in projections:
+    for name, heads, copied in projections:
         yield at.product(
             *(name, (heads * head_dim, hidden)),
             op="qkv",
             kind=name,
             engine="qkv_proj",
             split=0,
+            kv_heads=copied,
             megatron="linear_qkv",
             layout="heads",
         )
     if sizes.qkv_bias:
-        for name, heads in projections:
+        for name, heads, copied in projections:
             yield TensorRow(
                 name=f"{at.inside}{name}.bias",
                 shape=(heads * head_dim,),
                 op="qkv",
                 layer=layer,
-                engine=Location(f"{at.inside}qkv_proj.bias", split=0),
+                engine=Location(f"{at.inside}qkv_proj.bias", split=0, kv_heads=copied),
                 megatron=Location(f"{at.there}linear_qkv.bias", layout="heads"),
             )
     if sizes.head_norms is not None:

@@ -45,7 +45,9 @@ from fp8rl.numerics.ops.linear import (
     linear_partial,
     merge_partials,
     norm_fp8_linear,
+    partial_sums,
     rows_linear,
+    stacked,
     trained_operand,
     weight_operand,
 )

@@ -60,8 +60,7 @@ def linear(x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = N
     """
     if k_splits == 1:
         return _Product.apply(x, weight, weight, None, "bf16", x.dtype, plus)
-    slices = zip(x.chunk(k_splits, -1), weight.chunk(k_splits, -1), strict=True)
-    return merge_partials([linear_partial(a, w) for a, w in slices], x.dtype, plus)
+    return merge_partials(partial_sums(k_splits, x, weight), x.dtype, plus)
 
 
 @op
@@ -90,14 +89,29 @@ def fp8_linear(
     """
     if k_splits == 1:
         return _Product.apply(x, weight, operand, spec, backward, x.dtype, plus)
-    slices = zip(x.chunk(k_splits, -1), weight.chunk(k_splits, -1), operand.chunk(k_splits, -1), strict=True)
-    return merge_partials([fp8_linear_partial(a, w, q, spec, backward) for a, w, q in slices], x.dtype, plus)
+    return merge_partials(partial_sums(k_splits, x, weight, operand, spec, backward), x.dtype, plus)
 
 
 @op
 def fp8_linear_partial(x: Tensor, weight: Tensor, operand: Any, spec: QuantSpec, backward: Backward = "fp8") -> Tensor:
     """Compute one K slice of `fp8_linear`: FP32 [..., N]. A slice must hold whole quantization groups of K."""
     return _Product.apply(x, weight, operand, spec, backward, torch.float32, None)
+
+
+def partial_sums(
+    slices: int, x: Tensor, weight: Tensor, operand: Any = None, spec: Any = None, backward: Backward = "fp8"
+) -> list[Tensor]:
+    """Compute the partial of each of `slices` equal slices of K, in order: FP32 [..., N] each. An operand of None is of
+    an unquantized weight."""
+    a, w, q = ([each] if slices == 1 or each is None else each.chunk(slices, -1) for each in (x, weight, operand))
+    if operand is None:
+        return list(map(linear_partial, a, w))
+    return [fp8_linear_partial(*cut, spec, backward) for cut in zip(a, w, q, strict=True)]
+
+
+def stacked(partials: list[Tensor]) -> Tensor:
+    """Stack partials for ranks to exchange: [slices, ..., N]. A single one is not copied."""
+    return torch.stack(partials) if len(partials) > 1 else partials[0][None]
 
 
 @op

@@ -46,9 +46,9 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
         expected = "off: when an answer continues under new weights, the experts of its old tokens are recorded again"
         remedy = "Set numerics.router_replay=off (exact mode needs no replay), or rollout.staleness=0."
         yield user_error("numerics.router_replay", found, expected, remedy)
-    if exact and len({1, e.trainer.tp, rollout.tp}) == 3:  # both are above 1
+    if exact and max(e.trainer.tp, rollout.tp) % min(e.trainer.tp, rollout.tp):
         found = f"{rollout.tp} with trainer.tp={e.trainer.tp}"
-        expected = "1 or trainer.tp in exact mode, so that both sides add the same partial sums"
+        expected = "a divisor or a multiple of trainer.tp in exact mode, so that both sides add the same partial sums"
         remedy = f"Set rollout.tp=1 or trainer.tp=1. On GPUs rollout.tp is 1; on CPUs it may be {e.trainer.tp}, too."
         yield user_error("rollout.tp", found, expected, remedy)
     if isinstance(algorithm, PolicyGradient):

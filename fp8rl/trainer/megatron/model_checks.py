@@ -50,7 +50,10 @@ def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Itera
 @refusing
 def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> Iterator[UserError]:
     """Check that an engine's ranks can split the model. Raises UserError. key: the spec's key of tp, for messages."""
-    yield from _split_refusals(shape, tp, spec, key)
+    # If there are more ranks than key-value heads, each has a copy of one. Heads that share a block are not copied.
+    kv_heads = shape.sizes.kv_heads
+    copies = tp // kv_heads if shape.sizes.joined == 1 and tp % kv_heads == 0 else 1
+    yield from _split_refusals(shape, tp, spec, key, copies)
     if tp > 1 and (why := _unshared(shape, "engine")):
         yield user_error(key, tp, f"1 for a model {why}", f"Set {key}=1, and rollout.engines to use more GPUs.")
     if shape.sizes.experts % tp:
@@ -128,13 +131,16 @@ def check_rows(
         yield user_error("rollout.context_length", length, expected, remedy)
 
 
-def _split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str) -> Iterator[UserError]:
-    """Yield the reasons why `tp` ranks of the trainer or an engine cannot split a model. key: the spec's key of tp."""
+def _split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str, copies: int = 1) -> Iterator[UserError]:
+    """Yield the reasons why `tp` ranks of the trainer or an engine cannot split a model.
+
+    key: the spec's key of tp. copies: the number of ranks that have the same key-value heads.
+    """
     sizes = shape.sizes
     for name, size in (
         ("num_attention_heads", sizes.heads),
-        ("num_key_value_heads", sizes.kv_heads),
-        ("groups of key-value heads that fill a quantization block", sizes.kv_heads // sizes.joined),
+        ("num_key_value_heads", sizes.kv_heads * copies),
+        ("groups of key-value heads that fill a quantization block", sizes.kv_heads * copies // sizes.joined),
         *(pair for family, _ in shape.layers_of() for pair in family.divided(sizes).items()),
         ("vocab_size", sizes.vocab_size),
         ("intermediate_size", sizes.ffn_size),

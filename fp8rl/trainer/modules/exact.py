@@ -102,8 +102,8 @@ class Product(Held):
     split. None: each rank has the whole weight, and computes the product with its own tokens. cut: cuts the result into
     the results of the checkpoint's matrices.
 
-    If ranks split K, their FP32 partial sums are added in rank order and rounded once. A single rank does the same
-    with `numerics.k_splits` slices of K, so both layouts give the same bits.
+    K is cut into `numerics.k_splits` slices, whose FP32 partial sums are added in order and rounded once. If ranks
+    split K, each computes an equal number of slices, one after the other. So all layouts give the same bits.
     """
 
     computes_adapters = True
@@ -149,20 +149,21 @@ class Product(Held):
 
     def _over_ranks(self, x: Tensor) -> Tensor:
         p, weight, group, adapter = self.precision, self.weight, self.tp_group, self.precision.used(self.adapter)
+        slices = p.model.numerics.k_splits // group.size()
         if group.size() == 1:
-            return p.product(self.kind, x, weight, adapter, p.model.numerics.k_splits)
-        if p.quantizes(self.kind):
-            partial = ops.fp8_linear_partial(x, weight, p.operand(weight), p.spec, p.backward)
-        else:
-            partial = ops.linear_partial(x, p.plain(weight))
-        term = None
+            return p.product(self.kind, x, weight, adapter, slices)
+        operand, term = p.operand(weight) if p.quantizes(self.kind) else None, None
+        partials = ops.partial_sums(
+            slices, x, p.plain(weight) if operand is None else weight, operand, p.spec, p.backward
+        )
         if adapter is not None and adapter.merges:
-            partial = adapter.with_adapter_gradient(partial, x)
+            partials[0] = adapter.with_adapter_gradient(partials[0], x)  # each has the gradient of their sum
         elif adapter is not None:
             low_rank = adapter.low_rank
-            inner: Tensor = _MergeOverRanks.apply(ops.linear_partial(x, low_rank.a), None, x.dtype, group)
+            of_a = ops.stacked(ops.partial_sums(slices, x, low_rank.a))
+            inner: Tensor = _MergeOverRanks.apply(of_a, None, x.dtype, group)
             term = ops.low_rank_term(inner, low_rank.b, low_rank.scale, low_rank.parts)
-        return _MergeOverRanks.apply(partial, term, x.dtype, group)  # type: ignore[no-any-return]
+        return _MergeOverRanks.apply(ops.stacked(partials), term, x.dtype, group)  # type: ignore[no-any-return]
 
 
 class StackedWeights(Held):
@@ -263,16 +264,19 @@ class PlainColumnLinear(ColumnParallelLinear):
 
 
 class _MergeOverRanks(torch.autograd.Function):
-    """Adds the ranks' FP32 partial sums in rank order, then `plus`. Each rank gets its part of the sequence."""
+    """Adds the FP32 partial sums of all ranks' slices of K in order, then `plus`. Each rank has [slices, S, B, N], and
+    gets its part of the sequence."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, plus: Tensor | None, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = torch.empty_like(partial)
-        dist.all_to_all_single(parts, partial.contiguous(), group=group)
-        return ops.merge_partials(list(parts.chunk(group.size())), dtype, plus)
+    def forward(ctx: Any, sums: Tensor, plus: Tensor | None, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.slices = group, len(sums)
+        sent = sums.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+        parts = torch.empty_like(sent)
+        dist.all_to_all_single(parts, sent, group=group)
+        return ops.merge_partials(list(parts.flatten(0, 1)), dtype, plus)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         whole = gather_from_sequence_parallel_region(grad, tensor_parallel_output_grad=False, group=ctx.group)
-        return whole.float(), grad if ctx.needs_input_grad[1] else None, None, None
+        of_each = whole.float().expand(ctx.slices, *whole.shape)
+        return of_each, grad if ctx.needs_input_grad[1] else None, None, None

@@ -395,10 +395,10 @@ def test_a_plan_of_a_model_alone_says_what_it_takes_for_granted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "largest"), [("qwen3_30b_a3b", 4), ("qwen3_5_35b_a3b", 2), ("glm_4_7_flash", 2), ("qwen3_8b", 8)]
+    ("model", "largest"), [("qwen3_30b_a3b", 32), ("qwen3_5_35b_a3b", 4), ("glm_4_7_flash", 2), ("qwen3_8b", 32)]
 )
 def test_a_plan_says_how_many_ranks_an_engine_of_the_model_can_have(model: str, largest: int) -> None:
-    """As heads of keys, blocks of 128 and the other widths divide, worked out by hand from each config."""
+    """As heads, blocks of 128 and the other widths divide, worked out by hand from each config."""
     overrides = ("numerics.first_layers_bf16=1",) if model == "glm_4_7_flash" else ()
     plan = planned(model, *overrides, gpus=8)
     assert plan.largest_engine_tp == largest

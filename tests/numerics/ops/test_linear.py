@@ -87,6 +87,25 @@ def test_products_of_any_number_of_rows_are_computed_for_few_numbers_of_rows():
     assert len({filled_up(rows) for rows in range(4097)}) < 50
 
 
+@pytest.mark.parametrize("quantized", (False, True))
+def test_sums_of_slices_are_added_first_to_last_whoever_computes_them(quantized):
+    """2^24 + 1 rounds to 2^24 in FP32, and so once more. So the four sums give 0 in order, 1 in pairs, 2 in FP64."""
+    x = torch.ones(1, 512).bfloat16()
+    weight = torch.tensor([2.0**17, 2.0**-7, 2.0**-7, -(2.0**17)]).repeat_interleave(128)[None].bfloat16()
+    wq = fake_quantize(weight.expand(128, -1), POW2.weight)[:1]
+
+    def sums(first, last, slices):
+        own = [each[:, first:last].contiguous() for each in (x, weight, wq)]
+        return ops.partial_sums(slices, *own, POW2) if quantized else ops.partial_sums(slices, *own[:2])
+
+    assert [each.item() for each in sums(0, 512, 4)] == [2.0**24, 1, 1, -(2.0**24)]
+    on_two_ranks = torch.cat([ops.stacked(sums(0, 256, 2)), ops.stacked(sums(256, 512, 2))])
+    whole = ops.fp8_linear(x, weight, wq, POW2, k_splits=4) if quantized else ops.linear(x, weight, 4)
+    assert whole.item() == ops.merge_partials(list(on_two_ranks), torch.bfloat16).item() == 0
+    in_pairs = [ops.merge_partials(sums(*half, 2), torch.float32) for half in ((0, 256), (256, 512))]
+    assert ops.merge_partials(in_pairs, torch.bfloat16).item() == 1
+
+
 @pytest.mark.parametrize(
     "spec",
     (None, POW2, FP32, IRONWOOD, MX, POW2.override({"activation": {"group": 32}})),

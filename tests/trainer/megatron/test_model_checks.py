@@ -98,6 +98,8 @@ CASES: list[tuple[Check, str, Check | None]] = [
     (split(AIR), f"{BLOCKS} intermediate_size: found 10944, expected a multiple of 128", split(AIR, spec=FIRST)),
     (split(AIR, 2, FIRST), f"{BLOCKS} moe_intermediate_size * n_shared_experts / trainer.tp = 1408 / 2: f", None),
     (split(changed(head_dim=64)), f"{BLOCKS} head_dim: found 64, expected a multiple of 128", None),
+    (engine(tp=3), f"rollout.tp: found 3, {DIVISOR} num_attention_heads = 8", engine(tp=8)),
+    (engine(changed(joined=2), 8), f"rollout.tp: found 8, {DIVISOR} num_key_val", engine(changed(joined=2), 2)),
     (engine(OLMOE, 2), "rollout.tp: found 2, expected 1 for a model that norms", split(OLMOE, 2)),
     (engine(changed(experts=6), 4), f"rollout.tp: found 4, {DIVISOR} num_experts = 6", engine(changed(experts=6), 2)),
     (trained(DENSE, ep=2, dp=2), f"{EP} 2, expected 1 for a dense model", trained(DENSE, dp=2)),

@@ -45,9 +45,9 @@ class EngineHost(nn.Module):
     def product(self, site: OpSite, x: Tensor, rows: Any = None) -> Tensor:
         product = self.weights.products[site.layer, site.op.name]
         low_rank, operand = state().weights.low_rank(product.weight), self._operand(product.weight)
+        splits = self.numerics.k_splits // self.rank.ranks if product.row_parallel else 1
         if product.row_parallel and self.rank.ranks > 1:
-            return ops.add_bias(self._merged(x, product.weight, operand, low_rank), product.bias)
-        splits = self.numerics.k_splits if product.row_parallel else 1
+            return ops.add_bias(self._merged(x, product.weight, operand, low_rank, splits), product.bias)
         plus = None if low_rank is None else ops.low_rank_of(x, low_rank, splits)
         if operand is None:
             out = ops.linear(x, product.weight, splits, plus)
@@ -57,16 +57,12 @@ class EngineHost(nn.Module):
             out = ops.rows_linear(rows, operand, x.dtype, plus)
         return ops.add_bias(out, product.bias)
 
-    def _merged(self, x: Tensor, weight: Tensor, operand: Any, low_rank: LowRank | None) -> Tensor:
-        """Add all ranks' FP32 partial sums in rank order, then the adapter's term, and round once."""
-        if operand is None:
-            sums = ops.linear_partial(x, weight)
-        else:
-            sums = ops.fp8_linear_partial(x, weight, operand, self.spec, "bf16")
-        width = sums.shape[-1]
+    def _merged(self, x: Tensor, weight: Tensor, operand: Any, low_rank: LowRank | None, slices: int) -> Tensor:
+        """Add the FP32 partial sums of all ranks' slices of K in order, then the adapter's term, and round once."""
+        sums, width = ops.partial_sums(slices, x, weight, operand, self.spec, "bf16"), len(weight)
         if low_rank is not None:
-            sums = torch.cat((sums, ops.linear_partial(x, low_rank.a)), -1)
-        parts, plus = self._group.all_gather(sums.contiguous()[None], dim=0), None
+            sums = [torch.cat(both, -1) for both in zip(sums, ops.partial_sums(slices, x, low_rank.a), strict=True)]
+        parts, plus = self._group.all_gather(ops.stacked(sums).contiguous(), dim=0), None
         if low_rank is not None:
             h = ops.merge_partials(list(parts[..., width:]), x.dtype)
             plus = low_rank.on_rows(ops.low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))

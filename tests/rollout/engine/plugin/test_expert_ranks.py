@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,40 @@ def test_two_ranks_add_up_to_one_engine(
     assert torch.equal(found, expected)
     zeros = sums[0] == 0
     assert zeros.any() and torch.signbit(sums[0][zeros]).all(), "x + -0 is x, also where x is -0"
+
+
+@pytest.mark.parametrize(("fp8", "adapted"), [(True, False), (False, False), (True, True)])
+def test_two_ranks_with_two_slices_of_k_each_add_up_to_one_engine_with_four(
+    fp8: bool, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, deep = random(TOKENS, 4 * WIDE, seed=40), random(HIDDEN, 4 * WIDE, seed=41), 2 * WIDE
+    a, b = random(8, 4 * WIDE, seed=42) / 16, random(HIDDEN, 8, seed=43)
+    spec, sums = SPEC if fp8 else QuantSpec.preset("bf16"), list[Tensor]()
+
+    def product_of(rank: EngineRank) -> Tensor:
+        own = slice(rank.rank * deep, (rank.rank + 1) * deep) if rank.ranks > 1 else slice(None)
+        part, low_rank = weight[:, own].contiguous(), LowRank(a[:, own].contiguous(), b, 0.5) if adapted else None
+        operand = ops.weight_operand(quantize(part, SPEC.weight)) if fp8 else None
+        monkeypatch.setattr(
+            host, "state", lambda: SimpleNamespace(weights=SimpleNamespace(low_rank=lambda weight: low_rank))
+        )
+        product = host.Product(torch.nn.Parameter(part, requires_grad=False), [HIDDEN], row_parallel=True)
+        one: Any = SimpleNamespace(
+            rank=rank, spec=spec, numerics=SimpleNamespace(k_splits=4), _operand=lambda weight: operand,
+            weights=SimpleNamespace(products={(0, "experts"): product}), _group=SimpleNamespace(all_gather=all_gather),
+        )  # fmt: skip
+        one._merged = partial(EngineHost._merged, one)
+        return EngineHost.product(one, SITE, x[:, own].contiguous())
+
+    def all_gather(own: Tensor, dim: int) -> Tensor:
+        sums.append(own)
+        return torch.cat((own, sums[0]), dim)
+
+    with torch.no_grad():
+        expected = product_of(EngineRank())
+        found = [product_of(EngineRank(rank, 2)) for rank in (1, 0)][1]
+    assert sums[0].shape[0] == 2 and sums[0].dtype == torch.float32
+    assert torch.equal(found, expected)
 
 
 def test_no_rank_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
