@@ -10,10 +10,10 @@ LINES = {
     "trainer": 8_513,
     "rollout": 7_778,
     "weight_sync": 1_430,
-    "rl": 13_084,
+    "rl": 13_088,
     "diagnose": 3_885,
-    "cli": 1_748,
-    "tests": 41_731,
+    "cli": 1_750,
+    "tests": 41_733,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
