@@ -10,17 +10,17 @@ LINES = {
     "trainer": 8_513,
     "rollout": 7_778,
     "weight_sync": 1_430,
-    "rl": 13_084,
+    "rl": 13_088,
     "diagnose": 3_885,
-    "cli": 1_748,
-    "tests": 41_731,
+    "cli": 1_750,
+    "tests": 41_733,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 63_134
+WORDS = 63_131
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""

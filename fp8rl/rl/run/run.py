@@ -32,7 +32,7 @@ from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.feed.sampling import Sampling
-from fp8rl.rl.run.interrupts import BoundedExitStack
+from fp8rl.rl.run.interrupts import LOST, SAYS_LOST, BoundedExitStack
 from fp8rl.rl.run.record import Record
 from fp8rl.rl.run.step import StepPass
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
@@ -203,11 +203,13 @@ def open_run(
     """
 
     def end_without_ray(why: str) -> None:
-        """Without Ray nothing can be unwound; children end with this process."""
-        CONSOLE.error(why)
+        """Without Ray nothing can be unwound; children end with this process. Ray may end it before this function."""
+        if (code := say_failed(files, why, left)) == LOST:
+            os.kill(os.getppid(), SAYS_LOST)
         with suppress(OSError):
             record.end(why)
-        os._exit(say_failed(files, why, left))
+        CONSOLE.error(why)
+        os._exit(code)
 
     with BoundedExitStack() as closing:
         record = Record(experiment, files, closing, notes, again)

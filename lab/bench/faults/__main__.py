@@ -24,6 +24,8 @@ RUNS: tuple[Callable[[Lab], Found], ...] = (
     processes.trainer_killed,
     processes.trainer_hung,
     processes.trainer_lost_too_often,
+    processes.interrupted_once,
+    processes.interrupted_twice,
     processes.interrupted,
     processes.interrupted_while_ray_starts,
     processes.interrupted_while_both_sides_start,

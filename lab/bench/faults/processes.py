@@ -71,6 +71,27 @@ def trainer_lost_too_often(lab: Lab) -> Found:
     return Found("one sentence, exit code 3; --resume in another layout: d = 0", {"end": seconds})
 
 
+def interrupted_once(lab: Lab) -> Found:
+    """SIGINT, once, while it samples."""
+    run = lab.start_at(SAMPLING, "interrupted_once")
+    since = time.monotonic()
+    _interrupt(run, times=1)
+    return _gone_and_resumed(lab, run, since)
+
+
+def interrupted_twice(lab: Lab) -> Found:
+    """SIGINT while it samples, and again 2.5 seconds later, while it ends."""
+    run = lab.start_at(SAMPLING, "interrupted_twice")
+    since = time.monotonic()
+    run.signal_all(signal.SIGINT)
+    time.sleep(2.5)
+    expect(run.process.poll() is None, "found the run ended before the second signal")
+    run.signal_all(signal.SIGINT)
+    expect(run.ends() == 130, run.console())
+    expect("interrupted again: killing every process that was started" in run.console(), run.console())
+    return _gone_and_resumed(lab, run, since)
+
+
 def interrupted(lab: Lab) -> Found:
     """SIGINT, four times, to the whole foreground group while it samples, as from an impatient user."""
     run = lab.start_at(SAMPLING, "interrupted")
@@ -174,8 +195,8 @@ def wandb_killed(lab: Lab) -> Found:
     return Found("the run goes on without it and says so; the same bits", {"next step": seconds})
 
 
-def _interrupt(run: StartedRun) -> None:
-    for _ in range(4):
+def _interrupt(run: StartedRun, times: int = 4) -> None:
+    for _ in range(times):
         run.signal_all(signal.SIGINT)
         time.sleep(0.3)
     expect(run.ends() == 130, run.console())
@@ -196,11 +217,12 @@ def _start_interrupted(lab: Lab, name: str, seen: str, later_s: float) -> Found:
 
 
 def _gone_and_resumed(lab: Lab, run: StartedRun, since: float) -> Found:
-    """Every process must end; Ray's agents look for its server for another minute."""
+    """Every process must end; Ray's agents, which look for its server for another minute, until the resumed run has."""
     left = wait_until_gone([process for process in run.family() if process.name() not in RAY_AGENTS], GONE_WITHIN_S)
     expect(not left, f"found processes left: {left}")
-    gone = time.monotonic() - since
-    return Found("every process ends; --resume: the same bits", {"gone": gone, "resumed": lab.resumes(run)})
+    gone, resumed = time.monotonic() - since, lab.resumes(run)
+    expect(not wait_until_gone(run.family(), GONE_WITHIN_S), f"found processes left: {run.family()}")
+    return Found("every process ends; --resume: the same bits", {"gone": gone, "resumed": resumed})
 
 
 def _ray_killed(lab: Lab, name: str) -> Found:
