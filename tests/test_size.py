@@ -10,10 +10,10 @@ LINES = {
     "trainer": 8_513,
     "rollout": 7_778,
     "weight_sync": 1_430,
-    "rl": 13_088,
+    "rl": 13_099,
     "diagnose": 3_885,
     "cli": 1_750,
-    "tests": 41_733,
+    "tests": 41_750,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
