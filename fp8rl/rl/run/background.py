@@ -64,7 +64,8 @@ class Background:
             raise
 
     def check(self, seconds: float, key: str, what: str, remedy: str) -> None:
-        """Raise BlockedError if no coroutine got its turn within `seconds`. key: of this limit. what: runs here.
+        """Raise BlockedError if no coroutine got its turn within `seconds`. key: the spec's key of
+        this limit. what: names the function that runs here.
 
         This does not wait. Call it from time to time: each call asks for a turn, and looks at the one asked for before.
         """
@@ -78,11 +79,11 @@ class Background:
         """Cancel all coroutines and end the thread; a blocked one ends with the process. A second call does nothing."""
         if self.closed:
             return
-        with suppress(TimeoutError):  # of a coroutine that never awaits
+        with suppress(TimeoutError):  # of a coroutine that never awaits, or that takes long to end
             self.run(asyncio.sleep(0), _TURN_SECONDS)
             self.run(_end_all(), 2 * GRACE_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_TURN_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_TURN_SECONDS)
         self.closed = True
         if self._thread.is_alive():
             logging.getLogger(__name__).warning("the thread %s has not ended", self._thread.name)

@@ -77,7 +77,7 @@ def commands_after_a_stop(files: RunDir, step: int) -> list[str]:
 def say_failed(files: RunDir, error: object, left: int = 0) -> int:
     """Print what failed or was lost, where its logs are, and how to resume the run. Return its exit code.
 
-    left: how often the run may be started again; above 0 the exit code is `LOST`, for which that happens now.
+    left: how often the run may be started again. Above 0: the exit code is `LOST`, and the supervisor starts it again.
     """
     if left > 0:
         say_error(f"{error}; the run starts again from its last checkpoint, at most {left} more times")
@@ -94,7 +94,7 @@ def say_failed(files: RunDir, error: object, left: int = 0) -> int:
 def how_to_go_on(files: RunDir) -> str:
     """Return the line that says how to go on after an interrupt."""
     if steps := files.checkpoint_steps():
-        (resume,) = commands_after_a_stop(files, 0)
+        *_, resume = commands_after_a_stop(files, 0)
         rows, _ = metrics_found(files.metrics)
         lost = int(rows[-1]["step"]) - steps[-1] if rows else 0
         after = f"; {lost} later step{'s are' if lost > 1 else ' is'} lost" if lost > 0 else ""

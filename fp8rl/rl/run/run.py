@@ -92,7 +92,7 @@ class Run:
         """The policy's engines; empty in a run that samples nothing."""
         closing.callback(self.engines.stop)
         self.teacher: Engines | None = None
-        """The engines of the model that the policy learns from, if there is one; a lost engine is replaced, too."""
+        """The engines of the model that the policy learns from, if there is one; a lost engine is replaced."""
         if (section := experiment.teacher) is not None:
             spec = section.numerics(experiment.numerics, experiment.numerics_config().k_splits)
             teacher = self._serving("teacher", spec)

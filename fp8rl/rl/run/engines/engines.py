@@ -159,7 +159,12 @@ class Engines:
     @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
         """Return whether one of these engines is gone or does not answer; such an engine is given up."""
-        await asyncio.gather(*(slot.answer(Engine.pulse) for slot in self.slots if slot.endpoint in endpoints))
+        asked = [slot for slot in self.slots if slot.endpoint in endpoints]
+        pulses = [asyncio.create_task(slot.answer(Engine.pulse)) for slot in asked]
+        for pulse in asyncio.as_completed(pulses):  # the first lost one suffices: others may answer late
+            if await pulse is None:
+                break
+        await end(*pulses)
         return not {slot.endpoint for slot in self.slots}.issuperset(endpoints)
 
     @begun
@@ -214,7 +219,7 @@ class Engines:
 
     @waited
     async def switch(self, serving: Serving) -> None:
-        """Replace all engines by engines with `serving`, which are to be waited for. They answer groups under way."""
+        """Replace all engines by engines with `serving`, which answer the groups under way. Call `wait` afterwards."""
         self._serving, self._newest = serving, serving.version
         for slot in self.slots:
             slot.lose("")
@@ -261,7 +266,7 @@ class Engines:
                     self._note_loss(slot, reason)
                 self._changed()
                 await end_engine(slot.actor, self._name)
-                slot = self.slots[slot.index] = EngineSlot(slot.index, self._config)
+                slot = self.slots[slot.index] = slot.next()
                 await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
         except Exception as error:
             self._failure = self._failure or error

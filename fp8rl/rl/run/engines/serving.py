@@ -53,7 +53,8 @@ def prepare_serving(
     config, base, version, manifest = experiment.rollout, experiment.base_spec, NO_WEIGHTS, None
     adapter, architecture = engine_adapter(experiment, role), experiment.model.architecture
     if role == "policy":
-        write_description(experiment.model.directory, checkpoint, numerics.rollout_spec)
+        if experiment.needs_engines:
+            write_description(experiment.model.directory, checkpoint, numerics.rollout_spec)
     else:
         assert experiment.teacher is not None
         config, base, version = experiment.teacher.engine(config), None, 0

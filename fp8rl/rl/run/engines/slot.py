@@ -48,9 +48,9 @@ class EngineSlot:
     cached: int = 0
     """Tokens in the engine's KV cache at the last health check."""
     tokens: int = 0
-    """Tokens that the engine has generated."""
+    """Tokens that this engine and those before it have generated since the last metrics."""
     idle: float = 0.0
-    """Seconds in which the engine had nothing to do."""
+    """Seconds since the last metrics in which there was nothing to do."""
     idle_since: float = field(default_factory=time.monotonic)
     """Monotonic time of the engine's last answer, in seconds."""
     canary_task: asyncio.Task[None] | None = None
@@ -74,6 +74,10 @@ class EngineSlot:
         if not self.lost.done():
             self.endpoint, self.serving = None, False
             self.lost.set_result(reason)
+
+    def next(self) -> EngineSlot:
+        """Return the slot of the engine that replaces this one, with what the metrics of the step have counted."""
+        return EngineSlot(self.index, self.config, tokens=self.tokens, idle=self.idle, idle_since=self.idle_since)
 
     async def passes_canary(self) -> bool:
         """Wait for the canary of the last sync. Return whether the engine's answers may be used: it is not given up."""

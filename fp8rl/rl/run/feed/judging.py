@@ -94,7 +94,7 @@ class Judge:
         named = ", ".join(function.config.label for function in self._functions if function.is_async)
         longest = max(config.timeout_s for config in self._config.functions)
         remedy = "Let it await, or make it a plain function"
-        self._background.check(longest, "timeout_s", f"an async reward ({named})", remedy)
+        self._background.check(longest, "rewards.functions.N.timeout_s", f"an async reward ({named})", remedy)
 
     def close(self) -> None:
         """End the processes and give up the calls that are under way. A second call does nothing."""

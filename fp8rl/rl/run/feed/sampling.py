@@ -142,6 +142,7 @@ class Sampling:
             if (complete := sum(item.awaited is None for item in asked)) >= wanted:
                 return []
             self._events.progress(complete, wanted)
+            self.judge.check()
             self._ask_again(asked)
             return [each for item in asked if (each := item.awaited)]
 
@@ -187,7 +188,6 @@ class Sampling:
             while futures := awaited():
                 wait([future for future in futures if not future.done()], timeout=_LOOK_SECONDS, return_when=until)
                 self._events.deliver()
-                self.judge.check()
                 if self.conversations is not None:
                     self.conversations.check()
                 self.syncing.sync_new_engines()

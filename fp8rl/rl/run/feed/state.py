@@ -50,7 +50,7 @@ class SavedGroup:
     row_seeds: list[int] = dataclasses.field(default_factory=list)
     branches: list[int] = dataclasses.field(default_factory=list)
     supports: list[list[list[int]] | None] | None = None
-    likely: list[list[float] | None] | None = None
+    likely: list[list[_Number] | None] | None = None
     """The log-probabilities of `supports`, if these are the likeliest tokens."""
 
     @classmethod

@@ -275,6 +275,14 @@ def test_an_engine_that_never_answers_is_replaced_in_the_end(stage: Stage, monke
     assert "has not answered for 2 s" in stage.news()[0][1]
 
 
+def test_a_lost_engine_is_known_while_another_is_in_a_long_pass(stage: Stage) -> None:
+    engines = stage.open(2)
+    there, (busy, killed) = engines.up(), stage.made
+    busy.works = busy.hangs = killed.dead = True
+    assert engines.any_lost(there) and engines.slots[0].endpoint, "nobody waited until the long pass was given up"
+    busy.hangs = False
+
+
 @pytest.mark.slow
 def test_an_engine_in_a_long_pass_goes_to_sleep_after_it(stage: Stage) -> None:
     engines = stage.open(1)

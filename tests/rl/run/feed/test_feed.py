@@ -22,9 +22,9 @@ from fp8rl.rl.run.events import FilterError
 from fp8rl.rl.run.feed.feed import Feed
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.feed.sampling import Sampling, done
-from fp8rl.rl.run.feed.state import FeedState, read_answered
+from fp8rl.rl.run.feed.state import FeedState, SavedGroup, read_answered
 from fp8rl.rollout.tasks.rewards import RewardsSection
-from fp8rl.rollout.types import EngineError, Group, StaleWeightsError, Trajectory
+from fp8rl.rollout.types import EngineError, Group, KeptTokens, Problem, Prompt, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment
 from tests.support.pools import Pool, sampling_of
 
@@ -230,6 +230,15 @@ def test_groups_that_were_answered_ahead_survive_a_checkpoint(data: Path, tmp_pa
     assert math.isnan(work.answers[0].trajectory.logprobs[0])
     take(feed, 2)
     assert prompts(others.asked[-PROMPTS:]) == prompts(engines.asked[-PROMPTS:]), "and the next ones after them"
+
+
+def test_a_checkpoint_keeps_log_probabilities_of_likely_tokens_that_are_not_numbers(tmp_path: Path) -> None:
+    group, likely = Group(Prompt(Problem("q", "a"), [1]), (7,)), KeptTokens.of([[4, 5]], [math.nan, -1.0])
+    answer = Trajectory([1], [5], [-1.0], True, [0], 0, 7, supports=likely)
+    state = FeedState(0, [0], [SavedGroup.of(0, group, [answer])])
+    (tmp_path / "groups.jsonl").write_text(state.texts["groups.jsonl"])
+    (found,) = read_answered(tmp_path / "groups.jsonl")[0].trajectories()
+    assert str(found.supports.logprobs.tolist()) == "[nan, -1.0]"
 
 
 def test_answers_to_other_questions_or_of_other_numerics_are_asked_for_again(data: Path, tmp_path: Path) -> None:
