@@ -1,4 +1,4 @@
-"""An engine: the client of one SGLang server that also starts, watches and ends this server."""
+"""An engine: the client of one SGLang server that also starts, watches and ends this server; as a Ray actor too."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import httpx
 import psutil
@@ -33,6 +33,9 @@ from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.engine.server.processes import claim_port, end_group, group_members
 from fp8rl.rollout.engine.server.scratch import make_scratch, sweep
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 SERVER_GRACE_S = 4.0
 """Seconds that a server gets to exit by itself before its processes are killed."""
@@ -264,3 +267,22 @@ _CALLS = 100_000
 is a call. At the limit, pulses would wait behind answers, and a healthy engine would count as hung."""
 EngineActor = ray.remote(num_cpus=0, max_concurrency=_CALLS, max_restarts=0)(Engine)
 """Engine as a Ray actor. If the actor dies, for whatever reason, its server dies too."""
+
+
+async def call(
+    actor: Any,
+    verb: Callable[Concatenate[Engine, Parameters], Coroutine[Any, Any, Result]],
+    *arguments: Parameters.args,
+    **options: Parameters.kwargs,
+) -> Result:
+    """Have an actor call this method of its `Engine`. Return the answer, or raise the exception with its own type.
+
+    An error of Ray's own is raised as EngineDiedError: the actor has ended, or Ray's memory monitor has ended it.
+    """
+    try:
+        answer: Result = await getattr(actor, verb.__name__).remote(*arguments, **options)
+        return answer
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise EngineDiedError(f"the actor of the engine is gone: {error}") from error

@@ -20,11 +20,11 @@ from fp8rl.rl.run.background import Background, begun, waited
 from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.engines.slot import EngineSlot, call, end_engine
+from fp8rl.rl.run.engines.slot import EngineSlot, end_engine
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end
-from fp8rl.rollout.engine.engine import SERVER_GRACE_S, Engine
+from fp8rl.rollout.engine.engine import SERVER_GRACE_S, Engine, call
 from fp8rl.rollout.engine.server.answers import check_versions
 from fp8rl.rollout.engine.server.client import Slept
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory

@@ -1,4 +1,4 @@
-"""One engine of a run, from its start to its loss; and calls to the engine's actor."""
+"""One engine of a run, from its start to its loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from torch import Tensor
@@ -16,11 +16,10 @@ from torch import Tensor
 from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
-from fp8rl.rollout.engine.engine import Engine
-from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError
+from fp8rl.rollout.engine.engine import Engine, call
+from fp8rl.rollout.types import Endpoint, EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _STOP_SECONDS = 6.0
@@ -135,25 +134,6 @@ class EngineSlot:
         finally:
             await end(answer)
         return None
-
-
-async def call(
-    actor: Any,
-    verb: Callable[Concatenate[Engine, Parameters], Coroutine[Any, Any, Result]],
-    *arguments: Parameters.args,
-    **options: Parameters.kwargs,
-) -> Result:
-    """Have an actor call this method of its `Engine`. Return the answer, or raise the exception with its own type.
-
-    An error of Ray's own is raised as EngineDiedError: the actor has ended, or Ray's memory monitor has ended it.
-    """
-    try:
-        answer: Result = await getattr(actor, verb.__name__).remote(*arguments, **options)
-        return answer
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
-    except ray.exceptions.RayError as error:
-        raise EngineDiedError(f"the actor of the engine is gone: {error}") from error
 
 
 async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:
