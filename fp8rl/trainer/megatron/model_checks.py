@@ -48,11 +48,13 @@ def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Itera
 
 
 @refusing
-def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> Iterator[UserError]:
+def check_engine_layout(
+    shape: Shape, tp: int, spec: QuantSpec, mode: Mode, key: str = "rollout.tp"
+) -> Iterator[UserError]:
     """Check that an engine's ranks can split the model. Raises UserError. key: the spec's key of tp, for messages."""
-    # If there are more ranks than key-value heads, each has a copy of one. Heads that share a block are not copied.
-    kv_heads = shape.sizes.kv_heads
-    copies = tp // kv_heads if shape.sizes.joined == 1 and tp % kv_heads == 0 else 1
+    # Of more ranks than key-value heads each has a copy of one, if tensors say so. Heads that share a block have none.
+    kv_heads, copied = shape.sizes.kv_heads, mode == "exact" and any(weight.kv_rows for weight in shape.weights)
+    copies = tp // kv_heads if copied and shape.sizes.joined == 1 and tp % kv_heads == 0 else 1
     yield from _split_refusals(shape, tp, spec, key, copies)
     if tp > 1 and (why := _unshared(shape, "engine")):
         yield user_error(key, tp, f"1 for a model {why}", f"Set {key}=1, and rollout.engines to use more GPUs.")
@@ -120,10 +122,8 @@ def check_rows(
         remedy = "Set trainer.cp=1, or numerics.mode=exact."
         yield user_error("trainer.cp", f"{cp} with numerics.mode={mode}", expected, remedy)
     if cp > 1 and config.packing:
-        remedy = "Set trainer.packing=false, or trainer.cp=1."
-        yield user_error(
-            "trainer.cp", f"{cp} with trainer.packing=true", "1, because ranks can split only padded rows", remedy
-        )
+        found, remedy = f"{cp} with trainer.packing=true", "Set trainer.packing=false, or trainer.cp=1."
+        yield user_error("trainer.cp", found, "1, because ranks can split only padded rows", remedy)
     chunks = CHUNKS * cp  # of a row, two for a rank
     if cp > 1 and length is not None and length % chunks:
         expected = f"a multiple of {chunks}, because trainer.cp={cp} cuts each row into {chunks} chunks, two for a rank"

@@ -395,11 +395,12 @@ def test_a_plan_of_a_model_alone_says_what_it_takes_for_granted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "largest"), [("qwen3_30b_a3b", 32), ("qwen3_5_35b_a3b", 4), ("glm_4_7_flash", 2), ("qwen3_8b", 32)]
-)
-def test_a_plan_says_how_many_ranks_an_engine_of_the_model_can_have(model: str, largest: int) -> None:
-    """As heads, blocks of 128 and the other widths divide, worked out by hand from each config."""
+    ("model", "exact", "native"), [("qwen3_30b_a3b", 32, 4), ("qwen3_235b_a22b", 64, 4), ("qwen3_5_35b_a3b", 4, 2),
+     ("glm_4_7_flash", 2, 2), ("qwen3_8b", 32, 8), ("deepseek_v3", 16, 16)],
+)  # fmt: skip
+def test_a_plan_says_how_many_ranks_an_engine_of_the_model_can_have(model: str, exact: int, native: int) -> None:
+    """As heads, blocks of 128 and the other widths divide, worked out by hand. Only in exact mode ranks copy heads."""
     overrides = ("numerics.first_layers_bf16=1",) if model == "glm_4_7_flash" else ()
     plan = planned(model, *overrides, gpus=8)
-    assert plan.largest_engine_tp == largest
-    assert f"largest rollout.tp is {largest}, and on GPUs exact mode runs with 1" in page_of(plan)
+    assert f"largest rollout.tp is {exact}, and on GPUs exact mode runs with 1" in page_of(plan)
+    assert planned(model, *overrides, "numerics.mode=native", gpus=8).largest_engine_tp == native

@@ -27,8 +27,6 @@ MOE = dataclasses.replace(
     SIZES, layers=6, hidden_size=512, heads=8, kv_heads=4, ffn_size=0, experts=8, expert_size=256, vocab_size=4096
 )
 DENSE = dataclasses.replace(MOE, experts=0, top_k=0, expert_size=0, ffn_size=768)
-
-
 LATENT = dataclasses.replace(
     MOE, own=(latent.Latent(q_rank=256, kv_rank=256, rope_dim=64, value_dim=128),), head_dim=192, rotary_dim=64
 )
@@ -42,8 +40,9 @@ def split(sizes: ModelSizes = MOE, tp: int = 1, spec: QuantSpec = SPEC) -> Check
     return partial(check_layout, shape_of(sizes), TrainerSection(tp=tp), spec)
 
 
-def engine(sizes: ModelSizes = MOE, tp: int = 1) -> Check:
-    return partial(check_engine_layout, shape_of(sizes), tp, SPEC)
+def engine(sizes: ModelSizes = MOE, tp: int = 1, mode: Any = "exact") -> Check:
+    shape = Shape(sizes, (latent.FAMILY, mlp.MOE)) if sizes is LATENT else shape_of(sizes)
+    return partial(check_engine_layout, shape, tp, SPEC, mode)
 
 
 def trained(sizes: ModelSizes = MOE, spec: QuantSpec = SPEC, **config: Any) -> Check:
@@ -99,6 +98,8 @@ CASES: list[tuple[Check, str, Check | None]] = [
     (split(AIR, 2, FIRST), f"{BLOCKS} moe_intermediate_size * n_shared_experts / trainer.tp = 1408 / 2: f", None),
     (split(changed(head_dim=64)), f"{BLOCKS} head_dim: found 64, expected a multiple of 128", None),
     (engine(tp=3), f"rollout.tp: found 3, {DIVISOR} num_attention_heads = 8", engine(tp=8)),
+    (engine(MOE, 8, "native"), f"rollout.tp: found 8, {DIVISOR} num_key_value_heads = 4", engine(MOE, 4, "native")),
+    (engine(LATENT, 8), f"rollout.tp: found 8, {DIVISOR} num_key_value_heads = 4", engine(MOE, 8)),
     (engine(changed(joined=2), 8), f"rollout.tp: found 8, {DIVISOR} num_key_val", engine(changed(joined=2), 2)),
     (engine(OLMOE, 2), "rollout.tp: found 2, expected 1 for a model that norms", split(OLMOE, 2)),
     (engine(changed(experts=6), 4), f"rollout.tp: found 4, {DIVISOR} num_experts = 6", engine(changed(experts=6), 2)),

@@ -68,7 +68,7 @@ def check_teacher_layout(experiment: Experiment, shape: Shape) -> None:
     teacher, asked = experiment.teacher, experiment.rollout.context_length
     assert teacher is not None
     numerics = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
-    check_engine_layout(shape, teacher.tp, numerics.rollout_spec, "teacher.tp")
+    check_engine_layout(shape, teacher.tp, numerics.rollout_spec, numerics.mode, "teacher.tp")
     length = teacher.engine(experiment.rollout).context_length
     key, least, most = "teacher.context_length", asked + SCORED_SHORT_OF, shape.sizes.max_positions
     if length < least:

@@ -33,9 +33,9 @@ RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 
 def kv_cache_bytes(shape: Shape, engines: RolloutSection, each: int) -> int:
     """Bytes of all engines' KV caches and sequence states on a CPU. each: bytes of a number in the cache."""
-    return engines.engines * (
-        engines.cache_tokens * shape.kv_bytes(each) + engines.states(cuda=False) * shape.request_bytes()
-    )
+    tp, states = engines.tp, engines.states(cuda=False)
+    of_rank = engines.cache_tokens * shape.kv_bytes(each, tp) + states * shape.request_bytes(tp)
+    return engines.engines * tp * of_rank
 
 
 def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = None) -> None:
@@ -56,12 +56,12 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         stages = range(experiment.trainer.pp)
         _check_processes(shape, experiment, [_on_the_host(job, stage) for stage in stages], weights=0)
         return
-    numerics, layout = experiment.numerics_config(), experiment.trainer
+    numerics, layout, tp = experiment.numerics_config(), experiment.trainer, experiment.rollout.tp
     firsts = [stage * layout.stage_size for stage in range(layout.pp)]  # a rank of each pipeline stage
     states = [state_bytes(shape, layout, numerics, "torch", rank).values() for rank in firsts]
     state = [sum(part.total for part in parts) for parts in states]
     element_bytes = numerics.kv_format.dtype.itemsize
-    weights = served_bytes(shape, numerics.rollout_spec) if experiment.needs_engines else 0
+    weights = tp * served_bytes(shape, numerics.rollout_spec, tp) if experiment.needs_engines else 0
     left = _check_processes(shape, experiment, state, weights)
     if not experiment.needs_engines:
         return
@@ -79,11 +79,11 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     if caches > left:
         expected = f"a cache that fits the free memory: {rollout.engines} engine(s) would need "
         expected += f"{caches / 2**30:.1f} GiB, and the processes leave {left / 2**30:.1f} GiB"
-        beside = rollout.engines * rollout.states(cuda=False) * shape.request_bytes()
+        beside = rollout.engines * tp * rollout.states(cuda=False) * shape.request_bytes(tp)
         if 2 * beside > caches:
             remedy = f"Lower it: states of sequences alone take {beside / 2**30:.1f} GiB. Or free memory."
             raise user_error("rollout.max_running_requests", rollout.max_running_requests, expected, remedy)
-        most = max(0, left - beside) // (rollout.engines * shape.kv_bytes(element_bytes))
+        most = max(0, left - beside) // (rollout.engines * tp * shape.kv_bytes(element_bytes, tp))
         remedy = f"Set rollout.max_total_tokens well below {most}, or free memory."
         raise user_error("rollout.max_total_tokens", rollout.cache_tokens, expected, remedy)
 

@@ -214,7 +214,7 @@ def _layout(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
         yield user_error("numerics.router_replay", replay, "off for a dense model, which has no experts", remedy)
     check_layout(shape, e.trainer, numerics.blocks_spec)
     check_training(shape, e.trainer, numerics.trainer_spec)
-    check_engine_layout(shape, e.rollout.tp, numerics.blocks_spec)
+    check_engine_layout(shape, e.rollout.tp, numerics.blocks_spec, numerics.mode)
 
 
 def _optimizer(e: Experiment, shape: Shape, target: Target) -> None:

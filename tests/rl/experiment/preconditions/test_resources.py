@@ -18,23 +18,24 @@ from tests.support.preconditions import merged, refusal
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
 
-def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
-    memory = namedtuple("memory", "available")
-    spec = parse_experiment(merged(values, rollout={"max_total_tokens": 2048, "engines": 2}))
-    # 2 engines x 2048 tokens x 2 layers x 2 kv heads x 128 x (key and value) x 2 bytes
-    cache = 2 * 2048 * 2 * 2 * 128 * 2 * 2
+@pytest.mark.parametrize("tp", (1, 4))
+def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch, tp):
+    memory, rollout = namedtuple("memory", "available"), {"max_total_tokens": 2048, "engines": 2, "tp": tp}
+    spec = parse_experiment(merged(values, rollout=rollout))
+    # 2 engines x 2048 tokens x 2 layers x 2 kv heads, or 4 with copies, x 128 x (key and value) x 2 bytes
+    cache = 2 * 2048 * 2 * max(2, tp) * 128 * 2 * 2
     shape = check(spec).shape
     state = sum(each.total for each in state_bytes(shape, spec.trainer, spec.numerics_config(), "torch").values())
-    needed = cache + RANK_BYTES + state + 2 * (ENGINE_BYTES + served_bytes(shape, spec.numerics.config(1).spec))
+    weights = tp * served_bytes(shape, spec.numerics.config(1).spec, tp)
+    needed = cache + RANK_BYTES + state + 2 * (ENGINE_BYTES + weights)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed))
     assert kv_cache_bytes(shape, spec.rollout, 2) == cache
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed - 1))
     with pytest.raises(UserError, match="rollout.max_total_tokens: found 2048") as error:
         check(spec)
     assert "2047" in str(error.value), "the message says how many tokens would fit"
     check(parse_experiment(merged(values, algorithm={"name": "sft"}, eval={"problems": 0})))  # starts no engine
-    check(parse_experiment(merged(values, rollout={"max_total_tokens": 2048, "engines": 2}, numerics={"kv": "fp8"})))
+    check(parse_experiment(merged(values, rollout=rollout, numerics={"kv": "fp8"})))
 
 
 def test_states_of_sequences_are_counted(values, tmp_path, monkeypatch):
@@ -47,8 +48,7 @@ def test_states_of_sequences_are_counted(values, tmp_path, monkeypatch):
     shape = check(spec).shape
     assert shape.request_bytes() == state and shape.kv_bytes() == 2 * 2 * 128 * 2
     assert kv_cache_bytes(shape, spec.rollout, 2) == 2048 * shape.kv_bytes() + 150 * state
-    job = job_of(spec, shape, "kernels", 80e9)
-    assert engine_memory(job).held["states of sequences"]["rollout"] == 150 * state
+    assert engine_memory(job_of(spec, shape, "kernels", 80e9)).held["states of sequences"]["rollout"] == 150 * state
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     trained = sum(each.total for each in state_bytes(shape, spec.trainer, spec.numerics_config(), "torch").values())
     processes = RANK_BYTES + trained + ENGINE_BYTES + served_bytes(shape, spec.numerics.config(1).spec)
