@@ -125,9 +125,9 @@ class Decode:
     kernels: int
     """Kernels of the step's CUDA graph."""
     weights: float
-    """Bytes of the weights that the step reads."""
+    """Bytes of the weights that the step reads, each on one rank."""
     cache: float
-    """Bytes of keys, values and states that the step reads."""
+    """Bytes of keys and values that each rank reads, and of states that it reads and writes, summed over all ranks."""
     ranks: int = 1
 
     def seconds(self, copy: Rate, nodes: Rate) -> tuple[float, float]:
@@ -151,7 +151,7 @@ def decode_step(
         for weight in shape.weights
         if weight.place != "first"  # of which an answer takes a row; a tied one is read as the head
     )
-    cache = batch * (context * shape.kv_bytes(each) + 2 * shape.request_bytes())  # a state is read and written
+    cache = ranks * batch * (context * shape.kv_bytes(each, ranks) + 2 * shape.request_bytes(ranks))
     kernels = sum(OF_LAYER[mode, spec.quantized][sizes.has_experts(layer)] for layer in range(sizes.layers))
     return Decode(batch, BESIDE_LAYERS + kernels, weights, cache, ranks)
 

@@ -72,11 +72,9 @@ def test_recomputing_costs_a_forward() -> None:
         found = seconds(step_time(replace(job, layout=layout), RATES))
         return found["products"] + found["products of experts"]
 
-    assert products("attention") == products("none")
-    assert products("layer", 1024) == pytest.approx(4 / 3 * products("none"))
-    assert (
-        products("none") < products("none", 1024) < products("experts") < products("layer") < 4 / 3 * products("none")
-    )
+    none = products("none")
+    assert products("attention") == none and products("layer", 1024) == pytest.approx(4 / 3 * none)
+    assert none < products("none", 1024) < products("experts") < products("layer") < 4 / 3 * none
 
 
 def test_experts_that_a_batch_reads() -> None:
@@ -92,6 +90,11 @@ def test_a_decode_step_reads_weights_and_cache() -> None:
     assert (one.cache, one.kernels) == (1000 * 147_456, 36 * 9 + 14)
     assert one.seconds(COPY, NODES)[1] == pytest.approx((one.weights + one.cache) / 3e12 + one.kernels * 2e-6)
     assert decode_step(shape, spec, 1, 1000).weights < 0.6 * one.weights
+    # Each of 16 ranks reads one of the eight key-value heads, and each of four ranks reads all latents.
+    assert decode_step(shape, bf16, 2, 1000, 16).cache == 2 * 2 * 1000 * 147_456
+    latent = decode_step(read_shape(CONFIGS / "deepseek_v3"), bf16, 1, 1000, 4)
+    read = pytest.approx((latent.weights / 4 + 1000 * 70_272) / 3e12)
+    assert latent.seconds(COPY, NODES)[1] - latent.kernels * 2e-6 == read
     tied = read_shape(CONFIGS / "qwen3_4b")  # its embedding is its head, which each step reads once
     assert decode_step(tied, bf16, 1, 1000).weights == 2 * tied.parameters
     assert decode_step(QWEN, spec, 1, 1).kernels == 48 * 15 + 14 <= decode_step(QWEN, spec, 1, 1, mode="native").kernels
