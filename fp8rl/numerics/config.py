@@ -91,7 +91,7 @@ class NumericsConfig:
             expected = "false in native mode, where each side chooses its library's own products"
             yield user_error("numerics.deepgemm", True, expected, "Remove it, or set numerics.mode to exact.")
         if self.k_splits < 1:
-            yield user_error("numerics.k_splits", self.k_splits, "the trainer's tp, at least 1", "Leave it out.")
+            yield user_error("numerics.k_splits", self.k_splits, "at least 1", "Leave it out.")
 
     @property
     def trainer_spec(self) -> QuantSpec:

@@ -35,7 +35,7 @@ def on_a_rank(paths: Models, folder, layout, config: TrainerSection) -> dict[str
     """What each rank of a layout does with the checkpoints of one rank."""
     out = {}
     for name, path in paths.items():
-        trainer = trainer_on(layout, config, path, numerics={"k_splits": 2}, adapter=CONFIGS[name])
+        trainer = trainer_on(layout, config, path, numerics={"k_splits": 4}, adapter=CONFIGS[name])
         begun = adapters(trainer)
         trainer.load(folder / "one" / name)
         scores = trainer.score(random_batch(seed=9))
@@ -61,7 +61,7 @@ def test_adapters_on_two_ranks_compute_and_learn_as_on_one(ranks, names, models,
     paths = {name: models.get(name, models["moe"]) for name in names}
     alone = {}
     for name in names:
-        one = make_trainer(paths[name], "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
+        one = make_trainer(paths[name], "fp8", k_splits=4, adapter=CONFIGS[name], **SETTINGS)
         begun = adapters(one)
         learn(one, 0)
         one.save(tmp_path / "one" / name, {})
