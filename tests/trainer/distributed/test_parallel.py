@@ -55,6 +55,7 @@ share a row of latent or linear attention yet."""
 BIASED = {"router_bias_rate": 2.0**-10}
 TREES: dict[str, Any] = {"prefix_sharing": True, "micro_batch_tokens": 90}
 SATURATED = {"kv": "fp8", "key_scale": 2.0**-16, "value_scale": 2.0**-16}
+SLICES = {"bf16": 2, "fp8": 1}  # of K on a rank
 HEADS_SHARED = "tp2ep2"
 """The layout in which gradients of linear attention are sums of several ranks'."""
 CHUNK = 60
@@ -80,9 +81,8 @@ class Case:
         trainer_of = functools.partial(trainer_on, layout)
         kinds = [("moe", "bf16"), ("moe", "fp8"), *((each, "fp8") for each in FAMILIES[self.name])]
         for kind, precision in kinds + [("dense", "fp8")] * (config.ep == 1):
-            trainer = trainer_of(
-                config.model_copy(update=BIASED if kind == "sigmoid" else {}), self.paths[kind], precision
-            )
+            biased, slices = BIASED if kind == "sigmoid" else {}, {"k_splits": config.tp * SLICES[precision]}
+            trainer = trainer_of(config.model_copy(update=biased), self.paths[kind], precision, slices)
             out[f"{kind}/{precision}"] = reported(layout, trainer.score(random_batch(**BATCH)))
             out[f"{kind} export"] = exported(trainer)
             if kind == "sigmoid":
@@ -308,11 +308,10 @@ def outcome(request, paths, one_rank, tmp_path_factory) -> Outcome:
 
 
 def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: OneRank) -> None:
-    keys = [key for key in outcome.ranks[0] if key.endswith(("/bf16", "/fp8"))]
-    assert keys
-    for key in keys:
+    for key in [key for key in outcome.ranks[0] if key.endswith(("/bf16", "/fp8"))]:
         kind, precision = key.split("/")
-        assert torch.equal(outcome.scores(key), one_rank.scores(kind, precision, outcome.config.tp)), key
+        expected = one_rank.scores(kind, precision, outcome.config.tp * SLICES[precision])
+        assert torch.equal(outcome.scores(key), expected), key
     assert torch.equal(outcome.scores("reference"), outcome.scores("moe/fp8"))
 
 
