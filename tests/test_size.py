@@ -13,7 +13,7 @@ LINES = {
     "rl": 13_079,
     "diagnose": 3_885,
     "cli": 1_750,
-    "tests": 41_750,
+    "tests": 41_755,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
