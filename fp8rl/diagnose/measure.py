@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp8rl.diagnose.report import Difference
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from fp8rl.rl.run.run import Run
     from fp8rl.trainer.distributed.layout import Layout
     from fp8rl.trainer.scorer import Scorer
+    from fp8rl.trainer.trainer import Trainer
 
 # The calibration batch: the experiment's own problems, and prompts long enough to strain.
 
@@ -76,6 +79,20 @@ def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layou
         yield layout
     finally:
         parallel.shutdown()
+
+
+@contextmanager
+def one_trainer(
+    path: Path, numerics: NumericsConfig, micro_batch_tokens: int, longest: int, adapter: AdapterSection | None = None
+) -> Iterator[Trainer]:
+    """Make a trainer of one rank from `path`, to score and export (see `one_rank`). longest: tokens of a row."""
+    config = TrainerSection(micro_batch_tokens=micro_batch_tokens)
+    with one_rank(config, numerics) as layout:
+        from fp8rl.trainer.trainer import Trainer
+
+        yield Trainer(
+            path, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=longest, adapter=adapter
+        )
 
 
 def score_recorded(model: Scorer, batch: TokenBatch) -> Scored:

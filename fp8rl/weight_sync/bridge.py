@@ -247,10 +247,7 @@ def send_shard(trainer: Trainer, task: SendTask) -> ShardDigests:
     """Quantize this rank's shard, and send it to every engine."""
     table, ranks = trainer.definition.tensors, max(endpoint.ranks for endpoint in task.endpoints)
     recorder, payload = Recorder(table, ranks), 0
-    if task.contents == "weights":
-        weights = trainer.weights.share(trainer.model)
-    else:
-        weights = exported(trainer, task.contents)
+    weights = exported(trainer, task.contents)
 
     def to_send() -> Iterator[Named]:
         nonlocal payload

@@ -77,15 +77,15 @@ class FrozenBase:
 
 
 def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-    """Yield the (HF name, tensor) pairs that this rank sends, if it has adapters to send. All ranks must iterate to the
-    end."""
-    adapters = trainer.weights.adapters(trainer.model)
+    """Yield the (HF name, tensor) pairs that this rank sends. All ranks must iterate to the end."""
     if contents == "adapters":
-        return adapters
+        return trainer.weights.adapters(trainer.model)
     weights = trainer.weights.share(trainer.model)
+    if contents == "weights":
+        return weights
     if contents == "adapters beside a base":
         weights = (pair for pair in weights if pair[0] not in trainer.placed.base.tensors)
-    return itertools.chain(weights, adapters)
+    return itertools.chain(weights, trainer.weights.adapters(trainer.model))
 
 
 def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> ShardDigests:

@@ -215,6 +215,7 @@ def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
     heads = min(engine_ranks, shape.sizes.kv_heads)  # more ranks than heads have copies of them
 
     def of_rank(weight: WeightGroup) -> int:
+        """Rows of key-value heads are split into `heads` parts, all other rows over all ranks."""
         size, keys = weight_bytes(shape, weight, spec), weight.kv_rows
         if weight.share == "replicated":
             return size

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fp8rl.diagnose.measure import difference, one_rank, score_recorded
+from fp8rl.diagnose.measure import difference, one_rank, one_trainer, score_recorded
 from fp8rl.diagnose.report import Difference
 from fp8rl.models import read_model
 from fp8rl.models.checkpoint.reading import check_stored
@@ -243,11 +243,7 @@ def _exported(model: Path, checkpoint: Path | None, numerics: NumericsConfig | N
         yield model
         return
     with TemporaryDirectory(prefix="fp8rl-certify-") as folder:
-        config = TrainerSection(micro_batch_tokens=_MICRO_BATCH)
-        with one_rank(config, numerics) as layout:
-            from fp8rl.trainer.trainer import Trainer
-
-            trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=1)
+        with one_trainer(model, numerics, micro_batch_tokens=_MICRO_BATCH, longest=1) as trainer:
             trainer.load(checkpoint)
             trainer.export_hf(Path(folder) / "model")
         yield Path(folder) / "model"

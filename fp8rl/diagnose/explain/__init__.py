@@ -16,7 +16,7 @@ from rich.text import Text
 from fp8rl.diagnose.explain.causes import Comparison
 from fp8rl.diagnose.explain.compare import compare
 from fp8rl.diagnose.explain.rescore import Rescored, recorded, rescore
-from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, one_rank, sampled_batch
+from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, one_trainer, sampled_batch
 from fp8rl.diagnose.report import Finding, Report, grid
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
@@ -53,14 +53,9 @@ def explain(subject: Subject, *, quick: bool = False, say: Callable[[str], objec
         return reported(subject, None, None if native else _compared(subject, say)[1])
     if quick or native:
         say("scoring the capsule's sequences again")
-        experiment, numerics = subject.experiment, subject.numerics
-        config = TrainerSection(micro_batch_tokens=experiment.trainer.micro_batch_tokens)
-        with one_rank(config, numerics) as layout:  # the numerics carry the reduction order of the run's layout
-            from fp8rl.trainer.trainer import Trainer
-
-            sizes = {"total_steps": 1, "max_sequence_length": experiment.rollout.context_length}
-            model, adapter = experiment.model.directory, experiment.adapter
-            trainer = Trainer(model, config, numerics, layout, seed=0, adapter=adapter, **sizes)
+        run, numerics = subject.experiment, subject.numerics  # they carry the reduction order of the run's layout
+        size, longest = run.trainer.micro_batch_tokens, run.rollout.context_length
+        with one_trainer(run.model.directory, numerics, size, longest, run.adapter) as trainer:
             again = rescore(capsule, lambda function, *args: [function(trainer, *args)])
         return reported(subject, again, None)
     return reported(subject, *_compared(subject, say))

@@ -42,8 +42,9 @@ def engine_ranks(job: Job, gpu: Gpu) -> int:
 
 def engine_widths(job: Job) -> list[int]:
     """Return the divisors of the number of heads that are possible numbers of ranks for an engine."""
-    shape, heads, rules = job.shape, job.shape.sizes.heads, (job.numerics.blocks_spec, job.numerics.mode)
-    return [ranks for ranks in _divisors(heads, heads) if _accepted(check_engine_layout, shape, ranks, *rules)]
+    shape, blocks, mode = job.shape, job.numerics.blocks_spec, job.numerics.mode
+    divisors = _divisors(shape.sizes.heads, shape.sizes.heads)
+    return [ranks for ranks in divisors if _accepted(check_engine_layout, shape, ranks, blocks, mode)]
 
 
 def choose(job: Job, gpu: Gpu, gpus: int) -> Job:

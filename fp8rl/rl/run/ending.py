@@ -71,7 +71,12 @@ def finish(record: Record, stopped: str = "") -> None:
 def commands_after_a_stop(files: RunDir, step: int) -> list[str]:
     """Return the commands that explain a stop, if its step left a capsule, and that resume the run."""
     why = [f"why      {typed('fp8rl')} explain {files.capsule(step)}"] if step in files.capsule_steps() else []
-    return [*why, f"resume   {typed('fp8rl')} train {files.experiment} --resume"]
+    return [*why, resume_command(files)]
+
+
+def resume_command(files: RunDir) -> str:
+    """Return the line that says how to resume a run."""
+    return f"resume   {typed('fp8rl')} train {files.experiment} --resume"
 
 
 def say_failed(files: RunDir, error: object, left: int = 0) -> int:
@@ -94,11 +99,10 @@ def say_failed(files: RunDir, error: object, left: int = 0) -> int:
 def how_to_go_on(files: RunDir) -> str:
     """Return the line that says how to go on after an interrupt."""
     if steps := files.checkpoint_steps():
-        *_, resume = commands_after_a_stop(files, 0)
         rows, _ = metrics_found(files.metrics)
         lost = int(rows[-1]["step"]) - steps[-1] if rows else 0
         after = f"; {lost} later step{'s are' if lost > 1 else ' is'} lost" if lost > 0 else ""
-        return f"saved    step {steps[-1]}, from which a resume continues{after}\n{resume}"
+        return f"saved    step {steps[-1]}, from which a resume continues{after}\n{resume_command(files)}"
     if files.begun:
         return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
     return "the run had not begun: the same command begins again"

@@ -107,8 +107,9 @@ class Run:
         closing.callback(judge.close)
         conversations = None
         if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
-            with_engines = self.engines.admit, rollout.context_length
-            conversations = Conversations(experiment.environment, self.tokenizer, *with_engines, self.events)
+            conversations = Conversations(
+                experiment.environment, self.tokenizer, self.engines.admit, rollout.context_length, self.events
+            )
             closing.callback(conversations.close)
         self.turns = DeviceTurns((self.engines, self.trainer) if rollout.sleep and self.engines else None)
         self.turn = self.turns.turn

@@ -52,9 +52,11 @@ def check_engine_layout(
     shape: Shape, tp: int, spec: QuantSpec, mode: Mode, key: str = "rollout.tp"
 ) -> Iterator[UserError]:
     """Check that an engine's ranks can split the model. Raises UserError. key: the spec's key of tp, for messages."""
-    # Of more ranks than key-value heads each has a copy of one, if tensors say so. Heads that share a block have none.
-    kv_heads, copied = shape.sizes.kv_heads, mode == "exact" and any(weight.kv_rows for weight in shape.weights)
-    copies = tp // kv_heads if copied and shape.sizes.joined == 1 and tp % kv_heads == 0 else 1
+    # If there are more ranks than key-value heads, each rank has a copy of one. This has run in exact mode only. Heads
+    # that share a block, and heads of a family that does not say which rows they have, are not copied.
+    kv_heads, named = shape.sizes.kv_heads, any(weight.kv_rows for weight in shape.weights)
+    copied = mode == "exact" and named and shape.sizes.joined == 1
+    copies = tp // kv_heads if copied and tp % kv_heads == 0 else 1
     yield from _split_refusals(shape, tp, spec, key, copies)
     if tp > 1 and (why := _unshared(shape, "engine")):
         yield user_error(key, tp, f"1 for a model {why}", f"Set {key}=1, and rollout.engines to use more GPUs.")

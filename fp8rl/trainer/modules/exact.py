@@ -152,10 +152,10 @@ class Product(Held):
         slices = p.model.numerics.k_splits // group.size()
         if group.size() == 1:
             return p.product(self.kind, x, weight, adapter, slices)
-        operand, term = p.operand(weight) if p.quantizes(self.kind) else None, None
-        partials = ops.partial_sums(
-            slices, x, p.plain(weight) if operand is None else weight, operand, p.spec, p.backward
-        )
+        operand = p.operand(weight) if p.quantizes(self.kind) else None
+        multiplied = p.plain(weight) if operand is None else weight
+        partials = ops.partial_sums(slices, x, multiplied, operand, p.spec, p.backward)
+        term = None
         if adapter is not None and adapter.merges:
             partials[0] = adapter.with_adapter_gradient(partials[0], x)  # each has the gradient of their sum
         elif adapter is not None:

@@ -67,7 +67,7 @@ class HFWeights(Exporter):
     def adopt(self, model: GPTModel, base: SharedBase, waits: bool = False) -> int:
         """Let the model's frozen parameters read their values from a base. Return the bytes of parameters that cannot.
 
-        See the function `adopt`. waits: the model is not loaded yet, so also load the other parameters.
+        See `adopt_parameter`. waits: the model is not loaded yet, so also load the other parameters.
         """
         self._base = base
         whole = self.whole_names(model)
@@ -76,7 +76,7 @@ class HFWeights(Exporter):
         kept = [
             (name, p)
             for name, p in frozen
-            if not adopt(p, [whole[one] for one in parts[name]], base, self._scales, self._layout)
+            if not adopt_parameter(p, [whole[one] for one in parts[name]], base, self._scales, self._layout)
         ]
         if waits:
             for _, parameter in kept:
@@ -158,7 +158,7 @@ class HFWeights(Exporter):
 # order. Otherwise it keeps memory of its own: a fused q|k|v in BF16, a part of a row-parallel weight, another dtype.
 
 
-def adopt(
+def adopt_parameter(
     parameter: nn.Parameter, names: Sequence[str], base: SharedBase, scales: MegatronWeights, layout: Layout
 ) -> bool:
     """Let a frozen parameter read its values from a base, which engines read too. Return False if it cannot.

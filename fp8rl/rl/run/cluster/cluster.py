@@ -173,18 +173,16 @@ def _head_watched(lost: Callable[[str], object]) -> Iterator[None]:
 @contextmanager
 def _environment(settings: dict[str, str | None]) -> Iterator[None]:
     """Set environment variables (None: remove) for this process, and for children that it starts, inside the block."""
-    former = {name: os.environ.pop(name, None) for name in settings}
+    former = {name: os.environ.get(name) for name in settings}
     clustered = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray was imported
-    os.environ.update({name: value for name, value in settings.items() if value is not None})
+    _set(settings)
     ray_constants.ENABLE_RAY_CLUSTER = False
     AuthenticationTokenLoader.instance().reset_cache()  # it holds another token if this process has used Ray before
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = clustered
-        for name in settings:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in former.items() if value is not None})
+        _set(former)
         Config.initialize("")  # or a later client of another cluster would be asked for a token
         AuthenticationTokenLoader.instance().reset_cache()
 
@@ -209,6 +207,12 @@ def _lean_head() -> Iterator[None]:
 def _shut_down(**options: Any) -> None:
     with bounded("Ray", _END_SECONDS):
         ray.shutdown(**options)
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name in variables:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
 
 
 def _start(folder: Path, **options: Any) -> None:

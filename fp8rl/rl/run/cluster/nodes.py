@@ -104,7 +104,7 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
     """Return the view of each node, by the node's id. Raises UserError: a node does not answer, or does not see
     `folder`, which must be on a shared disk, or does not see one of `files`, which must be on a shared disk or the same
     everywhere."""
-    mark, seen = folder / f".seen-{secrets.token_hex(16)}", {}
+    mark = folder / f".seen-{secrets.token_hex(16)}"
     mark.touch()
     look = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": SEES_ALL_GPUS})(_look)
     try:
@@ -114,18 +114,19 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
             )
             for node in nodes
         ]
-        for node, call in zip(nodes, calls, strict=True):
-            seen[node.id] = view = ray.get(call, timeout=_LOOK_SECONDS)
-            for path in view.unseen:
-                of_run = path == mark
-                purpose = ": engines load and log there, ranks write checkpoints" if of_run else ", or a copy on each"
-                raise user_error(
-                    "run.dir" if of_run else "model.path",
-                    found=f"{path.parent}, which node {node.address} does not see",
-                    expected=f"a folder on a disk that every node of the run shares{purpose}",
-                    remedy="Choose one on a shared disk, or use the nodes that see it (cluster.trainer_nodes, "
-                    ".engine_nodes).",
-                )
+        return {node.id: _checked(node, call, mark) for node, call in zip(nodes, calls, strict=True)}
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _look(address: str, files: Sequence[Path]) -> NodeView:
+    """Return the view of the node that this runs on."""
+    return NodeView(interface_of(address), own_capability(), tuple(file for file in files if not file.is_file()))
+
+
+def _checked(node: Node, call: ray.ObjectRef, mark: Path) -> NodeView:
+    try:
+        view: NodeView = ray.get(call, timeout=_LOOK_SECONDS)
     except ray.exceptions.RayError as error:
         raise user_error(
             "cluster",
@@ -133,14 +134,16 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
             expected="a node that runs this version of fp8rl, from an environment like this one",
             remedy="Install it there, or leave the node out with cluster.trainer_nodes and cluster.engine_nodes.",
         ) from None
-    finally:
-        mark.unlink(missing_ok=True)
-    return seen
-
-
-def _look(address: str, files: Sequence[Path]) -> NodeView:
-    """Return the view of the node that this runs on."""
-    return NodeView(interface_of(address), own_capability(), tuple(file for file in files if not file.is_file()))
+    for path in view.unseen:
+        of_run = path == mark
+        raise user_error(
+            "run.dir" if of_run else "model.path",
+            found=f"{path.parent}, which node {node.address} does not see",
+            expected="a folder on a disk that every node of the run shares"
+            + (": engines load and log there, ranks write checkpoints" if of_run else ", or a copy on each"),
+            remedy="Choose one on a shared disk, or use the nodes that see it (cluster.trainer_nodes, .engine_nodes).",
+        )
+    return view
 
 
 def own_capability() -> tuple[int, int] | None:

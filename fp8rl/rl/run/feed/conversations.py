@@ -48,8 +48,15 @@ class Conversations:
         self._config, self._tokenizer, self._ask = config, tokenizer, ask
         self._environment = load_environment(config)
         self._background = Background("environments")
-        meaning, limit = "so that nothing is learnt from its answer", ("environment.max_failures", config.max_failures)
-        self.failures = Failures("environment", meaning, ENVIRONMENT_FAILURES, *limit, events or Events(), at_once=True)
+        self.failures = Failures(
+            "environment",
+            "so that nothing is learnt from its answer",
+            ENVIRONMENT_FAILURES,
+            "environment.max_failures",
+            config.max_failures,
+            events or Events(),
+            at_once=True,
+        )
 
     def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
         """Begin a conversation for each answer of the group. The future gives the rows of all of them, in the answers'

@@ -69,8 +69,14 @@ class Judge:
         self._functions = [load_function(c, f"{key}.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
         self._background = Background("rewards")
-        limit = f"{key}.max_failures", config.max_failures
-        self.failures = Failures("reward", "which counts as 0", REWARD_FAILURES, *limit, events or Events())
+        self.failures = Failures(
+            "reward",
+            "which counts as 0",
+            REWARD_FAILURES,
+            f"{key}.max_failures",
+            config.max_failures,
+            events or Events(),
+        )
 
     def begin(
         self, prompt: Prompt, answers: Sequence[Trajectory] | Future[list[Trajectory]]

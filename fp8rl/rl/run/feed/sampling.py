@@ -152,13 +152,13 @@ class Sampling:
         """Wait until a group has a sound answer with a token of the trainer's weights, or all groups are there."""
         version = self.syncing.version
 
-        def stale() -> list[Future[Any]]:
+        def unfinished() -> list[Future[Any]]:
             answers = (answer for item in asked if item.answered for answer in item.answers.result())
             if any(version in answer.weight_versions for answer in answers if not answer.failed):
                 return []
             return [item.answers for item in asked if not item.answers.done()]
 
-        self._wait(stale, FIRST_COMPLETED)
+        self._wait(unfinished, FIRST_COMPLETED)
 
     def _answers(self, group: Group, sampling: SamplingParams) -> Future[list[Trajectory]]:
         ask = self.syncing.engines.admit if self.conversations is None else self.conversations.begin
