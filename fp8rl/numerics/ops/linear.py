@@ -1,9 +1,10 @@
 """Defines matrix products: plain and FP8, whole and in slices of K.
 
-Operands are exact in the compute dtype: BF16, or FP32 if scales are not powers of two. The matrix library is called
-once for each slice of K, and for each block of rows if it would not be row-invariant. The result is rounded once. With
-`k_splits` > 1 each slice of K gives an FP32 partial, and the partials are added in order. A row-parallel layer on that
-many ranks computes the same. So a trainer with tensor parallelism and an engine without it agree.
+Operands are exact in the compute dtype: BF16, or FP32 if scales are not powers of two, or if the machine multiplies
+BF16 slowly. The matrix library is called once for each slice of K, and for each block of rows if it would not be
+row-invariant. The result is rounded once. With `k_splits` > 1 each slice of K gives an FP32 partial, and the partials
+are added in order. A row-parallel layer on that many ranks computes the same. So a trainer with tensor parallelism and
+an engine without it agree.
 """
 
 from __future__ import annotations
@@ -174,8 +175,7 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype, plus: Tensor | None =
     plus [T, N], BF16, is added to the FP32 sum, which is rounded once.
     """
     rows = x.shape[0]
-    if torch.float32 in (dtype, x.dtype, weight.dtype):
-        x, weight = x.float(), weight.float()
+    x, weight = (x.float(), weight.float()) if dtype == torch.float32 else widened(x, weight)
     height = ROW_BLOCK if chooses_by_rows(x.device, x.dtype) else filled_up(rows)
     if missing := -rows % height:
         x = F.pad(x, (0, 0, 0, missing))
@@ -195,7 +195,7 @@ def filled_up(rows: int) -> int:
 
 
 def _mm(x: Tensor, plus: Tensor | None, weight: Tensor) -> Tensor:
-    """Call the matrix library once. It adds `plus` to its FP32 sum of BF16 matrices. An FP32 result gets it here."""
+    """Call the matrix library once. It adds `plus` to its FP32 sum of BF16 matrices. Its FP32 result gets it here."""
     if plus is None:
         return torch.mm(x, weight.t())
     return torch.addmm(plus, x, weight.t()) if x.dtype == plus.dtype else torch.mm(x, weight.t()) + plus
@@ -207,7 +207,7 @@ def chooses_by_rows(device: torch.device, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def varies(k: int, n: int) -> bool:
-        x, w = (torch.randn(rows, k, generator=generator).to(device, dtype) for rows in (1024, n))
+        x, w = widened(*(torch.randn(rows, k, generator=generator).to(device, dtype) for rows in (1024, n)))
         both = [(matrix, torch.mm(x, matrix)) for matrix in (w.t(), w.t().contiguous())]  # forward and gradient
         return any(not torch.equal(torch.mm(x[:m], b), whole[:m]) for b, whole in both for m in (16, 31, 64, 200))
 
@@ -255,9 +255,21 @@ class _Product(torch.autograd.Function):
 
 def wide_mm(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b in the wider of the two dtypes; gradients need no fixed order."""
-    if a.dtype != b.dtype:
-        a, b = a.float(), b.float()
-    return torch.mm(a, b)
+    return torch.mm(*widened(a, b)).to(a.dtype if a.dtype == b.dtype else torch.float32)
+
+
+def widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two matrices in the dtype in which they are multiplied: BF16 if both are, and the machine is fast at it,
+    else FP32. Sums are in FP32 in either."""
+    narrow = a.dtype == b.dtype and (a.dtype != torch.bfloat16 or multiplies_bf16(a.device.type))
+    return (a, b) if narrow else (a.float(), b.float())
+
+
+@functools.cache
+def multiplies_bf16(device: str) -> bool:
+    """Return whether the matrix library has fast products of BF16 matrices. On CPUs without AVX-512 torch has plain
+    loops, which take 10 to 30 times as long as FP32 products."""
+    return device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
