@@ -160,7 +160,7 @@ def decode_step(
     batch: number of answers. context: tokens that each answer has so far. each: bytes of a number in the cache.
     """
     sizes = shape.sizes
-    read = experts_read(sizes.experts, sizes.top_k, batch) / sizes.experts if sizes.experts else 0.0
+    read = 1 - (1 - sizes.top_k / max(1, sizes.experts)) ** batch  # of equally likely experts, as many as are expected
     weights = sum(
         weight_bytes(shape, weight, spec) * (read if weight.share == "experts" else 1.0)
         for weight in shape.weights
@@ -169,8 +169,3 @@ def decode_step(
     cache = ranks * batch * (context * shape.kv_bytes(each, ranks) + 2 * shape.request_bytes(ranks))
     kernels = sum(OF_LAYER[mode, spec.quantized][sizes.has_experts(layer)] for layer in range(sizes.layers))
     return Decode(batch, context, BESIDE_LAYERS + kernels, weights, cache, ranks)
-
-
-def experts_read(experts: int, top_k: int, batch: int) -> float:
-    """Return how many of a layer's E equally likely experts B answers are expected to use: E (1 - (1 - k/E)^B)."""
-    return experts * (1 - (1 - top_k / experts) ** batch) if experts else 0.0
