@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8rl.diagnose.plan import layouts
-from fp8rl.diagnose.plan.bench import Decode, Rates, decode_step, read_bench
+from fp8rl.diagnose.plan.bench import DECODED, Decode, Rates, decode_step, read_bench
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on, read_plan_subject
-from fp8rl.diagnose.plan.time import StepTime, step_time
+from fp8rl.diagnose.plan.time import Part, StepTime, quotient, ratios, step_time
 from fp8rl.diagnose.report import Finding, plain
-from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
 from fp8rl.rl.experiment.budget.job import Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
@@ -24,28 +22,16 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_layout
 from fp8rl.weight_sync.served import served_bytes
 
-DECODED = (1, 32, 256)
-"""Batch sizes (answers at a time) for which decoding is calculated."""
-
 
 @dataclass(frozen=True)
 class Plan:
     """The calculated bytes, and the times for which rates were measured."""
 
-    subject: str
+    subject: PlanSubject
     gpu: Gpu
     gpus: int
     """GPUs of the trainer. Engines with their own GPUs need `job.engines` * `job.engine_tp` more."""
     job: Job
-    parameters: int
-    active_parameters: int
-    """Parameters that one token uses."""
-    kv_bytes: int
-    """Bytes of one token in the engine's KV cache."""
-    state_bytes: int
-    """Bytes of one sequence's state in the engine, without its tokens' KV cache."""
-    training_flops: float
-    """FLOPs of one token, forward and backward."""
     memory: Mapping[str, Memory]
     """Memory of the fullest GPU that holds both sides (`colocated`), only a `trainer` or only an `engine`."""
     decides: Literal["colocated", "trainer"]
@@ -58,10 +44,6 @@ class Plan:
     """A layout on the fewest GPUs that leaves `needed_slack` free; None: there is none."""
     fewest_apart: bool
     """True if the layout in `fewest` shares no GPU with engines: they have their own GPUs, or there are no engines."""
-    tower: str
-    """The architecture of a checkpoint that also has a tower for pictures. The tower takes no GPU memory."""
-    assumed: str
-    """What the plan assumes about a model without a spec."""
     keys: tuple[str, ...] | None
     """The keys that a search set to make the plan fit; None: no search was made (`searched`), or no keys do."""
     searched: bool
@@ -85,6 +67,8 @@ class Plan:
     """The rates in the file of `--bench`; None: no file was given, so no time is calculated."""
     steps: tuple[StepTime, ...]
     """The training step as planned, and in BF16, at the measured rates; empty without rates."""
+    ratios: tuple[tuple[Part, Part], ...]
+    """Times of exact mode and of a library for the same step; empty without rates and in native mode."""
     findings: tuple[Finding, ...]
 
     @property
@@ -106,14 +90,21 @@ class Plan:
         values["memory"] = {name: bytes_of(memory) for name, memory in self.memory.items()}
         values["stages"] = [bytes_of(memory) for memory in self.stages]
         values["steps"] = [plain(step) | {"at_least": step.total} for step in self.steps]
+        values["ratios"] = [{"sides": plain(sides), "ratio": quotient(*sides)} for sides in self.ratios]
+        shape = job.shape
+        values |= {
+            "parameters": shape.parameters,
+            "active_parameters": shape.active_parameters,
+            "kv_bytes": shape.kv_bytes(job.numerics.kv_format.dtype.itemsize),
+            "state_bytes": shape.request_bytes(),
+            "training_flops": shape.training_flops(job.length),
+            "tower": shape.sizes.tower,
+            "assumed": self.subject.assumed,
+        }
         values["job"] = {
             "layout": sizes(job.layout) | {"micro_batch_tokens": job.layout.micro_batch_tokens},
             "numerics": job.numerics.to_dict(),
-            "rows": job.rows,
-            "length": job.length,
-            "micro_batches": job.micro_batches,
-            "engines": job.engines,
-            "engine_tp": job.engine_tp,
+            **{name: getattr(job, name) for name in ("rows", "length", "micro_batches", "engines", "engine_tp")},
         }
         return values
 
@@ -121,11 +112,9 @@ class Plan:
 def make_plan(
     subject: PlanSubject, gpu: Gpu, gpus: int | None = None, length: int | None = None, bench: Path | None = None
 ) -> Plan:
-    """Plan a subject. bench: a file of measured rates. Without rates no time is calculated.
-
-    Raises UserError: the layout does not divide the GPUs, no layout divides the model, or the bench cannot be read.
-    """
-    check_has_fp8(subject.experiment, gpu)
+    """Plan a subject. bench: a file of measured rates. Without rates no time is calculated. Raises UserError: the
+    layout does not divide the GPUs, no layout divides the model, or the bench cannot be read."""
+    rates = None if bench is None else read_bench(bench)
     shape, job = subject.shape, job_on(subject, gpu, length)
     if not subject.engines_chosen:
         job = replace(job, engine_tp=layouts.engine_ranks(job, gpu))
@@ -133,9 +122,7 @@ def make_plan(
         job = replace(job, layout=job.layout if gpus is None else layouts.on_gpus(job.layout, gpus))
         check_layout(shape, job.layout, QuantSpec.preset("bf16"))  # whether it divides, whatever is quantized
     else:
-        layouts.on_gpus(job.layout, count := 8 if gpus is None else gpus)
-        job = layouts.choose(job, gpu, count)
-    rates = None if bench is None else read_bench(bench, job.numerics.mode)
+        job = layouts.choose(job, gpu, 8 if gpus is None else gpus)
     plan = _calculated(subject, job, gpu, rates)
     if plan.ok and plan.slack >= plan.needed_slack:
         return plan
@@ -152,60 +139,38 @@ def fitted_plan(
     bench: Path | None = None,
 ) -> Plan:
     """Search for keys that make a spec or model fit. Return the plan with these keys; `Plan.keys` lists them. If no
-    keys make it fit, return the plan of the spec as it is, with `Plan.keys` None.
-
-    Raises:
-        UserError: as `read_plan_subject` and `make_plan`.
-    """
+    keys make it fit, return the plan of the spec as it is, with `Plan.keys` None. Raises UserError as
+    `read_plan_subject` and `make_plan`."""
     subject = read_plan_subject(name, overrides)
-    check_has_fp8(subject.experiment, gpu)
     keys = keys_that_fit(subject, gpu, gpus, length)
     shown = dense_layers_in_bf16(subject, gpu) if keys is None else keys
     kept = [each for each in overrides if each.partition("=")[0] not in shown]
     subject = read_plan_subject(name, [*kept, *written(shown)])
-    gpus = gpus if keys is None else None
-    plan = make_plan(subject, gpu, gpus, length, bench)
+    plan = make_plan(subject, gpu, gpus if keys is None else None, length, bench)
     return replace(plan, searched=True, keys=None if keys is None else tuple(written(keys)))
 
 
-def check_has_fp8(experiment: Experiment, gpu: Gpu) -> None:
-    """Raise UserError if a side computes in FP8 and the GPU has no FP8."""
-    if experiment.numerics.quantizes and not gpu.fp8:
-        capability = ".".join(map(str, gpu.capability))
-        found = f"{gpu.name}, which has no FP8 (compute capability {capability})"
-        bf16 = "numerics.mode=native numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16"
-        remedy = f"Plan BF16 on both sides, with {bf16}, or another GPU."
-        raise user_error("--gpu", found, "a GPU with FP8 (8.9 or higher) for a spec in FP8", remedy)
-
-
-def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -> Plan:
+def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, bench: Mapping[Mode, Rates] | None) -> Plan:
     apart = is_apart(subject.experiment, job)
     job = with_cache(job, subject.experiment, gpu.memory, apart)
     memory = {"colocated": colocated_memory(job), "trainer": trainer_memory(job), "engine": engine_memory(job)}
     decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
     full = fullest(job, apart)
     fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
-    findings = [*layouts.refusals(subject, job, gpu, full), *layouts.remarks(subject, job, gpu, full)]
-    world = job.layout.world_size
-    shape = job.shape
+    shape, mode = job.shape, job.numerics.mode
+    decode = tuple(_decoding(job)) if job.engines else ()
+    steps = () if bench is None else tuple(step_time(each, bench[mode]) for each in (job, job.in_bf16())[: 1 + job.fp8])
     return Plan(
-        subject=subject.name,
+        subject=subject,
         gpu=gpu,
-        gpus=world,
+        gpus=job.layout.world_size,
         job=job,
-        parameters=shape.parameters,
-        active_parameters=shape.active_parameters,
-        kv_bytes=shape.kv_bytes(job.numerics.kv_format.dtype.itemsize),
-        state_bytes=shape.request_bytes(),
-        training_flops=shape.training_flops(job.length),
         memory=memory,
         decides=decides,
         slack=gpu.memory - full.peak,
         needed_slack=SLACK * gpu.memory,
         fewest=fewest or layouts.fewest(job, gpu, beside_engine=False),
         fewest_apart=fewest is None,
-        tower=subject.shape.sizes.tower,
-        assumed=subject.assumed,
         keys=None,
         searched=False,
         fits_with=None,
@@ -217,21 +182,20 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -
         largest_with_slack=largest_micro_batch(job, memory[decides], gpu.memory, SLACK),
         largest_engine_tp=max(layouts.engine_widths(job), default=1),
         sync_bytes=tuple(served_bytes(shape, each.numerics.rollout_spec) for each in (job, job.in_bf16())),
-        decode=tuple(_decoding(job)) if job.engines else (),
-        rates=rates,
-        steps=() if rates is None else tuple(step_time(each, rates) for each in (job, job.in_bf16())[: 1 + job.fp8]),
-        findings=tuple(findings),
+        decode=decode,
+        rates=None if bench is None else bench[mode],
+        steps=steps,
+        ratios=tuple(ratios(job, bench, decode, steps[0])) if bench and mode == "exact" else (),
+        findings=tuple(layouts.findings(subject, job, gpu, full)),
     )
 
 
 def _decoding(job: Job) -> Iterator[tuple[Decode, Decode]]:
-    """Yield a decode step in the spec's precision and in BF16, for the batches of DECODED whose answers fit the cache
-    at half a row each, and for the largest batch that fits."""
+    """Yield a decode step in the spec's precision and in BF16 for each batch of DECODED. An answer has half a row, or
+    its share of the cache if that is less."""
 
     def step(numerics: NumericsConfig, batch: int) -> Decode:
-        each = numerics.kv_format.dtype.itemsize
-        return decode_step(job.shape, numerics.rollout_spec, batch, job.length / 2, job.engine_tp, numerics.mode, each)
+        context, each = min(job.length / 2, job.kv_tokens / batch), numerics.kv_format.dtype.itemsize
+        return decode_step(job.shape, numerics.rollout_spec, batch, context, job.engine_tp, numerics.mode, each)
 
-    room = max(1, job.kv_tokens // (job.length // 2 or 1))
-    for batch in sorted({min(batch, room) for batch in DECODED}):
-        yield step(job.numerics, batch), step(job.in_bf16().numerics, batch)
+    yield from ((step(job.numerics, batch), step(job.in_bf16().numerics, batch)) for batch in DECODED)

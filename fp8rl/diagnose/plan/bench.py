@@ -5,8 +5,8 @@ A missing rate is not replaced by an assumption.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from fp8rl.weight_sync.served import weight_bytes
 
 LARGE = 4096
 """The bench's rows with fewer tokens do not count, because small products are bound by memory."""
+DECODED = (1, 64, 256)
+"""Batch sizes (answers at a time) for which decoding is calculated."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,19 @@ class Rates:
     dense: Rate | None
     """FLOP/s of BF16 products."""
     experts: Rate | None
-    fp8_dense: Rate | None
-    """FLOP/s of FP8 products in the mode of the spec, without quantizing their operands."""
-    fp8_experts: Rate | None
-    fp8_gradient: Rate | None
-    """FLOP/s of the gradient of experts' weights in FP8."""
     copy: Rate | None
     """Bytes/s of memory. Bytes read and bytes written both count."""
-    launches: Rate | None
+    fp8_dense: Rate | None
+    """FLOP/s of FP8 products in the mode of the spec, without quantizing their operands."""
+    fp8_experts: Rate | None = None
+    fp8_gradient: Rate | None = None
+    """FLOP/s of the gradient of experts' weights in FP8."""
+    launches: Rate | None = None
     """Kernels that the host launches in a second, outside CUDA graphs."""
-    nodes: Rate | None
-    """Empty kernels of a CUDA graph in a second."""
+    nodes: Rate | None = None
+    """Kernels of a CUDA graph in a second, with next to nothing to do."""
+    decode: Mapping[int, Rate | None] = field(default_factory=dict)
+    """Kernels of an exact FP8 decode step in a second, beside its bytes at `copy`, by number of answers."""
 
     def product(self, experts: bool, fp8: bool, gradient: bool = False) -> Rate | None:
         """Return the rate of one product. gradient: it computes a weight's gradient."""
@@ -61,48 +65,57 @@ class Rates:
         return self.experts if experts else self.dense
 
 
-def read_bench(path: Path, mode: Mode) -> Rates:
-    """Read the rates of a mode from a `gpu.json`. Raises UserError: the file is not such a report, or has no rate."""
-    remedy = "Make one with `python -m lab.bench.gpu gemms grouped quantizers launch` on such a GPU."
-    return parsed(path, "--bench", lambda report: _rates(report, path, mode, remedy), remedy)
+def read_bench(path: Path) -> dict[Mode, Rates]:
+    """Read the rates of each mode from a `gpu.json`. Raises UserError: the file is no such report, or has no rate."""
+    remedy = "Make one with `python -m lab.bench.gpu graph gemms grouped quantizers launch` on such a GPU."
+    return parsed(path, "--bench", lambda report: _rates(report, path, remedy), remedy)
 
 
-def _rates(report: Mapping[str, Any], path: Path, mode: Mode, remedy: str) -> Rates:
-    rows, device, exact = report["rows"], str(report["machine"]["device"]), mode == "exact"
+def _rates(report: Mapping[str, Any], path: Path, remedy: str) -> dict[Mode, Rates]:
+    rows, device = report["rows"], str(report["machine"]["device"])
 
-    def rate(part: str, unit: str, values: list[float]) -> Rate | None:
+    def rate(part: str, what: str, of_row: Callable[[Mapping[str, Any]], float | None]) -> Rate | None:
+        values = [value for value in map(of_row, rows.get(part, ())) if value is not None]
         if not values:
             return None
         if min(values) <= 0:
             raise ValueError(f"{part}: a rate that is not above 0")
-        return Rate(min(values), max(values), f"{part}: {unit}, {len(values)} row{'s' * (len(values) > 1)}")
+        return Rate(min(values), max(values), f"{part}: {what}, {len(values)} row{'s' * (len(values) > 1)}")
 
     def product(part: str, side: str) -> Rate | None:
-        large = [row for row in rows.get(part, ()) if side in row and row["tokens"] >= LARGE]
-        return rate(part, side, [row[side] * 1e12 for row in large])
+        return rate(part, side, lambda row: row[side] * 1e12 if side in row and row["tokens"] >= LARGE else None)
 
     def launched(what: str, key: str) -> Rate | None:
-        found = [row for row in rows.get("launch", ()) if row["what"] == what]
-        return rate("launch", f"{what}, {key}", [1e6 / row[key] for row in found])
+        return rate("launch", f"{what}, {key}", lambda row: 1e6 / row[key] if row["what"] == what else None)
 
-    copies = [row["GB/s"] / row["of copy"] * 1e9 for row in rows.get("quantizers", ())]
-    found = {
-        "dense": product("gemms", "BF16 cuBLAS"),
-        "experts": product("grouped", "BF16 torch._grouped_mm"),
-        "fp8_dense": product("gemms", "FP8" if exact else "FP8 torch._scaled_mm"),
-        "fp8_experts": product("grouped", "FP8") if exact else None,
-        "fp8_gradient": product("grouped", "FP8 wgrad") if exact else None,
-        "copy": rate("quantizers", "copy", copies[:1]),  # one copy, which all rows were compared with
-        "launches": launched("launch", "us of the host") if exact else None,
-        "nodes": launched("node", "us") if exact else None,
-    }
-    if not any(found.values()):
+    def decoded(answers: int, copy: Rate) -> Rate | None:
+        def kernels(row: Mapping[str, Any]) -> float | None:
+            timed = row["rows"] == answers and "GB" in row
+            return row["kernels"] / (row["graph (s)"] - row["GB"] * 1e9 / copy.high) if timed else None
+
+        return rate("graph", f"{answers} answers", kernels)
+
+    copy = rate("quantizers", "copy", lambda row: row["GB/s"] / row["of copy"] * 1e9)
+    native = Rates(
+        source=f"measured on {device} ({path})",
+        dense=product("gemms", "BF16 cuBLAS"),
+        experts=product("grouped", "BF16 torch._grouped_mm"),
+        copy=copy,
+        fp8_dense=product("gemms", "FP8 torch._scaled_mm"),
+    )
+    exact = replace(
+        native,
+        fp8_dense=product("gemms", "FP8"),
+        fp8_experts=product("grouped", "FP8"),
+        fp8_gradient=product("grouped", "FP8 wgrad"),
+        launches=launched("launch", "us of the host"),
+        nodes=launched("node", "us"),
+        decode={answers: decoded(answers, copy) for answers in DECODED} if copy else {},
+    )
+    if not any(isinstance(each, Rate) for each in vars(exact).values()):
         expected = "rows of `gemms`, `grouped`, `quantizers` or `launch`"
         raise user_error("--bench", f"{path} of {device} without rates that a plan uses", expected, remedy)
-    return Rates(source=f"measured on {device} ({path})", **found)
-
-
-# What a decode step of one engine reads and launches; with measured rates, the least time that this takes.
+    return {"exact": exact, "native": native}
 
 
 OF_LAYER: dict[tuple[Mode, bool], tuple[int, int]] = {
@@ -122,6 +135,8 @@ BESIDE_LAYERS = 14
 class Decode:
     batch: int
     """The number of answers. The step computes one token of each."""
+    context: float
+    """Tokens that each answer has so far."""
     kernels: int
     """Kernels of the step's CUDA graph."""
     weights: float
@@ -130,10 +145,10 @@ class Decode:
     """Bytes of keys and values that each rank reads, and of states that it reads and writes, summed over all ranks."""
     ranks: int = 1
 
-    def seconds(self, copy: Rate, nodes: Rate) -> tuple[float, float]:
-        """Return the least seconds for the reads and for the empty kernels, at the fastest and slowest rates."""
-        size = (self.weights + self.cache) / self.ranks
-        return size / copy.high + self.kernels / nodes.high, size / copy.low + self.kernels / nodes.low
+    @property
+    def bytes(self) -> float:
+        """Bytes that each rank moves."""
+        return (self.weights + self.cache) / self.ranks
 
 
 def decode_step(
@@ -145,7 +160,7 @@ def decode_step(
     batch: number of answers. context: tokens that each answer has so far. each: bytes of a number in the cache.
     """
     sizes = shape.sizes
-    read = experts_read(sizes.experts, sizes.top_k, batch) / sizes.experts if sizes.experts else 0.0
+    read = 1 - (1 - sizes.top_k / max(1, sizes.experts)) ** batch  # of equally likely experts, as many as are expected
     weights = sum(
         weight_bytes(shape, weight, spec) * (read if weight.share == "experts" else 1.0)
         for weight in shape.weights
@@ -153,9 +168,4 @@ def decode_step(
     )
     cache = ranks * batch * (context * shape.kv_bytes(each, ranks) + 2 * shape.request_bytes(ranks))
     kernels = sum(OF_LAYER[mode, spec.quantized][sizes.has_experts(layer)] for layer in range(sizes.layers))
-    return Decode(batch, BESIDE_LAYERS + kernels, weights, cache, ranks)
-
-
-def experts_read(experts: int, top_k: int, batch: int) -> float:
-    """Return how many of a layer's E equally likely experts B answers are expected to use: E (1 - (1 - k/E)^B)."""
-    return experts * (1 - (1 - top_k / experts) ** batch) if experts else 0.0
+    return Decode(batch, context, BESIDE_LAYERS + kernels, weights, cache, ranks)

@@ -10,7 +10,7 @@ from fp8rl.diagnose.report import Finding
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, largest_micro_batch
+from fp8rl.rl.experiment.budget.fit import SLACK, check_fits, largest_micro_batch
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
 from fp8rl.rl.experiment.preconditions.model import check_teacher_layout
@@ -102,30 +102,23 @@ def _divisors(number: int, most: int) -> list[int]:
     return [each for each in range(1, min(number, most) + 1) if number % each == 0]
 
 
-# The verdict of a plan: what `train` would refuse, and other remarks.
-
-
 def target(gpu: Gpu) -> Target:
     """Return what the rules ask of a machine with such GPUs."""
     return Target(gpus=True, transformer_engine=True, capability=gpu.capability)
 
 
-def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
-    """Yield what `train` would refuse, by the rules of `train`. memory: the fullest GPU's."""
+def findings(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
+    """Yield what `train` would refuse, by the rules of `train`, then remarks on what it would accept. memory: the
+    fullest GPU's."""
     rollout = subject.experiment.rollout.model_copy(update={"tp": job.engine_tp})
     experiment = subject.experiment.model_copy(update={"trainer": job.layout, "rollout": rollout})
-    found = list(broken_rules(experiment, job.shape, target(gpu)))
+    yield from map(Finding.of_error, broken_rules(experiment, job.shape, target(gpu)))
     try:
         if subject.teacher is not None:
             check_teacher_layout(experiment, subject.teacher)
         check_fits(job, memory, gpu.memory, gpu.name)
     except UserError as error:
-        found.append(error)
-    yield from map(Finding.of_error, found)
-
-
-def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
-    """Yield objections to a plan that `train` would accept. memory: the fullest GPU's."""
+        yield Finding.of_error(error)
     if subject.stands_in:
         found, expected = f"no {subject.experiment.model.path} yet", "the model's directory before the run starts"
         remedy = f"Planned with the packaged config of {subject.stands_in}; download the model before you train."
@@ -134,26 +127,12 @@ def remarks(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterato
     if memory.peak <= gpu.memory and not leaves_slack(memory.peak, gpu):
         found += f" of the {gpu.memory / 1e9:.0f} GB of a {gpu.name}"
         expected = f"{SLACK:.0%} of it free, because a peak can be that much higher than calculated"
-        yield Finding("memory", found, expected, _remedy(job, gpu, memory), "note")
+        tokens = largest_micro_batch(job, memory, gpu.memory, SLACK)
+        lower = f"Lower trainer.micro_batch_tokens to {tokens}, or let" if tokens > job.length else "Let"
+        yield Finding("memory", found, expected, f"{lower} --fit look for keys.", "note")
     bf16 = colocated_memory(job.in_bf16()).peak
     if job.fp8 and memory.peak > bf16 and memory.rank is not None:
         found = f"fp8, which takes {(memory.peak - bf16) / 1e9:+.1f} GB of the fullest GPU against BF16 on both sides"
         expected = "no saving by FP8 in training, because codes and their transposes are kept beside BF16 weights"
         remedy = "FP8 saves memory only in the engine and in activations."
         yield Finding("numerics.trainer", found, expected, remedy, "note")
-
-
-def _remedy(job: Job, gpu: Gpu, memory: Memory) -> str:
-    ways = []
-    beside_engine = bool(memory.held.get("engine weights"))
-    largest = largest_micro_batch(job, memory, gpu.memory, SLACK)
-    if largest > job.length:
-        ways.append(f"lower trainer.micro_batch_tokens to {largest}")
-    elif beside_engine and leaves_slack(trainer_memory(job).peak, gpu):
-        ways.append("give engines GPUs of their own (sync.transport=distributed)")
-    if beside_engine and not leaves_slack(engine_memory(job).peak, gpu):
-        ways.append(NO_ENGINE_FITS[job.numerics.mode])
-    else:
-        ways.append("take more GPUs, or more of trainer.ep, trainer.pp or trainer.tp")
-    text = ", or ".join(ways)
-    return text[0].upper() + text[1:] + "."

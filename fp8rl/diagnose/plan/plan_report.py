@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fp8rl.diagnose.plan import Plan
+from fp8rl.diagnose.plan.time import ASSUMED, quotient
 from fp8rl.diagnose.report import Report, grid
 from fp8rl.rl.experiment.budget.memory import PHASES, Phase
 
@@ -28,43 +29,33 @@ def reported(plan: Plan) -> Report:
     numerics = f"{job.numerics.mode} mode, trainer {job.numerics.trainer}, rollout {job.numerics.rollout}"
     cp = f" cp {layout.cp}" if layout.cp > 1 else ""
     engines = f"; engines of {_gpus(job.engine_tp)}" if job.engines else ""
-    cache = f"{plan.kv_bytes:,} bytes of KV cache"
-    if plan.state_bytes:
-        cache += f", and {plan.state_bytes:,} of each sequence"
+    shape, name = job.shape, plan.subject.name
+    cache = f"{shape.kv_bytes(job.numerics.kv_format.dtype.itemsize):,} bytes of KV cache"
+    if state_bytes := shape.request_bytes():
+        cache += f", and {state_bytes:,} of each sequence"
     model = [
-        f"{plan.subject}: {plan.parameters:,} parameters, {plan.active_parameters:,} of them active for a token",
-        f"  {plan.training_flops / 1e9:.3g} GFLOP a token at {job.length:,} tokens; {cache}",
+        f"{name}: {shape.parameters:,} parameters, {shape.active_parameters:,} of them active for a token",
+        f"  {shape.training_flops(job.length) / 1e9:.3g} GFLOP a token at {job.length:,} tokens; {cache}",
         f"{plan.gpus} x {plan.gpu.name}, tp {layout.tp} pp {layout.pp} ep {layout.ep} dp {layout.dp}{cp}, {numerics}",
         f"  {job.rows:,} rows of {job.length:,} tokens a step, {job.micro_batches} micro-batches of "
         f"{job.micro_batch:,}{engines}",
     ]
-    if plan.tower:
-        model += [f"  the text of a {plan.tower}: its tower for pictures stays on disk, and is written back as it is"]
-    model += [f"  {plan.assumed}"] if plan.assumed else []
+    if tower := shape.sizes.tower:  # of a checkpoint for pictures, too; it takes no GPU memory
+        model += [f"  the text of a {tower}: its tower for pictures stays on disk, and is written back as it is"]
+    model += [f"  {plan.subject.assumed}"] if plan.subject.assumed else []
     tables = [
         Text("\n".join(model)),
         _memory(plan),
         *((Group(_times(plan), Text(_NOT_IN_TIMES)),) if plan.steps else ()),
         *((_decode(plan),) if plan.decode else ()),
-        Group(*map(Text, _sentences(plan)), *_keys(plan)),
+        *((Text("\n".join(_ratios(plan))),) if plan.ratios else ()),
+        Text("\n".join(_sentences(plan))),
     ]
-    return Report("plan", plan.subject, plan.findings, plan.facts(), tables=tuple(tables), verdict=end)
-
-
-def _keys(plan: Plan) -> list[Text]:
-    """Say which keys a search has found."""
-    if plan.keys is None:
-        said = f"--fit found no keys with which it fits on {_gpus(plan.job.layout.world_size)}"
-        return [Text(said)] if plan.searched else []
-    if not plan.keys:
-        return [Text("no key has to be set")]
-    lost = "numerics.mode=native" in plan.keys
-    why = " (native mode gives up d = 0; on GPUs an exact engine has one rank)" if lost and plan.job.engines else ""
-    return [Text(f"with these keys{why}:"), Text("  " + " ".join(plan.keys), style="bold")]
+    return Report("plan", name, plan.findings, plan.facts(), tables=tuple(tables), verdict=end)
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
-    """Say what the plan takes and leaves free."""
+    """Say what the plan takes and leaves free, and which keys a search has found."""
     job, has, gpu = plan.job, plan.gpu.memory, plan.gpu.name
     of_trainer, of_engine = (plan.memory[name].peak / 1e9 for name in ("trainer", "engine"))
     alone = "" if plan.decides == "trainer" else " alone"
@@ -105,6 +96,14 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.on_a_cpu[1] < _MEMORY_OF_A_WORKSTATION:
         yield f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB"
 
+    if plan.keys:
+        lost = "numerics.mode=native" in plan.keys and job.engines
+        why = " (native mode gives up d = 0; on GPUs an exact engine has one rank)" if lost else ""
+        yield f"with these keys{why}:\n  {' '.join(plan.keys)}"
+    elif plan.searched:
+        none = f"--fit found no keys with which it fits on {_gpus(job.layout.world_size)}"
+        yield none if plan.keys is None else "no key has to be set"
+
 
 def _memory(plan: Plan) -> RenderableType:
     def row(name: RenderableType, held: Mapping[Phase, float]) -> tuple[RenderableType, ...]:
@@ -112,10 +111,9 @@ def _memory(plan: Plan) -> RenderableType:
 
     ours = plan.memory[plan.decides]
     rows = [row(name, held) for name, held in ours.held.items()]
-    totals = {"colocated": "colocated", "trainer": "trainer alone", "engine": "engine alone"}
     sums = [
-        (Text(title, style="bold"), plan.memory[name])
-        for name, title in totals.items()
+        (Text(name if name == "colocated" else f"{name} alone", style="bold"), memory)
+        for name, memory in plan.memory.items()
         if plan.job.engines or name == "trainer"
     ]
     if len(plan.stages) > 1:
@@ -145,19 +143,21 @@ def _times(plan: Plan) -> RenderableType:
 
 
 def _decode(plan: Plan) -> RenderableType:
-    precisions = [f"{plan.job.numerics.mode} {each}" for each in (plan.job.numerics.rollout, "bf16")]
-    copy, nodes = (plan.rates.copy, plan.rates.nodes) if plan.rates else (None, None)
     rows = []
     for side, bf16 in plan.decode:
-        row = [f"{side.batch}", f"{side.kernels}", _gb(side.weights), _gb(bf16.weights), _gb(side.cache)]
-        if copy and nodes:
-            for each in (side, bf16):
-                fast, slow = each.seconds(copy, nodes)
-                row.append(_between((each.batch / slow, each.batch / fast)))
-        rows.append(row)
-    weights = [f"weights, {each} (GB)" for each in precisions]
-    speeds = [f"tokens/s at most, {each}" for each in precisions] if copy and nodes else []
-    return grid(("a decode step reads: answers", "kernels", *weights, "cache (GB)", *speeds), rows, numbers=0)
+        read = map(_gb, (side.weights, bf16.weights, side.cache))
+        rows.append((f"{side.batch}", f"{side.context:,.0f}", f"{side.kernels}", *read))
+    weights = [f"weights, {plan.job.numerics.mode} {each} (GB)" for each in (plan.job.numerics.rollout, "bf16")]
+    return grid(("a decode step reads: answers", "tokens of each", "kernels", *weights, "cache (GB)"), rows, numbers=0)
+
+
+def _ratios(plan: Plan) -> Iterator[str]:
+    yield "exact mode's time / a library's"
+    for ours, theirs in plan.ratios:
+        yield f"{ours.name} / {theirs.name}: {_between(quotient(ours, theirs))}"
+        for side in (ours, theirs):
+            yield f"  {_between(side.seconds)}{' s' if side.seconds else ''}: {side.rests_on}"
+    yield ASSUMED
 
 
 def _between(ends: tuple[float, float] | None) -> str:

@@ -172,8 +172,7 @@ def _engine_ranks(subject: PlanSubject, gpu: Gpu, no_more: bool) -> list[int]:
     job = replace(job_on(subject, gpu), kv_tokens=base.rollout.context_length)
     most = 1 if base.numerics.mode == "exact" or (no_more and not is_apart(base, job)) else GPUS_PER_NODE
     able = [ranks for ranks in layouts.engine_widths(job) if ranks <= most]
-    alone = {ranks: engine_memory(replace(job, engine_tp=ranks)) for ranks in able}
-    return [ranks for ranks, memory in alone.items() if layouts.leaves_slack(memory.peak, gpu)]
+    return [ranks for ranks in able if layouts.leaves_slack(engine_memory(replace(job, engine_tp=ranks)).peak, gpu)]
 
 
 def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:

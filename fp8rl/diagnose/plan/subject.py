@@ -19,6 +19,7 @@ from fp8rl.trainer.state_bytes import storage_on
 
 CONFIGS = Path(__file__).parent / "configs"
 """Packaged directories with only the config.json of a public model."""
+NAMES = sorted(each.name for each in CONFIGS.iterdir())
 LONGEST = 8192
 """A model without a spec is planned with rows of this many tokens, or with its number of positions if that is less."""
 
@@ -75,7 +76,7 @@ def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> Pla
         "rollout": {"context_length": length, "max_new_tokens": length // 2, "max_total_tokens": 8 * length},
         "trainer": {"micro_batch_tokens": length},
     }
-    chosen = any(key.startswith(f"trainer.{name}=") for key in overrides for name in ("tp", "pp", "ep", "dp"))
+    chosen = any(key.startswith(f"trainer.{name}=") for key in overrides for name in ("tp", "pp", "ep", "dp", "cp"))
     engines_chosen = any(key.startswith("rollout.tp=") for key in overrides)
     experiment = compose_experiment(values, overrides)
     numerics, rollout = experiment.numerics, experiment.rollout
@@ -113,19 +114,15 @@ def _config(path: str, revision: str | None, key: str) -> tuple[Path, str]:
 def _packaged(name: str) -> str:
     """Return a model's packaged config by its name, also in its publisher's spelling (`Qwen3-30B-A3B`); "" if none."""
     plain = _plain(name)
-    return plain if plain in _names() else ""
-
-
-def _names() -> list[str]:
-    return sorted(each.name for each in CONFIGS.iterdir())
+    return plain if plain in NAMES else ""
 
 
 def _unknown(key: str, found: str, name: str, expected: str) -> UserError:
     plain = _plain(name)
-    longer = [each for each in _names() if plain and each.startswith(plain)]
-    close = longer or difflib.get_close_matches(plain, _names(), n=1, cutoff=0.4)
+    longer = [each for each in NAMES if plain and each.startswith(plain)]
+    close = longer or difflib.get_close_matches(plain, NAMES, n=1, cutoff=0.4)
     meant = f"Did you mean {close[0]}? " if close else ""
-    return user_error(key, found, f"{expected}, or one of {', '.join(_names())}", f"{meant}Correct the name.")
+    return user_error(key, found, f"{expected}, or one of {', '.join(NAMES)}", f"{meant}Correct the name.")
 
 
 def _plain(name: str) -> str:

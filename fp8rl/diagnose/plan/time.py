@@ -8,16 +8,25 @@ of pipeline stages have no measured rate, so the sum does not include them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from fp8rl.diagnose.plan.bench import Rate, Rates
+from fp8rl.diagnose.plan.bench import Decode, Rate, Rates, decode_step
 from fp8rl.models.shape import WeightGroup, overlap
+from fp8rl.numerics.config import Mode
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES
 from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
 
+Ends = tuple[float, float]
+"""Numbers at the fastest and at the slowest measured rates."""
+ASSUMED = (
+    "assumed: exact mode's kernels take as long beside their bytes as in the bench's layers; SGLang moves bytes as "
+    "fast as the copy, and its kernels take as long as a node with next to nothing to do; TransformerEngine multiplies "
+    "experts as fast as dense weights, and its launches take no time"
+)
 OPTIMIZER_BYTES = 30
 """Bytes that an update moves per parameter. Read: gradient, master, moments. Written: master, moments, weight."""
 PASSES = 3
@@ -29,11 +38,11 @@ Counted on the meta device (`tests/trainer/test_launches.py`). Other families ar
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step."""
+    """A step, or a part of it."""
 
     name: str
-    seconds: tuple[float, float] | None
-    """Seconds at the fastest and at the slowest measured rate; None: the bench has no rate for this part."""
+    seconds: Ends | None
+    """None: the bench lacks a rate."""
     rests_on: str
     """The rows of the bench that gave the rates, or what the bench lacks."""
 
@@ -45,7 +54,7 @@ class StepTime:
     parts: tuple[Part, ...]
 
     @property
-    def total(self) -> tuple[float, float]:
+    def total(self) -> Ends:
         """The least seconds of the step: the GPU's work, or all launches if they take longer."""
 
         def at(end: int) -> float:
@@ -54,6 +63,12 @@ class StepTime:
             return max(sum(work.values()), launches) + update
 
         return at(0), at(1)
+
+    def whole(self, name: str) -> Part:
+        """Return the step as one part, which has seconds if all its parts have."""
+        lacking = [part for part in self.parts if part.seconds is None]
+        rows = dict.fromkeys(row for part in lacking or self.parts for row in part.rests_on.split("; "))
+        return Part(name, None if lacking else self.total, "; ".join(rows))
 
 
 def step_time(job: Job, rates: Rates) -> StepTime:
@@ -94,6 +109,33 @@ def _part(name: str, work: Sequence[tuple[float, Rate | None]], what: str) -> Pa
         return Part(name, None, f"not in the bench: {what}")
     fast, slow = sum(amount / rate.high for amount, rate in known), sum(amount / rate.low for amount, rate in known)
     return Part(name, (fast, slow), "; ".join(dict.fromkeys(rate.rests_on for _, rate in known)))
+
+
+def ratios(
+    job: Job, bench: Mapping[Mode, Rates], decode: Iterable[tuple[Decode, Decode]], trained: StepTime
+) -> Iterator[tuple[Part, Part]]:
+    """Yield exact mode's time and a library's for each decode step and for the training step, if they are in FP8. No
+    bench measures the libraries' steps, so theirs are least times (`ASSUMED`)."""
+    exact, native, spec = bench["exact"], bench["native"], job.numerics.rollout_spec
+    nodes = exact.nodes or Rate(math.inf, math.inf, "not in the bench: a node of `launch`, so kernels take no time")
+    for ours, _ in decode if spec.quantized else ():
+        stock = decode_step(job.shape, spec, ours.batch, ours.context, job.engine_tp, "native")
+        answers = f"{ours.batch} answer{'s' * (ours.batch > 1)}"
+        work = [(ours.bytes, exact.copy), (ours.kernels, exact.decode.get(ours.batch))]
+        measured = _part(f"decoding {answers} ({ours.kernels} kernels)", work, f"`quantizers`, or {answers} of `graph`")
+        work = [(stock.bytes, exact.copy), (stock.kernels, nodes)]
+        yield measured, _part(f"stock SGLang ({stock.kernels} kernels), at most", work, "`quantizers`")
+    if job.fp8:
+        theirs = step_time(replace(job, storage="transformer_engine"), replace(native, fp8_experts=native.fp8_dense))
+        yield trained.whole("training step"), theirs.whole("TransformerEngine")
+
+
+def quotient(ours: Part, theirs: Part) -> Ends | None:
+    """Divide the times of two parts, the smaller quotient first; None: one has none."""
+    if ours.seconds is None or theirs.seconds is None:
+        return None
+    low, high = sorted(mine / other for mine, other in zip(ours.seconds, theirs.seconds, strict=True))
+    return low, high
 
 
 def kernels(job: Job, stage: int = 0) -> float:

@@ -19,6 +19,10 @@ from fp8rl.numerics.ops import ExpertWeights
 from lab.bench.gpu.exactness import HEAD, Layer, Pages, engine_forward, make_layer, make_norm
 from lab.bench.gpu.measure import Layers, Measured, Sizes, Stopwatch, random
 
+OF_LAYER, BESIDE_LAYERS = 14, 4
+"""Kernels of the step in a layer, and beside the layers: row numbers, embedding, last norm and head. Counted on the
+meta device for up to 1,024 keys, of which no parts are merged."""
+
 
 def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     device, shape = watch.device, sizes.stack
@@ -44,7 +48,7 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
             different[weights] += wrong
             seconds = watch.side_by_side({"graph (s)": replay, "eager (s)": step.logits}, 1, with_host=True)
             what = {"rows": len(step.tokens), "weights": weights, "logits": found.numel(), "logits that differ": wrong}
-            done.row(what, seconds)
+            done.row({**what, "kernels": OF_LAYER * shape.layers + BESIDE_LAYERS, "GB": step.gigabytes()}, seconds)
     moved = sum(int((_bits(a) != _bits(b)).sum()) for a, b in zip(former, plain, strict=True))
     parts = {"batches": len(steps), "logits": sum(logits.numel() for logits in plain)}
     done.equal("logits of a decode step, replayed against eager", different["captured"], **parts)
@@ -116,6 +120,17 @@ class _Step:
         self.positions.random_(self.context)
         self.lengths.copy_(self.positions + 1)
         self.slots.copy_(self.table.gather(1, self.positions[:, None]).squeeze(1))
+
+    def gigabytes(self) -> float:
+        """What the step moves of weights, mostly in FP8, and of the cache; of experts as many as so many rows are
+        expected to choose."""
+        shape, rows = self.model.shape, len(self.tokens)
+        chosen = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** rows)
+        attention = 2 * (shape.heads + shape.kv_heads) * HEAD * shape.hidden
+        experts = 3 * chosen * shape.moe_intermediate * shape.hidden
+        router, head = 2 * shape.experts * shape.hidden, 2 * shape.vocab * shape.hidden
+        cache = rows * (self.context + 1) / 2 * 2 * shape.kv_heads * HEAD * 2
+        return (shape.layers * (attention + experts + router + cache) + head) / 1e9
 
     def logits(self) -> Tensor:
         model, rows = self.model, torch.arange(len(self.tokens), device=self.tokens.device)

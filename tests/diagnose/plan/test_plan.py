@@ -179,7 +179,6 @@ def test_keys_that_conflict_with_fp8_are_named(subject, keys, without, conflict)
     ("subject", "overrides", "options", "message"),
     [("qwen9", (), {}, "SPEC|MODEL: found 'qwen9', expected a YAML spec, a Hugging Face directory, or one of deeps"),
      ("qwen3_4b", (), {"gpu": "v100"}, "--gpu: found 'v100', expected one of h100, h200, h800, h20, b200, b300"),
-     ("qwen3_4b", (), {"gpu": "a100"}, "--gpu: found 'A100 SXM 80GB, which has no FP8 (compute capability 8.0)'"),
      ("qwen3_4b", ("trainer.tp=4",), {"gpus": 6}, "--gpus: found 6, expected a multiple of trainer.tp * trainer.pp"),
      ("qwen3_30b_a3b", ("trainer.ep=16",), {"gpus": 8}, "trainer.ep: found 16, expected a divisor of tp * dp"),
      ("qwen3_30b_a3b", ("trainer.pp=5",), {"gpus": 5}, "trainer.pp: found 5, expected a divisor of the model's"),
@@ -198,11 +197,12 @@ def test_times_are_those_of_measured_rates_alone(tmp_path: Path) -> None:
         "gemms": [{"product": "qkv", "tokens": 16, "BF16 cuBLAS": 1.0, "FP8": 1.0}, gemm, larger],
         "grouped": [{"product": "gate_up", "tokens": 4096, "FP8": 500.0, "FP8 wgrad": 400.0}],
         "quantizers": [{"kernel": "rows 1x128", "GB/s": 1500.0, "of copy": 0.5}],
+        "graph": [{"rows": 64, "kernels": 60, "GB": 3.0, "graph (s)": 1.6e-3}, {"rows": 1, "graph (s)": 1e-3}],
         "launch": [*({"what": "launch", "us of the host": us} for us in (50.0, 40.0)), {"what": "node", "us": 2.0}],
     }
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"machine": {"device": "NVIDIA H200"}, "rows": rows}))
-    exact, native = (read_bench(path, mode) for mode in ("exact", "native"))
+    exact, native = read_bench(path).values()
 
     def ends(rate: Rate | None) -> tuple[float, float] | None:
         return rate and (rate.low, rate.high)
@@ -213,17 +213,22 @@ def test_times_are_those_of_measured_rates_alone(tmp_path: Path) -> None:
     assert exact.experts is None and native.fp8_experts is None
     assert ends(exact.copy) == (3e12, 3e12) and ends(exact.launches) == (20_000, 25_000)
     assert ends(exact.nodes) == (500_000, 500_000) and native.launches is native.nodes is None
+    assert ends(exact.decode[64]) == pytest.approx((1e5, 1e5)) and exact.decode[1] is exact.decode[256] is None
     plan = planned("qwen3_8b", gpu="h200", gpus=8, bench=path)
     page = page_of(plan)
-    assert "a step, at least" in page and "measured on NVIDIA H200" in page and "tokens/s at most" in page
+    assert "a step, at least" in page and "measured on NVIDIA H200" in page
+    assert "decoding 64 answers (410 kernels) / stock SGLang (554 kernels), at most: " in page
+    assert "decoding 1 answer (410 kernels) / stock SGLang (554 kernels), at most: not measured" in page
+    assert "graph: 64 answers, 1 row" in page and "training step / TransformerEngine: " in page and "assumed: " in page
     assert "gemms: FP8, 2 rows; gemms: BF16 cuBLAS, 2 rows" in page and "not in these times: attention" in page
-    assert json.loads(reported(plan).to_json())["facts"]["steps"][0]["at_least"] == [*plan.steps[0].total]
+    facts = json.loads(reported(plan).to_json())["facts"]
+    assert facts["steps"][0]["at_least"] == [*plan.steps[0].total] and facts["ratios"][1]["ratio"][0] > 1
     without = planned("qwen3_8b", gpu="h200", gpus=8)
-    assert "tokens/s" not in page_of(without) and "a step, at least" not in page_of(without) and not without.steps
+    assert "SGLang" not in page_of(without) and "a step, at least" not in page_of(without) and not without.steps
     for text in ("", '{"rows": {}}', '{"machine": {"device": "x"}, "rows": {"launch": [{"what": "node", "us": 0}]}}'):
         path.write_text(text)
         with pytest.raises(UserError, match="--bench: .*found .*python -m lab.bench.gpu"):
-            read_bench(path, "exact")
+            read_bench(path)
 
 
 @pytest.mark.slow
@@ -236,6 +241,8 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() ->
     assert values["memory"]["colocated"]["held"]["dense masters"]["train"] > 0
     assert values["rates"] is None and values["steps"] == []
     assert result_of("plan", "qwen3_235b_a22b", "--gpus", "8").exit_code == 1
+    without_fp8 = result_of("plan", "smollm2_135m", "--gpu", "a100")
+    assert without_fp8.exit_code == 1 and "numerics.mode: found 'exact on GPUs" in without_fp8.stdout
     assert result_of("plan", "qwen3_8b", "--fit", "--gpus", "0").exit_code == 2
     nothing = result_of("plan")
     assert nothing.exit_code == 2 and "SPEC|MODEL: found ''" in nothing.stderr
@@ -243,7 +250,7 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() ->
 
 def test_a_spec_is_planned_as_it_stands() -> None:
     plan = planned(str(EXAMPLES / "arithmetic.yaml"), "trainer.dp=2", length=32)
-    assert (plan.gpus, plan.parameters, plan.job.rows, plan.job.length) == (2, 1_019_008, 256, 32)
+    assert (plan.gpus, plan.job.shape.parameters, plan.job.rows, plan.job.length) == (2, 1_019_008, 256, 32)
     assert plan.sync_bytes == (1_055_216, 2_038_016)
 
 
@@ -280,12 +287,12 @@ def test_a_spec_whose_model_is_not_there_yet_is_planned_with_the_config_of_its_n
     spec = str(EXAMPLES / "planned/gsm8k.yaml")
     for path in (tmp_path / "Qwen3-30B-A3B", "qwen3_30b_a3b"):
         plan = planned(spec, f"model.path={path}", gpu="h200")
-        assert plan.parameters == 30_532_122_624
+        assert plan.job.shape.parameters == 30_532_122_624
         (note,) = [each for each in plan.findings if each.key == "model.path"]
         assert note.grade == "note" and "packaged config of qwen3_30b_a3b" in note.remedy
     with pytest.raises(UserError, match=r"model.path: found .*qwen3_30b'.*Did you mean qwen3_30b_a3b\? Correct"):
         planned(spec, f"model.path={tmp_path / 'qwen3_30b'}")
-    assert planned(str(EXAMPLES / "arithmetic.yaml")).parameters == 1_019_008
+    assert planned(str(EXAMPLES / "arithmetic.yaml")).job.shape.parameters == 1_019_008
 
 
 @pytest.mark.slow

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from fp8rl.diagnose.plan.bench import Rate, Rates, decode_step, experts_read
+from fp8rl.diagnose.plan.bench import Rate, Rates, decode_step
 from fp8rl.diagnose.plan.subject import CONFIGS
-from fp8rl.diagnose.plan.time import StepTime, kernels, step_time
+from fp8rl.diagnose.plan.time import Part, StepTime, kernels, quotient, ratios, step_time
 from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.rl.experiment.budget.job import Job
@@ -14,8 +14,8 @@ from fp8rl.trainer.config import TrainerSection
 from lab.studies.document.calculated import NATIVE, on_h200
 
 QWEN = read_shape(CONFIGS / "qwen3_30b_a3b")
-BF16, FP8, COPY, LAUNCHES, NODES = (Rate(each, 2 * each, "") for each in (1e15, 2e15, 3e12, 2e5, 5e5))
-RATES = Rates("", BF16, BF16, FP8, FP8, None, COPY, LAUNCHES, NODES)
+BF16, FP8, COPY, LAUNCHES = (Rate(each, 2 * each, "") for each in (1e15, 2e15, 3e12, 2e5))
+RATES = Rates("", BF16, BF16, COPY, FP8, FP8, None, LAUNCHES)
 
 
 def seconds(time: StepTime) -> dict[str, float]:
@@ -77,24 +77,55 @@ def test_recomputing_costs_a_forward() -> None:
     assert none < products("none", 1024) < products("experts") < products("layer") < 4 / 3 * none
 
 
-def test_experts_that_a_batch_reads() -> None:
-    assert experts_read(128, 8, 1) == pytest.approx(8) and experts_read(128, 8, 10_000) == pytest.approx(128)
-    assert experts_read(128, 8, 16) == pytest.approx(128 * (1 - (15 / 16) ** 16)) and experts_read(0, 0, 4) == 0
-
-
 def test_a_decode_step_reads_weights_and_cache() -> None:
     shape, spec = read_shape(CONFIGS / "qwen3_8b"), NATIVE.rollout_spec
     bf16 = replace(NATIVE, rollout="bf16").rollout_spec
     one = decode_step(shape, bf16, 1, 1000)
     assert one.weights == 2 * (shape.parameters - 151_936 * 4096)
     assert (one.cache, one.kernels) == (1000 * 147_456, 36 * 9 + 14)
-    assert one.seconds(COPY, NODES)[1] == pytest.approx((one.weights + one.cache) / 3e12 + one.kernels * 2e-6)
     assert decode_step(shape, spec, 1, 1000).weights < 0.6 * one.weights
     # Each of 16 ranks reads one of the eight key-value heads, and each of four ranks reads all latents.
     assert decode_step(shape, bf16, 2, 1000, 16).cache == 2 * 2 * 1000 * 147_456
     latent = decode_step(read_shape(CONFIGS / "deepseek_v3"), bf16, 1, 1000, 4)
-    read = pytest.approx((latent.weights / 4 + 1000 * 70_272) / 3e12)
-    assert latent.seconds(COPY, NODES)[1] - latent.kernels * 2e-6 == read
+    assert latent.bytes == pytest.approx(latent.weights / 4 + 1000 * 70_272)
     tied = read_shape(CONFIGS / "qwen3_4b")  # its embedding is its head, which each step reads once
     assert decode_step(tied, bf16, 1, 1000).weights == 2 * tied.parameters
     assert decode_step(QWEN, spec, 1, 1).kernels == 48 * 15 + 14 <= decode_step(QWEN, spec, 1, 1, mode="native").kernels
+
+
+def at(rate: float) -> Rate:
+    return Rate(rate, rate, "")
+
+
+EXACT = Rates("", at(1e15), at(1e15), at(3e12), at(1e15), at(1e15), None, at(1e30), at(1 / 2e-6), {64: at(1 / 8e-6)})
+
+
+def compared(model: str, exact: Rates, native: Rates = EXACT, trainer: str = "bf16") -> list[tuple[Part, Part]]:
+    """Of decode steps of 64 and 256 answers of 512 tokens, and in FP8 of the training step."""
+    shape, numerics = read_shape(CONFIGS / model), replace(NATIVE, trainer=trainer)
+    steps = [(decode_step(shape, NATIVE.rollout_spec, batch, 512),) * 2 for batch in (64, 256)]
+    config = TrainerSection(micro_batch_tokens=1024, head_chunk_tokens=1024)
+    job = Job(shape, config, numerics, "kernels", 8, 1024)
+    return list(ratios(job, {"exact": exact, "native": native}, steps, step_time(job, exact)))
+
+
+def test_ratios_are_those_worked_by_hand() -> None:
+    """64 answers read 126 of 128 experts in each of 48 layers, 28.53 GB, attention's weights, 0.91, routers, 0.03, the
+    head, 0.62, and 3.22 GB of cache: 33.31 GB take 11.10 ms at 3 TB/s. To these 734 kernels of 8 us add 5.87, and
+    SGLang's 926 of 2 us 1.85 ms. Of Qwen3-8B a training step multiplies 6.946 G weights in FP8, for TransformerEngine
+    at twice the rate, and 0.622 G in BF16."""
+    decoding, _ = compared("qwen3_30b_a3b", EXACT)
+    assert [each.seconds for each in decoding] == [pytest.approx((ms / 1e3,) * 2, rel=1e-3) for ms in (16.97, 12.95)]
+    assert quotient(*decoding) == pytest.approx((1.310,) * 2, rel=1e-3)
+    exact = replace(EXACT, copy=at(1e30))
+    *_, training = compared("qwen3_8b", exact, replace(exact, fp8_dense=at(2e15)), "fp8")
+    assert quotient(*training) == pytest.approx(((6.946 + 0.622) / (6.946 / 2 + 0.622),) * 2, rel=1e-3)
+
+
+def test_a_ratio_without_a_measured_rate_is_not_given_and_says_what_is_missing() -> None:
+    _, many = compared("qwen3_30b_a3b", EXACT)
+    assert quotient(*many) is None and "256 answers of `graph`" in many[0].rests_on
+    (_, least), _ = compared("qwen3_30b_a3b", replace(EXACT, nodes=None))
+    assert least.seconds == pytest.approx((11.10e-3,) * 2, rel=1e-3) and "a node of `launch`" in least.rests_on
+    *_, training = compared("qwen3_8b", replace(EXACT, copy=None), trainer="fp8")
+    assert quotient(*training) is None and "`quantizers`" in training[0].rests_on

@@ -30,11 +30,6 @@ class Gpu:
     memory: float
     """Bytes that a process can allocate, as torch's messages name them."""
 
-    @property
-    def fp8(self) -> bool:
-        """True if the GPU can multiply in FP8."""
-        return self.capability >= (8, 9)
-
 
 GPUS = {
     "h100": Gpu("H100 SXM", HOPPER, 79 * _GIB),
