@@ -6,7 +6,6 @@ not count. So probabilities depend neither on the logits' dtype nor on who chose
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,42 +16,24 @@ from torch import Tensor
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import pairwise_sum
 from fp8rl.numerics.ops.experts import SMALLEST_SUM
-from fp8rl.numerics.ops.experts import top_experts as by_definition
 
 _TOKENS = 4
 """Tokens of a program: one for each of its warps."""
 
 
-def top_experts(probs: Tensor, top_k: int) -> Tensor:
-    """Return the k most probable experts int64 [T, k] of probs [T, E]; among equals the lower ids."""
-    probs = probs.contiguous()
-    chosen = torch.empty(len(probs), top_k, dtype=torch.int64, device=probs.device)
-    _launch(_top_kernel, probs, chosen, TOP_K=_checked(top_k, probs))
-    return chosen
-
-
 def route(
-    logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    choose: Callable[[Tensor, int], Tensor] = by_definition,
-    ids: torch.dtype = torch.int64,
+    logits: Tensor, top_k: int, renormalize: bool, given: Tensor | None = None, ids: torch.dtype = torch.int64
 ) -> tuple[Tensor, Tensor]:
     """Route logits [T, E] -> probabilities FP32 [T, k] and experts [T, k], ascending, as `numerics.ops.experts.route`.
 
-    If `choose` is not the default, it gets the probabilities. The k different experts that it chooses have the same
-    probabilities, bit for bit, as if the kernel had chosen them.
+    If k different experts are given, they have the same probabilities, bit for bit, as if the kernel had chosen them.
 
     Raises:
         UserError: k is not from 1 to E.
     """
-    logits, given = logits.contiguous(), None
-    _checked(top_k, logits)
-    if choose is not by_definition:
-        probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-        _launch(_softmax_kernel, logits.detach(), probs)
-        given = choose(probs, top_k).sort(-1).values.to(ids).contiguous()
-    return _Route.apply(logits, top_k, renormalize, given, ids)
+    logits = logits.contiguous()
+    _check(top_k, logits)
+    return _Route.apply(logits, top_k, renormalize, _ascending(given, ids), ids)
 
 
 def route_sigmoid(
@@ -63,19 +44,20 @@ def route_sigmoid(
     kept_groups: int,
     renormalize: bool,
     factor: float,
-    choose: Callable[[Tensor, int], Tensor] = by_definition,
+    given: Tensor | None = None,
     ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
-    """Route as `numerics.ops.experts.route_sigmoid`. `choose` works as in `route`, but gets the scores. Raises
-    UserError: k is below 1, or above the number of experts in the kept groups."""
-    logits, bias, given = logits.contiguous(), bias.contiguous(), None
-    _checked(top_k, logits[:, : logits.shape[1] // groups * kept_groups])
+    """Route as `numerics.ops.experts.route_sigmoid`. Raises UserError: k is below 1, or above the number of experts in
+    the kept groups."""
+    logits = logits.contiguous()
+    _check(top_k, logits[:, : logits.shape[1] // groups * kept_groups])
     grouping = {"GROUPS": groups, "KEPT": kept_groups}
-    if choose is not by_definition:
-        scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-        _launch(_kept_kernel, logits.detach(), bias, scores, **grouping)
-        given = choose(scores, top_k).sort(-1).values.to(ids).contiguous()
-    return _RouteSigmoid.apply(logits, bias, top_k, renormalize, factor, grouping, given, ids)
+    given = _ascending(given, ids)
+    return _RouteSigmoid.apply(logits, bias.contiguous(), top_k, renormalize, factor, grouping, given, ids)
+
+
+def _ascending(given: Tensor | None, ids: torch.dtype) -> Tensor | None:
+    return None if given is None else given.sort(-1).values.to(ids).contiguous()
 
 
 class _Route(torch.autograd.Function):
@@ -88,6 +70,7 @@ class _Route(torch.autograd.Function):
         ctx.save_for_backward(logits, chosen)
         ctx.renormalize = renormalize
         ctx.mark_non_differentiable(chosen)
+        ctx.set_materialize_grads(False)  # of the experts, zeros
         return probs, chosen
 
     @staticmethod
@@ -121,6 +104,7 @@ class _RouteSigmoid(torch.autograd.Function):
         ctx.save_for_backward(logits, chosen)
         ctx.renormalize, ctx.factor = renormalize, factor
         ctx.mark_non_differentiable(chosen)
+        ctx.set_materialize_grads(False)  # of the experts, zeros
         return probs, chosen
 
     @staticmethod
@@ -143,10 +127,9 @@ def _room(logits: Tensor, top_k: int, given: Tensor | None, ids: torch.dtype) ->
     return probs, torch.empty(probs.shape, dtype=ids, device=logits.device) if given is None else given
 
 
-def _checked(top_k: int, x: Tensor) -> int:
+def _check(top_k: int, x: Tensor) -> None:
     if not 1 <= top_k <= x.shape[1]:
         raise user_error("top_k", top_k, f"1 to {x.shape[1]}, the experts", "Check the model's config.")
-    return top_k
 
 
 def _launch(kernel: Any, x: Tensor, *outputs: Tensor, **constants: Any) -> None:
@@ -188,37 +171,6 @@ def _route_sigmoid_kernel(
         total = pairwise_sum(tl.where(chosen, probs, 0.0), EXPERTS)[:, None] + SMALLEST_SUM
         probs = tl.div_rn(probs, total + tl.zeros(probs.shape, tl.float32))
     _store(probs * FACTOR, chosen, probs_ptr + first, chosen_ptr + first, real, expert, GIVEN)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _kept_kernel(
-    logits_ptr, bias_ptr, scores_ptr, tokens, experts,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    token, expert = _tile(TOKENS, EXPERTS)
-    probs = _sigmoid(logits_ptr, token, expert, tokens, experts)
-    scores = _kept(probs, bias_ptr, expert, experts, GROUPS, KEPT)
-    tl.store(scores_ptr + token * experts + expert, scores, mask=(token < tokens) & (expert < experts))
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _softmax_kernel(logits_ptr, probs_ptr, tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    token, expert = _tile(TOKENS, EXPERTS)
-    probs = _softmax(logits_ptr, token, expert, tokens, experts, EXPERTS)
-    tl.store(probs_ptr + token * experts + expert, probs, mask=(token < tokens) & (expert < experts))
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _top_kernel(
-    probs_ptr, chosen_ptr, tokens, experts, TOP_K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
-):
-    token, expert = _tile(TOKENS, EXPERTS)
-    inside = (token < tokens) & (expert < experts)
-    probs = tl.load(probs_ptr + token * experts + expert, mask=inside, other=0.0).to(tl.float32)
-    order = _order(probs, expert, experts)
-    for index in range(TOP_K):
-        best, order = _take_best(order, expert, experts)
-        tl.store(chosen_ptr + token * TOP_K + index, best.to(tl.int64), mask=token < tokens)
 
 
 @triton.jit

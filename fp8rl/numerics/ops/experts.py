@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ SMALLEST_SUM = 1e-20
 """The number that is added to the sum by which sigmoids are divided."""
 
 
-@op
 def top_experts(probs: Tensor, top_k: int) -> Tensor:
     """Return the k most probable experts int64 [T, k] of probs [T, E]; among equals the lower ids."""
     return torch.sort(probs, dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -28,23 +26,18 @@ def top_experts(probs: Tensor, top_k: int) -> Tensor:
 
 @op
 def route(
-    logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    choose: Callable[[Tensor, int], Tensor] = top_experts,
-    ids: torch.dtype = torch.int64,
+    logits: Tensor, top_k: int, renormalize: bool, given: Tensor | None = None, ids: torch.dtype = torch.int64
 ) -> tuple[Tensor, Tensor]:
     """Take the top k of a softmax in FP32 over all experts; if `renormalize`, divide their probabilities by their sum.
 
     logits [T, E] -> probabilities FP32 [T, k] and experts [T, k] as `ids`, in ascending expert id within a token, which
     is also the order in which their outputs are added (`combine`). Gradients flow through the probabilities alone.
 
-    choose: a function like `top_experts`, which gets the detached probabilities. If it replays an earlier choice,
-    nothing else changes.
+    given: int64 [T, k], an earlier choice to replay, in any order. Nothing else changes. None: choose here.
     """
     probs = logits.float().softmax(-1)
     note("router.softmax", probs)
-    experts = choose(probs.detach(), top_k).sort(-1).values
+    experts = (top_experts(probs.detach(), top_k) if given is None else given).sort(-1).values
     chosen = probs.gather(1, experts)
     return (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen), experts.to(ids)
 
@@ -58,7 +51,7 @@ def route_sigmoid(
     kept_groups: int,
     renormalize: bool,
     factor: float,
-    choose: Callable[[Tensor, int], Tensor] = top_experts,
+    given: Tensor | None = None,
     ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
     """Take the top k of sigmoid + bias within the best groups of experts, and scale the sigmoids of the chosen experts.
@@ -70,10 +63,12 @@ def route_sigmoid(
     `renormalize`, then times `factor`.
 
     Returns probabilities FP32 [T, k] and experts [T, k] as `ids`, in ascending expert id within a token. Gradients flow
-    through the probabilities alone. choose: as in `route`, but it gets the scores, with -inf outside the kept groups.
+    through the probabilities alone. given: as in `route`.
     """
     scores = sigmoid(logits.float())
-    experts = choose(kept_scores(scores.detach() + bias, groups, kept_groups), top_k).sort(-1).values
+    if given is None:
+        given = top_experts(kept_scores(scores.detach() + bias, groups, kept_groups), top_k)
+    experts = given.sort(-1).values
     chosen = scores.gather(1, experts)
     note("router.softmax", scores)
     chosen = chosen / (chosen.sum(-1, keepdim=True) + SMALLEST_SUM) if renormalize else chosen

@@ -160,8 +160,9 @@ class LayerHost:
 
     def choose(self, site: OpSite, route: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Choose the experts to replay or, without replay, the experts with the highest probabilities."""
-        replay = self.layer.router_replay.get_replay_topk
-        return route(choose=lambda probs, top_k: replay(probs, top_k, default_compute_topk=_best)[1])
+        probs, own = route()
+        given = own if (replay := self.layer.router_replay).router_replay_action is None else replay.experts(own)
+        return (probs, own) if given is own else route(given=given)
 
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Compute the experts of each token. Experts return unweighted outputs in the model's dtype. The rank with the
@@ -171,11 +172,6 @@ class LayerHost:
         pairs = rows_of_pairs(x.flatten(0, -2), order, self.sizes.top_k)
         outputs = experts(pairs, counts) if group.size() == 1 else on_their_ranks(experts, pairs, counts, group)
         return ops.combine(outputs, probs, order, x.dtype).view_as(x)
-
-
-def _best(probs: Tensor, top_k: int, *groups: None) -> tuple[Tensor, Tensor]:
-    experts = ops.top_experts(probs, top_k)
-    return probs.gather(1, experts), experts
 
 
 # Tokens on their way to their experts and back.

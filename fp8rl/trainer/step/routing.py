@@ -125,15 +125,18 @@ class LayerRouting(RouterReplay):
         """Return the scores [T, k] of the experts to use, and the experts, int64 [T, k], best first. scores: [T, E]."""
         assert default_compute_topk is not None
         values, choice = default_compute_topk(scores, topk, num_groups, group_topk)
-        if self.router_replay_action is None:
+        if self.router_replay_action is None or (experts := self.experts(choice)) is choice:
             return values, choice
-        self.record_indices(choice)
-        if self.router_replay_action is RouterReplayAction.RECORD:
-            return values, choice
-        experts = torch.where(self.target_topk_idx == UNKNOWN, choice, self.target_topk_idx)
         # In the order of top-k, so that a softmax over the values adds in the same order as without replay.
         values, best_first = scores.gather(1, experts).sort(dim=-1, descending=True)
         return values, experts.gather(1, best_first)
+
+    def experts(self, choice: Tensor) -> Tensor:
+        """Record the router's own choice of experts, int64 [T, k]. Return the experts to use."""
+        self.record_indices(choice)
+        if self.router_replay_action is RouterReplayAction.RECORD:
+            return choice
+        return torch.where(self.target_topk_idx == UNKNOWN, choice, self.target_topk_idx)
 
 
 def _check_routes(batch: TokenBatch, routers: list[Any]) -> None:

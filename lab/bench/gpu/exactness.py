@@ -186,13 +186,8 @@ def _heads(qkv: Tensor, w: Layer, shape: Layers) -> tuple[Tensor, Tensor, Tensor
     return ops.rms_norm(q, w.q_norm, EPS), ops.rms_norm(k, w.k_norm, EPS), v
 
 
-def _chosen(probs: Tensor, top_k: int) -> Tensor:
-    """Choose as Megatron's router does, which may be told to replay a choice."""
-    return ops.top_experts(probs, top_k)
-
-
 def _moe(x: Tensor, w: Layer, shape: Layers) -> Tensor:
-    probs, chosen = ops.route(ops.linear(x, w.router), shape.top_k, True, _chosen)
+    probs, chosen = ops.route(ops.linear(x, w.router), shape.top_k, True)
     order, counts = ops.group_by_expert(chosen, shape.experts)
     outputs = ops.experts(x[order // shape.top_k], counts, w.w13, w.w2, SPEC)
     return ops.combine(outputs, probs, order, x.dtype)

@@ -1,13 +1,11 @@
 """The router kernels against the torch op and float64."""
 
-import functools
-
 import pytest
 import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.kernels.router import route, route_sigmoid, top_experts
+from fp8rl.numerics.kernels.router import route, route_sigmoid
 from fp8rl.numerics.ops.experts import sigmoid
 from tests.support.kernels import DEVICE
 
@@ -46,15 +44,15 @@ def test_route(shape, renormalize, dtype):
 def test_experts_that_are_chosen_elsewhere_have_the_same_bits(renormalize):
     logits = logits_of(21, 60)
     probs, chosen = route(logits, 8, renormalize)
-    for choose in (ops.top_experts, top_experts, lambda probs, k: chosen.t().contiguous().t().flip(1)):
-        replayed, experts = route(logits, 8, renormalize, functools.partial(choose))
+    for given in (chosen, chosen.t().contiguous().t().flip(1)):
+        replayed, experts = route(logits, 8, renormalize, given)
         assert torch.equal(replayed, probs) and torch.equal(experts, chosen)
     with pytest.raises(UserError, match="top_k: found 61, expected 1 to 60"):
         route(logits, 61, renormalize)
     others = (chosen + 1) % 60
     leaf = logits.clone().requires_grad_()
-    found, experts = route(leaf, 8, renormalize, lambda *args: others)
-    expected, _ = ops.route(logits, 8, renormalize, lambda *args: others)
+    found, experts = route(leaf, 8, renormalize, others)
+    expected, _ = ops.route(logits, 8, renormalize, others)
     assert torch.equal(experts, others.sort(-1).values) and torch.allclose(found, expected, rtol=4e-6, atol=0)
     found[:, 0].sum().backward()
     assert leaf.grad.abs().max() > 0
@@ -81,8 +79,6 @@ def test_ties_and_numbers_that_are_none():
     probs, experts = route(logits, 16, True)
     expected, expected_experts = ops.route(logits, 16, True)
     assert torch.equal(experts, expected_experts) and torch.allclose(probs, expected, rtol=4e-6, atol=0, equal_nan=True)
-    some = torch.tensor([[0.1, torch.nan, 0.3, 0.1, torch.nan, 0.3]], device=DEVICE)
-    assert top_experts(some, 6).tolist() == ops.top_experts(some, 6).tolist() == [[1, 4, 2, 5, 0, 3]]
 
 
 # Experts, groups, kept groups, experts of a token: DeepSeek-V3, GLM-4.5, and groups of odd sizes.
@@ -121,9 +117,8 @@ def test_a_sigmoid_router_with_groups_and_a_bias(shape, renormalize, implementat
     for rows in ([7], [2, 8]):
         part = implementation(logits[rows], bias, top_k, groups, kept, renormalize, 2.5)
         assert torch.equal(part[0], probs[rows]) and torch.equal(part[1], chosen[rows])
-    for choose in (functools.partial(ops.top_experts), lambda *args: chosen.flip(1)):
-        again = implementation(logits, bias, top_k, groups, kept, renormalize, 2.5, choose)
-        assert torch.equal(again[0], probs) and torch.equal(again[1], chosen)
+    again = implementation(logits, bias, top_k, groups, kept, renormalize, 2.5, chosen.flip(1))
+    assert torch.equal(again[0], probs) and torch.equal(again[1], chosen)
 
 
 @pytest.mark.parametrize("implementation", (ops.route_sigmoid, route_sigmoid), ids=("torch", "kernel"))

@@ -112,13 +112,13 @@ def test_replay_is_transformers_with_these_experts(mode: str, tmp_path: Path, ma
 def test_the_probabilities_of_replayed_experts_by_hand() -> None:
     """Softmax of ln(1, 2, 3, 4) is 0.1, 0.2, 0.3, 0.4; experts 0 and 2 are replayed."""
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).log().requires_grad_()
-    probs, experts = ops.route(logits, 2, True, lambda probs, k: torch.tensor([[2, 0]]))
+    probs, experts = ops.route(logits, 2, True, torch.tensor([[2, 0]]))
     assert experts.tolist() == [[0, 2]]
     torch.testing.assert_close(probs, torch.tensor([[0.25, 0.75]]))
     probs[0, 1].backward()
     # d(p2 / (p0 + p2)) / dlogit: 0.75 * 0.25 for expert 2, the opposite for expert 0, nothing for the others.
     torch.testing.assert_close(logits.grad, torch.tensor([[-0.1875, 0.0, 0.1875, 0.0]]))
-    unscaled, _ = ops.route(logits.detach(), 2, False, lambda probs, k: torch.tensor([[2, 0]]))
+    unscaled, _ = ops.route(logits.detach(), 2, False, torch.tensor([[2, 0]]))
     torch.testing.assert_close(unscaled, torch.tensor([[0.1, 0.3]]))
 
 
