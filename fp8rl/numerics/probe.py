@@ -25,7 +25,7 @@ from fp8rl.numerics.backend.implementation import capability_of, deepgemm_lacks,
 from fp8rl.numerics.kv import BF16_CACHE, KVFormat
 from fp8rl.numerics.ops import ExpertWeights, Fused, HeadNorms, LowRank, NewSlots, TokenTree
 from fp8rl.numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
-from fp8rl.numerics.ops.experts import adapted_grouped_linear, routed_in_steps
+from fp8rl.numerics.ops.experts import adapted_grouped_linear
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.numerics.quantize import quantize
@@ -303,7 +303,7 @@ def _fused_forms(
     first = ops.weight_operand(quantize(w13.weights[0], spec.weight))
     product = ops.fp8_linear(separate[0], w13.weights[0], first, spec)
     probs, chosen = ops.route(random(_MANY, 3, dtype=torch.float32), 2, True)
-    routed = routed_in_steps(separate[0], probs, chosen, w13, w2, spec, "bf16")
+    routed = dispatch.OPS["routed_experts"](separate[0], probs, chosen, w13, w2, spec, "bf16")
 
     q, k, v = heads.split((4, 2, 2), 1)
     norms, token = HeadNorms(random(128), random(128), 1e-6), torch.arange(_MANY, device=x.device)

@@ -21,12 +21,13 @@ from fp8rl.numerics.kernels.cache import NoDevice
 from fp8rl.numerics.kernels.gates import swiglu_quantize
 from fp8rl.numerics.kernels.norm import rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.kernels.quantize import quantize_blocks, quantize_rows, quantize_rows_and_columns
-from fp8rl.numerics.spec import TensorSpec
+from fp8rl.numerics.kernels.products.operands import backward_operands
+from fp8rl.numerics.kernels.quantize import quantize_blocks, quantize_rows
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from lab.bench.measure import Result
 from lab.bench.short_launches import launch, shortened
 
-ROWS, BLOCKS = TensorSpec(), TensorSpec(granularity="block")
+ROWS, BLOCKS, POW2 = TensorSpec(), TensorSpec(granularity="block"), QuantSpec.preset("fp8_block_pow2")
 CALLS, ROUNDS = 100, 20
 
 
@@ -64,7 +65,7 @@ def run() -> Iterator[Result]:
         "rows": lambda: quantize_rows(x, ROWS),
         "RMSNorm + rows": lambda: rms_norm_quantize(x, x[0], 1e-6, ROWS),
         "SwiGLU + rows": lambda: swiglu_quantize(wide, ROWS),
-        "rows and columns": lambda: quantize_rows_and_columns(x, ROWS, ROWS),
+        "operands of a backward": lambda: backward_operands(x, x, POW2),
     }
     alone = {name: _launch_of(op) for name, op in ops.items()}
     taken: dict[tuple[str, str], list[float]] = {}
@@ -124,7 +125,7 @@ def _variants() -> None:
             for options in ({}, {"num_warps": 8}, {"num_stages": 8}, {"num_warps": 2, "maxnreg": 64}):
                 _kernel[3, 5, 7](part, None, 16, 2, BLOCK=256, **options)
         rms_norm_quantize(x, x[0], 1e-6, ROWS)
-        quantize_rows_and_columns(x, ROWS, ROWS)
+        backward_operands(x, x, POW2)
     rows, weights = quantize_rows(x, ROWS), quantize_blocks(x, BLOCKS)
     for dtype in (torch.bfloat16, torch.float32):
         gemm(rows, weights, dtype)

@@ -31,7 +31,7 @@ OPTIMIZER_BYTES = 30
 """Bytes that an update moves per parameter. Read: gradient, master, moments. Written: master, moments, weight."""
 PASSES = 3
 """Passes over kept activations, in addition to the products: they are written and read, and their gradients written."""
-OF_LAYER = {(True, True): (49, 20), (True, False): (41, 14), (False, True): (34, 19), (False, False): (21, 12)}
+OF_LAYER = {(True, True): (36, 15), (True, False): (31, 11), (False, True): (28, 14), (False, False): (17, 9)}
 """Launches of our kernels in a layer, by (in FP8, with experts): of its forward and backward, and of a second forward.
 Counted on the meta device (`tests/trainer/test_launches.py`). Other families are assumed to have as many."""
 

@@ -192,8 +192,7 @@ def _swiglu_kernel(
     start = gate_up_ptr + row[:, :, None] * stride + column
     gate = tl.load(start, mask=inside, other=0.0)
     up = tl.load(start + features, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    result = cast(wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32), gate.dtype)
+    result = swiglu(gate, up)
     at = row[:, :, None] * features + column
     if QUANTIZE:
         WIDE: tl.constexpr = gate_up_ptr.dtype.element_ty == tl.float32
@@ -216,8 +215,22 @@ def _swiglu_backward_kernel(
     gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + features, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    dgate, dup = swiglu_gradient(gate, dy * up, True), swiglu_gradient(gate, dy * gate, False)
     at = out_ptr + row * (2 * features) + column
     tl.store(at, cast(dgate, out_ptr.dtype.element_ty), mask=inside)
-    tl.store(at + features, cast(dy * gate * sigmoid, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(at + features, cast(dup, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu(gate, up):
+    """SwiGLU, rounded to the dtype of gate."""
+    wide = gate.to(tl.float32)
+    return cast(wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32), gate.dtype)
+
+
+@triton.jit
+def swiglu_gradient(gate, product, of_gate):
+    """The gradient of gate if `of_gate`, and then product is dy * up; else the gradient of up, from dy * gate. FP32."""
+    gate = gate.to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    return tl.where(of_gate, product * sigmoid * (1.0 + gate * (1.0 - sigmoid)), product * sigmoid)

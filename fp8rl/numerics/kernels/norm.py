@@ -21,9 +21,8 @@ _ELEMENTS = 4096  # of a program: several short rows (the heads), or one long on
 _PROGRAMS = 256  # that share the rows in the backward: two for each multiprocessor
 
 
-def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    normed, _, inverse_rms = _launch(x, weight, eps)
-    return normed, inverse_rms
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _launch(x, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -50,27 +49,30 @@ def norm_rows(
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total, inverse_rms = _launch(x, weight, eps, residual=residual)
-        ctx.save_for_backward(total, weight, inverse_rms)
+        normed, total, _ = _launch(x, weight, eps, residual=residual)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
         return normed, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        dx, dweight = rms_norm_backward(grads[0], *ctx.saved_tensors)
-        dx = dx + grads[1]
+        dx, dweight = rms_norm_backward(grads[0], *ctx.saved_tensors, ctx.eps, grads[1])
         return dx, dx, dweight, None
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute `numerics.ops.norm.rms_norm_backward`, deterministically: each program adds its own rows in order."""
     hidden = x.shape[-1]
     flat, dy = as_rows(x), as_rows(dy)
     dx = torch.empty_like(flat, memory_format=torch.contiguous_format)
     block = _block(hidden)
     programs = min(_PROGRAMS, max(1, -(-len(flat) // block["ROWS"])))
-    partial = torch.zeros(programs, hidden, dtype=torch.float32, device=x.device)
+    partial = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
+    other = None if beside is None else beside.reshape(flat.shape).contiguous()
     _backward_kernel[(programs,)](
-        *(flat, dy, weight, inverse_rms, dx, partial), *(len(flat), hidden, flat.stride(0), dy.stride(0)), **block
+        *(flat, dy, weight, other, dx, partial), *(len(flat), hidden, flat.stride(0), dy.stride(0), eps), **block
     )
     return dx.view(x.shape), partial.sum(0).to(weight.dtype)
 
@@ -169,7 +171,7 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
-    x_ptr, dy_ptr, weight_ptr, inverse_ptr, dx_ptr, partial_ptr, rows, hidden, stride, dy_stride,
+    x_ptr, dy_ptr, weight_ptr, beside_ptr, dx_ptr, partial_ptr, rows, hidden, stride, dy_stride, eps,
     ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, GROUPS)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
@@ -178,15 +180,20 @@ def _backward_kernel(
     for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None, None] & (column < hidden)
-        x = tl.load(x_ptr + row[:, None, None] * stride + column, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None, None] * stride + column, mask=inside, other=0.0)
         dy = tl.load(dy_ptr + row[:, None, None] * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
-        inverse_rms = tl.load(inverse_ptr + row, mask=row < rows, other=0.0)
-        normed = x * inverse_rms[:, None, None]
+        inverse_rms = inverse_rms_of(x, hidden, eps, ROWS, GROUPS)
+        normed = x.to(tl.float32) * inverse_rms[:, None, None]
         dweight += dy * normed
         dnormed = dy * weight
         along = _sum(dnormed * normed, ROWS, GROUPS * 128) / hidden
         dx = inverse_rms[:, None, None] * (dnormed - normed * along[:, None, None])
-        tl.store(dx_ptr + row[:, None, None] * hidden + column, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
+        dx = cast(dx, dx_ptr.dtype.element_ty)
+        at = row[:, None, None] * hidden + column
+        if beside_ptr is not None:
+            beside = tl.load(beside_ptr + at, mask=inside, other=0.0)
+            dx = cast(dx.to(tl.float32) + beside.to(tl.float32), dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + at, dx, mask=inside)
     whole = tl.sum(dweight, 0)
     feature = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(partial_ptr + tl.program_id(0) * hidden + feature, whole, mask=feature < hidden)

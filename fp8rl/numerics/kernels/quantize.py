@@ -1,15 +1,12 @@
 """Quantizes to FP8 in groups and blocks of 128, with the bits of `numerics.quantize`.
 
-A tensor that a later product sums along its rows (the tokens, for weight gradients) is quantized along them as well,
-from the same load, and stored transposed: Hopper's FP8 products read both operands along the axis of the sum. Scales of
-neighbouring rows are contiguous (`scale_inv.stride(-2) == 1`), as these products load them.
+Scales of neighbouring rows are contiguous (`scale_inv.stride(-2) == 1`), as Hopper's FP8 products load them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -22,15 +19,9 @@ from fp8rl.numerics.kernels.arithmetic import GROUP, absolute, as_rows, dense_ro
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec
 
-if TYPE_CHECKING:
-    from fp8rl.numerics.kernels.products.tiles import Tiles
-
 # A program holds 8 rows of 8 groups: 8 scales side by side fill one 32-byte sector of memory.
 _ROWS, _GROUPS = 8, 8
 _GROUP = GROUP.value
-# Features that a program takes if it quantizes along the tokens alone. An SM runs 8 of these programs at 64 registers a
-# thread, or 2 that quantize both ways: one of them computes while another waits for memory.
-_COLUMNS = 32
 
 
 def supports(spec: TensorSpec) -> bool:
@@ -74,27 +65,6 @@ def quantize_rows(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = Non
             num_warps=4,
         )
     return out
-
-
-def quantize_columns(x: Tensor, spec: TensorSpec, tiles: Tiles | None = None) -> QuantizedTensor:
-    """Quantize x [T, K] in groups of 128 along T, transposed -> codes [K, T'], scales [K, T' / 128].
-
-    T' is T in whole groups, filled up with zeros. tiles: the tiles of rows that are sorted by expert. Groups then begin
-    again in each expert, and group i holds the rows of tile i.
-    """
-    columns = _empty_columns(x, spec, tiles)
-    _quantize_two_ways(x, None, columns, tiles)
-    return columns
-
-
-def quantize_rows_and_columns(
-    x: Tensor, row_spec: TensorSpec, column_spec: TensorSpec, tiles: Tiles | None = None
-) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Return `quantize_rows` and `quantize_columns` of x [T, K] from one load."""
-    rows = empty_rows(x.shape, row_spec, x.device)
-    columns = _empty_columns(x, column_spec, tiles)
-    _quantize_two_ways(x, rows, columns, tiles)
-    return rows, columns
 
 
 def quantize_blocks(weight: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
@@ -151,32 +121,6 @@ def empty_blocks(shape: Sequence[int], spec: TensorSpec, device: torch.device) -
     """Allocate quantized matrices [..., N, K] in blocks."""
     scale_inv = torch.empty(scale_shape(shape, spec), dtype=torch.float32, device=device)
     return QuantizedTensor(torch.empty(shape, dtype=spec.dtype, device=device), scale_inv, spec)
-
-
-def _quantize_two_ways(x: Tensor, rows: QuantizedTensor | None, columns: QuantizedTensor, tiles: Tiles | None) -> None:
-    tokens, k = x.shape
-    x = dense_rows(x)
-    count = columns.scale_inv.shape[1]
-    spans = (columns.scale_inv,) * 2 if tiles is None else (tiles.first, tiles.rows)
-    other = rows or columns
-    width = _COLUMNS if rows is None else _GROUP
-    if x.numel() or count:
-        _two_way_kernel[-(-k // width), count](
-            *(x, other.data, other.scale_inv, columns.data, columns.scale_inv, *spans),
-            *(tokens, k, x.stride(0), count, *other.scale_inv.stride(), *columns.scale_inv.stride()),
-            **format_constants(columns.spec),
-            ROWS=rows is not None,
-            **{f"ROW_{name}": value for name, value in format_constants(other.spec).items()},
-            TILES=tiles is not None,
-            WIDTH=width,
-            num_warps=width // 8,
-            maxnreg=64,
-        )
-
-
-def _empty_columns(x: Tensor, spec: TensorSpec, tiles: Tiles | None) -> QuantizedTensor:
-    groups = -(-x.shape[0] // _GROUP) if tiles is None else tiles.expert.numel()
-    return empty_rows((x.shape[1], groups * _GROUP), spec, x.device)
 
 
 def _matrices(x: Tensor) -> Sequence[Tensor]:
@@ -248,38 +192,6 @@ def encode_groups(x, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr
     """Quantize FP32 x [rows, groups, 128]. Return the codes, and the inverse scales [rows, groups]."""
     scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2, FIXED, WIDE)
     return encode(x * scale[:, :, None], E5M2), inverse(scale, POW2)
-
-
-@triton.jit(do_not_specialize=["first_ptr", "filled_ptr", "tokens", "count", "scale_group"])
-def _two_way_kernel(
-    x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, first_ptr, filled_ptr, tokens, k, stride, count,
-    scale_row, scale_group, scale_t_row, scale_t_group,
-    ROWS: tl.constexpr, TILES: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr, ROW_FIXED: tl.constexpr,
-    E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(1)
-    if TILES:
-        first, filled = tl.load(first_ptr + tile), tl.load(filled_ptr + tile)
-    else:
-        first = tile * GROUP
-        filled = tokens - first
-    lane = tl.arange(0, GROUP)
-    token = (first + lane).to(tl.int64)[:, None]
-    feature = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
-    column = feature[None, :]
-    inside = (lane < filled)[:, None] & (column < k)
-    x = tl.load(x_ptr + token * stride + column, mask=inside, other=0.0).to(tl.float32)
-    sizes = absolute(x)
-    WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    if ROWS:
-        scale = scale_from_amax(tl.max(sizes, 1), ROW_E5M2, ROW_POW2, ROW_FIXED, WIDE)
-        tl.store(codes_ptr + token * k + column, encode(x * scale[:, None], ROW_E5M2), mask=inside)
-        where = scale_ptr + (first + lane).to(tl.int64) * scale_row + tl.program_id(0) * scale_group
-        tl.store(where, inverse(scale, ROW_POW2), mask=lane < filled)
-    scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2, FIXED, WIDE)
-    where = feature[:, None] * (count * GROUP) + tile * GROUP + lane[None, :]
-    tl.store(codes_t_ptr + where, tl.trans(encode(x * scale_t[None, :], E5M2)), mask=(feature < k)[:, None])
-    tl.store(scale_t_ptr + feature * scale_t_row + tile * scale_t_group, inverse(scale_t, POW2), mask=feature < k)
 
 
 @triton.jit

@@ -16,11 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import GROUP, cast, dense_rows
-from fp8rl.numerics.kernels.norm import inverse_rms_of, times_weight
+from fp8rl.numerics.kernels.norm import inverse_rms_of, rms_norm_backward, times_weight
 from fp8rl.numerics.ops.rope import HeadNorms, NewSlots, Scaling, frequencies
 
 _HEADS = 8  # of one program
 _TURN = tl.constexpr(2 * math.pi)
+
+
+_Rotation = tuple[Tensor, float, int, Scaling | None]
+"""Positions [T], theta, the number of rotated channels, and the method of a lengthened context."""
 
 
 def rotated(
@@ -32,17 +36,8 @@ def rotated(
     pairs: bool,
     back: bool = False,
 ) -> Tensor:
-    batch, length, heads, dim = x.shape
-    tokens = batch * length
-    flat = dense_rows(x).reshape(tokens, heads, dim)
-    out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
-    if out.numel():
-        _kernel[tokens, -(-heads // _HEADS)](
-            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, scaling, x.device), out),
-            *(heads, flat.stride(0), flat.stride(1), -1.0 if back else 1.0),
-            **_shape(dim, rotary_dim, pairs),
-        )
-    return out.view(x.shape)
+    flat = x.flatten(0, 1)
+    return _launch(flat, flat[:, :0], (positions.flatten(), theta, rotary_dim, scaling), pairs, back)[0].view(x.shape)
 
 
 def rope_heads(
@@ -55,9 +50,43 @@ def rope_heads(
     norms: HeadNorms | None = None,
     cache: NewSlots | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `numerics.ops.rope_heads`. A program has some heads of a token, queries or keys."""
-    (tokens, heads, dim), key_heads, rotary = q.shape, k.shape[1], rotary_dim or q.shape[2]
-    q, k = dense_rows(q), dense_rows(k)
+    rotation = positions, theta, rotary_dim or q.shape[2], scaling
+    weights = (None, None) if norms is None else (norms.queries, norms.keys)
+    return _Heads.apply(q, k, *weights, rotation, norms, cache)
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, q_weight: Any, k_weight: Any, rotation: _Rotation, norms: Any, cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, q_weight, k_weight)
+        ctx.rotation, ctx.norms = rotation, norms
+        return _launch(q, k, rotation, norms=norms, cache=cache)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight = ctx.saved_tensors
+        dq, dk = _launch(*grads, ctx.rotation, back=True)
+        dq_weight = dk_weight = None
+        if ctx.norms is not None:
+            dq, dq_weight = rms_norm_backward(dq, q, q_weight, ctx.norms.eps)
+            dk, dk_weight = rms_norm_backward(dk, k, k_weight, ctx.norms.eps)
+        return dq, dk, dq_weight, dk_weight, None, None, None
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    rotation: _Rotation,
+    pairs: bool = False,
+    back: bool = False,
+    norms: HeadNorms | None = None,
+    cache: NewSlots | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys [T, heads, D]. A program has some heads of a token, queries or keys."""
+    (tokens, heads, dim), key_heads, (positions, theta, rotary_dim, scaling) = q.shape, k.shape[1], rotation
+    q, k, half = dense_rows(q), dense_rows(k), rotary_dim // 2
     q_out, k_out = (torch.empty(tokens, n, dim, dtype=q.dtype, device=q.device) for n in (heads, key_heads))
     if not tokens:
         return q_out, k_out
@@ -67,25 +96,25 @@ def rope_heads(
     value, caches, slots = k, (k, k), positions
     if cache is not None:
         value, caches, slots = dense_rows(cache.new_values), (cache.keys, cache.values), cache.slots.contiguous()
+    turns = _frequencies(theta, rotary_dim, scaling, q.device)
     _heads_kernel[tokens, -(-heads // _HEADS) + -(-key_heads // _HEADS)](
-        *(q, k, value, q_out, k_out, *weights, positions.contiguous(), _frequencies(theta, rotary, scaling, q.device)),
-        *(*caches, slots, heads, key_heads, *q.stride()[:2], *k.stride()[:2], *value.stride()[:2]),
-        *(*caches[0].stride()[:2], *caches[1].stride()[:2], eps),
+        *(q, k, value, q_out, k_out, *weights, positions.contiguous(), turns, *caches, slots, heads, key_heads),
+        *(*q.stride()[:2], *k.stride()[:2], *value.stride()[:2], *caches[0].stride()[:2], *caches[1].stride()[:2]),
+        *(eps, -1.0 if back else 1.0),
         NORM=norms is not None,
         STORE=cache is not None,
         VALUE=value.shape[2],
         BLOCK_OF_VALUE=triton.next_power_of_2(value.shape[2]),
         GROUPS=triton.next_power_of_2(-(-dim // GROUP.value)),
-        **_shape(dim, rotary, False),
+        HALF=half,
+        REST=dim - rotary_dim,
+        PAIRS=pairs,
+        BLOCK=triton.next_power_of_2(half),
+        HEADS=_HEADS,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     return q_out, k_out
-
-
-def _shape(dim: int, rotary_dim: int, pairs: bool) -> dict[str, Any]:
-    """Return the constants that both kernels take."""
-    half = rotary_dim // 2
-    block = {"HALF": half, "REST": dim - rotary_dim, "BLOCK": triton.next_power_of_2(half), "HEADS": _HEADS}
-    return block | {"PAIRS": pairs, "num_warps": 4, "enable_fp_fusion": False}
 
 
 @functools.lru_cache(maxsize=8)
@@ -94,30 +123,16 @@ def _frequencies(theta: float, dim: int, scaling: Scaling | None, device: torch.
     return frequencies(theta, dim, scaling).to(device)
 
 
-@triton.jit(do_not_specialize=["heads"])
-def _kernel(
-    x_ptr, positions_ptr, frequencies_ptr, out_ptr, heads, token_stride, head_stride, direction,
-    HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """PAIRS: neighbouring channels turn together; else each channel of the first half with one of the second half."""
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    cos, sin = _turn(positions_ptr + token, frequencies_ptr, direction, HALF, BLOCK)
-    at = x_ptr + token * token_stride + head * head_stride
-    start = out_ptr + (token * heads + head) * (2 * HALF + REST)
-    _rotate_heads(at, start, start, head < heads, cos, sin, cos, at, False, False, HALF, REST, PAIRS, BLOCK)
-
-
 @triton.jit(do_not_specialize=["heads", "key_heads"])
 def _heads_kernel(
     q_ptr, k_ptr, value_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, frequencies_ptr,
     k_cache_ptr, v_cache_ptr, slots_ptr, heads, key_heads, q_token, q_head, k_token, k_head, v_token, v_head,
-    k_slot, k_slot_head, v_slot, v_slot_head, eps,
+    k_slot, k_slot_head, v_slot, v_slot_head, eps, direction,
     NORM: tl.constexpr, STORE: tl.constexpr, VALUE: tl.constexpr, BLOCK_OF_VALUE: tl.constexpr, GROUPS: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token, block, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HEADS)
-    cos, sin = _turn(positions_ptr + token, frequencies_ptr, 1.0, HALF, BLOCK)
+    cos, sin = _turn(positions_ptr + token, frequencies_ptr, direction, HALF, BLOCK)
     of_queries = tl.cdiv(heads, HEADS)
     if block < of_queries:
         head = (block * HEADS + lane)[:, None]

@@ -6,6 +6,7 @@ not count. So probabilities depend neither on the logits' dtype nor on who chose
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,13 +28,16 @@ def route(
     """Route logits [T, E] -> probabilities FP32 [T, k] and experts [T, k], ascending, as `numerics.ops.experts.route`.
 
     If k different experts are given, they have the same probabilities, bit for bit, as if the kernel had chosen them.
-
-    Raises:
-        UserError: k is not from 1 to E.
+    Raises UserError: k is not from 1 to E.
     """
-    logits = logits.contiguous()
     _check(top_k, logits)
-    return _Route.apply(logits, top_k, renormalize, _ascending(given, ids), ids)
+
+    def probabilities(logits: Tensor, chosen: Tensor) -> Tensor:
+        probs = logits.softmax(-1).gather(1, chosen)
+        return probs / probs.sum(-1, keepdim=True) if renormalize else probs
+
+    constants = {"TOP_K": top_k, "RENORMALIZE": renormalize}
+    return _Route.apply(logits, (), _route_kernel, constants, given, ids, probabilities)
 
 
 def route_sigmoid(
@@ -49,94 +53,63 @@ def route_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """Route as `numerics.ops.experts.route_sigmoid`. Raises UserError: k is below 1, or above the number of experts in
     the kept groups."""
-    logits = logits.contiguous()
     _check(top_k, logits[:, : logits.shape[1] // groups * kept_groups])
-    grouping = {"GROUPS": groups, "KEPT": kept_groups}
-    given = _ascending(given, ids)
-    return _RouteSigmoid.apply(logits, bias.contiguous(), top_k, renormalize, factor, grouping, given, ids)
 
+    def probabilities(logits: Tensor, chosen: Tensor) -> Tensor:
+        probs = logits.sigmoid().gather(1, chosen)
+        return (probs / (probs.sum(-1, keepdim=True) + SMALLEST_SUM) if renormalize else probs) * factor
 
-def _ascending(given: Tensor | None, ids: torch.dtype) -> Tensor | None:
-    return None if given is None else given.sort(-1).values.to(ids).contiguous()
+    constants = {"TOP_K": top_k, "RENORMALIZE": renormalize, "FACTOR": factor, "SMALLEST_SUM": SMALLEST_SUM}
+    constants |= {"GROUPS": groups, "KEPT": kept_groups}
+    return _Route.apply(logits, (bias.contiguous(),), _route_sigmoid_kernel, constants, given, ids, probabilities)
 
 
 class _Route(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, top_k: int, renormalize: bool, given: Tensor | None, ids: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        probs, chosen = _room(logits, top_k, given, ids)
-        _launch(_route_kernel, logits, probs, chosen, TOP_K=top_k, RENORMALIZE=renormalize, GIVEN=given is not None)
-        ctx.save_for_backward(logits, chosen)
-        ctx.renormalize = renormalize
-        ctx.mark_non_differentiable(chosen)
-        ctx.set_materialize_grads(False)  # of the experts, zeros
-        return probs, chosen
+    """Launches a kernel of this file. probabilities: its definition at given experts, which has a gradient."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return the gradient of the definition, at the experts of the forward."""
-        logits, chosen = ctx.saved_tensors
-        logits = logits.detach().requires_grad_()
-        with torch.enable_grad():
-            probs = logits.float().softmax(-1).gather(1, chosen.long())
-            probs = probs / probs.sum(-1, keepdim=True) if ctx.renormalize else probs
-        return torch.autograd.grad(probs, logits, grads[0])[0], None, None, None, None
-
-
-class _RouteSigmoid(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
-        bias: Tensor,
-        top_k: int,
-        renormalize: bool,
-        factor: float,
-        grouping: dict[str, int],
+        more: tuple[Tensor, ...],
+        kernel: Any,
+        constants: dict[str, Any],
         given: Tensor | None,
         ids: torch.dtype,
+        probabilities: Callable[[Tensor, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        probs, chosen = _room(logits, top_k, given, ids)
-        constants = {"TOP_K": top_k, "RENORMALIZE": renormalize, "FACTOR": factor, "GIVEN": given is not None}
-        constants["SMALLEST_SUM"] = SMALLEST_SUM
-        _launch(_route_sigmoid_kernel, logits, bias, probs, chosen, **constants, **grouping)
+        (tokens, experts), logits = logits.shape, logits.contiguous()
+        # A kernel that chooses writes all k experts of a token; given experts may occur twice in a token.
+        allocate = torch.empty if given is None else torch.zeros
+        probs = allocate(tokens, constants["TOP_K"], dtype=torch.float32, device=logits.device)
+        chosen = torch.empty_like(probs, dtype=ids) if given is None else given.sort(-1).values.to(ids).contiguous()
+        kernel[-(-tokens // _TOKENS),](
+            *(logits, *more, probs, chosen, tokens, experts),
+            GIVEN=given is not None,
+            TOKENS=_TOKENS,
+            EXPERTS=triton.next_power_of_2(experts),
+            **constants,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
         ctx.save_for_backward(logits, chosen)
-        ctx.renormalize, ctx.factor = renormalize, factor
+        ctx.probabilities = probabilities
         ctx.mark_non_differentiable(chosen)
         ctx.set_materialize_grads(False)  # of the experts, zeros
         return probs, chosen
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the definition, at the experts of the forward."""
         logits, chosen = ctx.saved_tensors
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
-            probs = logits.float().sigmoid().gather(1, chosen.long())
-            probs = probs / (probs.sum(-1, keepdim=True) + SMALLEST_SUM) if ctx.renormalize else probs
-            probs = probs * ctx.factor
-        return torch.autograd.grad(probs, logits, grads[0])[0], *[None] * 7
-
-
-def _room(logits: Tensor, top_k: int, given: Tensor | None, ids: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allocate probabilities and, if experts are not given, experts. A kernel that chooses writes all k experts of a
-    token; given experts may occur twice in a token."""
-    allocate = torch.empty if given is None else torch.zeros
-    probs = allocate(len(logits), top_k, dtype=torch.float32, device=logits.device)
-    return probs, torch.empty(probs.shape, dtype=ids, device=logits.device) if given is None else given
+            probs = ctx.probabilities(logits.float(), chosen.long())
+        return torch.autograd.grad(probs, logits, grads[0])[0], *[None] * 6
 
 
 def _check(top_k: int, x: Tensor) -> None:
     if not 1 <= top_k <= x.shape[1]:
         raise user_error("top_k", top_k, f"1 to {x.shape[1]}, the experts", "Check the model's config.")
-
-
-def _launch(kernel: Any, x: Tensor, *outputs: Tensor, **constants: Any) -> None:
-    tokens, experts = x.shape
-    shape = {"TOKENS": _TOKENS, "EXPERTS": triton.next_power_of_2(experts)}
-    grid = (-(-tokens // _TOKENS),)
-    kernel[grid](x, *outputs, tokens, experts, **constants, **shape, num_warps=4, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["tokens"])

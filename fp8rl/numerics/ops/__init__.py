@@ -25,6 +25,7 @@ from fp8rl.numerics.ops.experts import (
     route,
     route_sigmoid,
     routed_experts,
+    rows_of_pairs,
 )
 from fp8rl.numerics.ops.gated_delta import delta_gates, gated_delta_rule, paged_gated_delta_rule
 from fp8rl.numerics.ops.gates import gated_rms_norm, sigmoid_gate, swiglu, token_gate

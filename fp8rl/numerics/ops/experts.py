@@ -157,23 +157,33 @@ def routed_experts(
     adapter are tokens. rows: x as `norm_rows` quantized it; None: x is quantized here. This is one op, so that a kernel
     can lay out the pairs of tokens and experts in one step.
     """
-    return routed_in_steps(x, probs, chosen, w13, w2, spec, backward)
-
-
-def routed_in_steps(
-    x: Tensor,
-    probs: Tensor,
-    chosen: Tensor,
-    w13: ExpertWeights,
-    w2: ExpertWeights,
-    spec: QuantSpec | None,
-    backward: Backward,
-) -> Tensor:
-    """Compute `routed_experts` by the ops that it consists of."""
     order, counts = group_by_expert(chosen.long(), len(w13.weights))
-    token = order // chosen.shape[1]
-    outputs = experts(x[token], counts, w13.of_rows(token), w2.of_rows(token), spec, backward)
+    token, pairs = order // chosen.shape[1], rows_of_pairs(x, order, chosen.shape[1])
+    outputs = experts(pairs, counts, w13.of_rows(token), w2.of_rows(token), spec, backward)
     return combine(outputs, probs, order, x.dtype)
+
+
+def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """Copy each token once for each of its experts: x [T, H] -> rows [T * k, H].
+
+    order: int64 [T * k], for each row its (token, choice) pair as token * k + choice. The choices of a token are in
+    ascending order of experts. A token's gradient is the FP32 sum of its rows' gradients in this order, rounded once.
+    """
+    return _Rows.apply(x, order, top_k)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.shape = len(x), top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        ones = torch.ones(ctx.shape, dtype=torch.float32, device=order.device)
+        return combine(grads[0], ones, order, grads[0].dtype), None, None
 
 
 @op

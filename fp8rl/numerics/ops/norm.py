@@ -22,23 +22,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @op
-def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute `rms_norm` without a gradient, and 1 / rms(x), which its gradient needs."""
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute `rms_norm` without a gradient."""
     wide = x.float()
     note("norm.reduction", wide)
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * inverse_rms * weight.float()).to(x.dtype), inverse_rms
+    return (wide * inverse_rms * weight.float()).to(x.dtype)
 
 
 @op
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [..., H] and of weight [H]."""
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [..., H], with the gradient `beside` from its other readers, and of weight [H]."""
+    inverse_rms = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     dy, normed = dy.float(), x.float() * inverse_rms
     dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
     dnormed = dy * weight.float()
     note("norm.reduction", dnormed)
     dx = inverse_rms * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), dweight
+    return dx.to(x.dtype) if beside is None else dx.to(x.dtype) + beside, dweight
 
 
 @op
@@ -69,10 +72,10 @@ def one_plus(weight: Tensor) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed, inverse_rms = rms_norm_forward(x, weight, eps)
-        ctx.save_for_backward(x, weight, inverse_rms)
-        return normed
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm_forward(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *rms_norm_backward(grads[0], *ctx.saved_tensors), None
+        return *rms_norm_backward(grads[0], *ctx.saved_tensors, ctx.eps), None

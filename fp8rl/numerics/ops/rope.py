@@ -143,7 +143,7 @@ def rope_heads(
 ) -> tuple[Tensor, Tensor]:
     """Norm each head if there are norms (`rms_norm`), rotate it (`rope`), and put keys and values into a cache.
 
-    q [T, heads, D], k [T, kv heads, D], positions int64 [T]. cache: None if other code writes it. No gradient.
+    q [T, heads, D], k [T, kv heads, D], positions int64 [T]. cache: None if other code writes it.
     """
     if norms is not None:
         q, k = rms_norm(q, norms.queries, norms.eps), rms_norm(k, norms.keys, norms.eps)

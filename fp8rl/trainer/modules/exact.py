@@ -27,6 +27,8 @@ from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.ops.experts import adapted_grouped_linear
+from fp8rl.numerics.ops.linear import Backward
+from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
 from fp8rl.trainer.modules.weights import norm_parameter
 
@@ -202,12 +204,20 @@ class Experts(Held):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [T, H] sorted by expert, counts int64 [experts of this rank] -> [T, H]"""
-        p, linears = self.precision, (self.linear_fc1, self.linear_fc2)
-        w13, w2 = (self._weights(linear) for linear in linears)
-        if not any((adapter := p.used(linear.adapter)) is not None and adapter.merges for linear in linears):
-            return ops.experts(x, counts, w13, w2, p.spec, p.backward)
-        hidden = ops.swiglu(self._product(x, counts, self.linear_fc1, w13))
-        return self._product(hidden, counts, self.linear_fc2, w2)
+        if not self.merges:
+            return ops.experts(x, counts, *self.operands())
+        return self._product(ops.swiglu(self._product(x, counts, self.linear_fc1)), counts, self.linear_fc2)
+
+    @property
+    def merges(self) -> bool:
+        """Whether an adapter is merged, which gets its gradient beside a product (`Adapter.with_adapter_gradient`)."""
+        used = (self.precision.used(linear.adapter) for linear in (self.linear_fc1, self.linear_fc2))
+        return any(adapter is not None and adapter.merges for adapter in used)
+
+    def operands(self) -> tuple[ExpertWeights, ExpertWeights, QuantSpec, Backward]:
+        """Return the arguments of `ops.experts` behind the rows."""
+        p = self.precision
+        return self._weights(self.linear_fc1), self._weights(self.linear_fc2), p.spec, p.backward
 
     def _weights(self, linear: StackedWeights) -> ExpertWeights:
         stack, p = linear.weight, self.precision
@@ -217,9 +227,9 @@ class Experts(Held):
             return ExpertWeights(p.plain(stack), None, low_rank)
         return ExpertWeights(stack, p.operand(stack), low_rank)
 
-    def _product(self, x: Tensor, counts: Tensor, linear: StackedWeights, w: ExpertWeights) -> Tensor:
+    def _product(self, x: Tensor, counts: Tensor, linear: StackedWeights) -> Tensor:
         """Compute one of the two products of `ops.experts`, with a gradient for a merged adapter."""
-        out = adapted_grouped_linear(x, counts, w, self.precision.spec, self.precision.backward)
+        out = adapted_grouped_linear(x, counts, self._weights(linear), self.precision.spec, self.precision.backward)
         adapter = self.precision.used(linear.adapter)
         return out if adapter is None else adapter.with_adapter_gradient(out, x, counts)
 

@@ -16,7 +16,7 @@ from fp8rl.models.program import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops import HeadNorms
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.modules.exact import whole_sequence
+from fp8rl.trainer.modules.exact import Normed, whole_sequence
 from fp8rl.trainer.modules.rows import PackedRows, own_positions, shared_attention
 
 
@@ -75,11 +75,13 @@ class LayerHost:
 
     # Attention
 
-    def rotate(self, q: Tensor, k: Tensor, norms: HeadNorms | None = None) -> tuple[Tensor, Tensor]:
-        sizes = self.sizes
-        how = sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling
-        q, k = (ops.rope(x.transpose(0, 1), self._positions(x), *how).transpose(0, 1) for x in (q, k))
-        return q, k
+    def rotate(self, q: Any, k: Any, norms: HeadNorms | None = None) -> tuple[Tensor, Tensor]:
+        if isinstance(q, Normed):
+            q, k, norms = q.x, k.x, HeadNorms(q.weight, k.weight, q.eps)
+        sizes, positions, rows = self.sizes, self._positions(q).t().flatten(), q.shape[:2]
+        how = sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling, norms
+        q, k = ops.rope_heads(q.flatten(0, 1), k.flatten(0, 1), positions, *how)
+        return q.unflatten(0, rows), k.unflatten(0, rows)
 
     def rotate_pairs(self, x: Tensor) -> Tensor:
         return ops.rope_pairs(x, self._positions(x).t(), self.sizes.rope_theta, self.sizes.rope_scaling)
@@ -167,9 +169,11 @@ class LayerHost:
     def experts(self, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, rows: Any = None) -> Tensor:
         """Compute the experts of each token. Experts return unweighted outputs in the model's dtype. The rank with the
         token multiplies them by its probabilities, sums in FP32 in ascending expert order, and rounds once."""
-        experts, group = self.layer.weights[site.op.name].experts, self.layer.groups.ep
+        experts, group, tokens = self.layer.weights[site.op.name].experts, self.layer.groups.ep, x.flatten(0, -2)
+        if group.size() == 1 and not experts.merges:
+            return ops.routed_experts(tokens, probs, chosen, *experts.operands()).view_as(x)
         order, counts = ops.group_by_expert(chosen, self.sizes.experts)
-        pairs = rows_of_pairs(x.flatten(0, -2), order, self.sizes.top_k)
+        pairs = ops.rows_of_pairs(tokens, order, self.sizes.top_k)
         outputs = experts(pairs, counts) if group.size() == 1 else on_their_ranks(experts, pairs, counts, group)
         return ops.combine(outputs, probs, order, x.dtype).view_as(x)
 
@@ -179,15 +183,6 @@ class LayerHost:
 # A rank that has all experts sorts (token, choice) pairs by expert, as an engine does, and never waits for the device.
 # Expert-parallel ranks tell each other how many rows they send. These numbers are the sizes of what arrives, so a rank
 # waits for them, once in a forward. Megatron's dispatcher waits four times a layer, on one rank too.
-
-
-def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Copy each token once for each of its experts: x [T, H] -> rows [T * k, H].
-
-    order: int64 [T * k], for each row its (token, choice) pair as token * k + choice. The choices of a token are in
-    ascending order of experts. A token's gradient is the FP32 sum of its rows' gradients in this order, rounded once.
-    """
-    return _Rows.apply(x, order, top_k)  # type: ignore[no-any-return]
 
 
 def on_their_ranks(
@@ -218,20 +213,6 @@ def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
     rows: the number of all rows that it sends. The CPU knows this number without waiting.
     """
     return sizes.tolist()  # type: ignore[no-any-return]
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.shape = len(x), top_k
-        return x.index_select(0, order // top_k)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        ones = torch.ones(ctx.shape, dtype=torch.float32, device=order.device)
-        return ops.combine(grads[0], ones, order, grads[0].dtype), None, None
 
 
 class _Reordered(torch.autograd.Function):

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from fp8rl.models import Model
+from fp8rl.models.families.attention import HEAD_NORM
 from fp8rl.models.program import ADD_NORM, CHOSEN, NORM, Op, OpSite, norm_weight, run
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.trainer.config import Recompute
@@ -218,7 +219,8 @@ def cut_blocks(ops: Sequence[Op], again: set[str], layer: int) -> tuple[Block, .
     return tuple(found)
 
 
-# A norm and the FP8 product after it are one op (`ops.norm_fp8_linear`), which keeps only the norm's input.
+# A norm and the FP8 product after it are one op (`ops.norm_fp8_linear`), which keeps only the norm's input. So are the
+# norms of heads and the rotation after them (`ops.rope_heads`).
 
 
 def _left_to_product(host: Any, site: OpSite, x: Tensor, residual: Tensor | None = None) -> Sequence[Any]:
@@ -234,6 +236,7 @@ def norms_in_products(ops: Sequence[Op], takes: Callable[[Op], bool]) -> list[Op
         value, behind = norm.writes[0], ops[at + 1]
         later = next((op for op in ops[at + 2 :] if value in (*op.reads, *op.writes)), None)
         alone = value in behind.writes or later is None or value not in later.reads
-        if norm.form in (NORM, ADD_NORM) and behind.reads == (value,) and alone and takes(behind):
+        taken = norm.form in (NORM, ADD_NORM) and behind.reads == (value,) and alone and takes(behind)
+        if taken or norm.form is HEAD_NORM:
             found[at] = replace(norm, form=replace(norm.form, compute=_left_to_product))
     return found

@@ -10,10 +10,11 @@ import torch
 from fp8rl.numerics.kernels.gates import swiglu_quantize
 from fp8rl.numerics.kernels.norm import rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.kernels.quantize import quantize_rows, quantize_rows_and_columns
+from fp8rl.numerics.kernels.products.operands import backward_operands
+from fp8rl.numerics.kernels.quantize import quantize_rows
 from fp8rl.numerics.quantize import quantize
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, random
-from lab.bench.gpu.products import BLOCKS, ROWS
+from lab.bench.gpu.products import BLOCKS, POW2, ROWS
 from lab.bench.short_launches import shortened
 
 TOKENS, FEATURES = 16, 256
@@ -26,7 +27,7 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     weight, rows = quantize(random(FEATURES, FEATURES, device=watch.device), BLOCKS), quantize_rows(x, ROWS)
     ours: dict[str, Callable[[], Any]] = {
         "rows 1x128": lambda: quantize_rows(x, ROWS),
-        "rows and columns": lambda: quantize_rows_and_columns(x, ROWS, ROWS),
+        "operands of a backward": lambda: backward_operands(x, x, POW2),
         "RMSNorm + rows": lambda: rms_norm_quantize(x, x[0], 1e-6, ROWS),
         "SwiGLU + rows": lambda: swiglu_quantize(wide, ROWS),
         "FP8 product": lambda: gemm(rows, weight, torch.bfloat16),

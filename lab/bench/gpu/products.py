@@ -14,14 +14,15 @@ from fp8rl.numerics.kernels.gates import swiglu_quantize
 from fp8rl.numerics.kernels.norm import rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad
+from fp8rl.numerics.kernels.products.operands import backward_operands
 from fp8rl.numerics.kernels.products.tiles import make_tiles
-from fp8rl.numerics.kernels.quantize import quantize_blocks, quantize_columns, quantize_rows, quantize_rows_and_columns
+from fp8rl.numerics.kernels.quantize import quantize_blocks, quantize_rows
 from fp8rl.numerics.quantize import QuantizedTensor, quantize
-from fp8rl.numerics.spec import TensorSpec
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, random
 from lab.bench.measure import Result
 
-ROWS, BLOCKS = TensorSpec(), TensorSpec(granularity="block")
+ROWS, BLOCKS, POW2 = TensorSpec(), TensorSpec(granularity="block"), QuantSpec.preset("fp8_block_pow2")
 LARGE = 4096
 """Tokens from which the bars of the products hold."""
 ALIGNED = 128
@@ -36,8 +37,7 @@ def quantizers(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
         weight = x[0]
         kernels: dict[str, tuple[Callable[[], Any], float]] = {  # with the bytes of an element, scales included
             "rows 1x128": (lambda x=x: quantize_rows(x, ROWS), 3 + 4 / 128),
-            "columns 1x128": (lambda x=x: quantize_columns(x, ROWS), 3 + 4 / 128),
-            "rows and columns": (lambda x=x: quantize_rows_and_columns(x, ROWS, ROWS), 4 + 8 / 128),
+            "operands of a backward": (lambda x=x: backward_operands(x, x, POW2), 7 + 12 / 128),
             "blocks 128x128": (lambda x=x: quantize_blocks(x, BLOCKS), 3),
             "RMSNorm + rows": (lambda x=x, w=weight: rms_norm_quantize(x, w, 1e-6, ROWS), 3 + 4 / 128),
             "SwiGLU + rows": (lambda x=wide: swiglu_quantize(x, ROWS), 5 + 4 / 128),
@@ -87,7 +87,7 @@ def grouped(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
             chosen = torch.randint(shape.experts, (len(x),), device=device)
             counts = torch.bincount(chosen, minlength=shape.experts)
             tiles, rows = make_tiles(counts, len(x)), quantize_rows(x, ROWS)
-            columns = quantize_columns(dy, ROWS, tiles), quantize_columns(x, ROWS, tiles)
+            columns = backward_operands(dy, x, POW2, tiles)[1:]
             sides: dict[str, Callable[[], Any]] = {
                 "FP8": lambda rows=rows, codes=codes, tiles=tiles: grouped_gemm(rows, codes, tiles, torch.bfloat16),
                 "FP8 wgrad": lambda c=columns, t=tiles, e=shape.experts: grouped_wgrad(*c, t, torch.bfloat16),

@@ -1,9 +1,12 @@
 """Ops that an engine has in one kernel, each against the kernels of its parts: no bit differs."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from fp8rl.numerics import ops
+from fp8rl.numerics.backend.dispatch import OPS
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels import norm, rope
 from fp8rl.numerics.kernels.products.experts import routed_experts
@@ -11,10 +14,9 @@ from fp8rl.numerics.kernels.products.pairs import gather_by_expert
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.kernels.quantize import quantize, quantize_rows
 from fp8rl.numerics.ops import ExpertWeights, HeadNorms, NewSlots
-from fp8rl.numerics.ops.experts import routed_in_steps
 from fp8rl.numerics.ops.rope import Llama3
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
-from tests.support.kernels import DEVICE, random
+from tests.support.kernels import DEVICE, passed, random
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -39,7 +41,7 @@ def odd(*shape, seed=0):
 def test_a_norm_that_is_kept_and_quantized(hidden, scale):
     spec, weight = TensorSpec(scale=scale), random(hidden, seed=1)
     x, beside = odd(7, hidden), odd(7, hidden, seed=2).flip(0)
-    alone = norm.rms_norm_forward(x, weight, 1e-6)[0], x
+    alone = norm.rms_norm_forward(x, weight, 1e-6), x
     for residual, expected in ((None, alone), (beside, norm.add_rms_norm(x, beside, weight, 1e-6))):
         normed, total, rows = norm.norm_rows(x, residual, weight, 1e-6, spec)
         codes = quantize(expected[0], spec)
@@ -67,7 +69,7 @@ def test_heads_that_are_normed_rotated_and_stored(heads, key_heads, dim, rotary,
         alone = rope.rope_heads(q, k, positions, 1e6, rotary, scaling, each)
         parts = (q.contiguous(), k.contiguous())
         if each is not None:
-            parts = [norm.rms_norm_forward(x, w, 1e-6)[0] for x, w in zip(parts, (norms.queries, norms.keys))]
+            parts = [norm.rms_norm_forward(x, w, 1e-6) for x, w in zip(parts, (norms.queries, norms.keys))]
         parts = [rope.rotated(x[None], positions[None], 1e6, rotary or dim, scaling, False)[0] for x in parts]
         caches[0][slots], caches[1][slots] = parts[1], v
         assert all(same(a, b) and same(c, b) for a, b, c in zip(found, parts, alone, strict=True))
@@ -87,8 +89,9 @@ def test_rows_that_are_laid_out_for_their_experts(tokens, experts, top_k, k):
     rows = quantize_rows(odd(tokens, k) if tokens > 4 else random(tokens, k), SPEC.activation)
     order, counts = ops.group_by_expert(chosen, experts)
     for height, ids in ((64, chosen.int()), (128, chosen)):
-        found, row_of, tiles = gather_by_expert(rows, ids, experts, height)
-        assert torch.equal(row_of[order], torch.arange(len(order), device=DEVICE))
+        found, row_of, token_of, tiles = gather_by_expert(rows, ids, experts, height)
+        assert torch.equal(row_of.flatten()[order], torch.arange(len(order), device=DEVICE))
+        assert torch.equal(token_of, order // top_k)
         assert same(found.data, rows.data[order // top_k]) and same(found.scale_inv, rows.scale_inv[order // top_k])
         expected = make_tiles(counts, len(order), height)
         for name in ("expert", "first", "rows", "starts"):
@@ -104,13 +107,29 @@ def test_routed_experts():
     with using("triton"), torch.no_grad():
         w13, w2 = (ExpertWeights(each, ops.weight_operand(quantize(each, SPEC.weight))) for each in (first, second))
         normed, _, rows = norm.norm_rows(x, None, weight, 1e-6, SPEC.activation)
-        expected = routed_in_steps(normed, probs, chosen, w13, w2, SPEC, "bf16")
+        expected = OPS["routed_experts"](normed, probs, chosen, w13, w2, SPEC, "bf16")
         for given in (rows, None):
             assert same(routed_experts(normed, probs, chosen, w13, w2, SPEC, "bf16", given), expected)
         assert routed_experts(x[:0], probs[:0], chosen[:0], w13, w2, SPEC, "bf16").shape == (0, 256)
-        product = ops.fp8_linear(normed, first[0], ops.weight_operand(quantize(first[0], SPEC.weight)), SPEC)
         operand = ops.weight_operand(quantize(first[0], SPEC.weight))
-        assert same(ops.rows_linear(rows, operand, x.dtype), product)
+        assert same(ops.rows_linear(rows, operand, x.dtype), ops.fp8_linear(normed, first[0], operand, SPEC))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", (128, 96))
+def test_experts_of_a_trainer_have_the_bits_of_an_engine_and_gradients_of_the_pairs_op_by_op(features):
+    x, leaves = random(150, 256), [random(4, *s, seed=5) / 16 for s in ((2 * features, 256), (256, features))]
+    probs, chosen = ops.route(random(150, 4, seed=6, dtype=torch.float32), 2, True)
+
+    def run(x, probs, *weights, op=routed_experts):
+        held = (ExpertWeights(w, ops.trained_operand(w.detach(), SPEC.weight)) for w in weights)
+        return op(x, probs, chosen, *held, SPEC)
+
+    with using("triton"):
+        trained = passed(run, x, probs, *leaves)
+        assert all(map(same, trained, passed(partial(run, op=OPS["routed_experts"]), x, probs, *leaves)))
+        with torch.no_grad():
+            assert same(run(x, probs, *leaves), trained[0])
 
 
 @pytest.mark.parametrize("longest", (40, 1100), ids=("one chunk", "chunks over programs"))

@@ -158,19 +158,6 @@ def test_gradients_are_those_of_each_expert_alone_and_go_where_they_are_added_up
         assert torch.equal(stack.main_grad, start + together.float())
 
 
-@pytest.mark.slow
-def test_experts_of_an_engine_and_of_a_trainer_have_the_same_bits():
-    counts, x = torch.tensor([3, 0, 130], device=DEVICE), random(133, 256)
-    first, second = random(3, 256, 256, seed=1, scale=0.1), random(3, 256, 128, seed=2, scale=0.1)
-    with using("triton"):
-        weights = [ExpertWeights(w, ops.weight_operand(quantize(w, POW2.weight))) for w in (first, second)]
-        trained = ops.experts(x.requires_grad_(), counts, *weights, POW2)
-        apart = ops.experts(x, counts, *weights, POW2, "bf16")  # in steps, for a backward in BF16
-        with torch.no_grad():
-            served = ops.experts(x, counts, *weights, POW2, "bf16")
-    assert trained.requires_grad and torch.equal(trained, served) and torch.equal(apart, served)
-
-
 K, RANK, SCALE = 128, 8, 2.0
 
 

@@ -10,14 +10,13 @@ import triton.language as tl
 from fp8rl.numerics.backend.implementation import implementation_for
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.arithmetic import inverse, scale_from_amax
+from fp8rl.numerics.kernels.products.operands import backward_operands
 from fp8rl.numerics.kernels.quantize import (
     empty_blocks,
     quantize_blocks,
     quantize_both_ways,
-    quantize_columns,
     quantize_many,
     quantize_rows,
-    quantize_rows_and_columns,
 )
 from fp8rl.numerics.kernels.quantize import quantize as quantize_kernel
 from fp8rl.numerics.quantize import quantize
@@ -25,7 +24,7 @@ from fp8rl.numerics.rounding import scale_from_amax as definition
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from tests.support.kernels import DEVICE
 
-FORMATS, SCALES = ("e4m3", "e5m2"), ("pow2", "fp32")
+FORMATS, SCALES, POW2 = ("e4m3", "e5m2"), ("pow2", "fp32"), QuantSpec.preset("fp8_block_pow2")
 
 
 def numbers(*shape, seed=0, dtype=torch.bfloat16):
@@ -77,13 +76,13 @@ def test_rows(shape, format, scale):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_columns_are_the_rows_of_the_transpose_also_in_one_pass_with_rows_of_another_format(format, scale):
-    spec, x, rows = TensorSpec(format=format, scale=scale), numbers(200, 140), TensorSpec(format="e5m2")
-    filled = torch.nn.functional.pad(x, (0, 0, 0, 56)).t().contiguous()
-    same(quantize_columns(x.to(DEVICE), spec), quantize(filled, spec))
-    by_row, by_column = quantize_rows_and_columns(x.to(DEVICE), rows, spec)
-    same(by_row, quantize(x, rows))
-    same(by_column, quantize(filled, spec))
+def test_columns_are_the_rows_of_the_transpose_also_in_one_pass_with_rows(format, scale):
+    spec = POW2.override({"activation": {"format": format, "scale": scale}, "gradient": {"format": "e5m2"}})
+    dy, x = numbers(200, 140), numbers(200, 260, seed=1, dtype=torch.float32)
+    filled = [torch.nn.functional.pad(each, (0, 0, 0, 56)).t().contiguous() for each in (dy, x)]
+    roles = spec.gradient, spec.gradient, spec.activation
+    for found, *expected in zip(backward_operands(dy.to(DEVICE), x.to(DEVICE), spec), (dy, *filled), roles):
+        same(found, quantize(*expected))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -128,27 +127,24 @@ def test_a_static_range(scale):
     x = numbers(130, 260)
     same(quantize_rows(x.to(DEVICE), rows), quantize(x, rows))
     same(quantize_blocks(x.to(DEVICE), blocks), quantize(x, blocks))
-    by_row, by_column = quantize_rows_and_columns(x.to(DEVICE), rows, TensorSpec(format="e5m2"))
-    same(by_row, quantize(x, rows))
+    role = {"fixed": 200.0, "scale": scale}
+    found = backward_operands(x.to(DEVICE), x.to(DEVICE), POW2.override({"activation": role, "gradient": role}))
     filled = torch.nn.functional.pad(x, (0, 0, 0, 126)).t().contiguous()
-    same(by_column, quantize(filled, TensorSpec(format="e5m2")))
-    same(quantize_columns(x.to(DEVICE), rows), quantize(filled, rows))
+    for quantized, expected in zip(found, (x, filled, filled), strict=True):
+        same(quantized, quantize(expected, rows))
 
 
 @pytest.mark.parametrize("changes", [{"scale": "e8m0"}, {"rounding": "stochastic"}, {"group": 32}])
 def test_what_there_is_no_kernel_for_is_refused(changes):
     spec, x = TensorSpec(**changes), numbers(4, 256).to(DEVICE)
     blocks = TensorSpec(granularity="block", **changes)
-    for refused in (
-        lambda: quantize_kernel(x, spec), lambda: quantize_rows(x, spec), lambda: quantize_columns(x, spec),
-        lambda: quantize_both_ways(x[None], blocks),
-    ):  # fmt: skip
+    calls = (quantize_kernel, x, spec), (quantize_rows, x, spec), (quantize_both_ways, x[None], blocks)
+    for quantizer, *given in calls:
         with pytest.raises(UserError, match="spec: found .* rounding to nearest, where the GPU kernels run"):
-            refused()
-    run = QuantSpec.preset("fp8_block_pow2")
-    assert implementation_for((9, 0), run) == "triton"
-    assert implementation_for((9, 0), run.override({"activation": changes})) == "torch"
-    assert implementation_for((9, 0), run.override({"activation": {"fixed": 224}})) == "triton"
+            quantizer(*given)
+    assert implementation_for((9, 0), POW2) == "triton"
+    assert implementation_for((9, 0), POW2.override({"activation": changes})) == "torch"
+    assert implementation_for((9, 0), POW2.override({"activation": {"fixed": 224}})) == "triton"
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def grouped_wgrad(
     """Return dy^T x summed over each expert's tokens, [E, N, K] in `dtype`; zeros for an expert without tokens.
 
     total: FP32 [E, N, K], contiguous. The result, rounded to `dtype`, is added to `total`, which is returned.
-    dy_t [N, 128 tiles], x_t [K, 128 tiles]: as `quantize_columns` gives them with these tiles, tile i's tokens in the
+    dy_t [N, 128 tiles], x_t [K, 128 tiles]: as `backward_operands` gives them with these tiles, tile i's tokens in the
     columns from 128 i on, and zeros where a tile has no token. Each expert gets the bits of `gemm` over its columns.
     """
     left, right = check_operands(dy_t, x_t)

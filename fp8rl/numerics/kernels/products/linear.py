@@ -11,12 +11,8 @@ from torch import Tensor
 
 from fp8rl.numerics.kernels.norm import rms_norm_backward, rms_norm_forward, rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.kernels.quantize import (
-    quantize_both_ways,
-    quantize_columns,
-    quantize_rows,
-    quantize_rows_and_columns,
-)
+from fp8rl.numerics.kernels.products.operands import backward_operands
+from fp8rl.numerics.kernels.quantize import quantize_both_ways, quantize_rows
 from fp8rl.numerics.ops.linear import Backward, wide_mm
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
@@ -154,21 +150,22 @@ class _Fp8Linear(torch.autograd.Function):
         spec: QuantSpec = ctx.spec
         dy = grads[0].reshape(-1, grads[0].shape[-1]).to(ctx.dtype)
         trained = ctx.needs_input_grad[2]
-        inputs = rms_norm_forward(rows, norm_weight, ctx.eps)[0] if trained and norm_weight is not None else rows
         dw = dnorm = None
         if ctx.backward == "fp8":
             if trained:
-                dy_rows, dy_columns = quantize_rows_and_columns(dy, spec.gradient, spec.gradient)
-                dw = gemm(dy_columns, quantize_columns(inputs, spec.activation), ctx.weight_dtype)
+                norm = None if norm_weight is None else (norm_weight, inverse_rms)
+                dy_rows, dy_columns, columns = backward_operands(dy, rows, spec, norm=norm)
+                dw = gemm(dy_columns, columns, ctx.weight_dtype)
             else:
                 dy_rows = quantize_rows(dy, spec.gradient)
             dx = gemm(dy_rows, ctx.operand.transposed, ctx.dtype)
         else:
             dx = wide_mm(dy, ctx.operand.dequantized()).to(ctx.dtype)
             if trained:
+                inputs = rows if norm_weight is None else rms_norm_forward(rows, norm_weight, ctx.eps)
                 dw = wide_mm(dy.t(), quantize_rows(inputs, spec.activation).dequantize()).to(ctx.weight_dtype)
         if norm_weight is not None:
-            dx, dnorm = rms_norm_backward(dx, rows, norm_weight, inverse_rms)
+            dx, dnorm = rms_norm_backward(dx, rows, norm_weight, ctx.eps)
         return dx.view(ctx.shape), dnorm, dw, *(None,) * 6, grads[0] if ctx.needs_input_grad[9] else None
 
 

@@ -29,19 +29,21 @@ _COLUMNS = 1024  # that are added up at a time
 
 def gather_by_expert(
     rows: QuantizedTensor, chosen: Tensor, experts: int, height: int
-) -> tuple[QuantizedTensor, Tensor, Tiles]:
-    """Return the rows of all choices sorted by expert [T * k, K], each choice's row int64 [T * k], and their tiles.
+) -> tuple[QuantizedTensor, Tensor, Tensor, Tiles]:
+    """Return the rows of all choices sorted by expert [T * k, K], each choice's row int64 [T, k], each row's token
+    int64 [T * k], and the rows' tiles.
 
     rows [T, K] in groups along K; chosen int [T, k], ids from 0 to experts - 1.
     """
     (tokens, top_k), k, device = chosen.shape, rows.data.shape[1], rows.data.device
     pairs, chosen = tokens * top_k, chosen.contiguous()
     tiles = room_for_tiles(experts, pairs, height, device)
-    out, row_of = empty_rows((pairs, k), rows.spec, device), torch.empty(pairs, dtype=torch.int64, device=device)
+    out = empty_rows((pairs, k), rows.spec, device)
+    row_of, token_of = torch.empty(2, pairs, dtype=torch.int64, device=device)
     own = _MANY if pairs >= _MANY_FROM else _FEW
     _gather_kernel[-(-pairs // own),](
         *(chosen, rows.data.view(torch.uint8), rows.scale_inv, out.data.view(torch.uint8), out.scale_inv, row_of),
-        *(tiles.expert, tiles.first, tiles.rows, tiles.starts, pairs, experts, tiles.expert.numel(), k),
+        *(token_of, tiles.expert, tiles.first, tiles.rows, tiles.starts, pairs, experts, tiles.expert.numel(), k),
         *(*rows.scale_inv.stride(), *out.scale_inv.stride()),
         TOP_K=top_k,
         EXPERTS=triton.next_power_of_2(experts),
@@ -51,13 +53,13 @@ def gather_by_expert(
         WIDTH=_WIDTH,
         num_warps=4,
     )
-    return out, row_of, tiles
+    return out, row_of.view(chosen.shape), token_of, tiles
 
 
 @triton.jit(do_not_specialize=["pairs", "most", "first_ptr", "rows_ptr", "scale_group", "out_scale_group"])
 def _gather_kernel(
-    chosen_ptr, codes_ptr, scale_ptr, out_ptr, out_scale_ptr, row_ptr, expert_ptr, first_ptr, rows_ptr, starts_ptr,
-    pairs, experts, most, k, scale_row, scale_group, out_scale_row, out_scale_group,
+    chosen_ptr, codes_ptr, scale_ptr, out_ptr, out_scale_ptr, row_ptr, token_ptr, expert_ptr, first_ptr, rows_ptr,
+    starts_ptr, pairs, experts, most, k, scale_row, scale_group, out_scale_row, out_scale_group,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -80,6 +82,8 @@ def _gather_kernel(
     row = tl.sum(tl.where(own[:, None] == each[None, :], begin[None, :], 0), 1) + among
     tl.store(row_ptr + pair, row.to(tl.int64), mask=exists)
 
+    tl.store(token_ptr + row, (pair // TOP_K).to(tl.int64), mask=exists)
+
     token, row = (pair // TOP_K).to(tl.int64)[:, None], row.to(tl.int64)[:, None]
     for start in range(0, k, WIDTH):
         column = start + tl.arange(0, WIDTH)[None, :]
@@ -94,12 +98,14 @@ def _gather_kernel(
 
 
 def combine(outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-    return _Combine.apply(outputs, probs, order, dtype)
+    row_of = torch.empty_like(order)
+    row_of[order] = torch.arange(order.numel(), device=order.device, dtype=order.dtype)
+    return Combine.apply(outputs.contiguous(), probs.contiguous(), row_of.view(probs.shape), dtype)
 
 
-def combine_rows(outputs: Tensor, probs: Tensor, row_of: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `combine` without a gradient. row_of int64 [T * k]: the row that holds the output of each pair."""
-    (tokens, top_k), hidden = probs.shape, outputs.shape[1]
+def combine_rows(outputs: Tensor, probs: Tensor | None, row_of: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute `Combine` without a gradient. probs: None if all are 1."""
+    (tokens, top_k), hidden = row_of.shape, outputs.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
     if out.numel():
         _combine_kernel[tokens, -(-hidden // _COLUMNS)](
@@ -108,12 +114,11 @@ def combine_rows(outputs: Tensor, probs: Tensor, row_of: Tensor, dtype: torch.dt
     return out
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
+    """Computes `combine`. row_of int64 [T, k]: the row that holds the output of each pair."""
+
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-        outputs, probs = outputs.contiguous(), probs.contiguous()
-        row_of = torch.empty_like(order)
-        row_of[order] = torch.arange(order.numel(), device=order.device, dtype=order.dtype)
+    def forward(ctx: Any, outputs: Tensor, probs: Tensor, row_of: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(outputs, probs, row_of)
         return combine_rows(outputs, probs, row_of, dtype)
 
@@ -139,7 +144,7 @@ def _combine_kernel(outputs_ptr, probs_ptr, row_ptr, out_ptr, hidden, TOP_K: tl.
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         values = tl.load(outputs_ptr + tl.load(row_ptr + pair) * hidden + column, mask=column < hidden, other=0.0)
-        total += values.to(tl.float32) * tl.load(probs_ptr + pair)
+        total += values.to(tl.float32) * (1.0 if probs_ptr is None else tl.load(probs_ptr + pair))
     tl.store(out_ptr + token * hidden + column, cast(total, out_ptr.dtype.element_ty), mask=column < hidden)
 
 

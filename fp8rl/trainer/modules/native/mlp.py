@@ -23,10 +23,9 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.numerics.ops.experts import kept_scores, sum_in_order
+from fp8rl.numerics.ops.experts import kept_scores, rows_of_pairs, sum_in_order
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.trainer.modules.exact import StackedWeights
-from fp8rl.trainer.modules.host import rows_of_pairs
 from fp8rl.trainer.modules.native import Fields, Layer, MegatronFamily, with_precision
 from fp8rl.trainer.modules.precision import LayerPrecision
 from fp8rl.trainer.modules.weights import empty_weight
