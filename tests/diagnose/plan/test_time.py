@@ -60,7 +60,7 @@ def test_the_host_bounds_small_steps() -> None:
     job = replace(on_h200(512, 8), layout=TrainerSection(ep=8, dp=8), storage="kernels")
     time = step_time(job, replace(RATES, launches=Rate(2e4, 2e5, "")))
     assert time.total[1] == pytest.approx(kernels(job) * 5e-5 + seconds(time)["update"])
-    assert kernels(job) - kernels(job.in_bf16()) == 48 * (49 - 34)
+    assert kernels(job) - kernels(job.in_bf16()) == 48 * (36 - 28)
 
 
 def test_recomputing_costs_a_forward() -> None:
