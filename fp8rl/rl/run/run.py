@@ -94,8 +94,7 @@ class Run:
         self.teacher: Engines | None = None
         """The engines of the model that the policy learns from, if there is one; a lost engine is replaced."""
         if (section := experiment.teacher) is not None:
-            spec = section.numerics(experiment.numerics, experiment.numerics_config().k_splits)
-            teacher = self._serving("teacher", spec)
+            teacher = self._serving("teacher", section.numerics(experiment))
             self.teacher = Engines(section.engines, teacher, section.engine(rollout), self.events)
             closing.callback(self.teacher.stop)
         self.trainer = TrainerGroup.start(trainer_spec(experiment, numerics), self.reservations.trainer())

@@ -66,7 +66,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     if not experiment.needs_engines:
         return
     if teacher is not None and experiment.teacher is not None:
-        its_own = experiment.teacher.numerics(experiment.numerics, numerics.k_splits).kv_format.dtype.itemsize
+        its_own = experiment.teacher.numerics(experiment).kv_format.dtype.itemsize
         taken = kv_cache_bytes(teacher, experiment.teacher.engine(experiment.rollout), its_own)
         if taken > left:
             expected = f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
