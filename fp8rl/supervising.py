@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-from fp8rl.rl.run.interrupts import INTERRUPTED, LOST, SAYS_LOST, SIGNALS
+from fp8rl.rl.run.interrupts import INTERRUPTED, LOST, SAYS, SIGNALS, STOPPED
 from fp8rl.rollout.tasks.environments.supervisor import DEATH_SIGNAL, SUBREAPER, kill_children, prctl, reaped
 
 _BURST_SECONDS = 2.0
@@ -36,7 +36,7 @@ def supervise() -> None:
     watched = {*SIGNALS, signal.SIGCHLD}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under `nohup` a terminal may close
         watched.remove(signal.SIGHUP)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*watched, SAYS_LOST})  # each is taken by sigtimedwait
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*watched, *SAYS.values()})  # each is taken by sigtimedwait
     code, started = LOST, 0
     while code == LOST:
         child = os.fork()
@@ -44,12 +44,12 @@ def supervise() -> None:
             os.setpgid(0, 0)
             prctl(DEATH_SIGNAL, signal.SIGKILL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a terminal would stop a background process that reads
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*watched, SAYS_LOST})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*watched, *SAYS.values()})
             restarts = started
             return
         code = _ended(child, watched)
-        if signal.sigtimedwait({SAYS_LOST}, 0) and code == 1:
-            code = LOST
+        if (said := signal.sigtimedwait(SAYS.values(), 0)) and code == 1:
+            code = LOST if said.si_signo == SAYS[LOST] else STOPPED
         kill_children(_LEFT_SECONDS)
         started += 1
     sys.exit(code)

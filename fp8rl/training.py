@@ -162,7 +162,7 @@ def run_experiment(
                 notes.append(text)
         elif not again:
             write_atomically(files.experiment, experiment.to_yaml())
-        left = 0 if supervising.restarts is None else experiment.run.restarts - supervising.restarts
+        left = None if supervising.restarts is None else experiment.run.restarts - supervising.restarts
         begun = again
         try:
             with open_run(experiment, files, notes, again=again, left=left) as run:
@@ -177,7 +177,7 @@ def run_experiment(
             raise
         except FAILURES as error:
             lost = begun and isinstance(error, TrainerDiedError)
-            raise RunFailedError(str(error), say_failed(files, error, left if lost else 0)) from error
+            raise RunFailedError(str(error), say_failed(files, error, left if lost else None)) from error
 
 
 def _as_overrides(values: Mapping[str, Any]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.backend.compiler import uncompiled
 from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes
 from fp8rl.numerics.backend.implementation import capability_of, deepgemm_lacks, has_deepgemm
 from fp8rl.numerics.kv import BF16_CACHE, KVFormat
@@ -45,8 +46,6 @@ _ATTENTION = AttentionProbe(
     paged=ops.paged_attention,
     tree=ops.tree_attention,
 )
-
-
 _OF_EXPERTS = (70, 0, _MANY - 70)
 """Rows of each of three experts."""
 
@@ -59,6 +58,7 @@ def _probes() -> Iterator[Probes]:
     yield from dispatch.USERS_PROBES
 
 
+@uncompiled()  # the bits are the same, and to compile takes longer here than to run
 def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACHE) -> list[str]:
     """Return the ops that gave a row other bits in a small batch than in a large one, or in one step than in several;
     and the draw, if its kernel draws other tokens than its definition.
@@ -81,16 +81,10 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
     tokens = torch.arange(_MANY, device=device)
     positions = tokens[:, None]
 
-    def of_experts(n: int) -> Tensor:
+    def of_experts(n: int, adapter: LowRank | None = None) -> Tensor:
         """Return the results of the second expert's rows, in a call in which the first expert has n rows."""
-        counts = torch.tensor([n, _MANY, 0], device=device)
-        return grouped_linear(torch.cat((x[:n], x)), counts, stacked, group, spec)[n:]
-
-    def of_adapted_experts(n: int) -> Tensor:
-        """Do the same as `of_experts`, with experts that have adapters."""
-        counts, rows = torch.tensor([n, _MANY, 0], device=device), torch.cat((x[:n], x))
-        weights = ExpertWeights(stacked, group, stacked_adapter)
-        return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
+        counts, weights = torch.tensor([n, _MANY, 0], device=device), ExpertWeights(stacked, group, adapter)
+        return adapted_grouped_linear(torch.cat((x[:n], x)), counts, weights, spec, "bf16")[n:]
 
     rowwise = {
         "bf16 product": lambda n: ops.linear(x[:n], w),
@@ -109,11 +103,17 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
     for probes in of_models:
         rowwise |= probes.rows(random, _MANY)
     attentions = (_ATTENTION, *(probes.attention for probes in of_models if probes.attention is not None))
+
+    def varies(op: Callable[[int], Tensor], other: int) -> bool:
+        """Return whether rows have other bits in `op(other)` than in a small batch."""
+        rows = op(other)
+        return any(not torch.equal(few := op(n), rows[: len(few)]) for n in _FEW)
+
     with torch.no_grad():
-        variant = [name for name, op in rowwise.items() if any(not torch.equal(op(n), op(_MANY)[:n]) for n in _FEW)]
-        if any(not torch.equal(of_experts(n), of_experts(0)) for n in _FEW):
+        variant = [name for name, op in rowwise.items() if varies(op, _MANY)]
+        if varies(of_experts, 0):
             variant.append("grouped_linear")
-        if any(not torch.equal(of_adapted_experts(n), of_adapted_experts(0)) for n in _FEW):
+        if varies(lambda n: of_experts(n, stacked_adapter), 0):
             variant.append("adapted grouped_linear")
         large = x.repeat(-(-_MICRO_BATCH // _MANY), 1)
         if not torch.equal(ops.linear(large, w)[-_MANY:], ops.linear(x, w)):

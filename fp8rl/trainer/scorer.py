@@ -160,7 +160,7 @@ class Scorer:
 
 def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:
     if numerics.mode == "exact" and numerics.k_splits % config.tp:
-        remedy = "Set both to the same number. The engine then adds partial sums in the trainer's order."
+        remedy = "Set it to the larger of trainer.tp and rollout.tp, so that both sides add the same partial sums."
         expected = f"a multiple of trainer.tp={config.tp}, whose ranks have equally many slices"
         raise user_error("numerics.k_splits", numerics.k_splits, expected, remedy)
 

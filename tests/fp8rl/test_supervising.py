@@ -26,6 +26,7 @@ def up(): print(os.getpid(), flush=True)
 """
 HANGS = "signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\nup()\nwhile True: time.sleep(60)"
 ENDS = "with interruptible(): up(); time.sleep(60)"
+SAYS = "os.kill(os.getppid(), signal.SIGUSR1 if times < 2 else signal.SIGUSR2); os._exit(1)"
 SWALLOWS = "with interruptible():\n try: up(); time.sleep(60)\n except KeyboardInterrupt: time.sleep(60)"
 
 
@@ -93,11 +94,10 @@ def test_a_child_that_is_killed_has_an_exit_code_and_a_sentence() -> None:
     assert not orphan.is_running()
 
 
-@pytest.mark.parametrize("lost", ["sys.exit(75)", "os.kill(os.getppid(), signal.SIGUSR1); os._exit(1)"])
-def test_a_lost_run_is_started_again_until_it_ends_otherwise(lost: str) -> None:
-    """Ray may end a run, with its own exit code, before the run can say with its code that it is lost."""
-    program = f"print(supervising.restarts, flush=True)\nif supervising.restarts < 2: {lost}\nsys.exit(4)"
-    done = subprocess.run(
-        [sys.executable, "-c", SUPERVISED + program, "100"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 4 and done.stdout.split()[1::2] == ["0", "1", "2"]
+@pytest.mark.parametrize("ends", ["sys.exit(75 if times < 2 else 3)", SAYS])
+def test_a_lost_run_is_started_again_until_it_is_stopped(ends: str) -> None:
+    """Ray may end a run, with its own exit code, before the run can say with its code that it is lost, or stopped."""
+    program = f"{SUPERVISED}times = supervising.restarts; print(times, flush=True)\n{ends}"
+    command = [sys.executable, "-c", program, "100"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and done.stdout.split()[1::2] == ["0", "1", "2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -51,12 +51,12 @@ def spans(counts: Tensor, x: Tensor) -> Any:
 @op
 def grouped_product(x: Tensor, spans: Any, operand: Any, spec: QuantSpec | None, n: int, plus: Tensor | None) -> Tensor:
     """Compute `grouped_linear` [T, n] without a gradient. Without a spec the operand is the weights themselves."""
-    plain, stops = spec is None and plus is None, list(accumulate(spans))
-    if plain and stops[-1] == len(x) and one_product_is_faster(x, spans, n * x.shape[1]):
+    plain = spec is None and plus is None
+    if plain and sum(spans) == len(x) and one_product_is_faster(x, spans, n * x.shape[1]):
         whole = product(x, operand.flatten(0, 1), x.dtype).unflatten(1, operand.shape[:2])
         return whole[torch.arange(len(x)), group_of_rows(spans)]
     rows, out = x if spec is None else fake_quantize_rows(x, spec.activation), x.new_empty(len(x), n)
-    for start, stop, weight in zip([0, *stops[:-1]], stops, operand, strict=True):
+    for (start, stop), weight in zip(pairwise(accumulate(spans, initial=0)), operand, strict=True):
         if start < stop:  # rows behind a span are its neighbours', whose products come next
             span = slice(start, start + filled_up(stop - start))
             out[span] = product(rows[span], dense(weight), out.dtype, None if plus is None else plus[span])
@@ -79,9 +79,8 @@ def grouped_gradients(
         rows, spec = None if x is None else fake_quantize_rows(x, spec.activation), None
         dy = dy if rows is None else dy.to(rows.dtype)
     dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
-    stops = list(accumulate(counts))
-    parts = zip([0, *stops[:-1]], stops, operand, strict=True)
-    found = [_span_gradient(dy_rows, start, stop, dense(weight)) for start, stop, weight in parts if start < stop]
+    parts = zip(pairwise(accumulate(counts, initial=0)), operand, strict=True)
+    found = [_span_gradient(dy_rows, start, stop, dense(weight)) for (start, stop), weight in parts if start < stop]
     dx = torch.cat(found).to(dtype) if found else dense(operand[0])[:0].to(dtype)
     if rows is None:
         return dx, None

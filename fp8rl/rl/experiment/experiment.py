@@ -75,11 +75,11 @@ class TeacherSection(Section):
             }
         )
 
-    def numerics(self, section: NumericsSection, tp: int) -> NumericsConfig:
-        """Return the numerics of the teacher's engines. tp: the number of parts in which the run sums row-parallel
-        products; an engine of one rank sums in the same parts."""
+    def numerics(self, experiment: Experiment) -> NumericsConfig:
+        """Return the numerics of the teacher's engines. An engine of one rank has the slices of K of the run."""
+        slices = self.tp if self.tp > 1 else experiment.numerics_config().k_splits
         # The spec's scales of keys and values are chosen for the policy.
-        numerics = section.config(self.tp if self.tp > 1 else tp).with_bf16_kv()
+        numerics = experiment.numerics.config(slices).with_bf16_kv()
         return replace(numerics, rollout=self.precision or numerics.rollout, router_replay="off")
 
 

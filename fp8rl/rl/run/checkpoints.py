@@ -32,7 +32,7 @@ _UNFINISHED = re.compile(r"\.+step_\d+(\.(partial|pending|retired))+")
 _CONTENTS = "contents"
 """The key in `About.extra` with the digests of the files that the spec names. Older checkpoints lack this key."""
 _DIGESTS = TypeAdapter(dict[str, Content])
-_LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp"}
+_LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp", "rollout.tp", "teacher.tp"}
 
 
 def is_due(experiment: Experiment, step: int) -> bool:
@@ -198,7 +198,7 @@ def changes(run: RunDir, experiment: Experiment) -> list[str]:
     changed = [key for key in sorted(before.keys() | after.keys()) if after.get(key) != before.get(key)]
     said = [f"{key}={after.get(key)} (was {before.get(key)})" for key in changed]
     if _LAYOUT.intersection(changed):
-        said.append("another layout of the trainer adds numbers in another order: bits may differ from here on")
+        said.append("another layout adds numbers in another order: bits may differ from here on")
     return said
 
 

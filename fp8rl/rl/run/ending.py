@@ -79,12 +79,12 @@ def resume_command(files: RunDir) -> str:
     return f"resume   {typed('fp8rl')} train {files.experiment} --resume"
 
 
-def say_failed(files: RunDir, error: object, left: int = 0) -> int:
+def say_failed(files: RunDir, error: object, left: int | None = None) -> int:
     """Print what failed or was lost, where its logs are, and how to resume the run. Return its exit code.
 
-    left: how often the run may be started again. Above 0: the exit code is `LOST`, and the supervisor starts it again.
+    left: how often the supervisor may start the run again. Above 0: the exit code is `LOST`, and it does so.
     """
-    if left > 0:
+    if left and left > 0:
         say_error(f"{error}; the run starts again from its last checkpoint, at most {left} more times")
         return LOST
     say_error(f"error: {error}")

@@ -23,8 +23,8 @@ STOPPED = 3
 """Exit code of a run that a gate, a loss that is not finite, or a failure (`ending.FAILURES`) has stopped."""
 LOST = 75
 """Exit code of a run that a resume can continue, such as after the loss of its trainer (EX_TEMPFAIL of sysexits.h)."""
-SAYS_LOST = signal.SIGUSR1
-"""Tells the supervisor that the run is lost: Ray may end the process, with code 1, before it ends with `LOST`."""
+SAYS = {LOST: signal.SIGUSR1, STOPPED: signal.SIGUSR2}
+"""Signals that tell the supervisor the code with which a run without Ray ends: Ray may end it first, with code 1."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _END_SECONDS = 180.0

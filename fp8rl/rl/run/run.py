@@ -32,7 +32,7 @@ from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.feed.sampling import Sampling
-from fp8rl.rl.run.interrupts import LOST, SAYS_LOST, BoundedExitStack
+from fp8rl.rl.run.interrupts import SAYS, BoundedExitStack
 from fp8rl.rl.run.record import Record
 from fp8rl.rl.run.step import StepPass
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
@@ -94,8 +94,7 @@ class Run:
         self.teacher: Engines | None = None
         """The engines of the model that the policy learns from, if there is one; a lost engine is replaced."""
         if (section := experiment.teacher) is not None:
-            spec = section.numerics(experiment.numerics, experiment.numerics_config().k_splits)
-            teacher = self._serving("teacher", spec)
+            teacher = self._serving("teacher", section.numerics(experiment))
             self.teacher = Engines(section.engines, teacher, section.engine(rollout), self.events)
             closing.callback(self.teacher.stop)
         self.trainer = TrainerGroup.start(trainer_spec(experiment, numerics), self.reservations.trainer())
@@ -195,18 +194,19 @@ class Run:
 
 @contextmanager
 def open_run(
-    experiment: Experiment, files: RunDir, notes: Sequence[str] = (), *, again: bool = False, left: int = 0
+    experiment: Experiment, files: RunDir, notes: Sequence[str] = (), *, again: bool = False, left: int | None = None
 ) -> Iterator[Run]:
     """Start all parts of a run, from its last checkpoint if it has one. They end with the block.
 
     notes: remarks on the input, for log and report. again: the run was lost and is started again. left: how often it
-    may be started again, if Ray's head is lost.
+    may be started again, if Ray's head is lost; None: no supervisor starts it.
     """
 
     def end_without_ray(why: str) -> None:
         """Without Ray nothing can be unwound; children end with this process. Ray may end it before this function."""
-        if (code := say_failed(files, why, left)) == LOST:
-            os.kill(os.getppid(), SAYS_LOST)
+        code = say_failed(files, why, left)
+        if left is not None:
+            os.kill(os.getppid(), SAYS[code])
         with suppress(OSError):
             record.end(why)
         CONSOLE.error(why)

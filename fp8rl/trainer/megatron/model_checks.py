@@ -29,7 +29,7 @@ def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Itera
 
     Raises UserError: a size of the model does not fit.
     """
-    yield from _split_refusals(shape, config.tp, spec, "trainer.tp")
+    yield from split_refusals(shape, config.tp, spec, "trainer.tp")
     sizes, ep = shape.sizes, config.ep
     if ep > 1 and not sizes.moe:
         remedy = "Set trainer.ep=1, or choose a mixture of experts."
@@ -57,7 +57,7 @@ def check_engine_layout(
     kv_heads, named = shape.sizes.kv_heads, any(weight.kv_rows for weight in shape.weights)
     copied = mode == "exact" and named and shape.sizes.joined == 1
     copies = tp // kv_heads if copied and tp % kv_heads == 0 else 1
-    yield from _split_refusals(shape, tp, spec, key, copies)
+    yield from split_refusals(shape, tp, spec, key, copies)
     if tp > 1 and (why := _unshared(shape, "engine")):
         yield user_error(key, tp, f"1 for a model {why}", f"Set {key}=1, and rollout.engines to use more GPUs.")
     if shape.sizes.experts % tp:
@@ -133,7 +133,7 @@ def check_rows(
         yield user_error("rollout.context_length", length, expected, remedy)
 
 
-def _split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str, copies: int = 1) -> Iterator[UserError]:
+def split_refusals(shape: Shape, tp: int, spec: QuantSpec, key: str, copies: int = 1) -> Iterator[UserError]:
     """Yield the reasons why `tp` ranks of the trainer or an engine cannot split a model.
 
     key: the spec's key of tp. copies: the number of ranks that have the same key-value heads.

@@ -75,7 +75,7 @@ def test_a_teachers_engines_are_the_policys_but_for_their_number_and_room() -> N
 )
 def test_a_teacher_computes_as_the_runs_engines_do(sections: Any, rollout: str, k_splits: int) -> None:
     spec = experiment(**TAUGHT | sections)
-    numerics = spec.teacher.numerics(spec.numerics, spec.numerics_config().k_splits)
+    numerics = spec.teacher.numerics(spec)
     assert (numerics.rollout, numerics.k_splits, numerics.router_replay) == (rollout, k_splits, "off")
     assert numerics.mode == spec.numerics.mode and numerics.spec == spec.numerics.config(1).spec
     assert (numerics.kv, numerics.value_scale) == ("bf16", 1.0), "whose scales are the policy's"

@@ -72,7 +72,7 @@ def test_the_number_of_k_slices_is_part_of_the_result(dense_path: Path, make_tra
     assert not torch.equal(one, two)
     torch.testing.assert_close(one, two, rtol=0, atol=0.5)
     packed = {"mode": "native", "packing": True}
-    for keys, said in (({"tp": 2}, r"k_splits: found 1, .*multiple of trainer\.tp=2"), (packed, "trainer.packing")):
+    for keys, said in (({"tp": 2}, r"k_splits: found 1, .*of trainer\.tp=2.*the larger"), (packed, "trainer.packing")):
         with pytest.raises(UserError, match=said):
             make_trainer(dense_path, **keys)
 

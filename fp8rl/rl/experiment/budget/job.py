@@ -203,7 +203,7 @@ def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> Te
     teacher = experiment.teacher
     if teacher is None or teacher.tp > 1 or experiment.sync.engines_own_gpus:
         return None
-    numerics = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
+    numerics = teacher.numerics(experiment)
     engine = teacher.engine(experiment.rollout)
     kept = shape.kv_bytes(numerics.kv_format.dtype.itemsize)
     cache = float(teacher.max_total_tokens * kept + engine.states(True) * shape.request_bytes())

@@ -10,7 +10,7 @@ from fp8rl import models
 from fp8rl.models import Model, ModelSizes, load_architecture
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.errors import raise_first, user_error
 from fp8rl.numerics.core.reading import check_regular, read_json
 from fp8rl.numerics.core.section import RELATIVE
 from fp8rl.rl.algorithms.base import AlgorithmConfig, UnwrittenMethodError
@@ -19,7 +19,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
 from fp8rl.trainer.config import RateSection
-from fp8rl.trainer.megatron.model_checks import check_engine_layout
+from fp8rl.trainer.megatron.model_checks import check_engine_layout, split_refusals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,12 +63,14 @@ def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrai
 
 
 def check_teacher_layout(experiment: Experiment, shape: Shape) -> None:
-    """Raise `UserError` if a teacher of this shape does not divide over its engine's ranks, or has no room for the
-    longest answer."""
+    """Raise `UserError` if a teacher of this shape does not divide over its engine's ranks or into the run's slices of
+    products, or has no room for the longest answer."""
     teacher, asked = experiment.teacher, experiment.rollout.context_length
     assert teacher is not None
-    numerics = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
+    numerics = teacher.numerics(experiment)
     check_engine_layout(shape, teacher.tp, numerics.rollout_spec, numerics.mode, "teacher.tp")
+    slices, key = numerics.k_splits, "max(trainer.tp, rollout.tp)"
+    raise_first(split_refusals(shape, slices, numerics.rollout_spec, key, copies=slices))
     length = teacher.engine(experiment.rollout).context_length
     key, least, most = "teacher.context_length", asked + SCORED_SHORT_OF, shape.sizes.max_positions
     if length < least:

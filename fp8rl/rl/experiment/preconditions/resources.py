@@ -28,7 +28,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 8 * 2**20
 """The folder of shared memory, and the most bytes that an engine keeps there besides the buckets of a sync."""
 RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
-"""Bytes that the process of a trainer rank, or of an engine, takes before it has a model (measured)."""
+"""Bytes that a rank of the trainer, or of an engine, takes before it has a model (measured)."""
 
 
 def kv_cache_bytes(shape: Shape, engines: RolloutSection, each: int) -> int:
@@ -56,34 +56,33 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         stages = range(experiment.trainer.pp)
         _check_processes(shape, experiment, [_on_the_host(job, stage) for stage in stages], weights=0)
         return
-    numerics, layout, tp = experiment.numerics_config(), experiment.trainer, experiment.rollout.tp
+    numerics, layout, rollout = experiment.numerics_config(), experiment.trainer, experiment.rollout
     firsts = [stage * layout.stage_size for stage in range(layout.pp)]  # a rank of each pipeline stage
     states = [state_bytes(shape, layout, numerics, "torch", rank).values() for rank in firsts]
     state = [sum(part.total for part in parts) for parts in states]
     element_bytes = numerics.kv_format.dtype.itemsize
-    weights = tp * served_bytes(shape, numerics.rollout_spec, tp) if experiment.needs_engines else 0
+    weights = rollout.tp * served_bytes(shape, numerics.rollout_spec, rollout.tp) if experiment.needs_engines else 0
     left = _check_processes(shape, experiment, state, weights)
     if not experiment.needs_engines:
         return
     if teacher is not None and experiment.teacher is not None:
-        its_own = experiment.teacher.numerics(experiment.numerics, numerics.k_splits).kv_format.dtype.itemsize
-        taken = kv_cache_bytes(teacher, experiment.teacher.engine(experiment.rollout), its_own)
+        its_own = experiment.teacher.numerics(experiment).kv_format.dtype.itemsize
+        taken = kv_cache_bytes(teacher, experiment.teacher.engine(rollout), its_own)
         if taken > left:
             expected = f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
             expected += f"and the processes leave {left / 2**30:.1f} GiB"
             remedy = "Lower teacher.max_total_tokens or teacher.engines, or free memory."
             raise user_error("teacher.max_total_tokens", experiment.teacher.max_total_tokens, expected, remedy)
         left -= taken
-    rollout = experiment.rollout
     caches = kv_cache_bytes(shape, rollout, element_bytes)
     if caches > left:
         expected = f"a cache that fits the free memory: {rollout.engines} engine(s) would need "
         expected += f"{caches / 2**30:.1f} GiB, and the processes leave {left / 2**30:.1f} GiB"
-        beside = rollout.engines * tp * rollout.states(cuda=False) * shape.request_bytes(tp)
+        beside = rollout.engines * rollout.tp * rollout.states(cuda=False) * shape.request_bytes(rollout.tp)
         if 2 * beside > caches:
             remedy = f"Lower it: states of sequences alone take {beside / 2**30:.1f} GiB. Or free memory."
             raise user_error("rollout.max_running_requests", rollout.max_running_requests, expected, remedy)
-        most = max(0, left - beside) // (rollout.engines * tp * shape.kv_bytes(element_bytes, tp))
+        most = max(0, left - beside) // (rollout.engines * rollout.tp * shape.kv_bytes(element_bytes, rollout.tp))
         remedy = f"Set rollout.max_total_tokens well below {most}, or free memory."
         raise user_error("rollout.max_total_tokens", rollout.cache_tokens, expected, remedy)
 
@@ -91,16 +90,15 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
 def _check_processes(shape: Shape, experiment: Experiment, states: list[int], weights: int) -> int:
     """Return the bytes of memory that are left beyond all processes. states: bytes of a rank, by stage. weights: bytes
     of an engine's weights."""
-    ranks, rollout = experiment.trainer.world_size, experiment.rollout
-    engines = len(experiment.engine_ranks)
+    ranks, engines = experiment.trainer.world_size, experiment.engine_ranks
     available = available_memory()
     trainer = ranks * RANK_BYTES + ranks * sum(states) // len(states)
-    serving = engines * ENGINE_BYTES + rollout.engines * weights
+    serving = sum(engines) * ENGINE_BYTES + experiment.rollout.engines * weights
     processes = trainer + serving
     if processes > available:
-        key, found = ("rollout.engines", engines) if serving > trainer else ("trainer.dp", experiment.trainer.dp)
-        expected = f"processes that fit the free memory: {ranks} trainer rank(s) and {engines} engine(s) need more "
-        expected += f"than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available"
+        key, found = ("rollout.engines", len(engines)) if serving > trainer else ("trainer.dp", experiment.trainer.dp)
+        expected = f"processes that fit the free memory: {ranks} trainer rank(s) and {len(engines)} engine(s) need "
+        expected += f"more than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available"
         raise user_error(key, found, expected, f"Lower {key}, or submit the run to a Ray cluster that has the memory.")
     return available - processes
 

@@ -145,6 +145,7 @@ def test_a_teacher_without_room_for_the_longest_answer_is_refused(taught, teache
 def test_what_is_wrong_with_its_directory_is_said_of_it(taught, teacher):
     assert refusal(taught, teacher={"path": "/nowhere"}).startswith("teacher.path: found '/nowhere'")
     assert refusal(taught, teacher={"tp": 3}).startswith("teacher.tp: found 3")
+    assert "/ max(trainer.tp, rollout.tp) = 384 / 2: found 192" in refusal(taught, trainer={"tp": 2})
     weights = load_file(teacher / "model.safetensors")
     name = next(iter(weights))
     save_file({key: value for key, value in weights.items() if key != name}, teacher / "model.safetensors")

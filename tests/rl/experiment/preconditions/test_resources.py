@@ -27,7 +27,7 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch, tp):
     shape = check(spec).shape
     state = sum(each.total for each in state_bytes(shape, spec.trainer, spec.numerics_config(), "torch").values())
     weights = tp * served_bytes(shape, spec.numerics.config(1).spec, tp)
-    needed = cache + RANK_BYTES + state + 2 * (ENGINE_BYTES + weights)
+    needed = cache + RANK_BYTES + state + 2 * (tp * ENGINE_BYTES + weights)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kv_cache_bytes(shape, spec.rollout, 2) == cache
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed - 1))
