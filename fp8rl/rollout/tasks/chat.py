@@ -88,7 +88,7 @@ def read_arguments(found: Any) -> Any:
     return {} if found is None or found == "" else found
 
 
-def with_arguments(call: Any, form: Callable[[Any], Any]) -> Any:
+def with_arguments(call: Any, form: Callable[[Any], Any] = read_arguments) -> Any:
     """Copy a tool call with the arguments in another form. What is no call of a function stays as it is."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
@@ -269,7 +269,7 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
         copied[keys[0]] = text
     if not (calls := copied.pop("tool_calls", None)):  # some templates take an empty list for calls
         return copied
-    copied["tool_calls"] = [with_arguments(call, read_arguments) for call in calls]
+    copied["tool_calls"] = [with_arguments(call) for call in calls]
     written = partial(json.dumps, ensure_ascii=False)
     as_text = {**copied, "tool_calls": [with_arguments(call, written) for call in copied["tool_calls"]]}
     # The templates of DeepSeek put the arguments into the text as they are, and fail with an object.
