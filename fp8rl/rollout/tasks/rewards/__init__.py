@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.section import Section, SpecFunction, SpecPath, located_as
-from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, named_numbers, named_object
+from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, is_async, named_numbers, named_object
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
 
@@ -106,7 +106,7 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.call)
+        return is_async(self.call)
 
     def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function asks for. offered: all arguments."""
@@ -120,6 +120,7 @@ class RewardFunction:
         """Return the rewards of each answer from the value that a call returned. Raises ReturnError."""
         if not self.of_group:
             return [named_numbers(returned)]
+        returned = returned.tolist() if hasattr(returned, "tolist") else returned  # an array of numpy or torch
         if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != answers:
             raise ReturnError(f"found {brief(returned)}, expected a list of {answers} rewards, one per answer")
         return [named_numbers(value) for value in returned]
