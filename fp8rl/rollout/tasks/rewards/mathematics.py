@@ -164,7 +164,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
         right = False
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-            own = [value for text in _results(answer, stated=True) for value in _read(text)]
+            own = [value for text in results(answer, stated=True) for value in _read(text)]
             right = any(_compared(*pair) for pair in product(expected, own))
         finally:
             os._exit(not right)
@@ -173,7 +173,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
 
 @lru_cache(maxsize=256)
 def _expected(reference: str) -> list[Any]:
-    return [value for text in _results(reference, stated=False) for value in _read(text)]
+    return [value for text in results(reference, stated=False) for value in _read(text)]
 
 
 def _read(result: str) -> list[Any]:
@@ -231,7 +231,7 @@ _PROSE = re.compile(
 )
 
 
-def _results(text: str, *, stated: bool) -> list[str]:
+def results(text: str, *, stated: bool) -> list[str]:
     """Return the texts that may be the result. stated: if a text has no mark, use only its last statement."""
     text = text.rpartition("</think>")[2]
     _, mark, tail = text.rpartition("####")
