@@ -64,11 +64,6 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     return found
 
 
-def is_async(call: Callable[..., Any]) -> bool:
-    """Return True for an async function, and for an object that is called like one."""
-    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
-
-
 # The numbers that a user's function returns: one, or some with names.
 
 Numbers = dict[str, float]

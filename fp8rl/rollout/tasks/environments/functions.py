@@ -13,7 +13,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rollout.tasks.environments import HARNESS, SINGLE_TURN, EnvironmentSection, HarnessSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.harness import Harness
-from fp8rl.rollout.tasks.named_functions import is_async, named_object
+from fp8rl.rollout.tasks.named_functions import named_object
 from fp8rl.rollout.tasks.tool_calls import parsers
 
 Environment = Callable[[Conversation], Awaitable[Any]]
@@ -80,7 +80,7 @@ def _coroutine(
 ) -> Callable[..., Awaitable[Any]]:
     """Load an async function that takes the arguments `given` and `kwargs`. Raises as `load_environment` does."""
     call, label = named_object(name, key, built_in), name.rpartition(":")[2]
-    if not is_async(call):
+    if not inspect.iscoroutinefunction(call):
         remedy = f"Write async def {label}({', '.join(one.split()[-1].lower() for one in given)}): ..."
         raise user_error(key, name, "an async function, because it waits for the model", remedy)
     signature = inspect.signature(call)

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.section import Section, SpecFunction, SpecPath, located_as
-from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, is_async, named_numbers, named_object
+from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, named_numbers, named_object
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
 
@@ -106,7 +106,8 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        return is_async(self.call)
+        called = type(self.call).__call__  # of an object
+        return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(called)
 
     def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function asks for. offered: all arguments."""
