@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import zipfile
 from collections import Counter
@@ -67,11 +66,11 @@ def _check_size(size: int, path: Path) -> None:
 
 
 def _json_lines(path: Path, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+    for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            values = parse_json(line, finite=False)
+            values = parse_json(line, float)
         except ValueError as error:
             found = f"{line[:60].decode('utf-8', 'replace')} ({error})"
             raise _no_object(path, number, found) from None

@@ -23,18 +23,24 @@ _TOO_DEEP = f"lists and objects nested more than {DEEPEST} deep"
 _MOST_DIGITS = 300
 
 
-def parse_json(data: str | bytes, finite: bool = True) -> Any:
-    """Return the value of a JSON text; bytes are UTF-8.
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {text[:20]}")
+    return value
 
-    finite: refuse Python's `NaN` and `Infinity`, which fp8rl itself writes in places.
+
+def parse_json(data: str | bytes, number: Callable[[str], Any] = _finite) -> Any:
+    """Return the value of a JSON text; bytes are UTF-8, with or without a byte order mark.
+
+    number: reads a decimal number, and Python's `NaN` and `Infinity`, which fp8rl itself writes in places. The default
+    refuses these two.
 
     Raises:
         ValueError: the text is no JSON or no UTF-8, has a number beyond the range of a double, or is nested more than
             `DEEPEST` deep.
     """
-    text = data if isinstance(data, str) else data.decode("utf-8")
+    text = data if isinstance(data, str) else data.decode("utf-8-sig")
     try:
-        number = _finite if finite else float
         value = json.loads(text, parse_float=number, parse_constant=number, parse_int=_whole)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
@@ -46,12 +52,6 @@ def parse_json(data: str | bytes, finite: bool = True) -> Any:
         raise ValueError(_TOO_DEEP)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, and no text
-    return value
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"the number {text[:20]}")
     return value
 
 
@@ -176,7 +176,7 @@ def read_json(path: Path, key: str, expected: str, remedy: str = RESTORE) -> dic
     """Return the object in a JSON file. Raises `UserError` as `read_text` does, and if the text is no JSON object."""
     text = read_text(path, key, expected, remedy)
     try:
-        value = parse_json(text, finite=False)
+        value = parse_json(text, float)
     except ValueError as error:
         raise user_error(f"{key}: {path}", found=str(error), expected="valid JSON", remedy=remedy) from error
     if not isinstance(value, dict):
@@ -221,7 +221,7 @@ def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tu
     bad: list[BadLine] = []
     for number, line in enumerate(read_bytes(path, key, "a JSON lines file").split(b"\n")[:-1], start=1):
         try:
-            value = parse_json(line, finite=False)
+            value = parse_json(line, float)
             if not isinstance(value, dict):
                 raise TypeError(f"a {type(value).__name__}, no object")
             good.append(parse(value))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from fp8rl.numerics.core.errors import printable
+
 Handler = Callable[[str, int, str], object]
 """Takes an event: the metric that counts such events, how many there were, and a sentence."""
 Progress = Callable[[int, int], object]
@@ -87,24 +89,24 @@ class Failures:
     def add(self, label: str, why: str) -> None:
         """Note that a call of `label` has failed. Raises TooManyFailuresError: there are more failures than allowed, or
         the first calls have all failed in the same way."""
-        self._count += 1
+        self._count, why = self._count + 1, printable(why.rstrip())
         if self._same is not None:
-            self._same.append(why.rstrip().rpartition("\n")[2])
+            self._same.append(why.rpartition("\n")[2])
             if len(self._same) == FIRST and len(set(self._same)) == 1:
                 raise TooManyFailuresError(
                     f"found that the first {FIRST} calls of the {self._what} {label} have all failed in the same way, "
-                    f"expected one of them to succeed: {why.rstrip()}"
+                    f"expected one of them to succeed: {why}"
                 )
         if label in self._explained:
             self._more += 1
         else:
             self._explained.add(label)
-            text = f"the {self._what} {label} has failed, {self._meaning}: {why.rstrip()}"
+            text = f"the {self._what} {label} has failed, {self._meaning}: {why}"
             self.events.add(self._metric, 1, text)
         if self._count > self._limit:
             raise TooManyFailuresError(
                 f"found {self._count} failures of {self._what}s, expected at most {self._limit} ({self._key}). "
-                f"The last one, of {label}: {why.rstrip()}"
+                f"The last one, of {label}: {why}"
             )
 
     def tell(self) -> None:

@@ -6,9 +6,11 @@ template writes the whole conversation, but only the text from this turn to the 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -27,6 +29,8 @@ TODAY = date(2025, 1, 1)
 """The date that templates get in place of today's, so that a prompt does not depend on the day of the run."""
 MOST_CHARACTERS = 8 << 20
 """Largest number of characters of a rendered text. No model reads more, and the tokenizer would take minutes."""
+ASKED = {"role": "user", "content": "?"}
+"""A question, to try a template with."""
 SAID = "\ue000said\ue001"
 """A placeholder for the content of a turn. It has private characters, which no message has."""
 THOUGHT = "\ue000thought\ue001"
@@ -82,6 +86,14 @@ def read_arguments(found: Any) -> Any:
         except ValueError:
             return found
     return {} if found is None or found == "" else found
+
+
+def with_arguments(call: Any, form: Callable[[Any], Any] = read_arguments) -> Any:
+    """Copy a tool call with the arguments in another form. What is no call of a function stays as it is."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": form(function.get("arguments"))}}
 
 
 def prompt_ids(
@@ -146,7 +158,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     found = []
     for role in ("user", "tool"):
         try:
-            text = _following(tokenizer, [{"role": "user", "content": "?"}], [{"role": role, "content": "?"}], {})
+            text = _following(tokenizer, [ASKED], [{"role": role, "content": "?"}], {})
         except (jinja2.TemplateError, TypeError, ValueError):
             continue  # a role that it does not know; what else is wrong is said where a conversation needs it
         if (ids := written_ids(tokenizer, text)) and ids[0] in tokenizer.added_tokens_decoder:
@@ -176,7 +188,7 @@ def _following(
     content = SAID
     if calls:
         plain = render(tokenizer, [*before, turn], options, answer=False)
-        turn["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
+        turn["tool_calls"] = [with_arguments(call, lambda _: {}) for call in calls]
         called = render(tokenizer, [*before, turn], options, answer=False)
         start, _, end = plain.rpartition(SAID)
         while not called.endswith(end):  # what ends a turn with calls and one without
@@ -239,29 +251,29 @@ def _in_known_roles(
 
 
 def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
-    """Copy a message. Put its thoughts under the key that the template reads, and parse the arguments of its calls.
+    """Copy a message. Put its thoughts under the key that the template reads, and the arguments of its calls into the
+    form that it reads: an object, or else JSON.
 
     Raises UserError: the message has thoughts, but the template writes none.
     """
     copied = dict(message)
     if text := thoughts(message):
-        asked, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}
+        turn = {"role": "assistant", "content": SAID}
         names = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
         keys = [
-            key for key in (*names, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([asked, turn | {key: THOUGHT}]) or "")
+            key for key in (*names, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([ASKED, turn | {key: THOUGHT}]) or "")
         ]
         if not keys:
             remedy = "Leave them out, or put them into the content as the model writes them."
             raise user_error(names[0], found=text, expected="no thoughts, which the chat template omits", remedy=remedy)
         copied[keys[0]] = text
-    if isinstance(calls := copied.get("tool_calls"), list | tuple):
-        copied["tool_calls"] = []
-        for call in calls:
-            function = call.get("function") if isinstance(call, Mapping) else None
-            if isinstance(function, Mapping):
-                call = {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
-            copied["tool_calls"].append(call)
-    return copied
+    if not (calls := copied.pop("tool_calls", None)):  # some templates take an empty list for calls
+        return copied
+    copied["tool_calls"] = [with_arguments(call) for call in calls]
+    written = partial(json.dumps, ensure_ascii=False)
+    as_text = {**copied, "tool_calls": [with_arguments(call, written) for call in copied["tool_calls"]]}
+    # The templates of DeepSeek put the arguments into the text as they are, and fail with an object.
+    return as_text if attempt([ASKED, copied]) is None and attempt([ASKED, as_text]) is not None else copied
 
 
 def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:

@@ -47,9 +47,11 @@ def parse_calls(
     rest, found = read_calls(FunctionCallParser.parse_non_stream, read, text)
     if not found:
         return text, ()
+    # The templates of Mistral take ids of 9 letters and digits alone. Kimi K2 writes the ids itself.
+    id_of = "functions.{name}:{number}" if parser == "kimi_k2" else "call{number:05}"
     return rest, tuple(
         {
-            "id": f"call_{before + number}",
+            "id": id_of.format(name=call.name, number=before + number),
             "type": "function",
             "function": {"name": call.name or "", "arguments": call.parameters},
         }

@@ -279,6 +279,39 @@ def test_results_of_several_calls_follow_them_as_the_template_writes_them(
     assert tokenizer.decode(row) == render(tokenizer, [USER, spoken, *results], {}, answer=True)
 
 
+@pytest.mark.parametrize("form", ["{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}"])
+@pytest.mark.parametrize("given", [{"a": "é"}, '{"a": "é"}', {}, "", None])
+def test_arguments_of_calls_are_what_the_template_takes_objects_or_text(
+    tokenizers: dict[str, Any], form: str, given: Any
+) -> None:
+    """DeepSeek's templates join them to a text. Others pass them to a filter, which would quote a text again."""
+    tokenizer = copy.deepcopy(tokenizers["chatml"])
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "'(call ' + c.function.name + ')'", f"'@' }}}}{form}{{{{ '@'"
+    )
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}]
+    spoken = {"role": "assistant", "content": "so", "tool_calls": calls}
+    result = {"role": "tool", "content": "R"}
+    text = render(tokenizer, [USER, spoken, result], {}, answer=True)
+    assert text.count("@" + ('{"a": "é"}' if given else "{}") + "@") == 1
+    turn = tokens(tokenizer, "so<|im_end|>")
+    assert (
+        tokenizer.decode(continuation_ids(tokenizer, [USER], turn, [result], {}, calls))
+        == text.rpartition("@<|im_end|>")[2]
+    )
+
+
+@pytest.mark.parametrize("none", [[], None])
+def test_an_empty_list_of_calls_is_none(tokenizers: dict[str, Any], none: Any) -> None:
+    """Mistral's template writes calls in place of the content wherever the key is there."""
+    tokenizer = copy.deepcopy(tokenizers["mistral"])
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% else %}", "{% elif m.tool_calls is defined %}{{ '(calls)' }}{% else %}"
+    )
+    history = [USER, {"role": "assistant", "content": "so", "tool_calls": none}, USER]
+    assert "so</s>" in render(tokenizer, history, {}, answer=True)
+
+
 def talk(*roles: str) -> Any:
     """An environment in which a message of each role follows a turn of the model, and another turn follows the last."""
 

@@ -86,6 +86,21 @@ def test_texts_whose_type_the_format_writes_are_left_alone() -> None:
     assert json.loads(call["function"]["arguments"]) == arguments
 
 
+@pytest.mark.parametrize(
+    ("form", "ids"), [("qwen25", ["call00009", "call00010"]), ("kimi_k2", ["functions.f:9", "functions.f:10"])]
+)
+def test_calls_have_ids_that_the_templates_take(form: str, ids: list[str]) -> None:
+    """Those of Mistral refuse all but 9 letters and digits. That of Kimi K2 writes the ids, as the model knows them."""
+    texts = {
+        "qwen25": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n',
+        "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    }
+    text = texts[form] * 2
+    if form == "kimi_k2":
+        text = f"<|tool_calls_section_begin|>{text}<|tool_calls_section_end|>"
+    assert [call["id"] for call in parse_calls(text, [tool({})], form, 9)[1]] == ids
+
+
 @pytest.mark.parametrize("form", ["glm45", "glm47", "qwen3_coder", "mimo", "minimax-m2"])
 def test_a_stream_brings_the_same_calls(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the server's hooks have it. A tag is a token, as in these models' vocabularies."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ class JsonLines(Sequence[Row]):
             )
         _check_size(len(line), where, remedy)
         try:
-            record = parse_json(line, finite=False)
+            record = parse_json(line, _finite_or_none)
         except UnicodeDecodeError as error:
             raise user_error(where, found=line, expected="UTF-8 text", remedy=remedy) from error
         except ValueError as error:
@@ -267,6 +268,11 @@ def _line_starts(data: bytes | mmap.mmap) -> np.ndarray[Any, np.dtype[np.int64]]
     return found if found[-1] == len(data) else np.append(found, len(data))
 
 
+def _finite_or_none(number: str | float) -> float | None:
+    """Return a number, and None for NaN and infinity, which JSON lacks. Tables have NaN where a number is missing."""
+    return value if math.isfinite(value := float(number)) else None
+
+
 def _row(columns: Row, features: Mapping[str, Any]) -> Row:
     return {name: _plain(value, features[name]) for name, value in columns.items() if not isinstance(value, bytes)}
 
@@ -276,8 +282,10 @@ def _plain(value: Any, feature: Any) -> Any:
 
     feature: the value's type in `datasets`. A value of the type `Json` is text in Arrow, and is parsed here.
     """
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | int):
         return value
+    if isinstance(value, float):
+        return _finite_or_none(value)
     if isinstance(value, str):
         return json.loads(value) if type(feature).__name__ == "Json" else value
     if isinstance(value, dict):

@@ -119,7 +119,7 @@ class Conversation:
         self._talk = _Talk([*messages])
         self._open(ids)
 
-    async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
+    async def sample(self, stop: str | Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
         """Sample the model's next turn.
 
         The turn ends with the end of turn, with one of the `stop` texts, or after `max_new_tokens`. Each stop text is
@@ -127,10 +127,12 @@ class Conversation:
 
         Raises:
             ConversationOverError: no room is left.
-            ValueError: a stop is not one token.
+            ValueError: a stop is not one token, or `max_new_tokens` is below 1.
         """
+        if max_new_tokens is not None and max_new_tokens < 1:  # the engine's refusal would end the run
+            raise ValueError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
         stops = []
-        for text in stop:
+        for text in [stop] if isinstance(stop, str) else stop:
             ids = behind_ids(self.tokenizer, text)
             if len(ids) != 1:
                 raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one. Choose another text")

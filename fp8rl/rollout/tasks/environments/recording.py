@@ -20,7 +20,7 @@ from typing import Any
 
 import jinja2
 
-from fp8rl.rollout.tasks.chat import RewritingTemplateError, continuation_ids, prompt_ids, read_arguments
+from fp8rl.rollout.tasks.chat import RewritingTemplateError, continuation_ids, prompt_ids, with_arguments
 from fp8rl.rollout.tasks.environments.branch import Branch, ConversationOverError
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.openai import Answer, CompletionRequest, Refusal
@@ -109,10 +109,7 @@ class Recording:
         if request.messages:
             spoken: dict[str, Any] = {"role": "assistant", "content": text}
             if calls:  # as they look when a program sends them back
-                spoken["tool_calls"] = [
-                    {**call, "function": {**(made := call["function"]), "arguments": read_arguments(made["arguments"])}}
-                    for call in calls
-                ]
+                spoken["tool_calls"] = [with_arguments(call) for call in calls]
             self._points[_keys(request, (*request.messages, spoken))[-1]] = point
         else:
             prompt = request.prompt

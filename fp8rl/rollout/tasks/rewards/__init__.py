@@ -106,7 +106,8 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.call)
+        called = type(self.call).__call__  # of an object
+        return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(called)
 
     def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function asks for. offered: all arguments."""
@@ -120,6 +121,7 @@ class RewardFunction:
         """Return the rewards of each answer from the value that a call returned. Raises ReturnError."""
         if not self.of_group:
             return [named_numbers(returned)]
+        returned = returned.tolist() if hasattr(returned, "tolist") else returned  # an array of numpy or torch
         if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != answers:
             raise ReturnError(f"found {brief(returned)}, expected a list of {answers} rewards, one per answer")
         return [named_numbers(value) for value in returned]

@@ -169,6 +169,14 @@ def _tokenizer(directory: str) -> PreTrainedTokenizerBase:
     return loaded
 
 
+def _has_result(reference: str) -> bool:
+    """Return True if `math` finds a result in a reference. The last box may be open or empty."""
+    from fp8rl.rollout.tasks.rewards.mathematics import results  # which imports this module
+
+    # From nearly anything else math-verify makes something to compare.
+    return any(result.strip(" .$~%\\\t\r\n") for result in results(reference, stated=False))
+
+
 @dataclass(frozen=True)
 class BuiltIn:
     """A built-in reward function."""
@@ -194,9 +202,8 @@ BUILT_IN = {
     ),
     "math": BuiltIn(
         "fp8rl.rollout.tasks.rewards.mathematics:math",
-        # From nearly anything but blanks math-verify makes something to compare.
-        reads=lambda answer: bool(answer.rpartition("####")[2].strip("$ \t\r\n")),
-        reference="a result after '####' that math-verify can read",
+        reads=_has_result,
+        reference="a result after '####' or in the last box that math-verify can read",
     ),
     "format": BuiltIn("fp8rl.rollout.tasks.rewards.builtin:format"),
     "length": BuiltIn("fp8rl.rollout.tasks.rewards.builtin:length", cheap=True),

@@ -32,11 +32,17 @@ _RULES = [
     (r"(?<![\\A-Za-z])sqrt(?=\s*[({\d])", "√"),
     (r"(?<=[\d}])\s*(?:percent|pct)\b", r"\\%"),
     (r"[×⋅·](?=\s*[\d(])", "*"),
-    (r"÷", "/"),
+    (r"[÷⁄∕]", "/"),
     (r"∞", r"\\infty "),
     (r"\\varnothing|∅", r"\\emptyset "),
     (r"(\^\{?\\circ\}?|°)\s*[CF]\b", r"\1"),
     (r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))", r"\\sqrt{\1\2\3}"),
+    # Separators of thousands.
+    (r"(?<=\d),(?=\d{3}\s*\\?%)", ""),
+    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|~|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))", ""),
+    # Blanks of LaTeX and Unicode. A negative one joins what is beside it.
+    (r"(?<!\\)\\!", ""),
+    (r"(?<!\\)(?:~|\\[,:; ]|\\(?:thin|med|thick|en)space(?![A-Za-z]))|[\u00a0\u2000-\u200a\u202f\u3000]", " "),
     # Units that math-verify would take for variables: it knows single ones alone.
     (rf"(?<=\d)\s+{_UNIT}(?:\s*/\s*{_UNIT})*(?=\s*(?:[.,]?\s*$|\}}|\\?\$))", ""),
     # Markdown: code, bold and italic; and the same as HTML.
@@ -47,23 +53,21 @@ _RULES = [
     # A power, which math-verify cannot read, and a product, which it would read as a sum.
     (r"(?<=[\w)}])(\s?)\*\*\1(-?\w+)(?![\w*])", r"^{\2}"),
     (r"((?<![\w.}])\d+|\))\((?=[\d-])", r"\1\\cdot("),
-    # A command for bold letters that math-verify does not know.
+    # Commands for letters that math-verify does not know.
     (r"\\(?:boldsymbol|bm|pmb)(?=\s*\{)", r"\\mathbf"),
+    (r"\\(?:text|script)style(?![A-Za-z])", ""),
     # Currency. A dollar that is not escaped may begin math: only behind a minus and before a lone number it does not.
     (r"(?:\bUS)?\\\$\s*", ""),
     (rf"(?<![\w$\\}})])-\$(?={_NUMBER}(?![\d$]))", "-"),
     (r"[€£¥₹₽₩]\s*(?=-?[\d.])|(?<=\d)\s*[€£¥₹₽₩]", ""),
     (r"(?<=\d)\s+(?:dollars?|cents?|euros?|USD|EUR)\b", ""),
-    # Separators of thousands.
-    (r"(?<=\d),(?=\d{3}\s*\\?%)", ""),
-    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|~|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))", ""),
 ]
 _OTHER_ASCII, _OTHER_DIGIT = re.compile("[！-～]"), re.compile(r"(?![0-9])\d")
 _COMPILED = [(re.compile(pattern), to) for pattern, to in _RULES]
 _SPACED = re.compile(r"(?<![\w.,])(\d{1,3}(?: \d{3})+)(?![\w,])")
 _EXPONENT = re.compile(
-    r"(?<![\w.])(?:(\d+\.\d+)[eE]\+?(-?\d+)|(\d+)[eE]\+?(-?\d{2,}))(?!\w|\.\d)(?:\.(?=\s|$))?"
-    r"|(?<=[\d)\]}xyzn])([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)(?:\.(?=\s|$))?"
+    r"(?<![\w.])(?:(\d+\.\d+)[eE]\+?(-?\d+)|(\d+)[eE](?:\+(?=\d\d))?(\d+|-\d{2,}))(?!\w|\.\d)(?:\.(?=\s|$))?"
+    r"|(?:(?<=[\d)\]}])|(?<=(?<![A-Za-z])[a-ln-rt-zA-Zπ]))([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)(?:\.(?=\s|$))?"
 )
 
 # Decimals with a cycle, and whole numbers with a fraction: math-verify would drop the cycle, and read 3 1/2 as (3+1)/2.
@@ -78,9 +82,9 @@ _CYCLE = re.compile(
 _PROPER = r"(?:\{(?P<top>\d{1,30})\}\s*\{(?P<bottom>\d{1,30})\}|(?P<pair>\d\d))"
 _MIXED = re.compile(
     rf"(?<![/^)\]])(?<!\\sqrt ){_WHOLE}(?:"
-    r"(?:[ \u00a0\u2009\u202f~]|\\[ ,;:])+(?P<over>\d{1,30})/(?P<under>\d{1,30})(?![\w/]|\.\d)"
+    r"\s+(?P<over>\d{1,30})/(?P<under>\d{1,30})(?![\w/]|\.\d)"
     # A letter behind it makes it a product.
-    rf"|(?:\s|~|\\[ ,;:!])*\\[dt]?frac\s*{_PROPER}(?![\w(^{{]|\\(?!%)|\s+[a-z]\b))"
+    rf"|\s*\\[dt]?frac\s*{_PROPER}(?![\w(^{{]|\\(?!%)|\s+[a-z]\b))"
 )
 _ONE_SIGN = re.compile(rf"(?:{_WHOLE}\s?)?(?P<sign>[¼-¾⅐-⅞])")
 
@@ -160,7 +164,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
         right = False
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-            own = [value for text in _results(answer, stated=True) for value in _read(text)]
+            own = [value for text in results(answer, stated=True) for value in _read(text)]
             right = any(_compared(*pair) for pair in product(expected, own))
         finally:
             os._exit(not right)
@@ -169,7 +173,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
 
 @lru_cache(maxsize=256)
 def _expected(reference: str) -> list[Any]:
-    return [value for text in _results(reference, stated=False) for value in _read(text)]
+    return [value for text in results(reference, stated=False) for value in _read(text)]
 
 
 def _read(result: str) -> list[Any]:
@@ -194,7 +198,7 @@ def _read(result: str) -> list[Any]:
 
 _FACTOR = re.compile(rf"[\d)}}](?:(?!{_UNIT}$)[a-zA-Z]{{1,2}}|\s+[a-zA-Z])$")
 """Factors at the end of a text that math-verify would take for a unit, as in 2ab."""
-_NOT_ONE = re.compile(r"(?<!frac )(?<!binom )(?<![\d.])\d[\d.]*(?:\s|\\[ ,;:]|\\q?quad|~)+\d|^[+/^*]\s")
+_NOT_ONE = re.compile(r"(?<!frac )(?<!binom )(?<![\d.])\d[\d.]*(?:\s|\\q?quad)+\d|^[+/^*]\s")
 """Two numbers side by side, which math-verify would add, or an expression without its beginning."""
 
 # Where a text states its result.
@@ -227,7 +231,7 @@ _PROSE = re.compile(
 )
 
 
-def _results(text: str, *, stated: bool) -> list[str]:
+def results(text: str, *, stated: bool) -> list[str]:
     """Return the texts that may be the result. stated: if a text has no mark, use only its last statement."""
     text = text.rpartition("</think>")[2]
     _, mark, tail = text.rpartition("####")

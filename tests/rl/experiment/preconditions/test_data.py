@@ -138,6 +138,15 @@ def test_each_source_and_each_set_is_looked_at(values, tmp_path):
     check(parse_experiment(merged(values, data={"eval": None}, eval={"problems": 1, "sets": [own]})))
 
 
+@pytest.mark.parametrize("answer", ["####", "#### $", r"so \boxed{5}. Final: \boxed{", r"\boxed{}", "..."])
+def test_a_reference_without_a_result_is_refused_before_math_would_fail(values, tmp_path, answer):
+    write_lines(tmp_path / "train.jsonl", [("q", r"\boxed{1}"), ("q", answer)])
+    rewards = {"functions": [{"function": "math"}]}
+    assert refusal({**values, "rewards": rewards}, eval={"problems": 0}).startswith(
+        "data.train: line 2: answer: found "
+    )
+
+
 TEMPLATE = (
     "{% if style == 'loud' %}!{% elif style %}{{ raise_exception('no such style') }}{% endif %}"
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

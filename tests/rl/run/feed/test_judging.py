@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fp8rl.rl.record.history import Event, append_entry, read_events
 from fp8rl.rl.run.background import BlockedError
 from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
@@ -48,7 +49,7 @@ def stuck(answer):
     return float(bool(re.fullmatch(r"(a+)+b", "a" * 40)) or 1)
 
 def raises(answer):
-    raise KeyError("no such thing")
+    raise ValueError("no such thing" + chr(0xD83D))
 
 def dies(answer):
     os._exit(4)
@@ -166,13 +167,15 @@ def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokeni
     ("function", "expected"),
     [
         ("stuck", "it took more than 1 s"),
-        ("raises", "KeyError: 'no such thing'"),
+        ("raises", "ValueError: no such thing?"),
         ("dies", "it ended its process"),
         ("eats", "MemoryError"),
         ("whole", "expected a list of 2 rewards, one per answer"),
     ],
 )
-def test_a_function_that_fails_is_explained_once(make: Make, tokenizer: Any, function: str, expected: str) -> None:
+def test_a_function_that_fails_is_explained_once(
+    make: Make, tokenizer: Any, function: str, expected: str, tmp_path: Path
+) -> None:
     seconds = 1.0 if function == "stuck" else 30.0
     judge = make({"function": f"mine:{function}", "timeout_s": seconds}, "integer", workers=1)
     answers = judged(judge, tokenizer, "3\n#### 3", "1")
@@ -180,6 +183,9 @@ def test_a_function_that_fails_is_explained_once(make: Make, tokenizer: Any, fun
     judge.failures.tell()
     (one, first), *others = told(judge.failures.events)
     assert one == 1 and f"the reward {function} has failed, which counts as 0" in first and expected in first
+    event = Event(1, "rollout/reward_failures", 1.0, "above 0", "go_on", None, first)
+    append_entry(tmp_path / "events.jsonl", event)
+    assert read_events(tmp_path / "events.jsonl") == [event], "else the run could not be resumed"
     assert others == ([] if function == "whole" else [(1, "1 more rewards failed")])
     assert not told(judge.failures.events)
 
@@ -202,7 +208,7 @@ def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenize
 def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
     judge = make("mine:raises", max_failures=2)
     assert [answer.reward for answer in judged(judge, tokenizer, "1", "2")] == [0.0, 0.0]
-    expected = r"(?s)found 3 failures of rewards, expected at most 2 \(rewards.max_failures\).*KeyError"
+    expected = r"(?s)found 3 failures of rewards, expected at most 2 \(rewards.max_failures\).*ValueError"
     with pytest.raises(TooManyFailuresError, match=expected):
         judged(judge, tokenizer, "1")
 

@@ -1,9 +1,11 @@
 """Loading problems."""
 
+import codecs
 import dataclasses
 import datetime
 import gzip
 import json
+import math
 import mmap
 import os
 from pathlib import Path
@@ -33,7 +35,7 @@ def write_table(rows, path):
 
 def test_problems_are_read_in_order_with_their_further_keys(tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_bytes(GOOD + '{"question": "é\u2028?", "answer": "x #### -1", "level": 3}'.encode())
+    path.write_bytes(codecs.BOM_UTF8 + GOOD + '{"question": "é\u2028?", "answer": "x #### -1", "level": 3}'.encode())
     assert list(load_problems(Source(path))) == [
         Problem("2+3=?", "#### 5"),
         Problem("é\u2028?", "x #### -1", fields={"level": 3}),
@@ -150,6 +152,15 @@ def test_nested_values_of_tables_have_no_keys_of_other_rows(tmp_path, data_cache
             assert [problem.conversation for problem in found] == [row["question"] for row in rows], name
             seen = [{k: v for k, v in problem.fields.items() if v is not None} for problem in found]
             assert seen == nested, name
+
+
+def test_a_number_that_json_lacks_is_null_in_every_form_of_data(tmp_path, data_cache):
+    rows = [{"question": "1+2=?", "answer": "3", "level": level, "all": [level]} for level in (1.5, math.nan, math.inf)]
+    write_lines(rows, tmp_path / "rows.jsonl")
+    write_table(rows, tmp_path / "rows.parquet")
+    for name in ("rows.jsonl", "rows.parquet"):
+        found = [problem.fields for problem in load_problems(Source(tmp_path / name))]
+        assert found == [{"level": level, "all": [level]} for level in (1.5, None, None)], name
 
 
 def test_a_turn_that_only_calls_a_tool_needs_no_content(tmp_path, data_cache):

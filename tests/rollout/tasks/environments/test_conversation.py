@@ -50,7 +50,9 @@ def test_the_last_token_of_a_bounded_turn_is_part_of_the_text_and_a_stop_is_one_
 ) -> None:
     async def environment(conversation: Conversation) -> None:
         with pytest.raises(ValueError, match="found '==', which is 2 tokens, expected one"):
-            await conversation.sample(stop=["=="])
+            await conversation.sample(stop="==")
+        with pytest.raises(ValueError, match="max_new_tokens: found -3, expected 1 or more"):
+            await conversation.sample(max_new_tokens=-3)
         await conversation.sample(max_new_tokens=1)
 
     answer = play(environment, "57")

@@ -89,7 +89,7 @@ def test_three_turns_with_tools_are_one_row_in_which_nothing_is_tokenized_twice(
                 assert (answer.choices[0].finish_reason, message.content) == ("stop", "#### 3")
                 return 1.0
             (call,) = message.tool_calls
-            assert (call.id, answer.choices[0].finish_reason) == (f"call_{number}", "tool_calls")
+            assert (call.id, answer.choices[0].finish_reason) == (f"call0000{number}", "tool_calls")
             assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
             messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
         return 0.0
@@ -143,7 +143,7 @@ def test_a_stream_brings_the_same_and_one_that_is_abandoned_is_recorded(tokenize
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(ids(tokenizer, CALL)) + 1
         calls = [c for chunk in chunks for choice in chunk.choices for c in choice.delta.tool_calls or ()]
-        assert [(c.function.name, c.id) for c in calls if c.function] == [("add", "call_0")]
+        assert [(c.function.name, c.id) for c in calls if c.function] == [("add", "call00000")]
         abandoned = await client.chat.completions.create(model="policy", messages=[USER], stream=True)
         await abandoned.close()
         return "done"

@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 
 from fp8rl.numerics.core.errors import UserError
@@ -30,6 +32,11 @@ def blind(question): ...
 def needy(answer, threshold): ...
 
 number = 3
+
+class Judge:
+    async def __call__(self, question, answer): ...
+
+judge = Judge()
 """
 
 
@@ -51,7 +58,8 @@ def test_a_function_is_found_and_gets_what_it_asks_for(module: Path, monkeypatch
     assert not short.of_group and not short.is_async
     monkeypatch.syspath_prepend(str(module))
     assert loaded("mine:short")(ALL) == 1.0
-    assert loaded(f"{module}/mine.py:ranked").of_group and loaded(f"{module}/mine.py:asked").is_async
+    assert loaded(f"{module}/mine.py:ranked").of_group
+    assert all(loaded(f"{module}/mine.py:{name}").is_async for name in ("asked", "judge"))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +101,7 @@ def test_only_numbers_are_rewards(module: Path, returned: Any, expected: str) ->
 def test_a_group_gets_a_reward_for_each_answer(module: Path) -> None:
     ranked = loaded(f"{module}/mine.py:ranked")
     assert ranked.parts([1, {"a": 2.5, "b": True}], 2) == [{"": 1.0}, {"a": 2.5, "b": 1.0}]
+    assert ranked.parts(np.array([1, 0.5]), 2) == ranked.parts(torch.tensor([1, 0.5]), 2) == [{"": 1.0}, {"": 0.5}]
     with pytest.raises(ReturnError, match="expected a list of 3 rewards, one per answer"):
         ranked.parts([1.0, 2.0], 3)
 

@@ -20,9 +20,10 @@ RIGHT = {
     "0.0000002": [r"\boxed{2 \times 10^{-7}}", r"\boxed{\frac{1}{5000000}}"], "#### 0.00000012": ["#### 0.00000012"],
     r"6.02 \times 10^{23}": [r"\boxed{602 \times 10^{21}}"], "0.3": [r"\boxed{0.1+0.2}", r"\boxed{.30}"],
     "2^{100}": [r"\boxed{1267650600228229401496703205376}"], "e^{-100}": [r"\boxed{\frac{1}{e^{100}}}"],
-    "2e-3": [r"\boxed{-3+2e}"], "10^{10^{10}}": [r"\boxed{10^{10^{10}}}"],
+    "2e-3": [r"\boxed{-3+2e}"], "2000000": ["It is 2e6.", r"\boxed{2e+06}"], "10^{10^{10}}": [r"\boxed{10^{10^{10}}}"],
     # Fractions, roots, expressions.
-    r"\frac{3}{4}": [r"\boxed{\dfrac{6}{8}}", r"\boxed{3/4}", r"\boxed{0.75}", "**3/4**", "`0.75`"],
+    r"\frac{3}{4}": [r"\boxed{\dfrac{6}{8}}", r"\boxed{3/4}", r"\boxed{0.75}", "**3/4**", "`0.75`", "3⁄4",
+        r"\boxed{\textstyle\frac{3}{4}}"],
     r"2\frac{1}{2}": [r"\boxed{\frac{5}{2}}"], r"\sqrt{2}+\sqrt{3}": [r"\boxed{\sqrt{5+2\sqrt{6}}}"],
     r"\frac{\pi}{4}": [r"\boxed{\arctan 1}"], r"\log_2 8": [r"\boxed{3}"],
     "x^2+2x+1": [r"\boxed{(x+1)^2}", r"**$(x+1)^2$**"], "a_1+b_2": [r"\boxed{b_2+a_1}"], "3+4i": [r"\boxed{4i+3}"],
@@ -31,7 +32,7 @@ RIGHT = {
     r"\{1,2,3\}": [r"\boxed{\{3,2,1\}}", r"\boxed{3, 1, 2}"], r"\pm 2": [r"\boxed{2,-2}"],
     r"[0,\frac12)": [r"\boxed{[0,0.5)}"], r"(-\infty,2)\cup(3,\infty)": [r"\boxed{(3,\infty)\cup(-\infty,2)}"],
     r"(-\infty,2]": [r"\boxed{x \le 2}"], r"x \le 2": [r"\boxed{(-\infty,2]}"], "1<x<2": [r"\boxed{(1,2)}"],
-    r"\begin{pmatrix}0.5\\1\end{pmatrix}": [r"\boxed{\begin{bmatrix}\frac12\\1\end{bmatrix}}"],
+    r"\begin{pmatrix}0.5\\1\end{pmatrix}": [r"\boxed{\begin{bmatrix}\frac12\\ 1\end{bmatrix}}"],
     # Equations.
     "x = 5": [r"\boxed{5}", r"\boxed{x=5}", "So **x = 5**"], "y = 2x + 1": [r"\boxed{2x - y + 1 = 0}"],
     "x=2,y=3": [r"\boxed{x=2,y=3}"], r"x=\frac12": [r"\boxed{x=0.5=\frac12}"],
@@ -61,7 +62,11 @@ RIGHT = {
     # Signs that are no LaTeX.
     "2√2": [r"\boxed{2\sqrt{2}}", r"\boxed{\sqrt 8}"], r"3\sqrt{x+1}": [r"\boxed{3√(x+1)}"],
     "[1,∞)": [r"\boxed{[1,\infty)}", r"\boxed{x \ge 1}", r"\boxed{[1, ∞)}"], "3²": [r"\boxed{9}"],
-    "x^2+1": [r"\boxed{x²+1}"],
+    "x^2+1": [r"\boxed{x²+1}"], r"e^2+\pi^{10}": [r"\boxed{e²+π¹⁰}"], "c^2": ["So c²."],
+    # Blanks of LaTeX.
+    "7 hours": [r"\boxed{7~\text{hours}}", r"\boxed{~7\;}", r"It is $7\,$.", r"\boxed{7\enspace\mathrm{km/h}}",
+        "It is 7\u202fkm/h."],
+    "(3,4)": [r"\boxed{(3,~4)}", "\\boxed{(3,\u00a04)}"],
     # A result behind #### needs no dollars.
     "#### (1,2)": ["#### (1,2)", "First (3,4).\n#### (1, 2).\n", "#### $(1,2)$", r"#### \boxed{(1,2)}"],
     "#### (1/2, 3).": ["#### (0.5, 3)"], "#### C": ["#### C"], "#### x+1": ["#### 1+x"], "#### -\\infty": ["#### −∞"],
