@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,12 @@ from torch import Tensor, nn
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.trainer import device
 from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.distributed.offload import HostCopy, OffloadReport
-from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_parts
-from fp8rl.trainer.megatron import te_runtime
-from fp8rl.trainer.scorer import RankPass, Scorer
-from fp8rl.trainer.step.batch import Objective, Scored, TokenBatch
+from fp8rl.trainer.distributed.offload import OffloadReport
+from fp8rl.trainer.scorer import Scorer
+from fp8rl.trainer.step.batch import Scored, TokenBatch
 from fp8rl.trainer.step.head import Head, HeadOutput
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.trainer import Trainer
@@ -47,29 +43,20 @@ class Roles:
         if spec.reference and spec.adapter is not None:
             self.models["reference"] = WithoutAdapter(self.policy)
         elif spec.reference:
-            self.models["reference"] = Reference(spec.model_path, spec.config, *given, max_sequence_length=rows)
+            self.models["reference"] = Scorer(spec.model_path, spec.config, *given, max_sequence_length=rows)
         if spec.critic is not None:
             trained |= {} if spec.critic_steps is None else {"total_steps": spec.critic_steps}
             self.models["critic"] = Critic(spec.model_path, spec.critic, *given, **trained)
 
     def offload(self) -> OffloadReport:
         """Free memory on the device, on which engines then sample."""
-        total = sum(
-            holding.bytes
-            for model in self._held()
-            for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
-        )
-        moved = sum(offload(model) for model in self.models.values() if isinstance(model, Trainer))
-        moved += sum(model.offload() for model in self.models.values() if isinstance(model, Reference))
-        return OffloadReport(moved, total - moved)
+        reports = [model.offload() for model in self._held()]
+        return OffloadReport(sum(report.moved for report in reports), sum(report.stays for report in reports))
 
     def onload(self) -> None:
         """Bring back what was offloaded. The gradients come back as zeros."""
-        for model in self.models.values():
-            if isinstance(model, Trainer):
-                model.optimizer.host_copy.onload()
-            elif isinstance(model, Reference):
-                model.host_copy.onload()
+        for model in self._held():
+            model.onload()
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
         """Copy the contents of a checkpoint of the trained models. See :func:`trainer.checkpoint.checkpoint.stage`."""
@@ -96,26 +83,6 @@ class Roles:
         return {"" if role == "policy" else role: part for role, part in trained.items()}
 
 
-class Reference(Scorer):
-    """A model with the weights of the model directory. `host_copy` offloads these while engines need the device."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.host_copy = HostCopy()
-        super().__init__(*args, **options)
-
-    def offload(self) -> int:
-        """Move the weights to host memory, and drop their quantized forms. Return the number of bytes freed."""
-        freed = sum(holding.bytes for holding in of_model(self))
-        kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
-        self.weights_changed()
-        self.host_copy.offload(chain.from_iterable(kept), [])
-        return freed
-
-    def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
-        self.host_copy.check_onloaded("a reference's weights")
-        return super()._pass(batch, objective)
-
-
 class WithoutAdapter:
     """A reference that needs no memory. It scores batches with the policy's frozen weights, without adapters."""
 
@@ -126,20 +93,6 @@ class WithoutAdapter:
         """Score the rows of this rank, as :meth:`trainer.scorer.Scorer.score_routed` does."""
         with self._policy.precision.without_adapters(self._policy.definition.adapter):
             return self._policy.score_routed(batch)
-
-
-def offload(trainer: Trainer) -> int:
-    """Move masters and moments to host memory, and drop the gradients. Return how many bytes of the device are freed.
-
-    The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
-    (`trainer.optimizer.offload`), only the gradients' bytes are freed.
-    """
-    trainer.forget_gradients()
-    here = device.current().type
-    state = (tensor for _, kind, tensor, _ in optimizer_parts(trainer) if kind in ("masters", "moments"))
-    return trainer.optimizer.host_copy.offload(
-        [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(trainer)]
-    )
 
 
 # One rank of a critic: a model that says what reward is still to come, in place of what token comes next.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
 from fp8rl.trainer.config import CHUNKS, TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.distributed.offload import HostCopy, OffloadReport
+from fp8rl.trainer.inventory import of_model
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import lower
 from fp8rl.trainer.megatron.model import build_model
@@ -83,6 +86,7 @@ class Scorer:
             raise user_error("max_sequence_length", max_sequence_length, expected, remedy)
         _check_k_splits(config, numerics)
         self.max_sequence_length = max_sequence_length
+        self._host_copy = HostCopy()
         self.cache = WeightCache()
         self.lowering = lower(numerics, device.has_transformer_engine())
         self.precision = Precision(numerics, self.cache, sizes.layers)
@@ -134,6 +138,18 @@ class Scorer:
         self.numerics = self.precision.numerics = numerics
         self.weights_changed()
 
+    def offload(self) -> OffloadReport:
+        """Move the weights to host memory, and drop their quantized forms, while engines need the device."""
+        freed = sum(holding.bytes for holding in of_model(self))
+        kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
+        self.weights_changed()
+        self._host_copy.offload(chain.from_iterable(kept), [])
+        return OffloadReport(freed, 0)
+
+    def onload(self) -> None:
+        """Bring back what was offloaded."""
+        self._host_copy.onload()
+
     def _finish(self, model: GPTModel) -> None:
         """Change the model after its weights are loaded. A subclass may override this."""
 
@@ -143,6 +159,7 @@ class Scorer:
         return self.model
 
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
+        self._host_copy.check_onloaded("a reference's weights")
         codes, multiple = self.numerics.kv_format.quantized, self.lowering.row_multiple
         return run_pass(self._runs, batch, self.layout, self.config, objective, self._read_head, multiple, codes)
 

@@ -26,7 +26,9 @@ from fp8rl.trainer.adapters import attach, base_digest, keep_graph, update_survi
 from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSection, travels_in_fp8
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.distributed.offload import OffloadReport
 from fp8rl.trainer.distributed.optimizer import Optimizer
+from fp8rl.trainer.inventory import buffers, inventory, optimizer_parts
 from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.scorer import RankPass, Scorer
@@ -120,9 +122,23 @@ class Trainer(Scorer):
         self.update()
         return done
 
-    def forget_gradients(self) -> None:
-        """Discard the gradients. `update` then raises RuntimeError until the next `forward_backward`."""
+    def offload(self) -> OffloadReport:
+        """Move masters and moments to host memory, and drop the gradients. `update` then raises RuntimeError until the
+        next `forward_backward`.
+
+        The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
+        (`trainer.optimizer.offload`), only the gradients' bytes are freed.
+        """
         self._ready_norm = None
+        total, here = sum(holding.bytes for holding in inventory(self)), device.current().type
+        state = (tensor for _, kind, tensor, _ in optimizer_parts(self) if kind in ("masters", "moments"))
+        moved = self.optimizer.host_copy.offload(
+            [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(self)]
+        )
+        return OffloadReport(moved, total - moved)
+
+    def onload(self) -> None:
+        self.optimizer.host_copy.onload()
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory with the current weights."""
