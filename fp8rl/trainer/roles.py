@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,15 @@ class Roles:
 
     def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
         """Build the policy, and the reference and critic that the spec asks for. Raises UserError as `Trainer` does."""
-        rows = spec.max_sequence_length
-        trained: dict[str, Any] = {"seed": spec.seed, "total_steps": spec.total_steps, "adapter": spec.adapter}
-        trained["max_sequence_length"] = rows
-        given = spec.numerics, layout
-        self.policy = Trainer(spec.model_path, spec.config, *given, **trained, shared_base=spec.shared_base)
+        self.policy = Trainer(spec, layout)
         self.models: dict[Role, Scorer | WithoutAdapter] = {"policy": self.policy}
-        if spec.reference and spec.adapter is not None:
-            self.models["reference"] = WithoutAdapter(self.policy)
-        elif spec.reference:
-            self.models["reference"] = Scorer(spec.model_path, spec.config, *given, max_sequence_length=rows)
+        spec = replace(spec, shared_base=False)
+        if spec.reference:
+            apart = spec.adapter is None
+            self.models["reference"] = Scorer(spec, layout) if apart else WithoutAdapter(self.policy)
         if spec.critic is not None:
-            trained |= {} if spec.critic_steps is None else {"total_steps": spec.critic_steps}
-            self.models["critic"] = Critic(spec.model_path, spec.critic, *given, **trained)
+            steps = spec.total_steps if spec.critic_steps is None else spec.critic_steps
+            self.models["critic"] = Critic(replace(spec, config=spec.critic, total_steps=steps), layout)
 
     def offload(self) -> OffloadReport:
         """Free memory on the device, on which engines then sample."""
@@ -103,14 +100,12 @@ class Critic(Trainer):
     value at t is the expected return from t on, before the token at t is chosen.
     """
 
+    beside_adapters = ("output_layer.",)
+
     def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
         """Return the value before each token except the first. The entropy is 0, and no token is drawn."""
         values = micro.from_model(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
         return HeadOutput(values, torch.zeros_like(values))
-
-    def _is_trained_whole(self, name: str) -> bool:
-        """Return True for the parameter of the value head, which gets no adapter."""
-        return name.startswith("output_layer.")
 
     def _finish(self, model: GPTModel) -> None:
         """Replace the output projection, which the embedding may share, by a value head."""

@@ -6,11 +6,10 @@ So both choices give the same bits, and two processes may choose differently.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -39,17 +38,6 @@ def enable_compiler() -> bool:
     shapes.use_duck_shape = False  # sizes that happen to be equal in one call are not the same in the next
     _enabled = _enabled or _compiles()
     return _enabled
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run decorated functions as they are written inside the block, so that each of their ops can be watched."""
-    global _enabled
-    enabled, _enabled = _enabled, False
-    try:
-        yield
-    finally:
-        _enabled = enabled
 
 
 def _compiles() -> bool:

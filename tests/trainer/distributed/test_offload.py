@@ -18,6 +18,7 @@ from fp8rl.trainer.distributed.optimizer import _create_moments, step_threads
 from fp8rl.trainer.inventory import buffers, optimizer_state
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
+from tests.support.trainers import save_checkpoint
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
@@ -43,7 +44,7 @@ def test_training_goes_on(model: str, dtype: Any, tmp_path, make_trainer, models
     assert moving.offload().moved == moved, "once is enough"
     assert moving.score(batch)[1].equal(staying.score(batch)[1])
     for trainer, name in ((moving, "moving"), (staying, "staying")):
-        trainer.save(tmp_path / name, {})
+        save_checkpoint(trainer, tmp_path / name, {})
     (ours,), (theirs,) = ([*(tmp_path / name).rglob("*.distcp")] for name in ("moving", "staying"))
     assert ours.read_bytes() == theirs.read_bytes()
     for refused in (lambda: moving.train_step(batch, cross_entropy(batch)), lambda: moving.load(tmp_path / "moving")):
