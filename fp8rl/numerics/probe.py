@@ -86,17 +86,15 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
     tokens = torch.arange(_MANY, device=device)
     positions = tokens[:, None]
 
-    def of_experts(n: int) -> Tensor:
+    def of_experts(op: Callable[[Tensor, Tensor], Tensor], n: int) -> Tensor:
         """Return the results of the second expert's rows, in a call in which the first expert has n rows."""
-        counts = torch.tensor([n, _MANY, 0], device=device)
-        return grouped_linear(torch.cat((x[:n], x)), counts, stacked, group, spec)[n:]
+        return op(torch.cat((x[:n], x)), torch.tensor([n, _MANY, 0], device=device))[n:]
 
-    def of_adapted_experts(n: int) -> Tensor:
-        """Do the same as `of_experts`, with experts that have adapters."""
-        counts, rows = torch.tensor([n, _MANY, 0], device=device), torch.cat((x[:n], x))
-        weights = ExpertWeights(stacked, group, stacked_adapter)
-        return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
-
+    adapted = ExpertWeights(stacked, group, stacked_adapter)
+    grouped: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "grouped_linear": lambda rows, counts: grouped_linear(rows, counts, stacked, group, spec),
+        "adapted grouped_linear": lambda rows, counts: adapted_grouped_linear(rows, counts, adapted, spec, "bf16"),
+    }
     rowwise = {
         "bf16 product": lambda n: ops.linear(x[:n], w),
         "fp32 product": lambda n: ops.linear(x[:n].float(), wide),
@@ -116,10 +114,9 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
     attentions = (_ATTENTION, *(probes.attention for probes in of_models if probes.attention is not None))
     with torch.no_grad():
         variant = [name for name, op in rowwise.items() if any(not torch.equal(op(n), op(_MANY)[:n]) for n in _FEW)]
-        if any(not torch.equal(of_experts(n), of_experts(0)) for n in _FEW):
-            variant.append("grouped_linear")
-        if any(not torch.equal(of_adapted_experts(n), of_adapted_experts(0)) for n in _FEW):
-            variant.append("adapted grouped_linear")
+        for name, op in grouped.items():
+            if any(not torch.equal(of_experts(op, n), of_experts(op, 0)) for n in _FEW):
+                variant.append(name)
         large = x.repeat(-(-_MICRO_BATCH // _MANY), 1)
         if not torch.equal(ops.linear(large, w)[-_MANY:], ops.linear(x, w)):
             variant.append("bf16 product of a micro-batch")
