@@ -7,7 +7,7 @@ It is Qwen3 without norms of the heads. What the shared ops do not define is ref
 
 from dataclasses import replace
 
-from fp8rl.models import ModelSizes, checked, family_sizes
+from fp8rl.models import ModelSizes, family_sizes
 from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 
@@ -21,7 +21,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     head_dim = config.size("head_dim", default=hidden // heads, if_null=hidden // heads)
     kv_heads = config.size("num_key_value_heads", default=heads, if_null=heads)
     own = family_sizes(config, heads, kv_heads, head_dim)
-    return checked(config, ModelSizes(**own, ffn_size=config.size("intermediate_size"), head_norms=None))
+    return ModelSizes(**own, ffn_size=config.size("intermediate_size"), head_norms=None)
 
 
 ARCHITECTURE = replace(qwen3.ARCHITECTURE, name="OurLlamaForCausalLM", model_type="llama", sizes=sizes)

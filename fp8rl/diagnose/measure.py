@@ -20,7 +20,7 @@ from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rl.run.feed.problems import to_prompts, training_problems
 from fp8rl.rollout.types import Prompt
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.step.batch import Scored, TokenBatch
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ def one_trainer(
     with one_rank(config, numerics) as layout:
         from fp8rl.trainer.trainer import Trainer
 
-        yield Trainer(
-            path, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=longest, adapter=adapter
-        )
+        yield Trainer(TrainerSpec(path, config, numerics, 0, 1, longest, adapter=adapter), layout)
 
 
 def score_recorded(model: Scorer, batch: TokenBatch) -> Scored:

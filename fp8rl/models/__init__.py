@@ -14,4 +14,4 @@ from fp8rl.models.architecture import (
     register,
     text_config,
 )
-from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+from fp8rl.models.sizes import ModelSizes, family_sizes

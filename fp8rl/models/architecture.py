@@ -18,7 +18,7 @@ from fp8rl.models.families import FIRST_OPS, LAST_OPS, Family, first_tensors, la
 from fp8rl.models.multimodal import Multimodal
 from fp8rl.models.program import Forward
 from fp8rl.models.shape import Shape
-from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.sizes import ModelSizes, check_sizes
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.files import module_of_file
@@ -177,6 +177,7 @@ def model_of(config: ConfigFile, *, served: bool = False) -> Model:
     if not served:
         config.refuse_quantized()
     sizes = architecture.sizes(config)
+    check_sizes(config, sizes)
     if sizes.layers * max(1, sizes.experts) > MOST_EXPERTS:
         expected = f"at most {MOST_EXPERTS} layers, or experts in all layers"
         raise config.refusal("num_hidden_layers", sizes.layers, expected)

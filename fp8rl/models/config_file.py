@@ -122,15 +122,10 @@ class ConfigFile:
         kinds = self._values.get("layer_types")
         if kinds is not None and not (isinstance(kinds, list) and all(kind in layers for kind in kinds)):
             raise self._variant("layer_types", kinds, f"{' or '.join(map(repr, layers))} in every layer")
-        plain = {"rope_type": "default", "type": "default"} | ({} if rotary_part else {"partial_rotary_factor": 1})
         for name in () if scaled else _ROPE_PLACES:
-            rope = self._rope(name)
-            for key, value in plain.items():
-                if rope.get(key) is not None and rope[key] != value:
-                    raise self._variant(f"{name}.{key}", rope[key], repr(value))
-            for key in rope.keys() - _ROPE_KEYS - (_MROPE_KEYS if mrope else set()):
-                if rope[key] is not None:
-                    raise self._variant(f"{name}.{key}", rope[key], "no such key: plain rotary embeddings")
+            self._scaling_at(name, None, _MROPE_KEYS if mrope else set())
+            if not rotary_part and (part := self._rope(name).get("partial_rotary_factor")) not in (None, 1):
+                raise self._variant(f"{name}.partial_rotary_factor", part, "1")
 
     def _rope(self, name: str) -> dict[str, Any]:
         """Return the description of the rotation under the key `name`; an empty one if it is null or missing."""
@@ -149,16 +144,18 @@ class ConfigFile:
             raise self.refusal("rope_scaling", found, "one scaling in all places", "Make them equal.")
         return next(iter(found.values()), None)
 
-    def _scaling_at(self, name: str, known: str) -> Scaling | None:
+    def _scaling_at(self, name: str, known: str | None, unused: Collection[str] = ()) -> Scaling | None:
+        """Return the scaling that the key `name` describes. known: the accepted method, if any. unused: further keys
+        that may be there."""
         rope = self._rope(name)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in ("default", known):
-            raise self._variant(f"{name}.rope_type", kind, f"'default' or {known!r}")
-        plain = kind == "default"
-        for key in rope.keys() - _ROPE_KEYS - (set() if plain else _SCALING_KEYS[known]):
+            expected = "'default'" if known is None else f"'default' or {known!r}"
+            raise self._variant(f"{name}.rope_type", kind, expected)
+        for key in rope.keys() - _ROPE_KEYS - _SCALING_KEYS.get(kind, set()) - set(unused):
             if rope[key] is not None:
                 raise self._variant(f"{name}.{key}", rope[key], "no such key")
-        if plain:
+        if kind == "default":
             return None
 
         def number(key: str, default: float | None = None) -> float:
@@ -183,26 +180,23 @@ class ConfigFile:
             mscale=mscale,
         )
 
+    def _stated(self, key: str) -> dict[str, float]:
+        """Return the positive number that the config has for `key`, in each place where it has one."""
+        places = {key: self._values, **{f"{name}.{key}": self._rope(name) for name in _ROPE_PLACES}}
+        return {at: self._positive(at, values[key]) for at, values in places.items() if values.get(key) is not None}
+
     def rope_theta(self, default: float = 10000.0) -> float:
         """Return the base of the rotation, or transformers' default. All places of the config must agree."""
-        found: dict[str, float] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            rope = self._rope(name)
-            if rope.get("rope_theta") is not None:
-                found[f"{name}.rope_theta"] = self._positive(f"{name}.rope_theta", rope["rope_theta"])
-        if self._values.get("rope_theta") is not None:
-            found["rope_theta"] = self.number("rope_theta", default=0.0)
+        found = self._stated("rope_theta")
         if len(set(found.values())) > 1:
             raise self.refusal("rope_theta", found, "one value in all places", "Make them equal.")
         return next(iter(found.values()), default)
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
         """Return how many channels of a head are rotated, from `partial_rotary_factor` in any place of the config."""
-        places = {"": self._values}
-        places |= {f"{name}.": self._rope(name) for name in _ROPE_PLACES}
         name = "partial_rotary_factor"
-        found = {at + name: values[name] for at, values in places.items() if values.get(name) is not None}
-        parts = {self._positive(at, value) for at, value in found.items()} or {default}
+        found = self._stated(name)
+        parts = set(found.values()) or {default}
         size = head_dim * max(parts)
         if len(parts) > 1 or not 2 <= size <= head_dim or int(size) % 2:
             raise self.refusal(name, found, f"one value, which gives an even number of the {head_dim} channels")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,6 @@ from fp8rl.models.program import EMBED, LOGITS, PROGRAM, RESIDUAL, OpSite
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import format_of, tensors_in
-from fp8rl.numerics.precision_map import Planned, unquantized
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, Role, TensorSpec
 
@@ -74,7 +74,7 @@ class Recorder:
         self,
         model: Model,
         numerics: NumericsConfig,
-        plan: Mapping[str, Planned],
+        plan: Mapping[str, tuple[str, ...]],
         side: Side,
         adapters: Collection[int] = (),
     ) -> None:
@@ -125,10 +125,11 @@ class Recorder:
         spec may leave in BF16."""
         if found is None:
             return
-        plans = [self._plan[key]]
+        formats = self._plan[key]
         if site is not None:
-            plans = [plans[0] if quantized else unquantized(plans[0]) for quantized in sorted(self._quantized(site))]
-        seen = Sighting(key, name, found, tuple(dict.fromkeys(f for p in plans for f in p.formats)), side=self._side)
+            plans = [formats if quantized else ("bf16",) for quantized in sorted(self._quantized(site))]
+            formats = tuple(dict.fromkeys(chain.from_iterable(plans)))
+        seen = Sighting(key, name, found, formats, side=self._side)
         self._seen[seen] += 1
         self._bytes[seen] += size
 

@@ -152,15 +152,17 @@ def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -
     }
 
 
-def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:
-    """Refuse heads that cannot be grouped or rotated, and tokens that take more experts than there are."""
+def check_sizes(config: ConfigFile, sizes: ModelSizes) -> None:
+    """Refuse heads that cannot be grouped or rotated, experts in no layer, and tokens that take more than there are."""
     if sizes.heads % sizes.kv_heads:
         raise config.refusal("num_key_value_heads", sizes.kv_heads, f"a divisor of num_attention_heads = {sizes.heads}")
-    if sizes.head_dim % 2:
+    if sizes.rotary_dim % 2:
         raise config.refusal("head_dim", sizes.head_dim, "an even number: rotary embeddings turn pairs")
+    if sizes.moe and sizes.dense_layers >= sizes.layers:
+        expected = f"less than num_hidden_layers = {sizes.layers}"
+        raise config.refusal("first_k_dense_replace", sizes.dense_layers, expected)
     if sizes.top_k > sizes.experts:
         raise config.refusal("num_experts_per_tok", sizes.top_k, f"at most num_experts = {sizes.experts}")
-    return sizes
 
 
 def sigmoid_router(

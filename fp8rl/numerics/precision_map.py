@@ -8,7 +8,7 @@ exchange inside a layer, and the engine follow. docs/exactness.md has the map as
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from fp8rl.numerics import kv
@@ -40,22 +40,14 @@ class TensorClass:
     """What to do if another format is found."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A class of tensors under one run's numerics."""
-
-    formats: tuple[str, ...]
-    """The allowed formats."""
-
-
 def precision_map(
     numerics: NumericsConfig,
     *,
     gradient_wire: str = "fp32",
     weight_gather: str = "bf16",
     own: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Planned]:
-    """Return a run's plan for each class, by key.
+) -> dict[str, tuple[str, ...]]:
+    """Return a run's plan: for each class, by key, the allowed formats.
 
     gradient_wire, weight_gather: the formats between data-parallel ranks. own: by key, formats of the model's ops that
     differ from the map.
@@ -77,13 +69,8 @@ def precision_map(
     planned = {}
     for row in CLASSES:
         formats = own.get(row.key, getattr(row, numerics.mode)).format(**names).split("|")
-        planned[row.key] = Planned(tuple(dict.fromkeys(formats)))
+        planned[row.key] = tuple(dict.fromkeys(formats))
     return planned
-
-
-def unquantized(planned: Planned) -> Planned:
-    """Return the plan for the same class of tensors in a layer or a module kind that is left in BF16."""
-    return replace(planned, formats=("bf16",))
 
 
 _MODULES = "A module of another precision is in place: look at fp8rl/trainer/modules, and reinstall this distribution."

@@ -58,6 +58,15 @@ def _probes() -> Iterator[Probes]:
     yield from dispatch.USERS_PROBES
 
 
+def _normal(device: torch.device | str, seed: int) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+
+    return random
+
+
 @uncompiled()  # the bits are the same, and to compile takes longer here than to run
 def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACHE) -> list[str]:
     """Return the ops that gave a row other bits in a small batch than in a large one, or in one step than in several;
@@ -65,11 +74,7 @@ def row_variant_ops(device: torch.device | str = "cpu", kv: KVFormat = BF16_CACH
 
     Exact mode works if the list is empty. kv: the format of the engine's cache.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
-
+    random = _normal(device, 0)
     x, w, wide = random(_MANY, 512), random(384, 512) / 16, random(384, 512, dtype=torch.float32) / 16
     norm, gate_up, logits = random(512), random(_MANY, 768), random(_MANY, 640) * 4
     spec = QuantSpec.preset("fp8_block_pow2")
@@ -228,12 +233,7 @@ def _products(device: torch.device | str) -> dict[str, Tensor]:
 @torch.no_grad()
 def _of_few_rows(device: torch.device | str) -> list[Tensor]:
     """Return FP8 products, experts and decode attention of few rows, which may run in short tiles."""
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device=device, dtype=torch.bfloat16)
-
-    spec = QuantSpec.preset("fp8_block_pow2")
+    random, spec = _normal(device, 1), QuantSpec.preset("fp8_block_pow2")
     x, weight = random(64, 256), random(128, 256) / 16
     operand = ops.weight_operand(quantize(weight, spec.weight))
     found = [ops.fp8_linear(x[:n], weight, operand, spec, k_splits=k) for n, k in ((64, 1), (9, 1), (64, 2))]
@@ -251,11 +251,7 @@ def _of_few_rows(device: torch.device | str) -> list[Tensor]:
 @torch.no_grad()
 def _of_many_columns(device: torch.device | str) -> list[Tensor]:
     """Return BF16 products that may run in wide tiles: whole ones, and one with a ragged end."""
-    generator = torch.Generator().manual_seed(3)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device=device, dtype=torch.bfloat16)
-
+    random = _normal(device, 3)
     x = random(130, 192)
     return [ops.linear(x, random(n, 192)) for n in (2048, 2100)]
 

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,10 +23,7 @@ Rounding = Literal["nearest", "stochastic"]
 Role = Literal["weight", "activation", "gradient"]
 
 FORMATS: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-GRANULARITIES = ("tensor", "channel", "token_group", "block")
-SCALES = ("fp32", "pow2", "e8m0")
-ROUNDINGS = ("nearest", "stochastic")
-ROLES = ("weight", "activation", "gradient")
+ROLES: tuple[Role, ...] = get_args(Role)
 LAYER_EXCEPTIONS = ("first_layers_bf16", "last_layers_bf16")
 
 ALL: Literal["all"] = "all"
@@ -69,9 +66,8 @@ class TensorSpec:
     the nearer the likelier, so that the mean error is 0. See `numerics.rounding.round_stochastically`."""
 
     def __post_init__(self) -> None:
-        choices = {"format": FORMATS, "granularity": GRANULARITIES, "scale": SCALES, "rounding": ROUNDINGS}
-        for key, allowed in choices.items():
-            _check_choice(key, getattr(self, key), tuple(allowed))
+        for key, kind in {"format": Format, "granularity": Granularity, "scale": Scale, "rounding": Rounding}.items():
+            _check_choice(key, getattr(self, key), get_args(kind))
         if not isinstance(self.group, int) or isinstance(self.group, bool) or self.group < 1:
             raise UserError(f"group: found {self.group!r}, expected a positive number of elements, e.g. 128")
         if self.fixed is not None:

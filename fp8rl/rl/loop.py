@@ -31,7 +31,7 @@ def train(run: Run) -> str:
     """
     experiment, trainer, record = run.experiment, run.trainer, run.record
     feed = open_feed(experiment, run.sampling)
-    guard = Guard(experiment.gates, experiment.guard, experiment.algorithm, record.gate_state, replays=run.replays)
+    guard = Guard(experiment, record.gate_state)
     evaluation = Evaluation(experiment, run.sampling, run.closing)
     if run.engines:
         _first_sync(run, evaluation, guard)

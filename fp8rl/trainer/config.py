@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from pydantic import Field, model_validator
 
 from fp8rl.models.adapters import AdapterSection
@@ -170,6 +171,8 @@ class TrainerSpec:
     """Whether the policy reads its frozen weights from a base that it shares with engines (`weight_sync.frozen`)."""
     architecture: str | None = None
     """A user's file with the model's architecture. None: fp8rl has the architecture."""
+    dtype: torch.dtype = torch.bfloat16
+    """The dtype of weights and activations."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,12 @@ from torch import Tensor, nn
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.trainer import device
 from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.distributed.offload import HostCopy, OffloadReport
-from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_parts
-from fp8rl.trainer.megatron import te_runtime
-from fp8rl.trainer.scorer import RankPass, Scorer
-from fp8rl.trainer.step.batch import Objective, Scored, TokenBatch
+from fp8rl.trainer.distributed.offload import OffloadReport
+from fp8rl.trainer.scorer import Scorer
+from fp8rl.trainer.step.batch import Scored, TokenBatch
 from fp8rl.trainer.step.head import Head, HeadOutput
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.trainer import Trainer
@@ -38,38 +35,25 @@ class Roles:
 
     def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
         """Build the policy, and the reference and critic that the spec asks for. Raises UserError as `Trainer` does."""
-        rows = spec.max_sequence_length
-        trained: dict[str, Any] = {"seed": spec.seed, "total_steps": spec.total_steps, "adapter": spec.adapter}
-        trained["max_sequence_length"] = rows
-        given = spec.numerics, layout
-        self.policy = Trainer(spec.model_path, spec.config, *given, **trained, shared_base=spec.shared_base)
+        self.policy = Trainer(spec, layout)
         self.models: dict[Role, Scorer | WithoutAdapter] = {"policy": self.policy}
-        if spec.reference and spec.adapter is not None:
-            self.models["reference"] = WithoutAdapter(self.policy)
-        elif spec.reference:
-            self.models["reference"] = Reference(spec.model_path, spec.config, *given, max_sequence_length=rows)
+        spec = replace(spec, shared_base=False)
+        if spec.reference:
+            apart = spec.adapter is None
+            self.models["reference"] = Scorer(spec, layout) if apart else WithoutAdapter(self.policy)
         if spec.critic is not None:
-            trained |= {} if spec.critic_steps is None else {"total_steps": spec.critic_steps}
-            self.models["critic"] = Critic(spec.model_path, spec.critic, *given, **trained)
+            steps = spec.total_steps if spec.critic_steps is None else spec.critic_steps
+            self.models["critic"] = Critic(replace(spec, config=spec.critic, total_steps=steps), layout)
 
     def offload(self) -> OffloadReport:
         """Free memory on the device, on which engines then sample."""
-        total = sum(
-            holding.bytes
-            for model in self._held()
-            for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
-        )
-        moved = sum(offload(model) for model in self.models.values() if isinstance(model, Trainer))
-        moved += sum(model.offload() for model in self.models.values() if isinstance(model, Reference))
-        return OffloadReport(moved, total - moved)
+        reports = [model.offload() for model in self._held()]
+        return OffloadReport(sum(report.moved for report in reports), sum(report.stays for report in reports))
 
     def onload(self) -> None:
         """Bring back what was offloaded. The gradients come back as zeros."""
-        for model in self.models.values():
-            if isinstance(model, Trainer):
-                model.optimizer.host_copy.onload()
-            elif isinstance(model, Reference):
-                model.host_copy.onload()
+        for model in self._held():
+            model.onload()
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
         """Copy the contents of a checkpoint of the trained models. See :func:`trainer.checkpoint.checkpoint.stage`."""
@@ -96,26 +80,6 @@ class Roles:
         return {"" if role == "policy" else role: part for role, part in trained.items()}
 
 
-class Reference(Scorer):
-    """A model with the weights of the model directory. `host_copy` offloads these while engines need the device."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.host_copy = HostCopy()
-        super().__init__(*args, **options)
-
-    def offload(self) -> int:
-        """Move the weights to host memory, and drop their quantized forms. Return the number of bytes freed."""
-        freed = sum(holding.bytes for holding in of_model(self))
-        kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
-        self.weights_changed()
-        self.host_copy.offload(chain.from_iterable(kept), [])
-        return freed
-
-    def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
-        self.host_copy.check_onloaded("a reference's weights")
-        return super()._pass(batch, objective)
-
-
 class WithoutAdapter:
     """A reference that needs no memory. It scores batches with the policy's frozen weights, without adapters."""
 
@@ -128,20 +92,6 @@ class WithoutAdapter:
             return self._policy.score_routed(batch)
 
 
-def offload(trainer: Trainer) -> int:
-    """Move masters and moments to host memory, and drop the gradients. Return how many bytes of the device are freed.
-
-    The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
-    (`trainer.optimizer.offload`), only the gradients' bytes are freed.
-    """
-    trainer.forget_gradients()
-    here = device.current().type
-    state = (tensor for _, kind, tensor, _ in optimizer_parts(trainer) if kind in ("masters", "moments"))
-    return trainer.optimizer.host_copy.offload(
-        [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(trainer)]
-    )
-
-
 # One rank of a critic: a model that says what reward is still to come, in place of what token comes next.
 
 
@@ -150,14 +100,12 @@ class Critic(Trainer):
     value at t is the expected return from t on, before the token at t is chosen.
     """
 
+    beside_adapters = ("output_layer.",)
+
     def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
         """Return the value before each token except the first. The entropy is 0, and no token is drawn."""
         values = micro.from_model(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
         return HeadOutput(values, torch.zeros_like(values))
-
-    def _is_trained_whole(self, name: str) -> bool:
-        """Return True for the parameter of the value head, which gets no adapter."""
-        return name.startswith("output_layer.")
 
     def _finish(self, model: GPTModel) -> None:
         """Replace the output projection, which the embedding may share, by a value head."""

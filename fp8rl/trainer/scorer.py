@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from fp8rl.models import read_model
-from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.shared_base import SharedBase
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
@@ -28,15 +27,17 @@ from fp8rl.numerics.core.memory import NAN, give_back, placeholders
 from fp8rl.numerics.core.process import all_gathered
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
-from fp8rl.trainer.config import CHUNKS, TrainerSection
+from fp8rl.trainer.config import CHUNKS, TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.distributed.offload import HostCopy, OffloadReport
+from fp8rl.trainer.inventory import of_model
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import lower
 from fp8rl.trainer.megatron.model import build_model
 from fp8rl.trainer.megatron.model_checks import check_layout, check_rows
 from fp8rl.trainer.modules.precision import Precision, count, kv_saturated
 from fp8rl.trainer.step.batch import OWN_LIKELY, UNKNOWN, NonFiniteLossError, Objective, PassResult, Scored, TokenBatch
-from fp8rl.trainer.step.head import Head, HeadOutput, ReadHead, gpt_of, head_of, hidden_states, read_logprobs
+from fp8rl.trainer.step.head import Head, HeadOutput, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.routing import Routing, routing_of
 from fp8rl.trainer.step.trees import form_of, with_tree_ratio
@@ -54,45 +55,37 @@ class Scorer:
 
     placed: Any = None
 
-    def __init__(
-        self,
-        model_path: Path,
-        config: TrainerSection,
-        numerics: NumericsConfig,
-        layout: Layout,
-        *,
-        max_sequence_length: int,
-        dtype: torch.dtype = torch.bfloat16,
-        adapter: AdapterSection | None = None,
-        shared_base: bool = False,
-    ) -> None:
-        """Build the model and load the weights of the Hugging Face directory `model_path`.
-
-        shared_base: load no weights. `adopt` must then read them from a base. Until then they are NaN, without memory.
+    def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
+        """Build the model and load its weights. With a shared base none are loaded: `adopt` must read them from it, and
+        until then they are NaN, without memory.
 
         Raises UserError: the directory, the layout or the sizes do not fit together.
         """
-        self.config, self.numerics, self.layout = config, numerics, layout
-        self.definition = read_model(model_path).adapted(adapter)
+        config, numerics, longest = spec.config, spec.numerics, spec.max_sequence_length
+        self.config, self.numerics, self.layout, self.max_sequence_length = config, numerics, layout, longest
+        self.definition = read_model(spec.model_path).adapted(spec.adapter)
         sizes = self.definition.sizes
         check_layout(self.definition.shape, config, numerics.trainer_spec)
         check_rows(config, numerics.mode, device.has_transformer_engine())
-        if max_sequence_length > sizes.max_positions:
+        if longest > sizes.max_positions:
             expected = f"at most {sizes.max_positions}, the model's {sizes.limit}"
             remedy = "Lower rollout.context_length, or use a model with more positions."
-            raise user_error("max_sequence_length", max_sequence_length, expected, remedy)
+            raise user_error("max_sequence_length", longest, expected, remedy)
         _check_k_splits(config, numerics)
-        self.max_sequence_length = max_sequence_length
+        self._host_copy = HostCopy()
         self.cache = WeightCache()
         self.lowering = lower(numerics, device.has_transformer_engine())
         self.precision = Precision(numerics, self.cache, sizes.layers)
-        with placeholders(NAN) if shared_base else nullcontext():
-            self.model = build_model(self.definition, config, self.precision, self.lowering, max_sequence_length, dtype)
-        self.weights = HFWeights(model_path, self.definition, numerics.spec.weight, self.cache, layout, dtype)
-        self._waits = shared_base
-        if not shared_base:
+        with placeholders(NAN) if spec.shared_base else nullcontext():
+            self.model = build_model(self.definition, config, self.precision, self.lowering, longest, spec.dtype)
+        weight = numerics.spec.weight
+        self.weights = HFWeights(spec.model_path, self.definition, weight, self.cache, layout, spec.dtype)
+        self._waits = spec.shared_base
+        if not spec.shared_base:
             self.weights.load(self.model)
         self._finish(self.model)
+        self._runs: nn.Module = self.model
+        """The module that Megatron's schedule runs: the model or its data-parallel wrapper."""
 
     def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
         """Return the numbers of this rank's rows, and their log-probabilities, fp32 [len(rows), S]."""
@@ -134,17 +127,71 @@ class Scorer:
         self.numerics = self.precision.numerics = numerics
         self.weights_changed()
 
+    def offload(self) -> OffloadReport:
+        """Move the weights to host memory, and drop their quantized forms, while engines need the device."""
+        freed = sum(holding.bytes for holding in of_model(self))
+        kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
+        self.weights_changed()
+        self._host_copy.offload(chain.from_iterable(kept), [])
+        return OffloadReport(freed, 0)
+
+    def onload(self) -> None:
+        """Bring back what was offloaded."""
+        self._host_copy.onload()
+
     def _finish(self, model: GPTModel) -> None:
         """Change the model after its weights are loaded. A subclass may override this."""
 
-    @property
-    def _runs(self) -> nn.Module:
-        """The module that Megatron's schedule runs: the model or its data-parallel wrapper."""
-        return self.model
-
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
-        codes, multiple = self.numerics.kv_format.quantized, self.lowering.row_multiple
-        return run_pass(self._runs, batch, self.layout, self.config, objective, self._read_head, multiple, codes)
+        """Score this rank's rows of the batch. With an objective, also sum its gradients in the buffers of `_runs`.
+
+        Raises:
+            NonFiniteLossError: the loss of some micro-batches is not finite. All ranks raise it, with the rows of these
+                micro-batches.
+            UserError, ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
+        """
+        self._host_copy.check_onloaded("a reference's weights")
+        model, layout, config = self._runs, self.layout, self.config
+        codes = self.numerics.kv_format.quantized  # keys and values in FP8, of which those that saturate are counted
+        # On each tensor-parallel rank, a row of the model's input is padded to a multiple of this number.
+        multiple, form = layout.tp_size * self.lowering.row_multiple, form_of(config)
+        if layout.cp_size > 1:
+            multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
+        if objective is None:
+            batch = replace(batch, fields={})  # nobody reads them
+        groups = form.plan(batch, layout.replicas, config.micro_batch_tokens, multiple)[layout.replica]
+        # Gradients are added over ranks without dividing by a token count: the objective has its own denominators.
+        get_model_config(model).finalize_model_grads_func = lambda model, tokens, **more: finalize_model_grads(
+            model, None, **more
+        )
+        counting = objective is not None and config.router_bias_rate > 0
+        with routing_of(model, batch, layout, counting) as routing:
+            forward = partial(_forward, objective=objective, read_head=self._read_head, routing=routing, codes=codes)
+            # Only the last stage sees logits. The shapes of each micro-batch replace the shapes given here.
+            outputs: list[_MicroOutput] = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=(form.of(batch, rows, multiple) for rows in groups),
+                model=[model],
+                num_microbatches=len(groups),
+                seq_length=batch.width,
+                micro_batch_size=1,
+                forward_only=objective is None,
+            )
+        loss, metrics = (0.0, {}) if objective is None else _reduce(outputs, layout)
+        rows = [row for output in outputs for row in output.rows]
+        logprobs = _collect(outputs, "logprobs", torch.zeros(len(rows), batch.width))
+        routes = draws = None
+        if batch.routes is not None:
+            unknown = torch.full((len(rows), *batch.routes.shape[1:]), UNKNOWN, dtype=torch.int16)
+            routes = _collect(outputs, "routes", unknown)
+        if batch.seeds is not None and all(output.draws is not None for output in outputs):
+            draws = _collect(outputs, "draws", torch.full((len(rows), batch.width), UNKNOWN))
+        if routing.loads is not None:
+            dist.all_reduce(routing.loads, group=layout.dp_group)
+        if objective is not None and codes:
+            metrics["train/kv_saturated"] = kv_saturated(model)
+        metrics = with_tree_ratio(metrics, batch)
+        return RankPass(rows, PassResult(logprobs, routes, draws, metrics=metrics, loss=loss), routing.loads)
 
     def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
         """Return the head's output for the final hidden states of a micro-batch."""
@@ -166,70 +213,6 @@ def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:
 
 
 # One forward and, with a loss, backward pass over this rank's rows of a batch, by Megatron's schedule.
-
-
-def run_pass(
-    model: nn.Module,
-    batch: TokenBatch,
-    layout: Layout,
-    config: TrainerSection,
-    objective: Objective | None,
-    read_head: ReadHead = read_logprobs,
-    row_multiple: int = 1,
-    codes: bool = False,
-) -> RankPass:
-    """Score the batch. With an objective, also sum its gradients in the buffers of `model`.
-
-    All ranks must call this with the same batch.
-
-    Args:
-        objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
-        read_head: computes the head's output from the final hidden states.
-        row_multiple: on each tensor-parallel rank a row of the model's input is padded to a multiple of this number.
-        codes: whether keys and values are in FP8. Numbers that saturate are then counted.
-
-    Raises:
-        NonFiniteLossError: the loss of some micro-batches is not finite. All ranks raise it, with the rows of these
-            micro-batches.
-        UserError, ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
-    """
-    multiple, form = layout.tp_size * row_multiple, form_of(config)
-    if layout.cp_size > 1:
-        multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
-    if objective is None:
-        batch = replace(batch, fields={})  # nobody reads them
-    groups = form.plan(batch, layout.replicas, config.micro_batch_tokens, multiple)[layout.replica]
-    # Gradients are added over ranks without dividing by a token count: the objective has its own denominators.
-    get_model_config(model).finalize_model_grads_func = lambda model, tokens, **more: finalize_model_grads(
-        model, None, **more
-    )
-    counting = objective is not None and config.router_bias_rate > 0
-    with routing_of(model, batch, layout, counting) as routing:
-        # Only the last stage sees logits. The shapes of each micro-batch replace the shapes given here.
-        outputs: list[_MicroOutput] = get_forward_backward_func()(
-            forward_step_func=partial(_forward, objective=objective, read_head=read_head, routing=routing, codes=codes),
-            data_iterator=(form.of(batch, rows, multiple) for rows in groups),
-            model=[model],
-            num_microbatches=len(groups),
-            seq_length=batch.width,
-            micro_batch_size=1,
-            forward_only=objective is None,
-        )
-    loss, metrics = (0.0, {}) if objective is None else _reduce(outputs, layout)
-    rows = [row for output in outputs for row in output.rows]
-    logprobs = _collect(outputs, "logprobs", torch.zeros(len(rows), batch.width))
-    routes = draws = None
-    if batch.routes is not None:
-        unknown = torch.full((len(rows), *batch.routes.shape[1:]), UNKNOWN, dtype=torch.int16)
-        routes = _collect(outputs, "routes", unknown)
-    if batch.seeds is not None and all(output.draws is not None for output in outputs):
-        draws = _collect(outputs, "draws", torch.full((len(rows), batch.width), UNKNOWN))
-    if routing.loads is not None:
-        dist.all_reduce(routing.loads, group=layout.dp_group)
-    if objective is not None and codes:
-        metrics["train/kv_saturated"] = kv_saturated(model)
-    metrics = with_tree_ratio(metrics, batch)
-    return RankPass(rows, PassResult(logprobs, routes, draws, metrics=metrics, loss=loss), routing.loads)
 
 
 @dataclass(frozen=True)
@@ -258,7 +241,7 @@ def _forward(
     micro_batches: Iterator[MicroBatch],
     model: nn.Module,
     objective: Objective | None,
-    read_head: ReadHead,
+    read_head: Callable[[Tensor, Head, MicroBatch], HeadOutput],
     routing: Routing,
     codes: bool,
 ) -> Any:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import START, read_adapter
-from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
 from fp8rl.numerics.kv import BF16_CACHE, KVFormat
@@ -24,9 +21,11 @@ from fp8rl.numerics.spec import TensorSpec
 from fp8rl.trainer import device
 from fp8rl.trainer.adapters import attach, base_digest, keep_graph, update_survival
 from fp8rl.trainer.checkpoint import checkpoint
-from fp8rl.trainer.config import TrainerSection, travels_in_fp8
+from fp8rl.trainer.config import TrainerSpec, travels_in_fp8
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.distributed.offload import OffloadReport
 from fp8rl.trainer.distributed.optimizer import Optimizer
+from fp8rl.trainer.inventory import buffers, inventory, optimizer_parts
 from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.scorer import RankPass, Scorer
@@ -42,32 +41,22 @@ class Trainer(Scorer):
         last_sent: the tensors that this rank last sent to engines, kept if a sync sends only changes.
     """
 
-    def __init__(
-        self,
-        model_path: Path,
-        config: TrainerSection,
-        numerics: NumericsConfig,
-        layout: Layout,
-        *,
-        seed: int,
-        total_steps: int,
-        adapter: AdapterSection | None = None,
-        **options: Any,
-    ) -> None:
-        """Build the model, load the weights of the Hugging Face directory `model_path`, and make the optimizer.
+    beside_adapters: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of parameters that are trained themselves in a run that trains adapters."""
 
-        adapter: the adapters to train in place of the weights. options: the arguments of `Scorer`.
-
-        Raises UserError: the directory, the layout, the sizes or the adapter do not fit together.
-        """
-        torch.manual_seed(seed)
-        super().__init__(model_path, config, numerics, layout, adapter=adapter, **options)
-        if adapter is not None:
-            start = read_adapter(Path(adapter.start), model_path, self.definition, START) if adapter.start else None
-            attach(self.model, self.weights, self.cache, adapter, seed, self._is_trained_whole, start)
+    def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
+        """Build the model, load its weights, and make the optimizer. Raises UserError: the directory, the layout, the
+        sizes or the adapter do not fit together."""
+        torch.manual_seed(spec.seed)
+        super().__init__(spec, layout)
+        config, path = spec.config, spec.model_path
+        if (adapter := spec.adapter) is not None:
+            start = read_adapter(Path(adapter.start), path, self.definition, START) if adapter.start else None
+            stays = self.beside_adapters
+            attach(self.model, self.weights, self.cache, adapter, spec.seed, lambda n: n.startswith(stays), start)
             if config.recompute != "none":
                 keep_graph(self.model)
-        check_training(self.definition.shape, config, numerics.trainer_spec)
+        check_training(self.definition.shape, config, self.numerics.trainer_spec)
         self.weight_version = 0
         self.last_sent = LastSent()
         rows = self.weights.rows(self.model)
@@ -78,7 +67,8 @@ class Trainer(Scorer):
         }
         """The rows of the tensor table that each trained parameter has, whole or in part."""
         experts = [p for p, rows in self._rows.items() if rows[0].expert is not None]
-        self.optimizer = Optimizer(self.model, config, self.lowering, total_steps, experts, self._gathered_in_fp8)
+        self.optimizer = Optimizer(self.model, config, self.lowering, spec.total_steps, experts, self._gathered_in_fp8)
+        self._runs = self.optimizer.model
         self._ready_norm: float | None = None
         self._loads: Tensor | None = None
 
@@ -120,9 +110,23 @@ class Trainer(Scorer):
         self.update()
         return done
 
-    def forget_gradients(self) -> None:
-        """Discard the gradients. `update` then raises RuntimeError until the next `forward_backward`."""
+    def offload(self) -> OffloadReport:
+        """Move masters and moments to host memory, and drop the gradients. `update` then raises RuntimeError until the
+        next `forward_backward`.
+
+        The model can still score, and its weights can be read, sent and saved. If the optimizer is on the host already
+        (`trainer.optimizer.offload`), only the gradients' bytes are freed.
+        """
         self._ready_norm = None
+        total, here = sum(holding.bytes for holding in inventory(self)), device.current().type
+        state = (tensor for _, kind, tensor, _ in optimizer_parts(self) if kind in ("masters", "moments"))
+        moved = self.optimizer.host_copy.offload(
+            [tensor for tensor in state if tensor.device.type == here], [buffer.grad_data for buffer in buffers(self)]
+        )
+        return OffloadReport(moved, total - moved)
+
+    def onload(self) -> None:
+        self.optimizer.host_copy.onload()
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory with the current weights."""
@@ -132,14 +136,6 @@ class Trainer(Scorer):
         """Write a directory in PEFT's format with the current adapters. base: the model directory that it names as its
         base. None: the model directory of the run."""
         self.weights.write_adapters(self.model, path, base)
-
-    def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Write a checkpoint, and wait until it is written, for tests. A run calls `stage` and trains meanwhile."""
-        checkpoint.save(path, {"": self.trained}, self.weight_version, extra, texts or {})
-
-    def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
-        """Copy the contents of a checkpoint, to write them while training goes on (`trainer.checkpoint.checkpoint`)."""
-        return checkpoint.stage(path, {"": self.trained}, self.weight_version, extra, texts)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint and return its `extra`."""
@@ -159,10 +155,6 @@ class Trainer(Scorer):
             return spec.weight if self.definition.quantizes(first[0], spec) else None
 
         return update_survival(self.model, spec_of, self.layout)
-
-    def _is_trained_whole(self, name: str) -> bool:
-        """Return whether a parameter is trained itself in a run that trains adapters."""
-        return False
 
     def _gathered_in_fp8(self) -> dict[nn.Parameter, TensorSpec]:
         """Return the parameters that ranks send as FP8 codes after an update, each with its spec."""
@@ -185,10 +177,6 @@ class Trainer(Scorer):
             return None
         digest = base_digest(self.model, self.weights) if self.placed is None else self.placed.unquantized
         return {**adapter.model_dump(mode="json"), checkpoint.BASE: digest}
-
-    @property
-    def _runs(self) -> nn.Module:
-        return self.optimizer.model
 
 
 def check_row_invariance(deepgemm: bool | None = False, kv: KVFormat = BF16_CACHE) -> None:

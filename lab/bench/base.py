@@ -26,7 +26,7 @@ from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.types import NO_WEIGHTS
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.bridge import send_and_verify
@@ -86,8 +86,8 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
     batch = TokenBatch(tokens, lengths, mask, 1.0)
 
     def scorer(shared_base: bool) -> Any:
-        model = folder / "model"
-        made = Scorer(model, TrainerSection(), numerics, layout, max_sequence_length=WIDTH, shared_base=shared_base)
+        spec = TrainerSpec(folder / "model", TrainerSection(), numerics, 0, 1, WIDTH, shared_base=shared_base)
+        made = Scorer(spec, layout)
         made.model.requires_grad_(False)
         return made
 

@@ -18,6 +18,7 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from lab.bench.measure import Result, median_ratio
 from lab.bench.memory import watched
 from lab.bench.trainers import one_rank, random_batch
+from tests.support.trainers import stage_checkpoint
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
@@ -67,13 +68,13 @@ def _measured(trainer: Trainer, step: Callable[[], object], path: Path) -> dict[
     with ThreadPoolExecutor(1) as thread:
         for index in range(1 + ROUNDS):
             with watched("VmRSS") as peak:
-                copying, staged = _timed(lambda: trainer.stage(path, {}, {}))
+                copying, staged = _timed(lambda: stage_checkpoint(trainer, path, {}))
             copies = [item.data for items in staged._plan.files.values() for item in items]
             held = sum(copy.nbytes for copy in copies if isinstance(copy, torch.Tensor)) / 1e6
             del copies
             write, _ = _timed(partial(_write, staged))
             alone, _ = _timed(step)
-            again = trainer.stage(path, {}, {})
+            again = stage_checkpoint(trainer, path, {})
             writing = thread.submit(_timed, partial(_write, again))
             beside, _ = _timed(step)
             seconds = (copying, write, alone, writing.result()[0], beside)

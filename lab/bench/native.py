@@ -22,7 +22,7 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import Mode, TrainerPrecision
 from fp8rl.rollout.tasks.data import Source, load_problems
 from fp8rl.rollout.types import prompt_ids
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.bench.measure import Result
@@ -58,7 +58,7 @@ def _result(model: Path, name: str, batch: TokenBatch, layout: Any) -> Result:
 
     def logprobs(mode: Mode, precision: TrainerPrecision, change: Callable[[Any], None] | None = None) -> Tensor:
         numerics = numerics_of(precision, mode)
-        scorer = Scorer(model, TrainerSection(), numerics, layout, max_sequence_length=batch.tokens.shape[1])
+        scorer = Scorer(TrainerSpec(model, TrainerSection(), numerics, 0, 1, batch.width), layout)
         if change is not None:
             change(scorer.model)
         return scorer.score(batch)[1][batch.loss_mask].double()

@@ -23,7 +23,7 @@ from fp8rl.numerics.config import Mode, NumericsConfig, TrainerPrecision
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.algorithms.sft import SftObjective
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import PassResult, TokenBatch
 from fp8rl.trainer.step.microbatches import plan, plan_packed
@@ -61,8 +61,7 @@ def one_rank(model: TinyModel | Path = MODEL, compiled: bool = True) -> Iterator
             write_tiny_model(path, model)
 
         def trainer(width: int = WIDTH, numerics: NumericsConfig = EXACT, adapter: Any = None, **keys: Any) -> Trainer:
-            options: dict[str, Any] = {"seed": 0, "total_steps": 100, "max_sequence_length": width, "adapter": adapter}
-            return Trainer(path, TrainerSection(**keys), numerics, layout, **options)
+            return Trainer(TrainerSpec(path, TrainerSection(**keys), numerics, 0, 100, width, adapter=adapter), layout)
 
         yield trainer
     parallel.shutdown()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig, RolloutPrecision, TrainerPrecision
+from fp8rl.trainer.config import TrainerSpec
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
@@ -157,7 +158,7 @@ def _side(path: Path, layout: Layout, native: bool) -> Scorer:
     from fp8rl.trainer.scorer import Scorer
 
     numerics = _numerics("bf16", POW2, native)
-    return Scorer(path, live.ONE_RANK, numerics, layout, max_sequence_length=LENGTH)
+    return Scorer(TrainerSpec(path, live.ONE_RANK, numerics, 0, 1, LENGTH), layout)
 
 
 def _numerics(precision: TrainerPrecision, spec: str, native: bool) -> NumericsConfig:

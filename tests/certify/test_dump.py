@@ -23,7 +23,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.record.history import Event, append_entry
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.trainer.checkpoint.files import About, write_about
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl_certify import dump as certifying
 from fp8rl_certify.dump import certify_dump
 from fp8rl_certify.dump.dump_report import DumpReport
@@ -226,7 +226,7 @@ def test_exact_log_probabilities_are_equal_to_ours_bit_for_bit(layout, tmp_path:
 
     model, batch = EXAMPLES / "models/tiny_qwen3_moe", random_batch(rows=6, longest=40)
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-    trainer = Trainer(model, TrainerSection(), numerics, layout, seed=0, total_steps=1, max_sequence_length=64)
+    trainer = Trainer(TrainerSpec(model, TrainerSection(), numerics, 0, 1, 64), layout)
     order, logprobs = trainer.score(batch)
     found = []
     for row, values in zip(order, logprobs, strict=True):

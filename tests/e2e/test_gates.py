@@ -193,7 +193,7 @@ class Faults:
         forward_backward = stack.trainer.forward_backward
 
         def noted(batch: Any, objective: Any) -> Any:
-            self.passes[self.step].append((batch.replay, objective.correction.tis_cap))
+            self.passes[self.step].append((batch.replay, objective.algorithm.correction.tis_cap))
             return forward_backward(batch, objective)
 
         self._patch.setattr(stack.trainer, "forward_backward", noted)
@@ -330,7 +330,7 @@ def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_p
     ],
 )
 def test_a_capsule_is_explained_by_the_command(run: RunDir, stacks: None, step: int, says: str) -> None:
-    report, recorded = by_the_command(run.capsule(step)), read_capsule(run.capsule(step)).metrics
+    report, recorded = by_the_command(run.capsule(step)), read_capsule(run.capsule(step)).about.metrics
     found = report.facts["compared"]
     mean = recorded["mismatch/train_rollout_logprob_abs_diff_mean"]
     assert mean > 0 and found["abs_diff_mean"] == pytest.approx(mean)

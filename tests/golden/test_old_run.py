@@ -18,7 +18,7 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.report.report import write_report
 from fp8rl.rl.run.checkpoints import check_contents, check_resumable
 from fp8rl.trainer.checkpoint.files import check_digests, read_about
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.paths import EXAMPLES
 
@@ -59,16 +59,9 @@ def test_its_checkpoint_has_the_adapters_that_it_exported(old: RunDir, layout: L
     experiment = read_resolved(old.experiment)
     assert experiment.adapter is not None
     check_digests(old.checkpoint(2))
-    trainer = Trainer(
-        EXAMPLES / "models/tiny_qwen3_moe",
-        TrainerSection(),
-        experiment.numerics_config(),
-        layout,
-        seed=0,
-        total_steps=2,
-        max_sequence_length=64,
-        adapter=experiment.adapter,
-    )
+    numerics = experiment.numerics_config()
+    path = EXAMPLES / "models/tiny_qwen3_moe"
+    trainer = Trainer(TrainerSpec(path, TrainerSection(), numerics, 0, 2, 64, adapter=experiment.adapter), layout)
     assert trainer.load(old.checkpoint(2))["step"] == 2
     trainer.export_adapter(tmp_path / "again")
     name = "adapter_model.safetensors"

@@ -15,7 +15,7 @@ from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.mismatch.logprobs import drift_metrics, logprob_metrics
 from fp8rl.rl.run.step import train_metrics
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 
@@ -119,7 +119,7 @@ def _trainer(experiment: Experiment, model: Path, layout: Layout, adapter: Adapt
     parallel.start(0, experiment.numerics_config())
     lengths = {"total_steps": experiment.run.steps, "max_sequence_length": experiment.rollout.context_length}
     own = {"seed": experiment.run.seed, "adapter": adapter, **lengths}
-    return Trainer(model, experiment.trainer, experiment.numerics_config(), layout, **own)
+    return Trainer(TrainerSpec(model, experiment.trainer, experiment.numerics_config(), **own), layout)
 
 
 def _column(lines: list[dict[str, Any]], name: str) -> Tensor:

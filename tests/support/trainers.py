@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.process import all_gathered, rank
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from tests.support.models import LENGTH
@@ -29,7 +30,7 @@ def trainer_on(
     from fp8rl.trainer.trainer import Trainer
 
     settings = {"spec": POW2, "trainer": precision, "k_splits": config.tp} | (numerics or {})
-    return Trainer(path, config, NumericsConfig(**settings), layout, **SIZES | options)
+    return Trainer(TrainerSpec(path, config, NumericsConfig(**settings), **SIZES | options), layout)
 
 
 def in_fp8(trainer: Any) -> list[str]:
@@ -66,11 +67,26 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
     return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
+def stage_checkpoint(trainer: Any, path: Path, extra: dict[str, Any]) -> Any:
+    from fp8rl.trainer.checkpoint import checkpoint
+
+    return checkpoint.stage(path, {"": trainer.trained}, trainer.weight_version, extra, {})
+
+
+def save_checkpoint(trainer: Any, path: Path, extra: dict[str, Any]) -> None:
+    """Write a checkpoint at once. A run's actors train while they write."""
+    staged = stage_checkpoint(trainer, path, extra)
+    written = all_gathered(staged.write())
+    if rank() == 0:
+        staged.publish(written)
+    all_gathered(None)  # so that no rank reads it earlier
+
+
 def critic_on(layout: Layout, policy: Any, path: Path, **keys: Any) -> Any:
     """A critic of the policy's settings and of these keys, whose head says something."""
     from fp8rl.trainer.roles import Critic
 
-    critic = Critic(path, policy.config.model_copy(update=keys), policy.numerics, layout, **SIZES)
+    critic = Critic(TrainerSpec(path, policy.config.model_copy(update=keys), policy.numerics, **SIZES), layout)
     if critic.model.post_process:
         with torch.no_grad():
             critic.model.output_layer.weight.copy_(torch.linspace(-0.1, 0.1, critic.model.config.hidden_size)[None])

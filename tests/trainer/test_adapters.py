@@ -28,7 +28,7 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.cuda_ipc import install_cuda_ipc
 from tests.support.launches import Made
 from tests.support.models import write_model
-from tests.support.trainers import MakeTrainer, Models, spread
+from tests.support.trainers import MakeTrainer, Models, save_checkpoint, spread
 
 pytestmark = pytest.mark.slow
 
@@ -149,10 +149,10 @@ def test_adapters_resume_from_their_checkpoint(moe_path: Path, tmp_path: Path, m
     straight, first, resumed, whole = (make_trainer(moe_path, "fp8", adapter=each) for each in (*[config] * 3, None))
     expected = train(straight, 0, 4)
     assert train(first, 0, 2) == expected[:2]
-    first.save(tmp_path / "adapters", {"seed": 7})
+    save_checkpoint(first, tmp_path / "adapters", {"seed": 7})
     train(resumed, 10, 11)  # a different past must leave no trace
     assert resumed.load(tmp_path / "adapters") == {"seed": 7} and train(resumed, 2, 4) == expected[2:]
-    whole.save(tmp_path / "whole", {})
+    save_checkpoint(whole, tmp_path / "whole", {})
     small, large = (sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("adapters", "whole"))
     assert small < large / 8
     other = make_trainer(moe_path, "fp8", adapter=config.model_copy(update={"alpha": 8.0}))
@@ -194,8 +194,8 @@ def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
     assert kind != "moe" or (placed.kept > 0) == (precision == "bf16"), "q, k and v are there in another order"
     assert train(shared, 0, 2) == train(apart, 0, 2)
     assert not list(shared.cache.operands()), "products read codes where engines read them"
-    shared.save(tmp_path / "shared", {})
-    apart.save(tmp_path / "apart", {})
+    save_checkpoint(shared, tmp_path / "shared", {})
+    save_checkpoint(apart, tmp_path / "apart", {})
     apart.load(tmp_path / "shared")
     shared.load(tmp_path / "apart")
     assert train(shared, 2, 3) == train(apart, 2, 3)

@@ -49,7 +49,7 @@ def batch_with_returns(seed: int = 0):
 def test_gradients_are_those_of_plain_autograd(kind: str, models: Models, layout: Layout) -> None:
     from fp8rl.trainer.roles import Critic
 
-    critic = Critic(models[kind], CRITIC, numerics("bf16"), layout, **OPTIONS, dtype=torch.float32)
+    critic = Critic(TrainerSpec(models[kind], CRITIC, numerics("bf16"), **OPTIONS, dtype=torch.float32), layout)
     batch = batch_with_returns()
     assert not critic.score(batch)[1].any(), "a head of zeros"
     head = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 16

@@ -124,11 +124,9 @@ def test_rows_are_padded_as_fp8_products_want(moe_path: Path, make_trainer: Make
 
 
 def test_an_entropy_has_the_gradient_of_the_whole_vocabulary(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    from fp8rl.trainer.scorer import run_pass
-
     batch = random_batch(temperature=0.7)
     trainer = make_trainer(moe_path, dtype=torch.float32)
-    run_pass(trainer.optimizer.model, batch, trainer.layout, trainer.config, Entropy(int(batch.loss_mask.sum())))
+    trainer._pass(batch, Entropy(int(batch.loss_mask.sum())))
     model = reference(moe_path)
     logits = model(batch.tokens, attention_mask=batch.real_tokens().long()).logits[:, :-1] / 0.7
     entropy = torch.distributions.Categorical(logits=logits).entropy()

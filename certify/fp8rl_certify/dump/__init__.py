@@ -23,7 +23,7 @@ from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl_certify.dump import reference as theirs
 from fp8rl_certify.dump.dump_report import DumpReport, SideReport, Verdict, WorstRow
@@ -227,7 +227,7 @@ def _by_our_ops(
             from fp8rl.trainer.scorer import Scorer
 
             longest = max(len(row.tokens) for row in rows)
-            scorer = Scorer(path, config, first, layout, max_sequence_length=longest)
+            scorer = Scorer(TrainerSpec(path, config, first, 0, 1, longest), layout)
             for name, each in numerics.items():
                 scorer.set_numerics(each)
                 found[name] = _of_all(scorer, rows, samplings)

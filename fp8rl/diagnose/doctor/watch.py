@@ -19,7 +19,7 @@ from fp8rl.models.tensors import TensorRow, base_name
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding, format_of
-from fp8rl.numerics.precision_map import Planned, precision_map
+from fp8rl.numerics.precision_map import precision_map
 from fp8rl.rollout.engine.plugin.state import DERIVED, KV_CACHE, SCALES, STATES
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import Objective, TokenBatch
@@ -64,7 +64,7 @@ def watch_step(
     for each in inventory(trainer):
         of = {"parameters": keys.get(each.name), "operands": "product.cached", "gradients": "gradient.buffer"}
         if each.name in keys and (key := of.get(each.kind)):  # not padding
-            held.append(Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes))
+            held.append(Sighting(key, each.name, each.format, plan[key], bytes=each.bytes))
     with dispatch.watched(recorder):
         trainer.update()
     return [*recorder.sightings(), *held, *_held_by_optimizer(trainer, keys, plan)]
@@ -112,7 +112,9 @@ def class_of(definition: Model, row: TensorRow) -> str:
     return "product.shadow" if row.product else "gain.weight"
 
 
-def _held_by_optimizer(trainer: Trainer, keys: Mapping[str, str], plan: Mapping[str, Planned]) -> Iterator[Sighting]:
+def _held_by_optimizer(
+    trainer: Trainer, keys: Mapping[str, str], plan: Mapping[str, tuple[str, ...]]
+) -> Iterator[Sighting]:
     """Yield what the optimizer holds after an update, with formats judged by value.
 
     Before its first update a master has the checkpoint's values, so its format is its dtype. Its moments are then zero.
@@ -126,7 +128,7 @@ def _held_by_optimizer(trainer: Trainer, keys: Mapping[str, str], plan: Mapping[
             gain = keys[parameter] == "gain.weight"
             key = "moment" if kind == "moments" else "gain.master" if gain else "master"
             found = stored(tensor) if parameter in updated else format_of(tensor.dtype)
-            yield Sighting(key, name, found, plan[key].formats, bytes=tensor.nbytes)
+            yield Sighting(key, name, found, plan[key], bytes=tensor.nbytes)
 
 
 def engine_holdings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
@@ -141,6 +143,6 @@ def engine_holdings(held: Iterable[Holding], model: Model, numerics: NumericsCon
             row = model.tensors[base_name(each.name)[0]]
             key = "engine.weight" if model.quantizes(row, numerics.rollout_spec) else "engine.leftover"
         # A router or an expert's bias may be in FP32.
-        formats = (format_of(row.served),) if key == "engine.leftover" else plan[key].formats
+        formats = (format_of(row.served),) if key == "engine.leftover" else plan[key]
         found.append(Sighting(key, each.name, each.format, formats, bytes=each.bytes, side="engine"))
     return found

@@ -102,7 +102,7 @@ def drift(subject: Subject) -> Finding | None:
     up in the weights. A capsule is judged by the metrics up to its step. None: no difference was recorded."""
     run, last = subject.path, math.inf
     if subject.capsule is not None:
-        run, last = subject.path.parent.parent, subject.capsule.step
+        run, last = subject.path.parent.parent, subject.capsule.about.step
         if subject.path != RunDir(run).capsule(last):
             return None  # it was copied from its run
     rows = [row for row in metrics_found(RunDir(run).metrics)[0] if row["step"] <= last]
@@ -190,5 +190,5 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
         say("comparing op by op, then one cause at a time")
         (endpoint,) = run.engines.up()
         model = read_model(subject.experiment.model.directory).adapted(engine_adapter(subject.experiment))
-        wrong = None if capsule is None else capsule.wrong
+        wrong = None if capsule is None else capsule.about.wrong
         return again, compare(run.trainer, endpoint, batch, subject.numerics, model, wrong=wrong)

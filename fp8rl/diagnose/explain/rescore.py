@@ -50,7 +50,7 @@ class Rescored:
     def reproduced(self) -> bool:
         """Exact mode: every logprob and every metric is equal. Native mode: the mean change is within tolerance."""
         if self.capsule.numerics.mode == "exact":
-            return not bool(self.changes.any()) and self.capsule.metrics.items() <= self.metrics.items()
+            return not bool(self.changes.any()) and self.capsule.about.metrics.items() <= self.metrics.items()
         return self.changes.mean().item() <= NATIVE_TOLERANCE
 
     @property
@@ -73,18 +73,18 @@ class Rescored:
     def facts(self) -> dict[str, Any]:
         capsule, changes = self.capsule, self.changes
         return {
-            "step": capsule.step,
-            "why": capsule.why,
+            "step": capsule.about.step,
+            "why": capsule.about.why,
             "mode": capsule.numerics.mode,
             "weight_version": capsule.scored.version,
-            "sequences": len(capsule.rows),
+            "sequences": len(capsule.about.rows),
             "tokens": changes.numel(),
             "equal_tokens": int((changes == 0).sum()),
             "mean_change": changes.mean().item(),
             "largest_change": changes.max().item(),
             "metrics": {
-                name: {"recorded": capsule.metrics.get(name), "rescored": self.metrics.get(name)}
-                for name in dict.fromkeys([*capsule.metrics, *self.metrics])
+                name: {"recorded": capsule.about.metrics.get(name), "rescored": self.metrics.get(name)}
+                for name in dict.fromkeys([*capsule.about.metrics, *self.metrics])
             },
         }
 
@@ -99,11 +99,11 @@ class Rescored:
             theirs = scored.batch.fields["rollout_logprobs"][row, position].item()
             again = rescored.logprobs[row, position].item()
             numbers = (f"{theirs:.6f}", f"{mine:.6f}", f"{again:.6f}", format_difference(mine - theirs))
-            rows.append((str(capsule.rows[row]), str(position), str(token), *numbers))
+            rows.append((str(capsule.about.rows[row]), str(position), str(token), *numbers))
         columns = ("row", "position", "token", "rollout", "trainer", "again", "d")
         return Group(
-            f"capsule of step {capsule.step}, weight version {scored.version}, {capsule.numerics.mode} mode",
-            *(f"  {line}" for line in capsule.why),
+            f"capsule of step {capsule.about.step}, weight version {scored.version}, {capsule.numerics.mode} mode",
+            *(f"  {line}" for line in capsule.about.why),
             grid(columns, rows, title="largest |d|"),
             *(
                 f"{name}: recorded {each['recorded']}, again {each['rescored']}"

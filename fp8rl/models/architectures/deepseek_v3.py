@@ -44,14 +44,9 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
     else:
         config.refuse_variants(VARIANTS | {"index_topk": None}, scaled=True)
     heads, expert_size = config.size("num_attention_heads"), config.size("moe_intermediate_size")
-    rope, layers = config.size("qk_rope_head_dim"), config.size("num_hidden_layers")
+    rope, q_rank = config.size("qk_rope_head_dim"), config.size("q_lora_rank", if_null=0)
     top_k, experts = config.size("num_experts_per_tok"), config.size("n_routed_experts")
     groups, kept = config.size("n_group"), config.size("topk_group")
-    q_rank = config.size("q_lora_rank", if_null=0)
-    if dense >= layers:
-        raise config.refusal("first_k_dense_replace", dense, f"less than num_hidden_layers = {layers}")
-    if top_k > experts:
-        raise config.refusal("num_experts_per_tok", top_k, f"at most n_routed_experts = {experts}")
     if q_rank % BLOCK_OF_PAIR:
         expected = f"a multiple of {BLOCK_OF_PAIR}, the quantization block: SGLang holds it and kv_a_proj as one weight"
         raise config.refusal("q_lora_rank", q_rank, expected, "Use a model with such a rank.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
-from fp8rl.models.sizes import ModelSizes, checked, family_sizes, sigmoid_router
+from fp8rl.models.sizes import ModelSizes, family_sizes, sigmoid_router
 
 NORM_EPS = 1e-5
 
@@ -27,27 +27,20 @@ def sizes(config: ConfigFile) -> ModelSizes:
     expert_size = config.size("moe_intermediate_size", default=1408)
     experts, groups = config.size("n_routed_experts", default=128), config.size("n_group", default=1)
     kept, top_k = config.size("topk_group", default=1), config.size("num_experts_per_tok", default=8)
-    dense = config.size("first_k_dense_replace", default=1)
-    if dense >= attention["layers"]:
-        expected = f"less than num_hidden_layers = {attention['layers']}"
-        raise config.refusal("first_k_dense_replace", dense, expected)
     router = sigmoid_router(config, experts, groups, kept, top_k, 1.0)
-    return checked(
-        config,
-        ModelSizes(
-            **attention,
-            ffn_size=config.size("intermediate_size", default=10944),
-            experts=experts,
-            top_k=top_k,
-            expert_size=expert_size,
-            dense_layers=dense,
-            shared_size=config.size("n_shared_experts", default=1) * expert_size,
-            renormalize=config.flag("norm_topk_prob", default=True),
-            sigmoid_router=router,
-            head_norms="each" if config.flag("use_qk_norm", default=False) else None,
-            qkv_bias=config.flag("attention_bias", default=False),
-            draft_layers=config.count("num_nextn_predict_layers"),
-        ),
+    return ModelSizes(
+        **attention,
+        ffn_size=config.size("intermediate_size", default=10944),
+        experts=experts,
+        top_k=top_k,
+        expert_size=expert_size,
+        dense_layers=config.size("first_k_dense_replace", default=1),
+        shared_size=config.size("n_shared_experts", default=1) * expert_size,
+        renormalize=config.flag("norm_topk_prob", default=True),
+        sigmoid_router=router,
+        head_norms="each" if config.flag("use_qk_norm", default=False) else None,
+        qkv_bias=config.flag("attention_bias", default=False),
+        draft_layers=config.count("num_nextn_predict_layers"),
     )
 
 

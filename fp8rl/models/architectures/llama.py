@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
-from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+from fp8rl.models.sizes import ModelSizes, family_sizes
 
 VARIANTS = {
     "hidden_act": "silu",
@@ -25,14 +25,11 @@ def sizes(config: ConfigFile, kv_heads: int | None = None) -> ModelSizes:
     head_dim = max(1, hidden // heads)
     head_dim = config.size("head_dim", default=head_dim, if_null=head_dim)
     kv_heads = config.size("num_key_value_heads", default=kv_heads or heads, if_null=heads)
-    return checked(
-        config,
-        ModelSizes(
-            **family_sizes(config, heads, kv_heads, head_dim),
-            ffn_size=config.size("intermediate_size"),
-            head_norms=None,
-            rope_scaling=config.rope_scaling("llama3"),
-        ),
+    return ModelSizes(
+        **family_sizes(config, heads, kv_heads, head_dim),
+        ffn_size=config.size("intermediate_size"),
+        head_norms=None,
+        rope_scaling=config.rope_scaling("llama3"),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
-from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+from fp8rl.models.sizes import ModelSizes, family_sizes
 from fp8rl.models.tensors import TensorRow
 
 PLACE = "block_sparse_moe."
@@ -34,15 +34,12 @@ def sizes(config: ConfigFile) -> ModelSizes:
         "norm_eps": config.number("rms_norm_eps", default=1e-5),
         "rope_theta": theta,
     }
-    return checked(
-        config,
-        ModelSizes(
-            **attention,
-            experts=config.one_of("num_local_experts", "num_experts"),
-            top_k=config.size("num_experts_per_tok", default=2),
-            expert_size=config.size("intermediate_size"),
-            head_norms=None,
-        ),
+    return ModelSizes(
+        **attention,
+        experts=config.one_of("num_local_experts", "num_experts"),
+        top_k=config.size("num_experts_per_tok", default=2),
+        expert_size=config.size("intermediate_size"),
+        head_norms=None,
     )
 
 

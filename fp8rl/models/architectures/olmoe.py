@@ -6,7 +6,7 @@ from fp8rl.models.architecture import Architecture
 from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
-from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+from fp8rl.models.sizes import ModelSizes, family_sizes
 
 NORM_EPS = 1e-5
 
@@ -30,16 +30,13 @@ def sizes(config: ConfigFile) -> ModelSizes:
             remedy = "Use another model: SGLang computes OLMoE with this value only."
             raise config.refusal(name, found, f"{fixed:g}", remedy)
     common = family_sizes(config, heads, kv_heads, head_dim) | {"norm_eps": norm_eps}
-    return checked(
-        config,
-        ModelSizes(
-            **common,
-            experts=config.one_of("num_experts", "num_local_experts"),
-            top_k=config.size("num_experts_per_tok", default=8),
-            expert_size=config.size("intermediate_size", default=2048),
-            renormalize=False,
-            head_norms="together",
-        ),
+    return ModelSizes(
+        **common,
+        experts=config.one_of("num_experts", "num_local_experts"),
+        top_k=config.size("num_experts_per_tok", default=8),
+        expert_size=config.size("intermediate_size", default=2048),
+        renormalize=False,
+        head_norms="together",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
-from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+from fp8rl.models.sizes import ModelSizes, family_sizes
 
 VARIANTS = {"hidden_act": "silu", "partial_rotary_factor": 1, "dual_chunk_attention_config": None}
 """The only supported values of these keys. Every Qwen2 has biases; no key turns them off."""
@@ -18,9 +18,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)
     common = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
     ffn_size = config.size("intermediate_size")
-    return checked(
-        config, ModelSizes(**common, ffn_size=ffn_size, head_norms=None, qkv_bias=True, cpu_head_dim=hidden // heads)
-    )
+    return ModelSizes(**common, ffn_size=ffn_size, head_norms=None, qkv_bias=True, cpu_head_dim=hidden // heads)
 
 
 ARCHITECTURE = Architecture(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
-from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+from fp8rl.models.sizes import ModelSizes, family_sizes
 
 VARIANTS = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1}
 """The only supported values of these keys."""
@@ -17,7 +17,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     heads = config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)
     common = family_sizes(config, heads, kv_heads, config.size("head_dim", default=128))
-    return checked(config, ModelSizes(**common, ffn_size=config.size("intermediate_size")))
+    return ModelSizes(**common, ffn_size=config.size("intermediate_size"))
 
 
 ARCHITECTURE = Architecture(

@@ -8,14 +8,14 @@ from fp8rl.models.architectures import qwen3_next
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import gated_delta, mlp
 from fp8rl.models.multimodal import Multimodal
-from fp8rl.models.sizes import ModelSizes, checked
+from fp8rl.models.sizes import ModelSizes
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
     """Read the sizes. Absent keys have the defaults of Qwen3_5TextConfig. Numbers of heads must be present."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         config.size(name)  # refuses a file without it
-    return checked(config, ModelSizes(**qwen3_next.hybrid_sizes(config), ffn_size=config.size("intermediate_size")))
+    return ModelSizes(**qwen3_next.hybrid_sizes(config), ffn_size=config.size("intermediate_size"))
 
 
 ARCHITECTURE = replace(

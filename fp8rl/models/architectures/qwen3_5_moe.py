@@ -8,12 +8,12 @@ from fp8rl.models.architectures import qwen3_next
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import gated_delta
 from fp8rl.models.multimodal import Multimodal
-from fp8rl.models.sizes import ModelSizes, checked
+from fp8rl.models.sizes import ModelSizes
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
     """Read the sizes. Absent keys have the defaults of transformers' Qwen3_5MoeTextConfig."""
-    return checked(config, ModelSizes(**qwen3_next.hybrid_sizes(config), **qwen3_next.expert_sizes(config, 256, 8)))
+    return ModelSizes(**qwen3_next.hybrid_sizes(config), **qwen3_next.expert_sizes(config, 256, 8))
 
 
 ARCHITECTURE = replace(

@@ -6,7 +6,7 @@ from fp8rl.models.architecture import Architecture
 from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
-from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+from fp8rl.models.sizes import ModelSizes, family_sizes
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -15,16 +15,13 @@ def sizes(config: ConfigFile) -> ModelSizes:
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=4)
     common = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
-    return checked(
-        config,
-        ModelSizes(
-            **common,
-            # transformers 5 writes the second spelling, older ones the first.
-            experts=config.one_of("num_experts", "num_local_experts"),
-            top_k=config.size("num_experts_per_tok"),
-            expert_size=config.size("moe_intermediate_size"),
-            renormalize=config.flag("norm_topk_prob", default=False),
-        ),
+    return ModelSizes(
+        **common,
+        # transformers 5 writes the second spelling, older ones the first.
+        experts=config.one_of("num_experts", "num_local_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        expert_size=config.size("moe_intermediate_size"),
+        renormalize=config.flag("norm_topk_prob", default=False),
     )
 
 

@@ -14,7 +14,7 @@ from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import gated_attention, gated_delta, mlp
 from fp8rl.models.families.gated_delta import GatedDelta
-from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+from fp8rl.models.sizes import ModelSizes, family_sizes
 
 LINEAR, FULL = "linear_attention", "full_attention"
 VARIANTS = {
@@ -31,7 +31,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     """Read the sizes. Absent keys have the defaults of transformers' Qwen3NextConfig."""
     renormalize = config.flag("norm_topk_prob", default=True)
     arguments = hybrid_sizes(config, joined=True) | expert_sizes(config, 512, 10)
-    return checked(config, ModelSizes(**arguments, renormalize=renormalize))
+    return ModelSizes(**arguments, renormalize=renormalize)
 
 
 def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Writes files that appear whole or not at all, imports a user's Python file, and digests the running code."""
+"""Writes files that appear whole or not at all, imports a user's Python file, and examines the running code."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import inspect
 import os
+import pkgutil
 import re
 import shutil
 import sys
@@ -204,6 +206,21 @@ def module_of_file(path: str, key: str) -> ModuleType:
     spec.loader.exec_module(module)
     setattr(module, _SOURCE, source)
     return module
+
+
+def changed_signature(path: str, expected: str | None) -> str | None:
+    """Return a line that says how a library's function or class differs from what is expected of it; None: it does not.
+
+    path: its dotted name. expected: the names of its parameters, in order, without `self`. None: any.
+    """
+    try:
+        target = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        return f"  {path}: not found ({error})"
+    if expected is None:
+        return None
+    found = " ".join(name for name in inspect.signature(target).parameters if name != "self")
+    return None if found == expected else f"  {path}: found the parameters {found!r}, expected {expected!r}"
 
 
 def code_digest(packages: Iterable[str], beside: str | None = None) -> str:

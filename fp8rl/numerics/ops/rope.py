@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,29 +14,29 @@ from fp8rl.numerics.backend.dispatch import composed, op
 from fp8rl.numerics.ops.norm import rms_norm
 
 
-class Scaling(Hashable, Protocol):
-    """The method by which a model's context was lengthened. It changes the frequencies of the rotation."""
-
-    @property
-    def factor(self) -> float:
-        """Return the factor by which the context was lengthened."""
-
-    @property
-    def temperature(self) -> float:
-        """Return the factor by which scores are multiplied in addition to 1 / sqrt(a head's width)."""
-
-    def lengthened(self, plain: Tensor, theta: float) -> Tensor:
-        """Return the radians per position of each pair, FP64 [rotary_dim / 2]. plain: the same without lengthening."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Yarn:
-    """The frequencies of a model whose context was lengthened by YaRN (arXiv 2309.00071, 3.2 and 3.3)."""
+class Scaling:
+    """The method by which a model's context was lengthened. It changes the frequencies of the rotation."""
 
     factor: float
     """The factor by which the context was lengthened."""
     original: int
     """Number of positions before the context was lengthened."""
+
+    @property
+    def temperature(self) -> float:
+        """Return the factor by which scores are multiplied in addition to 1 / sqrt(a head's width)."""
+        return 1.0
+
+    def lengthened(self, plain: Tensor, theta: float) -> Tensor:
+        """Return the radians per position of each pair, FP64 [rotary_dim / 2]. plain: the same without lengthening."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn(Scaling):
+    """The frequencies of a model whose context was lengthened by YaRN (arXiv 2309.00071, 3.2 and 3.3)."""
+
     beta_fast: float
     """A pair that makes at least this many turns over the original positions keeps its frequency."""
     beta_slow: float
@@ -47,7 +46,6 @@ class Yarn:
 
     @property
     def temperature(self) -> float:
-        """Return the factor by which scores are multiplied in addition to 1 / sqrt(a head's width)."""
         return (0.1 * self.mscale * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
 
     def lengthened(self, plain: Tensor, theta: float) -> Tensor:
@@ -64,23 +62,14 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3:
+class Llama3(Scaling):
     """The frequencies of Llama 3.1 and later (`rope_type: llama3`): pairs that make few turns over the original
     positions turn slower by the factor, pairs that make many turns are left alone, and the others are interpolated."""
 
-    factor: float
-    """The factor by which the context was lengthened."""
-    original: int
-    """Number of positions before the context was lengthened."""
     low: float
     """A pair that makes at most this many turns over the original positions has its frequency divided by the factor."""
     high: float
     """A pair that makes at least this many turns over the original positions keeps its frequency."""
-
-    @property
-    def temperature(self) -> float:
-        """Return 1: scores have no factor, as in a model whose context was not lengthened."""
-        return 1.0
 
     def lengthened(self, plain: Tensor, theta: float) -> Tensor:
         turns = self.original * plain / (2 * math.pi)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -163,18 +164,9 @@ class NumericsSection(Section):
 
     def config(self, tp: int) -> NumericsConfig:
         """Return the numerics that both sides start with. `tp` fixes the reduction order of row-parallel products."""
-        return NumericsConfig(
-            mode=self.mode,
-            spec=QuantSpec.preset(self.preset).override(self.overrides()),
-            trainer=self.trainer,
-            rollout=self.rollout,
-            kv=self.kv,
-            key_scale=self.key_scale,
-            value_scale=self.value_scale,
-            k_splits=tp if self.mode == "exact" else 1,
-            router_replay=self.router_replay,
-            deepgemm=self.deepgemm,
-        )
+        spec, k_splits = QuantSpec.preset(self.preset).override(self.overrides()), tp if self.mode == "exact" else 1
+        same = {each.name for each in fields(NumericsConfig)} & type(self).model_fields.keys()
+        return NumericsConfig(spec=spec, k_splits=k_splits, **{name: getattr(self, name) for name in same})
 
     @model_validator(mode="after")
     def _spec_serves_both_sides(self, info: ValidationInfo) -> NumericsSection:

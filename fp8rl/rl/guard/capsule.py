@@ -53,20 +53,12 @@ class Capsule:
     """The contents of a capsule, read and checked."""
 
     path: Path
-    step: int
-    why: list[str]
-    """Sentences of the gates and faults for which the capsule was written."""
+    about: About
     numerics: NumericsConfig
     experiment: Experiment
     manifest: Manifest
-    rows: list[int]
-    """Rows of the step's batch that the capsule keeps: first the rows that a fault came from, then the worst."""
     scored: ScoredBatch
-    """The scores of `rows` in the step's last pass."""
-    metrics: dict[str, float]
-    """`mismatch/...` and `drift/...` over `rows`, as recorded in the capsule."""
-    wrong: list[str] | None
-    """Tensors whose digest in an engine differed from the manifest when the capsule was written; None: not known."""
+    """The scores of `about.rows` in the step's last pass."""
 
     @property
     def weights(self) -> Path | None:
@@ -84,13 +76,14 @@ class Capsule:
         return self.experiment.model_copy(update={"model": model, "adapter": adapter})
 
 
-class _About(BaseModel):
+class About(BaseModel):
     """Contents of `capsule.json`, without its format."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     step: Annotated[int, Field(ge=0, lt=2**63)]
     why: list[str]
+    """Sentences of the gates and faults for which the capsule was written."""
     spec_digest: str
     numerics: dict[str, Any]
     weight_version: Annotated[int, Field(ge=0, lt=2**63)]
@@ -98,9 +91,12 @@ class _About(BaseModel):
     replay: bool
     truncation: dict[str, Any] = {}
     rows: list[int]
+    """Rows of the step's batch that the capsule keeps: first the rows that a fault came from, then the worst."""
     tis_cap: Annotated[FiniteFloat, Field(ge=1.0)]
     metrics: dict[str, FiniteFloat]
+    """`mismatch/...` and `drift/...` over `rows`."""
     wrong: list[str] | None = None
+    """Tensors whose digest in an engine differed from the manifest when the capsule was written; None: not known."""
 
 
 _TRUNCATION = TypeAdapter(Truncation)
@@ -190,24 +186,13 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
     if values["format"] != FORMAT:
         remedy = "Explain the capsule with the version of fp8rl that wrote it."
         raise user_error(f"{path / _ABOUT}: format", values["format"], str(FORMAT), remedy)
-    about = validated(_About.model_validate, values, str(path / _ABOUT), _COPY)
+    about = validated(About.model_validate, values, str(path / _ABOUT), _COPY)
     numerics = NumericsConfig.from_dict(about.numerics)
     _check_digest(path / _ABOUT, about.spec_digest, experiment.numerics_config().spec.digest(), _EXPERIMENT)
     _check_digest(path / _MANIFEST, manifest.spec_digest, numerics.rollout_spec.digest(), _ABOUT)
     with open_tensors(path / _TENSORS, "capsule") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-    return Capsule(
-        path=path,
-        step=about.step,
-        why=about.why,
-        numerics=numerics,
-        experiment=experiment,
-        manifest=manifest,
-        rows=about.rows,
-        scored=_scored(tensors, about),
-        metrics=about.metrics,
-        wrong=about.wrong,
-    )
+    return Capsule(path, about, numerics, experiment, manifest, _scored(tensors, about))
 
 
 def cut_capsules(run: RunDir, step: int) -> None:
@@ -237,7 +222,7 @@ def _tensors(scored: ScoredBatch) -> dict[str, torch.Tensor]:
     }
 
 
-def _scored(tensors: dict[str, torch.Tensor], about: _About) -> ScoredBatch:
+def _scored(tensors: dict[str, torch.Tensor], about: About) -> ScoredBatch:
     batch = TokenBatch(
         tokens=tensors["tokens"],
         lengths=tensors["lengths"],

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.section import validated
 from fp8rl.rl.algorithms.base import AlgorithmConfig
-from fp8rl.rl.experiment.gate_sections import GateSection, GuardSection
+from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.guard.gates import Firing, Gates, RuleState
 from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.run_dir import RunDir
@@ -92,42 +92,30 @@ class GateState:
 
 
 class Guard:
-    """Judges the steps of one run. `gate_state` has the changes that gates make; checkpoints keep it.
+    """Judges the steps of one run. `gate_state` has the changes that gates make; checkpoints keep it."""
 
-    Args:
-        replays: whether the experiment replays the engine's routes from the start.
-    """
-
-    def __init__(
-        self,
-        gates: Sequence[GateSection],
-        settings: GuardSection,
-        algorithm: AlgorithmConfig,
-        gate_state: GateState,
-        *,
-        replays: bool,
-    ) -> None:
-        self._gates = Gates(gates, gate_state.rules)
-        self._settings, self._configured, self._gate_state, self._replays = settings, algorithm, gate_state, replays
+    def __init__(self, experiment: Experiment, gate_state: GateState) -> None:
+        self._gates = Gates(experiment.gates, gate_state.rules)
+        self._experiment, self._gate_state = experiment, gate_state
 
     @property
     def algorithm(self) -> AlgorithmConfig:
         """The algorithm of the spec, with the lower `tis_cap` if a gate has set one."""
-        configured, lower = self._configured.correction.tis_cap, self._gate_state.tis_cap
-        if configured is None or lower is None:
-            return self._configured
-        return self._configured.model_copy(update={"tis_cap": min(configured, lower)})
+        configured, lower = self._experiment.algorithm, self._gate_state.tis_cap
+        if (cap := configured.correction.tis_cap) is None or lower is None:
+            return configured
+        return configured.model_copy(update={"tis_cap": min(cap, lower)})
 
     @property
     def tis_cap(self) -> float:
         """The cap C that clip fractions are measured with: the spec's, or 2 without one. A cap that a gate has lowered
         does not count, so that the gate does not fire because of its own action."""
-        return self._configured.correction.tis_cap or TIS_CAP_WITHOUT_TIS
+        return self._experiment.algorithm.correction.tis_cap or TIS_CAP_WITHOUT_TIS
 
     @property
     def replays(self) -> bool:
         """Return whether the trainer takes the engine's experts now."""
-        return self._replays or self._gate_state.router_replay
+        return self._experiment.numerics.router_replay == "replay" or self._gate_state.router_replay
 
     def judge(self, step: int, metrics: Mapping[str, float], fault: Fault | None, capsule: str | None) -> Verdict:
         """Decide whether a step is trained on, from the metrics that it has so far.
@@ -168,7 +156,7 @@ class Guard:
         """Apply the lasting actions of the gates that fired, and return the verdict on them and on the fault."""
         events = [firing.event(step) for firing in firings]
         if fault is not None:
-            action = "skip_step" if self._settings.nonfinite_loss == "skip" else "checkpoint_and_stop"
+            action = "skip_step" if self._experiment.guard.nonfinite_loss == "skip" else "checkpoint_and_stop"
             text = f"{action}: {fault.reason}"
             events.append(Event(step, fault.metric, fault.value, fault.bound, action, None, text))
         events = [dataclasses.replace(event, capsule=capsule) for event in events]

@@ -23,7 +23,7 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, Tone, references
-from fp8rl.rl.report.summary import RunSummary, by_kind, summarize, verdict
+from fp8rl.rl.report.summary import RunSummary, summarize, verdict
 
 MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</span>')
 
@@ -57,8 +57,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
     damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in found_samples)])
     notes = [f"Note: {note.rstrip('.')}." for note in sessions[-1].notes] if sessions else []
     summary = summarize(rows, events)
-    warned, stepped_in = by_kind(events)
-    others = [event for event in events if event not in warned and event not in stepped_in]
+    others = [event for event in events if event not in (*summary.warnings, *summary.interventions)]
     with writing(run.report, "report"):
         page.write_page(
             run.report,
@@ -67,8 +66,8 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
             verdict(summary) + _early(rows[-1]["step"], spec, sessions) + notes + damage,
             [
                 *sections(rows),
-                _events("Interventions", stepped_in, run),
-                _events("Warnings", warned, run),
+                _events("Interventions", summary.interventions, run),
+                _events("Warnings", summary.warnings, run),
                 _events("What it went on with", others, run),
                 _answers(found_samples),
                 _samples(run, found_samples),

@@ -81,14 +81,10 @@ class RunSummary:
     """Answers that a length limit ended."""
     withheld_steps: int = 0
     """Steps whose batch was not trained on."""
-    warnings: int = 0
+    warnings: Sequence[Event] = ()
     """Firings of gates that only warn."""
-    first_warning: str | None = None
-    """The first warning in words, with its step."""
-    interventions: int = 0
-    """Number of other interventions: gates, losses that were not finite, engines replaced or synced again."""
-    first_intervention: str | None = None
-    """The first intervention in words, with its step."""
+    interventions: Sequence[Event] = ()
+    """Firings of other gates, losses that were not finite, engines replaced or synced again."""
     outlying_gradient: tuple[int, float, float] | None = None
     """Step and norm of the largest gradient, and the median norm; None if the largest is below 100 · median."""
 
@@ -114,7 +110,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
     tokens = sum(int(row["mismatch/tokens"]) for row in compared)
     worst = max(compared, key=lambda row: row[ABS_DIFF_MAX], default=None)
     syncs = [row for row in rows if "sync/verified_tensors" in row]
-    warned, stepped_in = by_kind(events)
+    told = [event for event in events if event.action not in ("resume", "go_on")]
     older = [row for row in steps if _DRIFTED <= row.keys()]
     older_tokens = sum(int(row["drift/tokens"]) for row in older)
     ended = [row for row in steps if _ENDED <= row.keys()]
@@ -149,18 +145,10 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
         evaluated_problems=int(evaluations[-1].get("eval/problems", 0)) if evaluations else 0,
         held_out=held_out_is(*evaluations),
         accuracy_change=_change(evaluations),
-        warnings=len(warned),
-        first_warning=_first(warned),
-        interventions=len(stepped_in),
-        first_intervention=_first(stepped_in),
+        warnings=[event for event in told if event.action == "warn"],
+        interventions=[event for event in told if event.action != "warn"],
         outlying_gradient=_outlying({row["step"]: row[GRADIENT] for row in steps if GRADIENT in row}),
     )
-
-
-def by_kind(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-    """Split events into warnings and interventions. Events with the action `resume` or `go_on` are neither."""
-    rest = [event for event in events if event.action not in ("resume", "go_on")]
-    return [e for e in rest if e.action == "warn"], [e for e in rest if e.action != "warn"]
 
 
 def _outlying(norms: Mapping[int, float]) -> tuple[int, float, float] | None:
@@ -170,10 +158,6 @@ def _outlying(norms: Mapping[int, float]) -> tuple[int, float, float] | None:
     if step is None or not (median := statistics.median(finite.values())) or finite[step] < _FAR_OUTSIDE * median:
         return None
     return step, finite[step], median
-
-
-def _first(events: Sequence[Event]) -> str | None:
-    return f"step {events[0].step}: {events[0].text}" if events else None
 
 
 def _change(evaluations: Sequence[Row]) -> tuple[float, float] | None:
@@ -231,11 +215,11 @@ def verdict(summary: RunSummary) -> list[str]:
             f"{summary.cut_answers:,} of {_count(summary.answers, 'answer')} had no room left "
             "(rollout.max_new_tokens, rollout.context_length)."
         )
-    if summary.first_intervention is not None:
-        times, withheld = _count(summary.interventions, "intervention"), _count(summary.withheld_steps, "step")
-        sentences.append(f"{times}, {withheld} not trained on. The first, {summary.first_intervention}.")
-    if summary.first_warning is not None:
-        sentences.append(f"{_count(summary.warnings, 'warning')}. The first, {summary.first_warning}.")
+    withheld = f", {_count(summary.withheld_steps, 'step')} not trained on"
+    for events, kind, rest in ((summary.interventions, "intervention", withheld), (summary.warnings, "warning", "")):
+        if events:
+            first = f"step {events[0].step}: {events[0].text}"
+            sentences.append(f"{_count(len(events), kind)}{rest}. The first, {first}.")
     return sentences
 
 

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import give_back
-from fp8rl.numerics.core.process import all_gathered, together
+from fp8rl.numerics.core.process import together
 from fp8rl.trainer.checkpoint.files import CONTENT, STATE, About, check_digests, discard, read_about
 from fp8rl.trainer.checkpoint.pickles import read_metadata, safe_pickles
 from fp8rl.trainer.checkpoint.writer import Staged
@@ -63,20 +63,6 @@ def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Map
     if (joined := _joined(parts)) > 1:
         extra = {**extra, JOINED: joined}
     return Staged(path, About(step, extra, {}), contents, _copied(_state(parts, step, extra, loading=False)))
-
-
-def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-    """Stage a checkpoint and write it at once, for `Trainer.save`. (A run's actors train while they write.)"""
-    path = Path(path).absolute()
-    try:
-        staged = stage(path, parts, step, extra, texts)
-        written = all_gathered(staged.write())
-        if dist.get_rank() == 0:
-            staged.publish(written)
-    except BaseException:
-        discard(path)
-        raise
-    dist.barrier()
 
 
 def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import inspect
 import logging
 import pkgutil
 import queue
@@ -25,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 
+from fp8rl.numerics.core.files import changed_signature
 from fp8rl.trainer import device
 from fp8rl.trainer.megatron import cpu_runtime
 
@@ -319,8 +319,9 @@ def install() -> None:
     with applied(LATE_COMPILE):  # `megatron.core.jit` keeps it, for what is imported later
         importlib.import_module("megatron.core")
     patches = [patch for patch in PATCHES if _applies(patch.where)]
-    rows: list[Patch | Override] = [LATE_COMPILE, *patches, *OVERRIDES]
-    if problems := [problem for row in rows if (problem := problem_of(row))]:
+    rows: tuple[Patch | Override, ...] = (LATE_COMPILE, *patches, *OVERRIDES)
+    changed = (changed_signature(row.target, row.parameters) for row in rows if row.parameters != _ABSENT)
+    if problems := list(filter(None, changed)):
         raise RuntimeError(
             f"found megatron-core {importlib.metadata.version('megatron-core')} with other code, expected the code of "
             f"{MEGATRON_VERSION}; nothing was changed. Install the locked versions:\n" + "\n".join(problems)
@@ -349,22 +350,6 @@ def applied(patch: Patch) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
-
-
-def problem_of(row: Patch | Override) -> str | None:
-    """Return a line that says how the target differs from the row. None if it does not."""
-    try:
-        target = pkgutil.resolve_name(row.target)
-    except (ImportError, AttributeError) as error:
-        return None if row.parameters == _ABSENT else f"  {row.target}: not found ({error})"
-    if row.parameters in (None, _ABSENT):
-        return None
-    found = " ".join(name for name in inspect.signature(target).parameters if name != "self")
-    return (
-        None
-        if found == row.parameters
-        else f"  {row.target}: found the parameters {found!r}, expected {row.parameters!r}"
-    )
 
 
 def _applies(where: Where) -> bool:

@@ -78,12 +78,9 @@ class HeadOutput:
     """FP32 [B, S - 1, k] with gradient, log-probabilities of the batch's `LIKELY_IDS`; None for a batch without."""
 
 
-ReadHead = Callable[[Tensor, Head, MicroBatch], HeadOutput]
-"""Computes the head's output from the final hidden states of a micro-batch."""
-
-
 def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | None = None) -> HeadOutput:
-    """Compute log-probabilities, entropy and draws: the `ReadHead` of a policy. Logits at t are for the token at t + 1.
+    """Compute log-probabilities, entropy and draws: the output of a policy's head. Logits at t are for the token at
+    t + 1.
 
     chunk: number of tokens whose logits exist at the same time. None: all. The logits of a chunk are computed in the
     forward pass and again in the backward pass, by the same ops. So log-probabilities and gradients of hidden states do

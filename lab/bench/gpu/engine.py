@@ -30,7 +30,7 @@ from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Problem, Prompt, SamplingParams, Trajectory
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
 from fp8rl.weight_sync.served import write_description
@@ -69,7 +69,7 @@ def agreement(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     # The engine first: it measures what memory is free when it starts.
     with _serving(model, numerics, sizes) as served:
         longest = LONGEST_PROMPT + sizes.new_tokens
-        trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=longest)
+        trainer = Trainer(TrainerSpec(model, config, numerics, 0, 100, longest), layout)
         for update in range(UPDATES + 1):
             report = served.sync(trainer, trainer.weight_version)
             answers = served.answer(sizes, update)

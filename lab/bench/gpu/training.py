@@ -14,7 +14,7 @@ from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, written
@@ -48,7 +48,7 @@ def _digests(
     """Digests of everything that a step makes, by kind and name; and of the weights before it."""
     from fp8rl.trainer.trainer import Trainer
 
-    trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=sizes.length)
+    trainer = Trainer(TrainerSpec(path, config, numerics, 0, 100, sizes.length), layout)
     named = dict(trainer.model.named_parameters())
 
     def digests(of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, str]:
@@ -99,7 +99,7 @@ def _step_seconds(
 ) -> dict[str, float]:
     from fp8rl.trainer.trainer import Trainer
 
-    trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=sizes.length)
+    trainer = Trainer(TrainerSpec(path, config, numerics, 0, 100, sizes.length), layout)
     batch = random_batch(sizes.batch, sizes.length, sizes.stack.vocab)
     objective = SftObjective.of(batch)
     step = watch.seconds(lambda: trainer.train_step(batch, objective), repeats=ROUNDS, with_host=True)

@@ -26,7 +26,7 @@ from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rollout.tasks.data import Source, load_problems
 from fp8rl.rollout.tasks.rewards.builtin import integer
 from fp8rl.rollout.types import Problem, prompt_ids
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness.subjects import EXAMPLES, MODEL, TRAIN
 
@@ -80,7 +80,7 @@ def trainer_of(
     """A live trainer with the weights of a Hugging Face directory, for rows of up to `length` tokens."""
     from fp8rl.trainer.trainer import Trainer
 
-    return Trainer(model, config, numerics, layout, seed=0, total_steps=steps, max_sequence_length=length, dtype=dtype)
+    return Trainer(TrainerSpec(model, config, numerics, 0, steps, length, dtype=dtype), layout)
 
 
 @cache

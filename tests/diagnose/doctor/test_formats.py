@@ -23,7 +23,7 @@ from fp8rl.numerics.precision_map import CLASSES
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from fp8rl.rollout.engine.plugin.state import WEIGHTS
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from lab.studies.document.published_map import BACKWARD, OPTIMIZER, answers
 from lab.studies.document.published_map import claims as claims_of
 from tests.support.batches import cross_entropy, random_batch
@@ -58,8 +58,7 @@ def make(paths: dict[str, Path], layout: Any) -> Callable[..., Any]:
         from fp8rl.trainer.trainer import Trainer
 
         config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
-        sizes = {"seed": 0, "total_steps": 10, "max_sequence_length": LENGTH}
-        return Trainer(paths[kind], config, numerics, layout, adapter=adapter, **sizes)
+        return Trainer(TrainerSpec(paths[kind], config, numerics, 0, 10, LENGTH, adapter=adapter), layout)
 
     return make
 

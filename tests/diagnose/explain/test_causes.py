@@ -237,7 +237,7 @@ def test_a_capsule_s_tokens_of_older_weights_are_not_compared(tmp_path: Path) ->
     versions[0, 2] -= 1
     path = CapsuleRun.make(tmp_path).write(4, ["planted"], replace(seen, versions=versions), [0, 1])
     subject = read_subject(path)
-    assert subject.capsule is not None and (subject.capsule.scored.version, subject.capsule.wrong) == (3, None)
+    assert subject.capsule is not None and (subject.capsule.scored.version, subject.capsule.about.wrong) == (3, None)
     batch = recorded(subject.capsule)
     assert batch.loss_mask.nonzero().tolist() == [[0, 3], [1, 2]]
     d = batch.fields["train_logprobs"] - batch.fields["rollout_logprobs"]

@@ -8,7 +8,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import CPU_PROCESS_BYTES, peak_on_a_cpu, trainer_state
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
 
@@ -26,7 +26,7 @@ def test_a_step_holds_at_its_peak_what_is_calculated(moe, mode, precision, layou
     config = TrainerSection(micro_batch_tokens=ROWS * LENGTH)
     numerics = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
     path = write_model(tmp_path / "model", moe=moe)
-    trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=LENGTH)
+    trainer = Trainer(TrainerSpec(path, config, numerics, 0, 9, LENGTH), layout)
     for seed in range(2):  # the first one compiles
         batch = random_batch(rows=ROWS, longest=LENGTH, seed=seed)
         batch.lengths.fill_(LENGTH)

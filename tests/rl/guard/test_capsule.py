@@ -38,7 +38,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
     path = run.write(4, ["one", "two"], seen, [1, 2], 1.5)
     assert run.files.capsule_steps() == [4]
     read = read_capsule(path)
-    assert (read.step, read.why, read.rows, read.scored.tis_cap) == (4, ["one", "two"], [1, 2], 1.5)
+    assert (read.about.step, read.about.why, read.about.rows, read.about.tis_cap) == (4, ["one", "two"], [1, 2], 1.5)
     assert read.numerics == run.numerics and read.experiment == run.experiment
     assert read.manifest.entries == {"a.weight": "1234@3"}
     assert read.weights is not None and (read.weights / "model.safetensors").read_bytes() == b"weights"
@@ -51,8 +51,8 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(back.batch.fields[name], chosen.batch.fields[name])
     assert torch.equal(back.versions, chosen.versions) and torch.equal(back.routes, chosen.routes)
     assert torch.equal(back.logprobs.view(torch.int32), chosen.logprobs.view(torch.int32)), "NaN included"
-    assert read.metrics == back.metrics() == dataclasses.replace(chosen, tis_cap=1.5).metrics()
-    assert read.metrics["mismatch/nonfinite_count"] == 1 and read.metrics["mismatch/tokens"] == 4
+    assert read.about.metrics == back.metrics() == dataclasses.replace(chosen, tis_cap=1.5).metrics()
+    assert read.about.metrics["mismatch/nonfinite_count"] == 1 and read.about.metrics["mismatch/tokens"] == 4
 
 
 @pytest.mark.parametrize(("mode", "start"), [("separate", "adapter"), ("merged", None)])
@@ -70,7 +70,7 @@ def test_adapters_begin_where_a_capsule_has_them(mode: str, start: str | None, c
 )
 def test_what_an_engine_held_otherwise_is_named(held: Any, wrong: list[str] | None, tmp_path: Path) -> None:
     path = CapsuleRun.make(tmp_path).write(1, [], scored_batch([0.0]), [0], held=held)
-    assert read_capsule(path).wrong == wrong
+    assert read_capsule(path).about.wrong == wrong
 
 
 def test_the_first_capsule_and_the_newest_stay(tmp_path: Path) -> None:

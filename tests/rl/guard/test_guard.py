@@ -27,7 +27,7 @@ NORM_FAULT = Fault("train/loss", None, "not finite", "the gradient norm over 1 r
 
 def a_guard(gate_state: GateState | None = None, **settings: object) -> Guard:
     run = experiment(numerics={"router_replay": "record"}, gates=GATES, guard=settings)
-    return Guard(run.gates, run.guard, run.algorithm, gate_state or GateState(), replays=False)
+    return Guard(run, gate_state or GateState())
 
 
 def judge(guard: Guard, step: int, fault: Fault | None = None, **metrics: float) -> Verdict:

@@ -111,10 +111,11 @@ def test_interventions_are_counted_and_the_first_is_told() -> None:
     ]
     rows = [row(1, gates__withheld=0.0), row(2, gates__withheld=1.0), row(3, gates__withheld=1.0)]
     summary = summarize(rows, events)
-    assert (summary.interventions, summary.withheld_steps) == (2, 2)
+    assert (summary.interventions, summary.withheld_steps) == (events, 2)
     assert verdict(summary)[3:] == [f"2 interventions, 2 steps not trained on. The first, step 2: {because}."]
-    warned = summarize([row(1), row(2)], [replace(events[0], action="warn")])
-    assert (warned.interventions, warned.warnings) == (0, 1)
+    warnings = [replace(events[0], action="warn")]
+    warned = summarize([row(1), row(2)], warnings)
+    assert (warned.interventions, warned.warnings) == ([], warnings)
     assert verdict(warned)[3:] == [f"1 warning. The first, step 2: {because}."]
 
 

@@ -12,7 +12,7 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import Models, scored, trainer_on, whole
+from tests.support.trainers import Models, save_checkpoint, scored, trainer_on, whole
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def on_a_rank(paths: Models, folder, layout, config: TrainerSection) -> dict[str
         begun = adapters(trainer)
         trainer.load(folder / "one" / name)
         scores = trainer.score(random_batch(seed=9))
-        trainer.save(folder / "again" / name, {})
+        save_checkpoint(trainer, folder / "again" / name, {})
         norm = learn(trainer, 9)
         out[name] = scores if layout.is_reporting_rank else None, norm, begun, adapters(trainer)
     return out
@@ -64,7 +64,7 @@ def test_adapters_on_two_ranks_compute_and_learn_as_on_one(ranks, names, models,
         one = make_trainer(paths[name], "fp8", k_splits=4, adapter=CONFIGS[name], **SETTINGS)
         begun = adapters(one)
         learn(one, 0)
-        one.save(tmp_path / "one" / name, {})
+        save_checkpoint(one, tmp_path / "one" / name, {})
         alone[name] = one, scored(one, random_batch(seed=9)), learn(one, 9), begun, adapters(one)
     config = TrainerSection(**SETTINGS, **ranks)
     found = run_on_ranks(config, tmp_path / "ranks", partial(on_a_rank, paths, tmp_path))

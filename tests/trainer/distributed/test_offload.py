@@ -16,9 +16,9 @@ from fp8rl.trainer.distributed import optimizer as optimizer_module
 from fp8rl.trainer.distributed.offload import HostCopy
 from fp8rl.trainer.distributed.optimizer import _create_moments, step_threads
 from fp8rl.trainer.inventory import buffers, optimizer_state
-from fp8rl.trainer.roles import offload
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
+from tests.support.trainers import save_checkpoint
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
@@ -37,20 +37,20 @@ def test_training_goes_on(model: str, dtype: Any, tmp_path, make_trainer, models
     for trainer in (moving, staying):
         trainer.train_step(batch, cross_entropy(batch))
     held = bytes_held(moving)
-    moved = offload(moving)
+    moved = moving.offload().moved
     gradients = sum(buffer.grad_data.nbytes for buffer in buffers(moving))
     assert moved == held["masters"] + held["moments"] + gradients and gradients >= held["gradients"]
     assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in buffers(moving))
-    assert offload(moving) == moved, "once is enough"
+    assert moving.offload().moved == moved, "once is enough"
     assert moving.score(batch)[1].equal(staying.score(batch)[1])
     for trainer, name in ((moving, "moving"), (staying, "staying")):
-        trainer.save(tmp_path / name, {})
+        save_checkpoint(trainer, tmp_path / name, {})
     (ours,), (theirs,) = ([*(tmp_path / name).rglob("*.distcp")] for name in ("moving", "staying"))
     assert ours.read_bytes() == theirs.read_bytes()
     for refused in (lambda: moving.train_step(batch, cross_entropy(batch)), lambda: moving.load(tmp_path / "moving")):
         with pytest.raises(RuntimeError, match="masters and moments in the host's memory"):
             refused()
-    moving.optimizer.host_copy.onload()
+    moving.onload()
     done = [trainer.train_step(batch, cross_entropy(batch)).result for trainer in (moving, staying)]
     assert done[0].loss == done[1].loss and done[0].grad_norm == done[1].grad_norm
     after = state_of(staying)

@@ -21,7 +21,7 @@ from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import stored_tensors
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.state_bytes import state_bytes
@@ -30,7 +30,7 @@ from tests.support.batches import Poisoned, cross_entropy, random_batch, random_
 from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import POW2, MakeTrainer, Models, critic_on, in_order, trainer_on, whole
+from tests.support.trainers import POW2, MakeTrainer, Models, critic_on, in_order, save_checkpoint, trainer_on, whole
 from tests.support.trees import conversations
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,7 @@ class Case:
         with transfers(trainer) as sent:
             out["resumed"] = two_steps(trainer)
         out["inventory"] = inventory(trainer), sent
-        trainer.save(self.saved, {"layout": config.model_dump()})
+        save_checkpoint(trainer, self.saved, {"layout": config.model_dump()})
         batch = random_batch(rows=4, longest=16)
         out["formats"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, config)
         out["non-finite"] = self._non_finite(trainer)
@@ -131,7 +131,7 @@ class Case:
         """What a model without an optimizer makes of the batch."""
         from fp8rl.trainer.scorer import Scorer
 
-        frozen = Scorer(self.paths["moe"], policy.config, policy.numerics, layout, max_sequence_length=LENGTH)
+        frozen = Scorer(TrainerSpec(self.paths["moe"], policy.config, policy.numerics, 0, 1, LENGTH), layout)
         return reported(layout, frozen.score(random_batch(**BATCH)))
 
     def _routed(self, layout: Layout, trainer: Any) -> Any:
@@ -221,10 +221,8 @@ def two_steps(trainer: Any) -> list[tuple[float, float]]:
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
     """The summed gradients by HF name, those of this rank's share."""
-    from fp8rl.trainer.scorer import run_pass
-
     batch, wrapped = random_batch(**BATCH), trainer.optimizer.model
-    run_pass(wrapped, batch, trainer.layout, trainer.config, cross_entropy(batch))
+    trainer._pass(batch, cross_entropy(batch))
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
         # The distributed optimizer leaves each rank the sums of its own part of the buffer.
         group = buffer.data_parallel_group
@@ -264,7 +262,7 @@ class OneRank:
         self.make, self.paths, self.layout, self.checkpoint = make, paths, layout, folder / "one"
         trainer = self.trainer("moe", "fp8", 1)
         two_steps(trainer)
-        trainer.save(self.checkpoint, {"from": "one rank"})
+        save_checkpoint(trainer, self.checkpoint, {"from": "one rank"})
 
     def trainer(self, kind: str, precision: str, k_splits: int, **more: Any) -> Any:
         return self.make(self.paths[kind], precision, k_splits=k_splits, **SETTINGS | more)

@@ -21,7 +21,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import POW2, in_fp8, trainer_on
+from tests.support.trainers import POW2, in_fp8, save_checkpoint, trainer_on
 
 NARROW = ("bf16", "e4m3", "e5m2")
 BATCH: dict[str, Any] = {"rows": 6, "longest": 40}
@@ -111,7 +111,7 @@ class Case:
         out["weights"] = {name: p.detach().clone() for name, p in named_weights(trainer.model)}
         out["in fp8"] = in_fp8(trainer)
         saved = self.folder / config.weight_gather
-        trainer.save(saved, {})
+        save_checkpoint(trainer, saved, {})
         resumed = trainer_on(layout, config, self.moe_path)
         resumed.load(saved)
         for each in (trainer, resumed):

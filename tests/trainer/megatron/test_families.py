@@ -25,7 +25,7 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import token_by_token, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import TinyModel
-from tests.support.trainers import MakeTrainer, scored, trainer_on
+from tests.support.trainers import MakeTrainer, save_checkpoint, scored, trainer_on
 
 pytestmark = pytest.mark.slow
 
@@ -144,7 +144,7 @@ def test_every_tensor_is_saved_and_loaded(name: str, folder: Path, tmp_path: Pat
     for buffer_name, buffer in trained.model.named_buffers():  # which no optimizer trains
         if buffer_name.endswith("expert_bias"):
             buffer += 0.5
-    trained.save(tmp_path / "checkpoint", {})
+    save_checkpoint(trained, tmp_path / "checkpoint", {})
     assert read_about(tmp_path / "checkpoint").extra.get(JOINED, 1) == trained.definition.sizes.joined
     fresh.load(tmp_path / "checkpoint")
     brought = dict(fresh.weights.share(fresh.model))
@@ -240,9 +240,8 @@ def theirs(path: Path) -> PreTrainedModel:
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
     from fp8rl.trainer.modules.weights import matrices
-    from fp8rl.trainer.scorer import run_pass
 
     batch = random_batch()
-    run_pass(trainer.optimizer.model, batch, trainer.layout, trainer.config, cross_entropy(batch))
+    trainer._pass(batch, cross_entropy(batch))
     named = trainer.model.named_parameters()
     return {each: grad.clone() for name, parameter in named for each, grad in matrices(name, parameter.main_grad)}

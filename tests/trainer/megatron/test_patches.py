@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from fp8rl.numerics.core.files import changed_signature
 from fp8rl.trainer.megatron import patches
-from fp8rl.trainer.megatron.patches import OVERRIDES, problem_of
+from fp8rl.trainer.megatron.patches import LATE_COMPILE, OVERRIDES
 from tests.support.paths import ROOT
 
 # In a process where nothing is installed yet.
@@ -85,7 +85,7 @@ OF_2_13 = OF_2_11.replace(" disable", " name=None, disable") + (
 def test_the_trainer_starts_with_each_known_torch_compile(parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     release = eval(f"lambda {parameters}: lambda number: -model(number) if dynamic else number")
     monkeypatch.setattr("torch.compile", release)
-    assert problem_of(patches.LATE_COMPILE) is None
+    assert changed_signature(LATE_COMPILE.target, LATE_COMPILE.parameters) is None
     with patches.applied(patches.LATE_COMPILE):
         late = torch.compile(lambda number: 2 * number, dynamic=True)
     assert late(2) == -4
@@ -99,5 +99,5 @@ def said_by(script: str) -> list[str]:
 
 @pytest.mark.parametrize("row", OVERRIDES, ids=lambda row: row.ours)
 def test_overridden_methods_are_those_of_the_installed_version(row: patches.Override) -> None:
-    assert problem_of(row) is None
-    assert problem_of(dataclasses.replace(row, parameters=row.parameters + " more")) is not None
+    assert changed_signature(row.target, row.parameters) is None
+    assert changed_signature(row.target, row.parameters + " more") is not None

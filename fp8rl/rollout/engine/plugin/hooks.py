@@ -7,14 +7,13 @@ installed.
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
-import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.files import changed_signature
 from fp8rl.rollout.engine.plugin import lifecycle, model, native, sampling
 from fp8rl.rollout.engine.plugin.state import state
 
@@ -202,23 +201,13 @@ def register(hooks: Sequence[Hook]) -> None:
     """Register all hooks with SGLang. Raises `RuntimeError`, and registers none, if a target is not as expected."""
     from sglang.srt.plugins import hook_registry
 
-    problems = [problem for hook in (_IMPORTERS, *hooks) if (problem := _problem(hook))]
-    if problems:
-        found = importlib.metadata.version("sglang")
+    changed = (changed_signature(hook.path, hook.parameters) for hook in (_IMPORTERS, *hooks))
+    if problems := list(filter(None, changed)):
+        version = importlib.metadata.version("sglang")
         raise RuntimeError(
-            f"fp8rl plugin: found sglang {found} with other code, expected the code of {SGLANG_VERSION}; nothing was "
+            f"fp8rl plugin: found sglang {version} with other code, expected the code of {SGLANG_VERSION}; nothing was "
             "hooked. Install the locked version:\n" + "\n".join(problems)
         )
     hook_registry._propagate_patch = partial(_patch_importers, hook_registry._propagate_patch)
     for hook in hooks:
         hook_registry.HookRegistry.register(hook.path, hook.function, hook_registry.HookType(hook.kind))
-
-
-def _problem(hook: Hook) -> str | None:
-    try:
-        target = pkgutil.resolve_name(hook.path)
-    except (ImportError, AttributeError) as error:
-        return f"  {hook.path}: not found ({error})"
-    found = [name for name in inspect.signature(target).parameters if name != "self"]
-    expected = hook.parameters.split()
-    return None if found == expected else f"  {hook.path}: found the parameters {found}, expected {expected}"
