@@ -56,7 +56,8 @@ class _AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        dx, dweight = rms_norm_backward(grads[0], *ctx.saved_tensors, ctx.eps, grads[1])
+        total, weight = ctx.saved_tensors
+        dx, dweight = rms_norm_backward(grads[0], total, weight, ctx.eps, grads[1])
         return dx, dx, dweight, None
 
 

@@ -67,7 +67,7 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, q_weight, k_weight = ctx.saved_tensors
-        dq, dk = _launch(*grads, ctx.rotation, back=True)
+        dq, dk = _launch(grads[0], grads[1], ctx.rotation, back=True)
         dq_weight = dk_weight = None
         if ctx.norms is not None:
             dq, dq_weight = rms_norm_backward(dq, q, q_weight, ctx.norms.eps)

@@ -78,4 +78,5 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *rms_norm_backward(grads[0], *ctx.saved_tensors, ctx.eps), None
+        x, weight = ctx.saved_tensors
+        return *rms_norm_backward(grads[0], x, weight, ctx.eps), None

@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from fp8rl.models import Model
-from fp8rl.models.families.attention import HEAD_NORM
 from fp8rl.models.program import ADD_NORM, CHOSEN, NORM, Op, OpSite, norm_weight, run
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.trainer.config import Recompute
@@ -237,6 +236,6 @@ def norms_in_products(ops: Sequence[Op], takes: Callable[[Op], bool]) -> list[Op
         later = next((op for op in ops[at + 2 :] if value in (*op.reads, *op.writes)), None)
         alone = value in behind.writes or later is None or value not in later.reads
         taken = norm.form in (NORM, ADD_NORM) and behind.reads == (value,) and alone and takes(behind)
-        if taken or norm.form is HEAD_NORM:
+        if taken or norm.form.name == "head_norm":
             found[at] = replace(norm, form=replace(norm.form, compute=_left_to_product))
     return found
