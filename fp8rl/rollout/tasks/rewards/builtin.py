@@ -21,6 +21,7 @@ from pydantic import AfterValidator, Field
 from fp8rl.rollout.loopback import is_loopback
 from fp8rl.rollout.tasks.chat import render
 from fp8rl.rollout.tasks.named_functions import ReturnError
+from fp8rl.rollout.tasks.rewards.mathematics import final_integer, results
 from fp8rl.rollout.tasks.tokens import written_ids
 
 if TYPE_CHECKING:
@@ -32,22 +33,12 @@ _IDLE_S = 1.0
 sent at that moment would be lost."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, httpx.AsyncClient]] = WeakKeyDictionary()
 """Two clients for each event loop. One uses the proxies of the environment, the other does not."""
-INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})")
 
 
 def integer(answer: str, reference: str, finished: bool) -> float:
     """Return 1 if the model ended the answer with `####` and the integer with which the reference ends, else 0."""
     gold = final_integer(reference)
     return float(finished and gold is not None and final_integer(answer) == gold)
-
-
-def final_integer(text: str) -> int | None:
-    """Return the integer between the last `####` (and one space, if any) and the end of `text`. None: no integer."""
-    _, marker, tail = text.rpartition("####")
-    tail = tail.removeprefix(" ")
-    if not marker or not INTEGER.fullmatch(tail):
-        return None
-    return int(tail.replace(",", ""))
 
 
 def _compiles(pattern: str) -> str:
@@ -169,14 +160,6 @@ def _tokenizer(directory: str) -> PreTrainedTokenizerBase:
     return loaded
 
 
-def _has_result(reference: str) -> bool:
-    """Return True if `math` finds a result in a reference. The last box may be open or empty."""
-    from fp8rl.rollout.tasks.rewards.mathematics import results  # which imports this module
-
-    # From nearly anything else math-verify makes something to compare.
-    return any(result.strip(" .$~%\\\t\r\n") for result in results(reference, stated=False))
-
-
 @dataclass(frozen=True)
 class BuiltIn:
     """A built-in reward function."""
@@ -202,7 +185,8 @@ BUILT_IN = {
     ),
     "math": BuiltIn(
         "fp8rl.rollout.tasks.rewards.mathematics:math",
-        reads=_has_result,
+        # From nearly anything but blanks and an open box math-verify makes something to compare.
+        reads=lambda answer: any(result.strip(" .$~%\\\t\r\n") for result in results(answer, stated=False)),
         reference="a result after '####' or in the last box that math-verify can read",
     ),
     "format": BuiltIn("fp8rl.rollout.tasks.rewards.builtin:format"),

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import count, product
 from typing import Any
 
-from fp8rl.rollout.tasks.rewards.builtin import final_integer
+INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})")
 
 # Texts as math-verify reads them: without Markdown, currency, and separators of digits.
 #
@@ -132,6 +132,15 @@ def _power(found: re.Match[str]) -> str:
     if found[5]:
         return f"^({found[5].translate(_SUPERSCRIPTS)})"
     return f"{found[1] or found[3]}*10^({found[2] or found[4]})"
+
+
+def final_integer(text: str) -> int | None:
+    """Return the integer between the last `####` (and one space, if any) and the end of `text`. None: no integer."""
+    _, marker, tail = text.rpartition("####")
+    tail = tail.removeprefix(" ")
+    if not marker or not INTEGER.fullmatch(tail):
+        return None
+    return int(tail.replace(",", ""))
 
 
 _SECONDS = 1
