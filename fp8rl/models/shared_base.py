@@ -93,13 +93,8 @@ class SharedBase:
     @functools.cached_property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by their names in the checkpoint, and the scales of quantized tensors."""
-        views = self.model.tensors.views(self.parameters, self.spec.weight.group, WHOLE)
-        return {name: view for name, _, view in views}
-
-    def tensor(self, name: str) -> Tensor | QuantizedTensor:
-        """Return one tensor of the checkpoint, quantized if the base has it quantized."""
-        data, scales = self.tensors[name], self.tensors.get(name + SCALE_SUFFIX)
-        return data if scales is None else QuantizedTensor(data, scales, self.spec.weight)
+        stacks = self.model.tensors.stacks(self.parameters, self.spec.weight.group, WHOLE)
+        return {name: view for names, _, stack in stacks for name, view in zip(names, stack, strict=True)}
 
     def fused(self, rows: Sequence[TensorRow], stacked: int = 0) -> Tensor | QuantizedTensor:
         """Return consecutive tensors of one parameter of the engine as one tensor [N, ...], which is a view.

@@ -2,6 +2,9 @@
 
 A row is one tensor of the Hugging Face checkpoint. Each side fuses some tensors into one parameter; the table says
 which. The functions below cut such a parameter, or its scales, into its tensors, and put them together.
+
+A stack [n, ...] has the same tensor of n experts, in their order, and the name of the first. A sync handles stacks,
+because experts are many and small, and each call of torch or of a kernel has its price.
 """
 
 from __future__ import annotations
@@ -148,32 +151,43 @@ class TensorTable:
                 found.setdefault(parameter, []).append(row)
         return found
 
-    def views(self, held: Mapping[str, Tensor], block: int, rank: EngineRank) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the tensors and scales of the checkpoint that a rank of an engine holds.
+    def stack(self, name: str, tensor: Tensor) -> tuple[tuple[str, ...], Tensor]:
+        """Return the names of the tensors in a stack, and the stack. A single tensor becomes a stack of one."""
+        row = self.get(name)
+        if row is None or row.engine.index is None or tensor.dim() == len(row.shape):
+            return (name,), tensor[None]
+        by_index, first = self.in_engine[row.engine.parameter], row.engine.index
+        place, suffix = by_index[first].index(row), name.removeprefix(row.name)
+        return tuple(by_index[i][place].name + suffix for i in range(first, first + len(tensor))), tensor
 
-        Each is (`EngineRank.label`, the parameter that holds it, the tensor as a view of the parameter). held: all or
-        some parameters, by name. block: number of rows of a tensor that share a row of scales; the last row of scales
-        may serve fewer.
+    def stacks(
+        self, held: Mapping[str, Tensor], block: int, rank: EngineRank
+    ) -> Iterator[tuple[tuple[str, ...], Tensor, Tensor]]:
+        """Yield the tensors and scales of the checkpoint that a rank of an engine holds, in stacks of equal tensors.
+
+        Each is (`EngineRank.label` of each tensor, the parameter that holds them, the stack [labels, ...] as a view of
+        the parameter). held: all or some parameters, by name. block: number of rows of a tensor that share a row of
+        scales; the last row of scales may serve fewer.
         """
         for name, by_index in self.in_engine.items():
             for suffix, of_row in (("", 1), (SCALE_SUFFIX, block)):
                 if (parameter := held.get(name + suffix)) is None:  # such as adapters before they are attached
                     continue
-                for index, rows in by_index.items():
-                    place = rank.place(index, len(parameter))
-                    if place is None and index is not None:
-                        continue  # an expert of another rank
-                    fused = parameter.detach() if place is None else parameter.detach()[place]
-                    parts = _cut(fused, rows, [rank.rows(row, of_row) for row in rows], rows[0].engine.padded)
-                    for row, part in zip(rows, parts, strict=True):
-                        yield rank.label(row.name + suffix, row), parameter, part
+                fused, every = parameter.detach()[None], list(by_index.values())
+                if None not in by_index:  # other ranks have the other experts
+                    first, count = rank.rank * len(parameter), len(parameter)
+                    fused, every = fused[0], every[first : first + count]
+                rows = every[0]
+                parts = _cut(fused, rows, [rank.rows(row, of_row) for row in rows], rows[0].engine.padded, axis=1)
+                for of_part, part in zip(zip(*every, strict=True), parts, strict=True):
+                    yield tuple(rank.label(row.name + suffix, row) for row in of_part), parameter, part
 
     def split(self, fused: Tensor, rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> list[Tensor]:
         """Cut a parameter of Megatron's, or its scales, into its tensors, as views if the layout allows. If a tensor
         has more than two axes, Megatron holds it as a matrix.
 
-        fused: [N, ...]. block: as in `views`. ranks: the number of ranks that share the rows of each tensor; `fused` is
-        the part of one rank.
+        fused: [N, ...], or experts [n, N, K], which give a stack of each tensor. block: as in `stacks`. ranks: the
+        number of ranks that share the rows of each tensor; `fused` is the part of one rank.
         """
         if rows[0].megatron.layout == "heads":
             grouped = fused.unflatten(0, (self.groups_of(rows) // ranks, -1))
@@ -182,7 +196,7 @@ class TensorTable:
             tensors = [[next(parts).flatten(0, 1) for _ in sizes] for sizes in of_group]
             found = [one[0] if len(one) == 1 else torch.cat(one) for one in tensors]
         else:
-            found = _cut(fused, rows, [-(-row.shape[0] // ranks // block) for row in rows])
+            found = _cut(fused, rows, [-(-row.shape[0] // ranks // block) for row in rows], axis=int(fused.dim() > 2))
         return [one.unflatten(1, row.shape[1:]) if len(row.shape) > 2 else one for one, row in zip(found, rows)]
 
     def fuse(self, tensors: Sequence[Tensor], rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> Tensor:
@@ -231,11 +245,6 @@ class EngineRank:
         whole = -(-row.shape[0] // block)
         return self._range(row, whole)[1] if row.engine.split == 0 else whole
 
-    def place(self, index: int | None, count: int) -> int | None:
-        """Return the place of tensor `index` of a stack among the `count` tensors that this rank holds; None: another
-        rank holds it."""
-        return None if index is None or not 0 <= index - self.rank * count < count else index - self.rank * count
-
     def _range(self, row: TensorRow, size: int) -> tuple[int, int]:
         """Return the first index and the length of this rank's part of an axis."""
         parts = min(self.ranks, row.engine.kv_heads or self.ranks)
@@ -254,9 +263,11 @@ def base_name(label: str) -> tuple[str, str]:
     return name, mark + rest
 
 
-def _cut(fused: Tensor, rows: Sequence[TensorRow], sizes: list[int], padded: bool = False) -> list[Tensor]:
-    total = sum(sizes)
-    if fused.shape[0] != total and not (padded and fused.shape[0] > total):
+def _cut(
+    fused: Tensor, rows: Sequence[TensorRow], sizes: list[int], padded: bool = False, axis: int = 0
+) -> list[Tensor]:
+    total, found = sum(sizes), fused.shape[axis]
+    if found != total and not (padded and found > total):
         names = ", ".join(row.name for row in rows)
-        raise ValueError(f"{names}: found a parameter of {fused.shape[0]} rows, expected {total}")
-    return list(fused[:total].split(sizes))
+        raise ValueError(f"{names}: found a parameter of {found} rows, expected {total}")
+    return list(fused.narrow(axis, 0, total).split(sizes, axis))

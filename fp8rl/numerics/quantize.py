@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8rl.numerics.backend.compiler import compilable
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.core.memory import alike, copy_all
+from fp8rl.numerics.core.memory import copy_all
 from fp8rl.numerics.rounding import fp8_max, group_amax, round_stochastically, round_to_grid, scale_from_amax
 from fp8rl.numerics.spec import Scale, TensorSpec
 
@@ -90,6 +90,10 @@ class QuantizedTensor:
         return dequantize(self.data, self.scale_inv, self.spec, dtype, out)
 
 
+NamedWeight = tuple[str, Tensor | QuantizedTensor]
+"""A weight with its name in the checkpoint. It may be quantized already."""
+
+
 @op
 def quantize(x: Tensor, spec: TensorSpec) -> QuantizedTensor:
     """Quantize a BF16 or FP32 tensor [..., rows, columns], saturating.
@@ -127,20 +131,11 @@ def quantize_by(x: Tensor, spec: TensorSpec, amax: Tensor) -> QuantizedTensor:
 def quantize_many(
     weights: Sequence[Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
-    """Compute `quantize` of each tensor. Experts' matrices are many and small, and each call has its price: the kernel
-    needs one launch for all, and here small tensors of the same shape are stacked.
+    """Compute `quantize` of each tensor or stack of them. The kernel needs one launch for all.
 
     outs: results to write into, of the right shapes and dtypes and with contiguous data; they are returned.
     """
-    if spec.granularity == "tensor":  # a stack would get one scale
-        found = [quantize(weight, spec) for weight in weights]
-    else:
-        made: dict[int, QuantizedTensor] = {}
-        for places, stack in alike(weights):
-            whole = quantize(stack, spec)
-            parts = zip(whole.data.unbind(), whole.scale_inv.unbind(), strict=True)
-            made |= {place: QuantizedTensor(*part, spec) for place, part in zip(places, parts, strict=True)}
-        found = [made[place] for place in range(len(weights))]
+    found = [quantize(weight, spec) for weight in weights]
     if outs is None:
         return found
     copy_all(*([part for each in one for part in (each.data, each.scale_inv)] for one in (outs, found)))

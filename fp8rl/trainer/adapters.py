@@ -50,12 +50,12 @@ def attach(
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(stays(name))
-    whole = weights.whole_names(model)
+    whole = weights.whole(model)
     for path, module in list(model.named_modules()):
         weight = module._parameters.get("weight")
         if weight is None:
             continue
-        names = [whole[name] for name, _ in matrices(f"{path}.weight", weight)]
+        names = [whole(name) for name, _ in matrices(f"{path}.weight", weight)]
         if not any(config.adapts(row) for row in weights.rows_of(names[0])):
             continue
         if not getattr(module, "computes_adapters", False):

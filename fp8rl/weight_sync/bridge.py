@@ -143,6 +143,9 @@ class Transport(Protocol):
     `send` fails with an EngineError, an httpx.HTTPError or an OSError, which the bridge turns into a SyncError.
     """
 
+    takes_stacks: bool
+    """Whether `send` takes stacks of tensors (`TensorTable.stack`)."""
+
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory from which `send` takes a tensor without another copy."""
 
@@ -247,7 +250,7 @@ def send_shard(trainer: Trainer, task: SendTask) -> ShardDigests:
     """Quantize this rank's shard, and send it to every engine."""
     table, ranks = trainer.definition.tensors, max(endpoint.ranks for endpoint in task.endpoints)
     recorder, payload = Recorder(table, ranks), 0
-    weights = exported(trainer, task.contents)
+    weights = exported(trainer, task.contents, stacked=task.transport.takes_stacks and not task.delta)
 
     def to_send() -> Iterator[Named]:
         nonlocal payload

@@ -21,7 +21,7 @@ from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.numerics.core.memory import Shared, mapped, share
 from fp8rl.numerics.core.process import all_gathered, rank, together
 from fp8rl.numerics.digest import tensor_digests
-from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.quantize import NamedWeight
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import frozen_of
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
@@ -76,25 +76,26 @@ class FrozenBase:
         return f" ({of_base} of the base, which changed in the engine during the run)" if of_base else ""
 
 
-def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-    """Yield the (HF name, tensor) pairs that this rank sends. All ranks must iterate to the end."""
+def exported(trainer: Trainer, contents: Contents, stacked: bool = True) -> Iterator[NamedWeight]:
+    """Yield the (HF name, tensor) pairs that this rank sends, experts in stacks. All ranks must iterate to the end."""
     if contents == "adapters":
-        return trainer.weights.adapters(trainer.model)
-    weights = trainer.weights.share(trainer.model)
+        return trainer.weights.adapters(trainer.model, stacked)
+    weights = trainer.weights.share(trainer.model, stacked)
     if contents == "weights":
         return weights
     if contents == "adapters beside a base":
         weights = (pair for pair in weights if pair[0] not in trainer.placed.base.tensors)
-    return itertools.chain(weights, trainer.weights.adapters(trainer.model))
+    return itertools.chain(weights, trainer.weights.adapters(trainer.model, stacked))
 
 
 def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> ShardDigests:
     """Return the digests, under `spec`, that an engine must have of this rank's weights and adapters."""
     adapter = trainer.definition.adapter
-    if adapter is None or adapter.mode == "merged":
-        return would_send(trainer.weights.share(trainer.model), spec, trainer.definition, engine_ranks)
-    sent = would_send(exported(trainer, "weights and adapters"), spec, trainer.definition, engine_ranks)
-    return replace(sent, digests=sent.digests | scale_of(adapter).digests) if rank() == 0 else sent
+    if adapter is not None and adapter.mode == "merged":
+        adapter = None
+    weights = exported(trainer, "weights" if adapter is None else "weights and adapters")
+    sent = would_send(weights, spec, trainer.definition, engine_ranks)
+    return sent if adapter is None or rank() else replace(sent, digests=sent.digests | scale_of(adapter).digests)
 
 
 def scale_of(adapter: AdapterSection) -> ShardDigests:

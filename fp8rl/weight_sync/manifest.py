@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ from fp8rl.models.architecture import Role
 from fp8rl.models.tensors import SCALE_SUFFIX, EngineRank, TensorTable, base_name
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.numerics.core.memory import batches_by_bytes
-from fp8rl.numerics.digest import tensor_digests
+from fp8rl.numerics.digest import stack_digests
 from fp8rl.numerics.spec import QuantSpec
 
+Labels = tuple[str, ...]
 _BATCH_BYTES = 16 << 20
 _NAMED = 3
 
@@ -101,27 +103,28 @@ class Recorder:
         self._table, self._ranks = table, [EngineRank(rank, ranks) for rank in range(ranks)]
         self._digests: dict[str, str] = {}
         self._bytes = self._adapter_bytes = 0
-        self._known_adapters = {row.name for row in table.rows.values() if row.adapts is not None}
         self._adapters: set[str] = set()
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same tensors. Each is digested before it is yielded, together with others of its batch."""
         for batch in batches_by_bytes(tensors, _BATCH_BYTES):
-            parts = dict(part for name, tensor in batch for part in self._parts(name, tensor))
-            self._digests.update(zip(parts, tensor_digests(list(parts.values()))))
+            parts: dict[Labels, Tensor] = {}
+            for name, tensor in batch:
+                its_parts = self._parts(*self._table.stack(name, tensor))
+                parts |= its_parts
+                if (row := self._table.get(name)) is not None and row.adapts is not None:
+                    self._adapters.update(*its_parts)
+                    self._adapter_bytes += tensor.nbytes
+            digests = stack_digests(list(parts.values()))
+            self._digests.update(zip(itertools.chain.from_iterable(parts), digests, strict=True))
             self._bytes += sum(tensor.nbytes for _, tensor in batch)
-            adapters = [(name, tensor) for name, tensor in batch if name in self._known_adapters]
-            self._adapters.update(label for name, tensor in adapters for label, _ in self._parts(name, tensor))
-            self._adapter_bytes += sum(tensor.nbytes for _, tensor in adapters)
             yield from batch
 
-    def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        if len(self._ranks) == 1:
-            yield name, tensor
-            return
-        row = self._table[name]
-        for rank in self._ranks:
-            yield rank.label(name, row), rank.part(row, tensor)
+    def _parts(self, names: Labels, stack: Tensor) -> dict[Labels, Tensor]:
+        """Return what ranks digest of a stack, by labels. They divide experts, so each part of a stack is whole."""
+        if len(self._ranks) == 1 or (row := self._table[names[0]]).engine.split is None:
+            return {names: stack}
+        return {(rank.label(names[0], row),): rank.part(row, stack[0])[None] for rank in self._ranks}
 
     def sent(self, payload: int | None = None) -> ShardDigests:
         """Return the digests so far. payload: number of bytes sent, if it is not the size of the tensors."""

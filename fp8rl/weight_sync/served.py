@@ -22,7 +22,7 @@ from fp8rl.numerics.core.memory import batches_by_bytes
 from fp8rl.numerics.core.process import exhaust
 from fp8rl.numerics.core.reading import read_bytes
 from fp8rl.numerics.ops.low_rank import LowRank, merged
-from fp8rl.numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
+from fp8rl.numerics.quantize import NamedWeight, QuantizedTensor, check_quantizable, quantize_many, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.buckets import Allocate
 from fp8rl.weight_sync.manifest import Recorder, ShardDigests
@@ -31,10 +31,7 @@ _BATCH_BYTES = 32 << 20  # quantized at a time: experts are many and small, and 
 
 
 def served_tensors(
-    weights: Iterable[tuple[str, Tensor | QuantizedTensor]],
-    spec: QuantSpec,
-    model: Model,
-    allocate: Allocate | None = None,
+    weights: Iterable[NamedWeight], spec: QuantSpec, model: Model, allocate: Allocate | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the (HF name, tensor) pairs that are served under `spec`: FP8 codes and their scales, or the tensor
     unchanged.
@@ -62,9 +59,7 @@ def served_tensors(
         exhaust(weights)
 
 
-def would_send(
-    weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, model: Model, engine_ranks: int = 1
-) -> ShardDigests:
+def would_send(weights: Iterable[NamedWeight], spec: QuantSpec, model: Model, engine_ranks: int = 1) -> ShardDigests:
     """Return the digests of what a rank would send of `weights` (see `served_tensors`) to an engine with `spec`."""
     recorder = Recorder(model.tensors, engine_ranks)
     exhaust(recorder.watch(served_tensors(weights, spec, model)))

@@ -191,7 +191,7 @@ def _one_by_one(trainer: Trainer, held: ServedWeights, version: int) -> dict[str
         return made
 
     packer = Packer(BUCKET_BYTES, shared_memory, loading=BUCKET_BYTES)  # each bucket keeps its memory
-    weights = timed("export", lambda: list(trainer.weights.share(trainer.model)))
+    weights = timed("export", lambda: list(trainer.weights.share(trainer.model, stacked=True)))
     served = timed("quantize", lambda: list(served_tensors(iter(weights), spec, definition, packer.allocate)))
     timed("digest", lambda: list(recorder.watch(iter(served))))
     buckets = timed("pack", lambda: list(packer.pack(served)))

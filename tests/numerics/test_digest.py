@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from fp8rl.numerics.digest import CHUNK, tensor_digest, tensor_digests
+from fp8rl.numerics.digest import CHUNK, stack_digests, tensor_digest, tensor_digests
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.uint8)
 
@@ -62,3 +64,10 @@ def test_many_at_once_are_each_alone():
     sizes = (3, 4 * CHUNK, 12 * CHUNK + 8, 3, 40 * CHUNK, 12 * CHUNK + 8)
     tensors = [random_bytes(size, seed=seed) for seed, size in enumerate(sizes)]
     assert tensor_digests(tensors) == [tensor_digest(tensor) for tensor in tensors] and tensor_digests([]) == []
+
+
+@pytest.mark.parametrize("shape", [(9,), (5, 0), (4, 3, 3), (6, 2 * CHUNK), (3, 9, 4 * CHUNK + 4)])
+def test_tensors_in_a_stack_are_each_alone(shape):
+    whole = random_bytes(math.prod(shape)).view(shape)
+    parts = [whole, whole[1::2], *([whole.mT, whole[:, 1:3], whole[..., :-1]] if len(shape) > 2 else [])]
+    assert stack_digests(parts) == [tensor_digest(tensor) for stack in parts for tensor in stack]

@@ -21,6 +21,7 @@ HALF = "model.layers.1.self_attn.q_a_proj.weight"
 class Tampered:
     """`transport`, with `fault` between the trainer's stream of tensors and it."""
 
+    takes_stacks = False
     transport: Transport
     fault: Callable[[Iterable[Named]], Iterator[Named]]
 

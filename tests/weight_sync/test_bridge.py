@@ -66,6 +66,7 @@ class SimulatedEngine:
 class SimulatedTransport:
     """Loads the tensors into every engine; `losses` says which engine does not get which."""
 
+    takes_stacks = False
     losses: dict[int, str] = field(default_factory=dict)
     breaks_after: int | None = None
 
@@ -101,7 +102,7 @@ class SimulatedTrainer:
     def weights(self) -> SimulatedTrainer:
         return self
 
-    def share(self, model: None) -> Iterable[tuple[str, torch.Tensor]]:
+    def share(self, model: None, stacked: bool) -> Iterable[tuple[str, torch.Tensor]]:
         for item in self.held.items():
             self.exported += 1
             yield item

@@ -8,7 +8,6 @@ import base64
 import ctypes
 import dataclasses
 import fcntl
-import itertools
 import json
 import mmap
 import os
@@ -128,7 +127,6 @@ class Sized(Protocol):
 
 N = TypeVar("N")
 T = TypeVar("T", bound=Sized)
-_STACKED = 1 << 19  # bytes
 
 
 def batches_by_bytes(tensors: Iterable[tuple[N, T]], limit: int) -> Iterator[list[tuple[N, T]]]:
@@ -143,17 +141,6 @@ def batches_by_bytes(tensors: Iterable[tuple[N, T]], limit: int) -> Iterator[lis
         size += tensor.nbytes
     if batch:
         yield batch
-
-
-def alike(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield tensors of the same shape and dtype as a stack, with their places. A stack has at most half
-    a MiB, or one tensor."""
-    groups: dict[tuple[torch.Size, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for place, tensor in enumerate(tensors):
-        groups.setdefault((tensor.shape, tensor.dtype), []).append((place, tensor))
-    for batch in itertools.chain.from_iterable(batches_by_bytes(group, _STACKED) for group in groups.values()):
-        places, some = zip(*batch)
-        yield list(places), torch.stack(some) if len(some) > 1 else some[0][None]
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

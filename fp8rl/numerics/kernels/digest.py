@@ -18,24 +18,26 @@ _CHUNKS, _WORDS = 8, 512
 
 
 def chunk_sums(words: Sequence[Tensor]) -> Tensor:
-    """`numerics.digest.chunk_sums` of int32 tensors on one device."""
+    """`numerics.digest.chunk_sums` of int32 stacks on one device."""
     device = words[0].device
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         return OPS["chunk_sums"](words)  # type: ignore[no-any-return]  # no kernel reads them; the sums are the same
-    lengths = torch.tensor([tensor.numel() for tensor in words])
-    chunks = (lengths + CHUNK - 1) // CHUNK
-    total = int(chunks.sum())
+    table = [(stack.data_ptr(), 4 * stack.stride(0), len(stack), stack.shape[1]) for stack in words]
+    first, step, count, length = torch.tensor(table).t()
+    of_tensor = (length + CHUNK - 1) // CHUNK
+    chunks = count * of_tensor
+    stack_of = torch.arange(len(words)).repeat_interleave(chunks)
+    total = len(stack_of)
     sums = torch.empty(2, total, dtype=torch.int64, device=device)
     if not total:
         return sums
-    first = torch.repeat_interleave(chunks.cumsum(0) - chunks, chunks)
-    within = (torch.arange(total) - first) * CHUNK
-    addresses = torch.repeat_interleave(torch.tensor([tensor.data_ptr() for tensor in words]), chunks) + 4 * within
-    left = (torch.repeat_interleave(lengths, chunks) - within).clamp(max=CHUNK)
+    number = torch.arange(total) - (chunks.cumsum(0) - chunks)[stack_of]
+    tensor, chunk = number // of_tensor[stack_of], number % of_tensor[stack_of]
+    addresses = first[stack_of] + tensor * step[stack_of] + 4 * CHUNK * chunk
+    left = (length[stack_of] - CHUNK * chunk).clamp(max=CHUNK)
     aligned = not ((addresses % 16).any() or (left % 4).any())
-    table = torch.stack((addresses, left)).to(device, non_blocking=True)
     _kernel[(-(-total // _CHUNKS),)](
-        *(table, odd_weights(device), sums, total),
+        *(torch.stack((addresses, left)).to(device, non_blocking=True), odd_weights(device), sums, total),
         ALIGNED=aligned,
         LENGTH=CHUNK,
         CHUNKS=_CHUNKS,

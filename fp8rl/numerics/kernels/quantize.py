@@ -74,7 +74,7 @@ def quantize_blocks(weight: Tensor, spec: TensorSpec, out: QuantizedTensor | Non
     out: as in `quantize_rows`.
     """
     out = out or empty_blocks(weight.shape, spec, weight.device)
-    _quantize_matrices(_matrices(weight), _parts(out))
+    _quantize_matrices([weight], [out])
     return out
 
 
@@ -90,8 +90,7 @@ def quantize_many(
         write = quantize_blocks if spec.granularity == "block" else quantize_rows
         return [write(weight, spec, out) for weight, out in zip(weights, given, strict=True)]
     made = list(outs) if outs is not None else [empty_blocks(w.shape, spec, w.device) for w in weights]
-    matrices = [matrix for weight in weights for matrix in _matrices(weight)]
-    _quantize_matrices(matrices, [part for out in made for part in _parts(out)])
+    _quantize_matrices(weights, made)
     return made
 
 
@@ -104,7 +103,7 @@ def quantize_both_ways(weights: Tensor, spec: TensorSpec) -> tuple[QuantizedTens
     experts, n, k = weights.shape
     codes = empty_blocks((experts, n, k), spec, weights.device)
     transposed = empty_blocks((experts, k, n), spec, weights.device)
-    _quantize_matrices([dense_rows(weight) for weight in weights], _parts(codes), _parts(transposed))
+    _quantize_matrices([weights], [codes], [transposed])
     return codes, transposed
 
 
@@ -123,37 +122,35 @@ def empty_blocks(shape: Sequence[int], spec: TensorSpec, device: torch.device) -
     return QuantizedTensor(torch.empty(shape, dtype=spec.dtype, device=device), scale_inv, spec)
 
 
-def _matrices(x: Tensor) -> Sequence[Tensor]:
-    """Return the matrices [R, C] of x [..., R, C], with contiguous rows."""
-    x = dense_rows(x)
-    return (x,) if x.dim() == 2 else x.reshape(-1, *x.shape[-2:]).unbind(0)
-
-
-def _parts(x: QuantizedTensor) -> list[QuantizedTensor]:
-    assert x.data.is_contiguous() and x.scale_inv.is_contiguous(), "a copy would be written to"
-    pairs = zip(_matrices(x.data), _matrices(x.scale_inv), strict=True)
-    return [QuantizedTensor(data, scale_inv, x.spec) for data, scale_inv in pairs]
-
-
 def _quantize_matrices(
-    matrices: Sequence[Tensor], outs: Sequence[QuantizedTensor], transposed: Sequence[QuantizedTensor] | None = None
+    weights: Sequence[Tensor], outs: Sequence[QuantizedTensor], transposed: Sequence[QuantizedTensor] | None = None
 ) -> None:
-    others = outs if transposed is None else transposed
-    rows = [
-        (*(x.data_ptr() for x in (w, out.data, out.scale_inv, other.data, other.scale_inv)), *w.shape, w.stride(0))
-        for w, out, other in zip(matrices, outs, others, strict=True)
-        if w.numel()
-    ]
+    """Quantize the matrices of all weights [..., N, K] in one launch. Each weight and each out may be a stack."""
+    kept: list[Tensor] = []
+    rows: list[tuple[int, ...]] = []  # of the kernel's table, for the first matrix of each stack
+    steps: list[tuple[int, ...]] = []  # from a matrix to the next
+    for weight, out, other in zip(weights, outs, outs if transposed is None else transposed, strict=True):
+        if not weight.numel():
+            continue
+        stack = dense_rows(weight).reshape(-1, *weight.shape[-2:])
+        written = (out.data, out.scale_inv, other.data, other.scale_inv)
+        assert all(x.is_contiguous() for x in written), "a copy would be written to"
+        kept.append(stack)
+        rows.append((*(x.data_ptr() for x in (stack, *written)), *stack.shape[1:], stack.stride(1)))
+        steps.append((stack.stride(0) * stack.itemsize, *(x.nbytes // len(stack) for x in written), 0, 0, 0))
     if not rows:
         return
-    table = torch.tensor(rows)
+    counts = torch.tensor([len(stack) for stack in kept])
+    stack_of = torch.arange(len(kept)).repeat_interleave(counts)
+    number = torch.arange(len(stack_of)) - (counts.cumsum(0) - counts)[stack_of]
+    table = torch.tensor(rows)[stack_of] + number[:, None] * torch.tensor(steps)[stack_of]
     blocks = ((table[:, 5:7] + _GROUP - 1) // _GROUP).prod(1)
     whole = not ((table[:, 5:7] % _GROUP).any() or (table[:, (0, 1, 3)] % 16).any() or (table[:, 7] % 8).any())
     # Blocks on the first axis of the grid: the second ends at 65,535, and a large matrix has more.
-    _blocks_kernel[int(blocks.max()), len(rows)](
-        table.to(matrices[0].device, non_blocking=True),
+    _blocks_kernel[int(blocks.max()), len(table)](
+        table.to(kept[0].device, non_blocking=True),
         **format_constants(outs[0].spec),
-        WIDE=matrices[0].dtype == torch.float32,
+        WIDE=kept[0].dtype == torch.float32,
         WHOLE=whole,
         TRANSPOSED=transposed is not None,
         num_warps=8,

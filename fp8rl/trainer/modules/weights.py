@@ -9,6 +9,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+STACK_ELEMENTS = 16 << 20
+"""Largest number of elements in a stack of several experts."""
+
 
 def tag_split(weight: Tensor, axis: int) -> None:
     """Tag a weight as split over the tensor-parallel ranks along `axis`.
@@ -35,10 +38,16 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from matrices(name, parameter)
 
 
-def matrices(name: str, of_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for a parameter or another tensor of its shape. If it is 3-D, yield each expert's matrix."""
+def matrices(name: str, of_parameter: Tensor, stacked: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) for a parameter or another tensor of its shape. If it is 3-D, yield each expert's matrix.
+
+    stacked: yield stacks of these matrices [n, N, K], each with the name of its first matrix.
+    """
     if of_parameter.dim() < 3:
         yield name, of_parameter
+    elif stacked:
+        step = max(1, STACK_ELEMENTS // of_parameter[0].numel())
+        yield from ((f"{name}{n * step}", stack) for n, stack in enumerate(of_parameter.detach().split(step)))
     else:
         yield from ((f"{name}{index}", matrix) for index, matrix in enumerate(of_parameter.detach()))
 

@@ -7,7 +7,7 @@ them gathers the parts. If several ranks have a weight, the one with the fewest 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,12 @@ from torch import Tensor
 from fp8rl.models import Model
 from fp8rl.models.shared_base import SharedBase
 from fp8rl.models.tensors import TensorRow, TensorTable
-from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.quantize import NamedWeight, QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import WeightCache, frozen_of
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
-from fp8rl.trainer.modules.weights import beside, is_adapter, matrices, named_weights
+from fp8rl.trainer.modules.weights import is_adapter, matrices
 
 
 class Dealer:
@@ -42,7 +42,7 @@ class Exporter:
     """Exports this rank's shard of a model. Every method needs all ranks, which must iterate to the end.
 
     A weight that TransformerEngine stores in FP8 is exported as two matrices: its codes [N, K] and its scales
-    [N / block, K / block].
+    [N / block, K / block]. stacked: experts that are stacked in the model are exported as stacks (`TensorTable.stack`).
 
     quantized_as: the spec of weights in FP8. cache: gives the tensor that engines get for a weight.
     """
@@ -53,80 +53,77 @@ class Exporter:
         self._megatron, self._scales = MegatronWeights(self._table), MegatronWeights(self._table, quantized_as.group)
         self._base: SharedBase | None = None
 
-    def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def share(self, model: GPTModel, stacked: bool = False) -> Iterator[NamedWeight]:
         """Yield the (HF name, tensor) pairs of this rank's shard. The shards of all ranks together are the checkpoint.
 
         A weight that TransformerEngine stores in FP8 is yielded in FP8. Use or copy the tensors before the next
         training step, because they may share memory with the parameters. All ranks must iterate to the end.
         """
-        return self._share(self._served(model))
+        return self._share(self._served(model), model, stacked)
 
-    def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def base(self, model: GPTModel) -> Iterator[NamedWeight]:
         """Yield this rank's shard of the weights, without separate or merged adapters."""
-        whole = self.whole_names(model)
-        parts = (part for name, weight in self._weights(model, whole) for part in matrices(name, weight))
-        return self._share((whole[name], part, part.detach()) for name, part in parts)
+        return self._share(((name, weight, weight.detach()) for name, weight in self._weights(model)), model)
 
-    def adapters(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def adapters(self, model: GPTModel, stacked: bool = False) -> Iterator[NamedWeight]:
         """Yield this rank's shard of the adapters."""
-        whole = self.whole_names(model)
-        parts = ((name, part) for name, part in named_weights(model) if is_adapter(name))
-        return self._share((whole[name], part, part.detach()) for name, part in parts)
+        adapters = ((name, part, part.detach()) for name, part in model.named_parameters() if is_adapter(name))
+        return self._share(adapters, model, stacked)
 
     def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (name in the whole model, this rank's tensor, tensor that engines get for it)."""
-        whole = self.whole_names(model)
-        for name, held in self._weights(model, whole):
+        """Yield (name, this rank's tensor, tensor that engines get for it)."""
+        for name, held in self._weights(model):
             read_from_base = te_runtime.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
-            served = held if read_from_base else self._cache.served(held)
-            for (one, part), (_, in_its_place) in zip(matrices(name, held), matrices(name, served), strict=True):
-                yield whole[one], part, in_its_place
+            yield name, held, held if read_from_base else self._cache.served(held)
 
-    def _weights(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and buffers that are tensors of the checkpoint. Adapters are not among them."""
         yield from ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
-        yield from self._buffers(model, whole)
+        yield from self._buffers(model)
 
-    def _buffers(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, buffer) for name, buffer in model.named_buffers() if whole.get(name) in self._table.in_megatron)
+    def _buffers(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+        whole = self.whole(model)
+        return ((name, buffer) for name, buffer in model.named_buffers() if whole(name) in self._table.in_megatron)
 
-    def whole_names(self, model: GPTModel) -> dict[str, str]:
-        """Return the name in the whole model for each name of this rank's weights, adapters and buffers."""
-        tensors = {**dict(named_weights(model)), **dict(model.named_buffers())}
+    def whole(self, model: GPTModel) -> Callable[[str], str]:
+        """Return a function that gives the name in the whole model for a name of this rank's weights, adapters and
+        buffers."""
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         first_expert = self._layout.ep_rank * (self._definition.sizes.experts // self._layout.ep_size)
-        names: dict[str, str] = {}
-        for name in (one for one in tensors if not is_adapter(one)):
-            whole = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
-            numbered = r"(?<=\.experts\.linear_fc[12]\.weight)\d+$"
-            names[name] = re.sub(numbered, lambda found: str(first_expert + int(found[0])), whole)
-        for name, whole in list(names.items()):
-            for letter in ("a", "b"):
-                if (adapter := beside(name, letter)) in tensors:
-                    names[adapter] = beside(whole, letter)
-                elif (of_all := adapter.rstrip("0123456789")) in tensors:
-                    names[of_all] = beside(whole, letter).rstrip("0123456789")
-        return names
+
+        def name_of(name: str) -> str:
+            in_layer = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
+            numbered = r"(\.experts\.linear_fc[12]\.(?:weight|lora_a|lora_b))(\d+)$"
+            return re.sub(numbered, lambda found: f"{found[1]}{first_expert + int(found[2])}", in_layer)
+
+        return name_of
 
     @torch.no_grad()
-    def _share(self, weights: Iterable[tuple[str, Tensor, Tensor]]) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def _share(
+        self, weights: Iterable[tuple[str, Tensor, Tensor]], model: GPTModel, stacked: bool = False
+    ) -> Iterator[NamedWeight]:
         """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end, to gather parts.
 
-        weights: (name in the whole model, this rank's part with Megatron's tags, tensor that engines get in place of
-        the part). The order is the same on all ranks of a pipeline stage. Tensors that are in the shared base, where
-        they are whole, are exported from the base.
+        weights: (name, this rank's part with Megatron's tags, tensor that engines get in place of the part). The order
+        is the same on all ranks of a pipeline stage. Tensors that are in the shared base, where they are whole, are
+        exported from the base.
         """
-        at = self._layout
+        at, whole = self._layout, self.whole(model)
         in_base = () if self._base is None else self._base.tensors
         dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
-        for name, local, served in weights:
+        parts = (
+            (whole(each), local, served)
+            for name, *sides in weights
+            for (each, local), (_, served) in zip(*(matrices(name, side, stacked) for side in sides), strict=True)
+        )
+        for name, local, served in parts:
             row = self._megatron.rows(name)[0]
             if name in row.copies:
                 continue  # the stage with the original exports it
             if row.expert is not None:
                 if experts.next(local.nbytes) == at.expert_dp_rank:
                     if row.name in in_base:
-                        yield from self._of_base(name)
+                        yield from self._of_base(name, local)
                     else:
                         yield from self._tensors(name, local, [self._pieces(local, served)])
                 continue
@@ -135,18 +132,19 @@ class Exporter:
                 continue
             if row.name in in_base:
                 if its_rank == at.tp_rank:
-                    yield from self._of_base(name)
+                    yield from self._of_base(name, local)
                 continue
             if at.tp_size > 1 and self._megatron.axis(name, local) is not None:
-                parts = _gathered(self._pieces(local, served), its_rank, at.tp_group)
+                pieces = _gathered(self._pieces(local, served), its_rank, at.tp_group)
             else:
-                parts = [self._pieces(local, served)]
+                pieces = [self._pieces(local, served)]
             if its_rank == at.tp_rank:
-                yield from self._tensors(name, local, parts)
+                yield from self._tensors(name, local, pieces)
 
-    def _of_base(self, name: str) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def _of_base(self, name: str, held: Tensor) -> Iterator[NamedWeight]:
         assert self._base is not None
-        return ((row.name, self._base.tensor(row.name)) for row in self._megatron.rows(name))
+        for row in self._megatron.rows(name):
+            yield row.name, self._base.fused([row], len(held) if held.dim() > 2 else 0)
 
     def _pieces(self, held: Tensor, served: Tensor) -> list[Tensor]:
         """Return the weight or, if TransformerEngine stores it in FP8, its codes and scales."""
@@ -156,9 +154,7 @@ class Exporter:
         assert weight.spec == self._spec, f"found a weight quantized as {weight.spec}, expected {self._spec}"
         return [weight.data.view(torch.uint8), weight.scale_inv.contiguous()]
 
-    def _tensors(
-        self, name: str, held: Tensor, parts: list[list[Tensor]]
-    ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def _tensors(self, name: str, held: Tensor, parts: list[list[Tensor]]) -> Iterator[NamedWeight]:
         """Yield the checkpoint's tensors in a parameter. parts: the `_pieces` of each rank that has a part of it."""
         names, axis = [row.name for row in self._megatron.rows(name)], self._megatron.axis(name, held)
         cut = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import own_memory
 from fp8rl.numerics.core.process import all_gathered, exhaust, rank, together
-from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.quantize import NamedWeight, QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import Frozen, WeightCache, freeze
 from fp8rl.trainer.distributed.layout import Layout
@@ -51,11 +51,11 @@ class HFWeights(Exporter):
         if not any(self.path.glob("*.safetensors")):
             remedy = "Download the weights, or convert them to safetensors."
             raise user_error("model.path", str(self.path), "a model directory with *.safetensors weights", remedy)
-        files, whole = stored_files(self.path), self.whole_names(model)
-        for name, parameter in self._held(model, whole):
+        files, whole = stored_files(self.path), self.whole(model)
+        for name, parameter in self._held(model):
             if names is not None and name not in names:
                 continue
-            named, quantized = whole[name], te_runtime.is_quantized(parameter)
+            named, quantized = whole(name), te_runtime.is_quantized(parameter)
             part = self.part(named, lambda row: files.read(row.name), self._megatron.axis(named, parameter))
             part = part.to(parameter.device, self._dtype if quantized else parameter.dtype)
             check_finite(" and ".join(row.name for row in self.rows_of(named)), part)
@@ -70,24 +70,24 @@ class HFWeights(Exporter):
         See `adopt_parameter`. waits: the model is not loaded yet, so also load the other parameters.
         """
         self._base = base
-        whole = self.whole_names(model)
+        whole = self.whole(model)
         frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         parts = {name: [one for one, _ in matrices(name, p)] for name, p in frozen}
         kept = [
             (name, p)
             for name, p in frozen
-            if not adopt_parameter(p, [whole[one] for one in parts[name]], base, self._scales, self._layout)
+            if not adopt_parameter(p, [whole(one) for one in parts[name]], base, self._scales, self._layout)
         ]
         if waits:
             for _, parameter in kept:
                 own_memory(parameter)
-            self.load(model, {*(one for name, _ in kept for one in parts[name]), *dict(self._buffers(model, whole))})
+            self.load(model, {*(one for name, _ in kept for one in parts[name]), *dict(self._buffers(model))})
         return sum(parameter.nbytes for _, parameter in kept)
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
         """Return for each of this rank's weights and buffers the checkpoint's tensors in it, whole or in part."""
-        whole = self.whole_names(model)
-        return {name: self.rows_of(whole[name]) for name, _ in self._held(model, whole)}
+        whole = self.whole(model)
+        return {name: self.rows_of(whole(name)) for name, _ in self._held(model)}
 
     def rows_of(self, name: str) -> Sequence[TensorRow]:
         """Return the checkpoint's tensors in a matrix. name: the matrix's name in the whole model."""
@@ -101,10 +101,10 @@ class HFWeights(Exporter):
         whole = self._megatron.fuse(name, [values(row) for row in self.rows_of(name)])
         return self._megatron.share(name, whole, axis, self._layout.tp_size)[self._layout.tp_rank]
 
-    def _held(self, model: GPTModel, whole: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    def _held(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors of this rank's weights and buffers."""
         yield from named_weights(model)
-        yield from self._buffers(model, whole)
+        yield from self._buffers(model)
 
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory with dequantized weights. Copy the source's other files and unused tensors."""
@@ -143,7 +143,7 @@ class HFWeights(Exporter):
         finally:
             exhaust(weights)
 
-    def _plain(self, weights: Iterator[tuple[str, Tensor | QuantizedTensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _plain(self, weights: Iterator[NamedWeight]) -> Iterator[tuple[str, Tensor]]:
         try:
             for name, weight in weights:
                 yield name, weight.dequantize(self._dtype) if isinstance(weight, QuantizedTensor) else weight

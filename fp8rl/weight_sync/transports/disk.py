@@ -21,6 +21,8 @@ from fp8rl.weight_sync.served import write_served_checkpoint
 class DiskTransport:
     """Sends by writing a checkpoint that the engines load."""
 
+    takes_stacks = False
+
     model_path: Path
     """Source of configuration and tokenizer files."""
     directory: Path

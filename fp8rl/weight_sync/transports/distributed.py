@@ -35,6 +35,8 @@ the name of a bias. SGLang skips a bias that the model lacks."""
 class DistributedTransport:
     """Sends by a broadcast to engines that have GPUs of their own."""
 
+    takes_stacks = True
+
     def __init__(self, bucket_bytes: int) -> None:
         self._packer = Packer(bucket_bytes, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
 

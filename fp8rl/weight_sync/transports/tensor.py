@@ -20,6 +20,8 @@ _DEVICE = 6
 class TensorTransport:
     """Sends through memory that the engines map. They load one half of it while the other half is filled."""
 
+    takes_stacks = True
+
     def __init__(self, bucket_bytes: int) -> None:
         self._packer = Packer(bucket_bytes // 2, shared_memory, loading=1)
 

@@ -153,7 +153,7 @@ class _Stored:
     def weights(self) -> _Stored:
         return self
 
-    def share(self, model: None) -> Iterator[tuple[str, Tensor]]:
+    def share(self, model: None, stacked: bool) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stored_tensors(self.path, self.definition):
             yield name, tensor.to(self.device, self.definition.tensors[name].served)
 

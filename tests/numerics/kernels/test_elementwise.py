@@ -5,7 +5,7 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
+from fp8rl.numerics.digest import CHUNK, chunk_sums, stack_digests, tensor_digest, tensor_digests
 from fp8rl.numerics.kernels import digest, gates, norm
 from fp8rl.numerics.ops.experts import route
 from fp8rl.numerics.ops.rope import Llama3
@@ -135,11 +135,14 @@ def test_the_kernel_gives_the_digests_of_torch():
     with using("triton"):
         assert tensor_digests(tensors()) == expected and tensor_digests(tensors()[::-1]) == expected[::-1]
         assert [tensor_digest(tensor) for tensor in tensors()] == expected, "aligned, where others in a launch are not"
+        stacks = [tensors()[-2].view(2, -1)[:, : 4 * CHUNK + 8], tensors()[3].view(8, -1)[1::3, 3:]]
+        found = stack_digests(stacks)
+    assert found == [tensor_digest(tensor) for stack in stacks for tensor in stack]
 
 
 def test_tensors_of_a_cpu_are_summed_where_kernels_are_compiled(monkeypatch):
     """No compiled kernel reads them."""
-    words = [tensor.cpu()[:64].view(torch.int32) for tensor in tensors() if len(tensor) >= 64]
+    words = [tensor.cpu()[:64].view(torch.int32)[None] for tensor in tensors() if len(tensor) >= 64]
     expected = chunk_sums(words)
     monkeypatch.setattr(digest, "_kernel", None)
     monkeypatch.setattr(digest.triton.knobs.runtime, "interpret", False)

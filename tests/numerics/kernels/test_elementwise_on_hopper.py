@@ -51,7 +51,7 @@ with compiled_only() as found:
     pairs.gather_by_expert(quantized, torch.zeros(4096, 8).int(), 128, 128)
     probs = tensor(1024, 8, dtype=torch.float32)
     pairs.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
-    digest.chunk_sums([torch.empty(8 * CHUNK, dtype=torch.int32, device="meta")])
+    digest.chunk_sums([torch.empty(1, 8 * CHUNK, dtype=torch.int32, device="meta")])
     trees.add_by_token(torch.zeros(1000, 2048), x.detach(), torch.zeros(4096).long())
     numbers = torch.zeros(64, dtype=torch.int64)
     logprobs.token_logprobs(tensor(64, 151936), numbers, 1.0)[0].sum().backward()

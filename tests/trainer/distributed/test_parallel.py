@@ -84,7 +84,7 @@ class Case:
             biased, slices = BIASED if kind == "sigmoid" else {}, {"k_splits": config.tp * SLICES[precision]}
             trainer = trainer_of(config.model_copy(update=biased), self.paths[kind], precision, slices)
             out[f"{kind}/{precision}"] = reported(layout, trainer.score(random_batch(**BATCH)))
-            out[f"{kind} export"] = exported(trainer)
+            out[f"{kind} export"], out[f"{kind} stacks"] = exported(trainer), exported(trainer, stacked=True)
             if kind == "sigmoid":
                 out["biases"] = biases(trainer)
         trainer = trainer_of(config, self.paths["moe"])
@@ -176,8 +176,9 @@ def saturated(trainer: Any) -> float:
     return done.result.metrics["train/kv_saturated"]  # type: ignore[no-any-return]
 
 
-def exported(trainer: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.weights.share(trainer.model)}
+def exported(trainer: Any, stacked: bool = False) -> dict[str, Tensor]:
+    shared = (trainer.definition.tensors.stack(*pair) for pair in trainer.weights.share(trainer.model, stacked))
+    return {name: tensor.clone() for names, stack in shared for name, tensor in zip(names, stack, strict=True)}
 
 
 def turns(layout: Layout) -> dict[str, Any]:
@@ -395,6 +396,9 @@ def test_every_rank_hands_out_about_as_much_and_nothing_twice(outcome: Outcome) 
     assert len(names) == len(set(names))
     sizes = [[tensor.nbytes for tensor in rank["moe export"].values()] for rank in outcome.ranks]
     assert max(map(sum, sizes)) - min(map(sum, sizes)) <= 2 * max(map(max, sizes))
+    stacks = outcome.union("moe stacks")
+    assert stacks.keys() == set(names) and sum(len(rank["moe stacks"]) for rank in outcome.ranks) == len(names)
+    assert all(torch.equal(stacks[name], tensor) for name, tensor in outcome.union("moe export").items())
 
 
 def test_ranks_take_turns_and_say_for_whom_they_wait(outcome: Outcome) -> None:

@@ -95,7 +95,7 @@ WEIGHTS, SCALES, DERIVED, KV_CACHE, STATES = "weights", "scales", "derived", "kv
 
 def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
     """Return the tensors that a rank holds. runner: SGLang's ModelRunner."""
-    views = [pair for of_parameter in weights.views.values() for pair in of_parameter.items()]
+    views = (pair for stacks in weights.views.values() for stack in stacks.items() for pair in zip(*stack, strict=True))
     found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, part in views]
     storages = {parameter.untyped_storage().data_ptr() for parameter in weights.views}
     for name, tensors in weights.operands():

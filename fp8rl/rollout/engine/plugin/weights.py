@@ -8,8 +8,9 @@ the weights have no version, and no forward pass can run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fp8rl.models.shared_base import SharedBase
 from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, base_name
 from fp8rl.numerics import delta, ops
 from fp8rl.numerics.core.memory import copy_all, own_memory, tensors_in
-from fp8rl.numerics.digest import tensor_digests
+from fp8rl.numerics.digest import stack_digests
 from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
@@ -90,9 +91,10 @@ class ServedWeights:
         self._released = False
         self._held: dict[Tensor, HeldParameter] = {}
         self._holders: dict[str, list[HeldParameter]] = {}
-        self.views: dict[Tensor, dict[str, Tensor]] = {}
-        """The tensors of the checkpoint in each parameter, by label."""
-        self._places: dict[str, Tensor] = {}
+        self.views: dict[Tensor, dict[tuple[str, ...], Tensor]] = {}
+        """The tensors of the checkpoint in each parameter: stacks [n, ...], by the labels of their n tensors."""
+        self._places: dict[str, tuple[Tensor, int]] = {}
+        """The stack that has a tensor, and the tensor's place in it, by label."""
         self._storages: dict[Tensor, int] = {}
         self._adapters: dict[Tensor, ServedAdapter] = {}
         self._copies: Mapping[Tensor, CopiesOfKvB] = {}
@@ -133,7 +135,7 @@ class ServedWeights:
         self._storages = {}
         self._find_views()
         for parameter, views in self.views.items():
-            self._held[parameter].names = {base_name(label)[0] for label in views}
+            self._held[parameter].names = {base_name(label)[0] for labels in views for label in labels}
         for parameter, scale_inv in quantized_parameters(model):
             self._held[parameter].names |= self._held[scale_inv].names
         self._holders = {}
@@ -271,8 +273,8 @@ class ServedWeights:
     def _digests(self, parameters: Set[Tensor]) -> dict[Tensor, dict[str, str]]:
         """Return for each of these parameters the digests of its tensors, by label."""
         within = {parameter: self.views.get(parameter, {}) for parameter in parameters}
-        found = iter(tensor_digests([view for views in within.values() for view in views.values()]))
-        return {parameter: dict(zip(views, found)) for parameter, views in within.items()}
+        found = iter(stack_digests([stack for views in within.values() for stack in views.values()]))
+        return {parameter: dict(zip(chain.from_iterable(views), found)) for parameter, views in within.items()}
 
     def _entries(self, digests: Mapping[Tensor, Mapping[str, str]]) -> dict[str, str]:
         """Return the manifest of these digests, with the version of each operand that has one."""
@@ -295,8 +297,9 @@ class ServedWeights:
             return
         self._storages, self._places, self.views = storages, {}, {}
         parameters = dict(model.named_parameters())  # a tied parameter once
-        for label, parameter, view in definition.tensors.views(parameters, self._spec.block_rows, self.rank):
-            self._places[label] = self.views.setdefault(parameter, {})[label] = view
+        for labels, parameter, stack in definition.tensors.stacks(parameters, self._spec.block_rows, self.rank):
+            self.views.setdefault(parameter, {})[labels] = stack
+            self._places |= {label: (stack, place) for place, label in enumerate(labels)}
         for held in self._held.values():
             held.state, held.digests = State.STALE, None
 
@@ -308,7 +311,7 @@ class ServedWeights:
                 yield names[parameter], list(tensors_in(held.operand))
 
     def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
-        """Load tensors of the checkpoint, and deltas. Replaces the model's `load_weights`, which is `original`.
+        """Load tensors of the checkpoint, stacks, and deltas. Replaces the model's `load_weights`, which is `original`.
 
         Tensors are copied into their parameters, many in one launch. Tensors of other ranks are left out. SGLang's own
         loader compares each name with the names of all experts, and drops a tensor that arrives without its partner,
@@ -318,35 +321,42 @@ class ServedWeights:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, tensor in weights:
-            label = name.removeprefix(DELTA)
-            self._note_arrival(base_name(label)[0])
-            if name.startswith(DELTA):
-                if (view := self._places.get(label)) is not None:
-                    delta.apply(tensor, view)
+            if (label := name.removeprefix(DELTA)) != name:
+                if label in self._places:
+                    self._note_arrival([base_name(label)[0]])
+                    stack, place = self._places[label]
+                    delta.apply(tensor, stack[place])
             elif (row := table.get(name)) is None:
                 unknown.append((name, tensor))
-            elif (view := self._places.get(self.rank.label(name, row))) is not None:
-                part = self.rank.part(row, tensor)
-                if part.shape != view.shape:
+            else:
+                names, stack = table.stack(name, tensor)
+                part = tensor if stack is tensor else self.rank.part(row, tensor)[None]
+                here = [n for n, each in enumerate(names) if self.rank.label(each, row) in self._places]
+                if not here:
+                    continue
+                first, end = here[0], here[-1] + 1
+                self._note_arrival(names[first:end])
+                target, place = self._places[self.rank.label(names[first], row)]
+                if (shape := tuple(part.shape[1:])) != (expected := tuple(target.shape[1:])):
                     raise RuntimeError(
-                        f"fp8rl plugin: found {name} of shape {tuple(part.shape)}, expected {tuple(view.shape)}, its "
-                        "shape in this engine. Replace this engine"
+                        f"fp8rl plugin: found {name} of shape {shape}, expected {expected}, its shape in this engine. "
+                        "Replace this engine"
                     )
-                targets.append(view)
-                sources.append(part)
+                targets.append(target[place : place + len(here)])
+                sources.append(part[first:end])
         copy_all(targets, sources)
         if unknown:
             original(unknown)
 
-    def _note_arrival(self, name: str) -> None:
-        """Note that a tensor of the checkpoint, or a part of it, is being written."""
-        for held in self._holders.get(name, ()):
+    def _note_arrival(self, names: Sequence[str]) -> None:
+        """Note that tensors of one parameter, or parts of them, are being written. names: in the checkpoint."""
+        for held in self._holders[names[0]]:
             if held.mapped:
                 raise RuntimeError(
-                    f"fp8rl plugin: found {name} sent to an engine that reads it from a base, expected only tensors "
-                    "that are not in the base, because an engine must not write to it. Replace this engine"
+                    f"fp8rl plugin: found {names[0]} sent to an engine that reads it from a base, expected only "
+                    "tensors that are not in the base, because an engine must not write to it. Replace this engine"
                 )
-            held.arrived.add(name)
+            held.arrived.update(names)
             held.state, held.digests = State.STALE, None
 
     def _check_there(self) -> None:

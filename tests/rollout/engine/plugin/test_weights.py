@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -55,11 +56,11 @@ def stock_loader(weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def test_every_hf_tensor_is_found_under_its_name_as_a_view_of_the_engines_own_parameter(model: nn.Module) -> None:
-    views = list(DEFINITION.tensors.views(dict(model.named_parameters()), 128, WHOLE))
-    found = {name: view for name, _, view in views}
+    stacks = list(DEFINITION.tensors.stacks(dict(model.named_parameters()), 128, WHOLE))
+    found = {name: view for names, _, stack in stacks for name, view in zip(names, stack, strict=True)}
     assert found.keys() == OLD.keys()
-    for name, owner, view in views:
-        assert view.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr(), name
+    for names, owner, stack in stacks:
+        assert stack.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr(), names
     for name, tensor in OLD.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
@@ -105,6 +106,27 @@ def test_each_tensor_is_copied_to_where_it_is_held_and_an_unknown_one_is_left_to
     assert held == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}, "written in place"
 
 
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, with those of experts in stacks."""
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(re.sub(r"(?<=experts\.)\d+", "0", name), []).append(tensor)
+    return {name: torch.stack(some) if "experts" in name else some[0] for name, some in found.items()}
+
+
+def test_tensors_in_a_stack_are_digested_and_loaded_by_their_names(served: ServedWeights) -> None:
+    recorder = Recorder(DEFINITION.tensors)
+    served.invalidate()
+    served.load(stock_loader, recorder.watch(stacked(NEW).items()))
+    served.prepare()
+    sent_in_stacks = Manifest.merged(1, SPEC, [recorder.sent()])
+    assert sent_in_stacks == sent(NEW, "1") and sent_in_stacks.differences(served.commit("1")) == []
+    first = f"{MOE}experts.0.down_proj.weight"
+    wrong = stacked(NEW)[first][:, :128]
+    with pytest.raises(RuntimeError, match=rf"found {first} of shape \(128, 128\), expected \(256, 128\)"):
+        served.load(stock_loader, [(first, wrong)])
+
+
 def test_a_tensor_of_another_dtype_is_cast_and_one_of_another_shape_is_refused(
     served: ServedWeights, model: nn.Module
 ) -> None:
@@ -131,8 +153,8 @@ def test_operands_are_prepared_while_the_rest_is_on_its_way(
         served.prepare()
         with pytest.raises(RuntimeError, match="not committed"):
             served.operand(w13)
-    before, digests = len(made), plugin_weights.tensor_digests
-    monkeypatch.setattr(plugin_weights, "tensor_digests", lambda views: digested.append(len(views)) or digests(views))
+    before, digests = len(made), plugin_weights.stack_digests
+    monkeypatch.setattr(plugin_weights, "stack_digests", lambda views: digested.append(len(views)) or digests(views))
     assert sent(NEW, "1").differences(served.commit("1")) == []
     assert len(made) == before and digested == [0], "all were prepared"
     assert torch.equal(served.operand(w13), dequantized_w13(NEW))
@@ -322,7 +344,7 @@ def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_expert
     served, recorder = ServedWeights(SPEC.weight), Recorder(definition.tensors, ranks=2)
     served.attach(model, definition, "0", rank)
     served.invalidate()
-    served.load(stock_loader, recorder.watch(own.items()))
+    served.load(stock_loader, recorder.watch(stacked(own).items()))
     held = served.commit("1")
     sent_to_all = Manifest.merged(1, SPEC, [recorder.sent()]).entries
     expected = [f"{product}{suffix}#1/2" for suffix in ("", "_scale_inv")] + [names[2], f"{names[2]}_scale_inv"]
