@@ -163,17 +163,18 @@ class MappedBase:
     """Bytes of the frozen parameters that are not in the base, so that the rank has its own copy."""
 
 
-def place_base(model: Scorer, spec: QuantSpec) -> MappedBase:
+def place_base(model: Scorer, spec: QuantSpec) -> ShardDigests:
     """Write a trainer's frozen weights, quantized under `spec`, to shared memory, and let the trainer read them there.
+    Return the digests of the tensors that this rank has written.
 
-    Every rank must call it, all on one machine. A second call does nothing.
+    Every rank must call it, all on one machine. A second call writes nothing.
 
     Raises:
         OSError: a rank cannot map the memory of rank 0.
         UserError: the files have values that are not finite.
     """
     if model.placed is not None:
-        return model.placed
+        return model.placed.sent
     definition, device = model.definition, next(model.model.parameters()).device
     memory = share("base", base_bytes(definition, spec), device) if rank() == 0 else None
     ranks = len(all_gathered(None))
@@ -198,12 +199,7 @@ def place_base(model: Scorer, spec: QuantSpec) -> MappedBase:
     base = SharedBase(view(), definition, spec)
     unquantized = {name: digest for part in all_gathered(in_files.sent().digests) for name, digest in part.items()}
     model.placed = MappedBase(base, memory, written.sent(0), digest_of_all(unquantized), model.adopt(base))
-    return model.placed
-
-
-def write_base(trainer: Ranks, spec: QuantSpec) -> list[ShardDigests]:
-    """Let all ranks place their base, if they have not yet. Return the digests of each rank's tensors."""
-    return trainer.apply(_written, spec)
+    return model.placed.sent
 
 
 def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float) -> list[ShardDigests]:
@@ -214,7 +210,7 @@ def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], ti
     Raises:
         EngineError: an engine cannot read the base, and must be replaced.
     """
-    sent = write_base(trainer, spec)
+    sent = trainer.apply(place_base, spec)
     addresses = next(found for found in trainer.apply(_addresses, len(endpoints)) if found)
 
     async def read(endpoint: Endpoint, address: str) -> None:
@@ -231,10 +227,6 @@ def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], ti
 def reads(model: Scorer, spec: QuantSpec) -> bool:
     """Return True if the trainer has no base yet, or a base under `spec`."""
     return model.placed is None or model.placed.base.spec == spec
-
-
-def _written(model: Scorer, spec: QuantSpec) -> ShardDigests:
-    return place_base(model, spec).sent
 
 
 def _addresses(model: Scorer, count: int) -> list[str]:

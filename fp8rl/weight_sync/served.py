@@ -100,15 +100,11 @@ _COPIED, _OF_PICTURES = ("*.json", "*.jinja", "*.txt", "*.model"), "*processor_c
 def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path, path: Path, spec: QuantSpec) -> None:
     """Write `tensors` (from `served_tensors`) with the configuration and tokenizer files of `source`.
 
-    All ranks take part, as in `write_directory`. config.json gets the `quantization_config` that SGLang reads: block
-    FP8 with dynamic activation scales, and `scale_fmt: ue8m0` if scales are powers of two.
+    All ranks take part, as in `write_directory`. Without tensors, the directory is for an engine that gets them by a
+    sync. config.json gets the `quantization_config` that SGLang reads: block FP8 with dynamic activation scales, and
+    `scale_fmt: ue8m0` if scales are powers of two.
     """
     write_directory(path, tensors, lambda partial: _copy_description(source, partial, spec))
-
-
-def write_description(source: Path, path: Path, spec: QuantSpec) -> None:
-    """Write the directory of `write_served_checkpoint` without weights, for an engine that gets them by a sync."""
-    write_directory(path, (), lambda partial: _copy_description(source, partial, spec))
 
 
 def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.bridge import send_and_verify
 from fp8rl.weight_sync.frozen import give_base, place_base
 from fp8rl.weight_sync.manifest import Manifest
-from fp8rl.weight_sync.served import convert_checkpoint, would_send, write_description
+from fp8rl.weight_sync.served import convert_checkpoint, would_send, write_served_checkpoint
 from lab.bench.measure import Result, interleaved, median_ratio
 from lab.bench.memory import watched
 from lab.bench.trainers import EXACT
@@ -78,7 +78,7 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
 
     spec, numerics = EXACT.rollout_spec, EXACT
     convert_checkpoint(folder / "model", folder / "served", spec)
-    write_description(folder / "model", folder / "described", spec)
+    write_served_checkpoint((), folder / "model", folder / "described", spec)
     tokens = torch.randint(6, MODEL.vocab, (ROWS, WIDTH - 4), generator=torch.Generator().manual_seed(0))
     lengths = torch.full((ROWS,), tokens.shape[1])
     mask = torch.ones_like(tokens, dtype=torch.bool)

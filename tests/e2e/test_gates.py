@@ -125,6 +125,7 @@ class OldWeights:
 
         async def send(engine: EngineClient, version: int) -> None:
             await engine.update_weights_from_disk(self.folder, version)
+            await engine.flush()
             await engine.commit(version)
 
         return lambda stack: at_each_engine(stack, lambda engine: send(engine, stack.trainer.weight_version - age))

@@ -38,7 +38,7 @@ from fp8rl.trainer.step.batch import PassResult, TokenBatch
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
 from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.frozen import FrozenBase
-from fp8rl.weight_sync.served import convert_checkpoint, write_description
+from fp8rl.weight_sync.served import convert_checkpoint, write_served_checkpoint
 from tests.support.tiny_model import TinyModel, write_tiny_model
 from tests.support.towers import with_tower
 from tests.support.warm_engine import forked_engines
@@ -177,7 +177,7 @@ class Rig:
             self.stop_engine()
             checkpoint, model, spec = self.folder / "served", self.models[setup.model], setup.numerics.rollout_spec
             if setup.shared_base:
-                write_description(model, checkpoint, spec)
+                write_served_checkpoint((), model, checkpoint, spec)
             else:
                 convert_checkpoint(model, checkpoint, spec)
             served = setup.numerics, setup.engine_tp, setup.beside, setup.shared_base

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from fp8rl.trainer.inventory import inventory
 from fp8rl.trainer.modules.weights import is_adapter, named_weights
 from fp8rl.trainer.roles import WithoutAdapter
 from fp8rl.trainer.state_bytes import state_bytes
-from fp8rl.weight_sync.frozen import write_base
+from fp8rl.weight_sync.frozen import place_base
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.cuda_ipc import install_cuda_ipc
 from tests.support.launches import Made
@@ -183,7 +182,7 @@ def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
     frozen = [p for p in shared.model.parameters() if not p.requires_grad]
     assert len({p.untyped_storage().data_ptr() for p in frozen}) == 1 and all(p.isnan().all() for p in frozen)
     assert frozen[0].untyped_storage().nbytes() == max(p.nbytes for p in frozen)
-    (sent,) = write_base(SimpleNamespace(apply=lambda function, *args: [function(shared, *args)]), spec)
+    sent = place_base(shared, spec)
     placed = shared.placed
     digests = map(tensor_digest, placed.base.tensors.values())
     assert pickle.loads(pickle.dumps(sent)).digests == dict(zip(placed.base.tensors, digests)), "what a rank answers"

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.server.arguments import server_environment
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import RANK_ENVIRONMENT
 from fp8rl.weight_sync.buckets import Packer
@@ -37,26 +38,27 @@ SPEC = QuantSpec.preset("bf16")
 TENSORS = {str(index): torch.full((300,), index, dtype=torch.uint8) for index in range(5)}
 
 
-class RecordingEngine:
+class RecordingEngine(EngineClient):
     """Keeps each update that it is asked for, and loads what a message about a bucket points to, as SGLang does."""
 
-    ranks = 1
-
     def __init__(self) -> None:
-        self.updates: list[tuple[Any, ...]] = []
+        self.ranks = 1
+        self.updates: list[tuple[str, dict[str, Any]]] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
-    async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
+    async def admin(self, path: str, **body: Any) -> dict[str, Any]:
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        (message,) = (MultiprocessingSerializer.deserialize(payload) for payload in payloads)
-        loaded = {name: t.clone() for name, t in FlattenedTensorBucket(**message).reconstruct_tensors()}
-        self.updates.append(("+".join(loaded), version, options))
+        if (directory := body.pop("model_path", None)) is not None:
+            loaded = load_file(Path(directory, "model.safetensors"))
+        else:
+            (payload,) = body.pop("serialized_named_tensors")
+            bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(payload))
+            loaded = {name: t.clone() for name, t in bucket.reconstruct_tensors()}
+        self.updates.append(("+".join(loaded), body))
         self.tensors |= loaded
-
-    async def update_weights_from_disk(self, path: Path, version: int, **options: Any) -> None:
-        self.updates.append((load_file(path / "model.safetensors").keys(), version, options))
+        return {}
 
 
 def send(transport: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[RecordingEngine]:
@@ -68,9 +70,9 @@ def send(transport: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Re
 
 
 def test_the_tensor_transport_sends_bucket_by_bucket_and_flushes_nothing() -> None:
-    options = {"load_format": "flattened_bucket", "flush_cache": False}
+    options = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": "7"}
     engines = send(TensorTransport(1400), TENSORS.items())
-    assert engines[0].updates == [("0+1", 7, options), ("2+3", 7, options), ("4", 7, options)]
+    assert engines[0].updates == [("0+1", options), ("2+3", options), ("4", options)]
     for engine in engines:
         assert engine.tensors.keys() == TENSORS.keys()
         assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in TENSORS.items())
@@ -88,12 +90,12 @@ def test_the_next_bucket_is_filled_while_engines_load_one_and_the_first_failure_
             yield name, tensor
 
     class Slow(RecordingEngine):
-        async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
+        async def admin(self, path: str, **body: Any) -> dict[str, Any]:
             if not self.updates:
                 assert await asyncio.to_thread(more.wait, 30), "who fills waits for the engine"
             else:
                 raise EngineError("gone")
-            await super().update_weights_from_tensor(payloads, version, **options)
+            return await super().admin(path, **body)
 
     engine = Slow()
     with pytest.raises(EngineError, match="gone"):
@@ -105,9 +107,9 @@ class ForeignEngine(RecordingEngine):
     """Loads in another process, which then lets go of the memory."""
 
     def __init__(self, process: Executor) -> None:
-        self.process, self.loaded = process, []
+        self.ranks, self.process, self.loaded = 1, process, []
 
-    async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
+    async def update_weights_from_tensor(self, payloads: list[str], weight_version: int) -> None:
         self.loaded += self.process.submit(_load, payloads[0]).result()
 
 
@@ -145,7 +147,8 @@ def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Pat
     write_tiny_model(source)
     for _ in range(2):  # each sync replaces the directory of the one before
         engines = send(DiskTransport(source, tmp_path / "scratch" / "sync", SPEC), TENSORS.items())
-        assert engines[0].updates == [(TENSORS.keys(), 7, {"flush_cache": False})]
+        (update,) = engines[0].updates
+        assert update == ("0+1+2+3+4", {"load_format": "auto", "flush_cache": False, "weight_version": "7"})
     assert [entry.name for entry in (tmp_path / "scratch").iterdir()] == ["sync"]
 
 
@@ -173,7 +176,7 @@ def test_both_ends_say_the_same_to_nccl(tmp_path: Path, monkeypatch: pytest.Monk
     assert engine == rank and rank.keys() == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"}
 
 
-class Receiver:
+class Receiver(EngineClient):
     """A rank. calls: what was asked of it; tensors: what arrived; refuses: it takes part in no broadcast."""
 
     seen_from = LOOPBACK
@@ -198,15 +201,15 @@ class Receiver:
             store = dist.PrefixStore(prefix, store)
         return dist.ProcessGroupGloo(store, rank, size, Receiver.patience)
 
-    async def update_weights_from_distributed(
-        self, name: str, tensors: list[tuple[str, str, list[int]]], version: int, flush_cache: bool
-    ) -> None:
-        self.calls.append(f"update {version} {flush_cache}")
+    async def admin(self, path: str, **body: Any) -> dict[str, Any]:
+        self.calls.append(f"update {body['weight_version']} {body['flush_cache']}")
         if self.refuses:
-            raise EngineError("/update_weights_from_distributed answered 400: no")
+            raise EngineError(f"{path} answered 400: no")
+        tensors = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
         self.tensors |= await asyncio.to_thread(self._receive, tensors)
+        return {}
 
-    def _receive(self, tensors: list[tuple[str, str, list[int]]]) -> dict[str, torch.Tensor]:
+    def _receive(self, tensors: Iterable[tuple[str, str, list[int]]]) -> dict[str, torch.Tensor]:
         """`WeightUpdater._update_bucketed_weights_from_distributed`."""
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 

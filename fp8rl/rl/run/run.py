@@ -41,7 +41,7 @@ from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
 from fp8rl.trainer.config import TrainerSpec
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
-from fp8rl.weight_sync.frozen import write_base
+from fp8rl.weight_sync.frozen import place_base
 
 _WORST = 8
 """Number of worst sequences in a capsule. If there is a fault, all rows that it came from precede them."""
@@ -100,7 +100,7 @@ class Run:
         self.trainer = TrainerGroup.start(trainer_spec(experiment, numerics), self.reservations.trainer())
         closing.callback(self.trainer.shutdown)
         if experiment.base_spec is not None:  # the trainer shares its frozen weights with engines
-            write_base(self.trainer, experiment.base_spec)
+            self.trainer.apply(place_base, experiment.base_spec)
         self.tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory, trust_remote_code=False)
         judge = Judge(experiment.rewards, self.tokenizer, teacher=self.teacher, events=self.events)
         closing.callback(judge.close)

@@ -35,6 +35,4 @@ class DiskTransport:
     async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
         write_served_checkpoint(tensors, self.model_path, self.directory, self.spec)
         if rank() == 0:
-            await asyncio.gather(
-                *(engine.update_weights_from_disk(self.directory, version, flush_cache=False) for engine in engines)
-            )
+            await asyncio.gather(*(engine.update_weights_from_disk(self.directory, version) for engine in engines))

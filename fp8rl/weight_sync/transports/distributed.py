@@ -53,10 +53,7 @@ class DistributedTransport:
                 with in_turn(_QUEUE):
                     await asyncio.gather(
                         asyncio.to_thread(_broadcast, bucket.flat[: bucket.used], group),
-                        *(
-                            engine.update_weights_from_distributed(name, contents(bucket), version, flush_cache=False)
-                            for engine in engines
-                        ),
+                        *(e.update_weights_from_distributed(name, contents(bucket), version) for e in engines),
                     )
                 bucket = next(buckets, None)
 

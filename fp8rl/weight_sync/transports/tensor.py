@@ -49,12 +49,7 @@ async def _load(bucket: Bucket, engines: Sequence[EngineClient], version: int) -
     # An engine answers when its copies are done (`rollout.engine.plugin.lifecycle.update_from_tensor`).
     await asyncio.gather(
         *(
-            engine.update_weights_from_tensor(
-                [serialize(bucket) for _ in range(engine.ranks)],
-                version,
-                load_format="flattened_bucket",
-                flush_cache=False,
-            )
+            engine.update_weights_from_tensor([serialize(bucket) for _ in range(engine.ranks)], version)
             for engine in engines
         )
     )

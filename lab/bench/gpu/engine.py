@@ -33,7 +33,7 @@ from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Problem, Prompt, SamplingP
 from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
-from fp8rl.weight_sync.served import write_description
+from fp8rl.weight_sync.served import write_served_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, written
 from lab.bench.runs import exact_steps
@@ -195,7 +195,7 @@ def _serving(model: Path, numerics: NumericsConfig, sizes: Sizes) -> Iterator[_S
     config = RolloutSection(context_length=longest, max_total_tokens=max(4096, sizes.prompts * sizes.answers * longest))
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         described = Path(folder) / "model"
-        write_description(model, described, numerics.rollout_spec)
+        write_served_checkpoint((), model, described, numerics.rollout_spec)
         plugin = {"numerics": numerics.to_dict()}
         engine = Engine(config, Path(folder) / "engine.log", plugin, expected_report(numerics))
         endpoint = runner.run(engine.start(described, NO_WEIGHTS))

@@ -8,7 +8,6 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +107,7 @@ class _Receiver:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
+    async def update_weights_from_tensor(self, payloads: list[str], version: int) -> None:
         await asyncio.to_thread(self._load, payloads[0])  # meanwhile the next bucket is filled
 
     def _load(self, payload: str) -> None:

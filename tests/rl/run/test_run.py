@@ -60,7 +60,7 @@ def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monke
 
     for name in ("ray_cluster", "Reservations", "Engines"):
         monkeypatch.setattr(run_module, name, part(name))
-    written = "fp8rl.rl.run.engines.serving.write_description"
+    written = "fp8rl.rl.run.engines.serving.write_served_checkpoint"
     monkeypatch.setattr(written, lambda *_: (files.path / "served/policy").mkdir(parents=True))
     monkeypatch.setattr(run_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):

@@ -22,7 +22,7 @@ from fp8rl.rollout.engine.plugin.hooks import hooks_for
 from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.weight_sync.manifest import Manifest, Recorder
-from fp8rl.weight_sync.served import convert_checkpoint, write_description
+from fp8rl.weight_sync.served import convert_checkpoint, write_served_checkpoint
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def prepare_serving(
     adapter, architecture = engine_adapter(experiment, role), experiment.model.architecture
     if role == "policy":
         if experiment.needs_engines:
-            write_description(experiment.model.directory, checkpoint, numerics.rollout_spec)
+            write_served_checkpoint((), experiment.model.directory, checkpoint, numerics.rollout_spec)
     else:
         assert experiment.teacher is not None
         config, base, version = experiment.teacher.engine(config), None, 0

@@ -158,7 +158,7 @@ class EngineClient:
 
         `retract`: they go back to the queue, and their prefix is prefilled again. `abort`: they end as they are.
         `in_place`: they keep their KV cache, so tokens after an update come from a mixture of weights.
-        An update must not flush the cache itself. Call `flush` when everything is sent, except after `in_place`.
+        An update does not flush the cache. Call `flush` when everything is sent, except after `in_place`.
         """
         await self.admin("/pause_generation", mode=mode)
 
@@ -187,27 +187,23 @@ class EngineClient:
         """Forget every cached prefix. Fails while a request runs."""
         await self.admin("/flush_cache")
 
-    async def update_weights_from_tensor(
-        self, payloads: list[str], weight_version: int, *, load_format: str | None = None, flush_cache: bool = True
-    ) -> None:
-        """Load serialized tensors. payloads: one for each TP rank, base64 of SGLang's MultiprocessingSerializer."""
+    async def update_weights_from_tensor(self, payloads: list[str], weight_version: int) -> None:
+        """Load serialized buckets. payloads: one for each TP rank, base64 of SGLang's MultiprocessingSerializer."""
         await self.admin(
             "/update_weights_from_tensor",
             serialized_named_tensors=payloads,
-            load_format=load_format,
-            flush_cache=flush_cache,
+            load_format="flattened_bucket",
+            flush_cache=False,
             weight_version=str(weight_version),
         )
 
-    async def update_weights_from_disk(
-        self, model_path: str | Path, weight_version: int, *, flush_cache: bool = True
-    ) -> None:
+    async def update_weights_from_disk(self, model_path: str | Path, weight_version: int) -> None:
         """Load the safetensors of a model directory."""
         await self.admin(
             "/update_weights_from_disk",
             model_path=str(model_path),
             load_format="auto",  # not that of the start, which may have been without weights
-            flush_cache=flush_cache,
+            flush_cache=False,
             weight_version=str(weight_version),
         )
 
@@ -226,12 +222,7 @@ class EngineClient:
         )
 
     async def update_weights_from_distributed(
-        self,
-        name: str,
-        tensors: Sequence[tuple[str, str, Sequence[int]]],
-        weight_version: int,
-        *,
-        flush_cache: bool = True,
+        self, name: str, tensors: Sequence[tuple[str, str, Sequence[int]]], weight_version: int
     ) -> None:
         """Let the server receive a broadcast from rank 0 of the group `name`, and load its tensors.
 
@@ -245,7 +236,7 @@ class EngineClient:
             dtypes=dtypes,
             shapes=shapes,
             load_format="flattened_bucket",
-            flush_cache=flush_cache,
+            flush_cache=False,
             weight_version=str(weight_version),
         )
 

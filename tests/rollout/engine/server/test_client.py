@@ -115,11 +115,13 @@ def test_weights_are_updated_from_disk_and_versions_follow(server: Engine, tiny_
             found.append((await client.complete([[9, 8, 7 + 1]], greedy))[0])
             await client.pause()
             await client.update_weights_from_disk(model, version)
+            await client.flush()
             await client.resume()
             assert await client.weight_version() == version
         found.append((await client.complete([[9, 8, 7 + 1]], greedy))[0])
         await client.pause()  # an answer is sent before its request is over, and an update under it ends SGLang
         await client.update_weights_from_disk(tiny_model, 3)
+        await client.flush()
         await client.resume()
         return found
 
