@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -269,11 +268,11 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
         copied[keys[0]] = text
     if not (calls := copied.pop("tool_calls", None)):  # some templates take an empty list for calls
         return copied
-    copied["tool_calls"] = [with_arguments(call) for call in calls]
-    written = partial(json.dumps, ensure_ascii=False)
-    as_text = {**copied, "tool_calls": [with_arguments(call, written) for call in copied["tool_calls"]]}
+    objects = [with_arguments(call) for call in calls]
+    texts = [with_arguments(call, lambda found: json.dumps(found, ensure_ascii=False)) for call in objects]
     # The templates of DeepSeek put the arguments into the text as they are, and fail with an object.
-    return as_text if attempt([ASKED, copied]) is None and attempt([ASKED, as_text]) is not None else copied
+    forms = [{**copied, "tool_calls": form} for form in (objects, texts)]
+    return next((form for form in forms if attempt([ASKED, form]) is not None), forms[0])
 
 
 def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:

@@ -58,9 +58,8 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     try:
         inspect.signature(found)
     except ValueError as error:  # a function written in C may have none
-        raise user_error(
-            key, name, "a function whose parameters Python can tell", "Write a function of yours that calls it."
-        ) from error
+        remedy = "Write a function of yours that calls it."
+        raise user_error(key, name, "a function whose parameters Python can tell", remedy) from error
     return found
 
 

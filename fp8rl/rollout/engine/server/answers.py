@@ -14,10 +14,6 @@ from torch import Tensor
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.rollout.types import Completion, EngineError, KeptTokens, SamplingParams, StaleWeightsError, Trajectory
 
-_BYTES = 4
-"""Bytes of a number in a report of experts, which is int32."""
-
-
 _PLAIN = SamplingParams(max_new_tokens=1)
 
 
@@ -150,10 +146,10 @@ def parse_routes(meta: dict[str, Any], tokens: int, sizes: ModelSizes) -> Tensor
         raise EngineError(f"request {meta['id']}: found no routed experts, expected the experts of {tokens - 1} tokens")
     data = bytearray(base64.b64decode(text))
     expected = (tokens - 1) * sizes.layers * sizes.top_k
-    if len(data) != expected * _BYTES:
+    if len(data) != expected * torch.int32.itemsize:
         raise EngineError(
-            f"request {meta['id']}: found {len(data) / _BYTES:g} routed experts, expected {expected}, for {tokens - 1} "
-            f"tokens in {sizes.layers} layers with {sizes.top_k} each"
+            f"request {meta['id']}: found {len(data) / torch.int32.itemsize:g} routed experts, expected {expected}, "
+            f"for {tokens - 1} tokens in {sizes.layers} layers with {sizes.top_k} each"
         )
     routes = torch.frombuffer(data, dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
     return routes.to(torch.int16).view(tokens - 1, sizes.layers, sizes.top_k)[:, sizes.dense_layers :]

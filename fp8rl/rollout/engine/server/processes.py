@@ -84,9 +84,5 @@ def claim_port(port: int | None, host: str) -> int:
             return number
     if port is None:
         raise EngineError(f"found 100 ports from {_FIRST_PORT} on in use, expected a free one. Set rollout.port")
-    raise user_error(
-        "rollout.port",
-        found=port,
-        expected="a free port, but another program listens there",
-        remedy="Choose another one, or null for any free one.",
-    )
+    expected = "a free port, but another program listens there"
+    raise user_error("rollout.port", port, expected, "Choose another one, or null for any free one.")

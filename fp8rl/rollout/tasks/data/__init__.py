@@ -134,9 +134,8 @@ def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
             raise user_error(where, found=turn, expected=expected, remedy=remedy)
         messages.append({name: value for name, value in {**turn, "content": content}.items() if value is not None})
     if not messages or messages[-1]["role"] == "assistant" or not messages[-1]["content"].strip():
-        raise user_error(
-            where, turns, "chat messages that end in a text to answer, which is not the assistant's", remedy
-        )
+        expected = "chat messages that end in a text to answer, which is not the assistant's"
+        raise user_error(where, turns, expected, remedy)
     return messages
 
 

@@ -230,9 +230,8 @@ def _quiet_datasets() -> Any:
 def _split(found: Dataset | DatasetDict, split: str | None, path: Path, key: str) -> Dataset:
     if not isinstance(found, dict):
         if split is not None:
-            raise user_error(
-                f"{key}.split", split, f"none, as {path} was saved as a single split", f"Remove {key}.split."
-            )
+            expected = f"none, as {path} was saved as a single split"
+            raise user_error(f"{key}.split", split, expected, f"Remove {key}.split.")
         return found
     if split is None and len(found) == 1:
         (only,) = found.values()

@@ -20,10 +20,10 @@ from typing import Any
 
 import jinja2
 
-from fp8rl.rollout.tasks.chat import RewritingTemplateError, continuation_ids, prompt_ids, with_arguments
+from fp8rl.rollout.tasks.chat import RewritingTemplateError, continuation_ids, prompt_ids
 from fp8rl.rollout.tasks.environments.branch import Branch, ConversationOverError
 from fp8rl.rollout.tasks.environments.conversation import Conversation
-from fp8rl.rollout.tasks.openai import Answer, CompletionRequest, Refusal
+from fp8rl.rollout.tasks.openai import Answer, CompletionRequest, Refusal, read_message
 from fp8rl.rollout.tasks.tokens import behind_ids, text_ids, text_of
 from fp8rl.rollout.tasks.tool_calls import parse_calls
 
@@ -107,10 +107,8 @@ class Recording:
             text, calls = parse_calls(text, request.tools, self._tool_parser, self._calls)
             self._calls += len(calls)
         if request.messages:
-            spoken: dict[str, Any] = {"role": "assistant", "content": text}
-            if calls:  # as they look when a program sends them back
-                spoken["tool_calls"] = [with_arguments(call) for call in calls]
-            self._points[_keys(request, (*request.messages, spoken))[-1]] = point
+            spoken = read_message({"role": "assistant", "content": text, "tool_calls": calls}, "messages")
+            self._points[_keys(request, (*request.messages, spoken))[-1]] = point  # as a program sends it back
         else:
             prompt = request.prompt
             before = prompt if isinstance(prompt, str) else text_of(self.conversation.tokenizer, prompt, first=True)

@@ -106,8 +106,7 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        called = type(self.call).__call__  # of an object
-        return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(called)
+        return any(map(inspect.iscoroutinefunction, (self.call, type(self.call).__call__)))  # or an object's method
 
     def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function asks for. offered: all arguments."""

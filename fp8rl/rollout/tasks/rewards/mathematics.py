@@ -12,8 +12,6 @@ from functools import lru_cache
 from itertools import count, product
 from typing import Any
 
-INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})")
-
 # Texts as math-verify reads them: without Markdown, currency, and separators of digits.
 #
 # Each rule looks at what stands beside, so that mathematics stays: `2**3` is a power, `a_1` an index, `$x$` is math.
@@ -138,7 +136,7 @@ def final_integer(text: str) -> int | None:
     """Return the integer between the last `####` (and one space, if any) and the end of `text`. None: no integer."""
     _, marker, tail = text.rpartition("####")
     tail = tail.removeprefix(" ")
-    if not marker or not INTEGER.fullmatch(tail):
+    if not marker or not re.fullmatch(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})", tail):
         return None
     return int(tail.replace(",", ""))
 
