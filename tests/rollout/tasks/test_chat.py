@@ -36,6 +36,12 @@ def tokenizers() -> dict[str, Any]:
     return {name: with_template(plain, kind) for name, kind in KINDS.items()}
 
 
+def changed(tokenizer: Any, old: str, new: str) -> Any:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = other.chat_template.replace(old, new)
+    return other
+
+
 def whole(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
     """What the template writes for a whole conversation, on the date that prompts have."""
     options = {"strftime_now": lambda form: {"%d %b %Y": "01 Jan 2025"}[form], **options}
@@ -277,29 +283,21 @@ def test_results_of_several_calls_follow_as_the_template_writes_them(tokenizers:
 @pytest.mark.parametrize("given", [{"a": "é"}, '{"a": "é"}', {}, "", None])
 def test_arguments_of_calls_are_what_the_template_takes(tokenizers: dict[str, Any], form: str, given: Any) -> None:
     """DeepSeek's templates join them to a text. Others pass them to a filter, which would quote a text again."""
-    tokenizer = copy.deepcopy(tokenizers["chatml"])
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "'(call ' + c.function.name + ')'", f"'@' }}}}{form}{{{{ '@'"
-    )
+    tokenizer = changed(tokenizers["chatml"], "'(call ' + c.function.name + ')'", f"'@' }}}}{form}{{{{ '@'")
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}]
     spoken = {"role": "assistant", "content": "so", "tool_calls": calls}
     result = {"role": "tool", "content": "R"}
     text = render(tokenizer, [USER, spoken, result], {}, answer=True)
     assert text.count("@" + ('{"a": "é"}' if given else "{}") + "@") == 1
-    turn = tokens(tokenizer, "so<|im_end|>")
-    assert (
-        tokenizer.decode(continuation_ids(tokenizer, [USER], turn, [result], {}, calls))
-        == text.rpartition("@<|im_end|>")[2]
-    )
+    behind = continuation_ids(tokenizer, [USER], tokens(tokenizer, "so<|im_end|>"), [result], {}, calls)
+    assert tokenizer.decode(behind) == text.rpartition("@<|im_end|>")[2]
 
 
 @pytest.mark.parametrize("none", [[], None])
 def test_an_empty_list_of_calls_is_none(tokenizers: dict[str, Any], none: Any) -> None:
     """Mistral's template writes calls in place of the content wherever the key is there."""
-    tokenizer = copy.deepcopy(tokenizers["mistral"])
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{% else %}", "{% elif m.tool_calls is defined %}{{ '(calls)' }}{% else %}"
-    )
+    calls = "{% elif m.tool_calls is defined %}{{ '(calls)' }}"
+    tokenizer = changed(tokenizers["mistral"], "{% else %}", calls + "{% else %}")
     history = [USER, {"role": "assistant", "content": "so", "tool_calls": none}, USER]
     assert "so</s>" in render(tokenizer, history, {}, answer=True)
 

@@ -142,9 +142,8 @@ def test_each_source_and_each_set_is_looked_at(values, tmp_path):
 def test_a_reference_without_a_result_is_refused_before_math_would_fail(values, tmp_path, answer):
     write_lines(tmp_path / "train.jsonl", [("q", r"\boxed{1}"), ("q", answer)])
     rewards = {"functions": [{"function": "math"}]}
-    assert refusal({**values, "rewards": rewards}, eval={"problems": 0}).startswith(
-        "data.train: line 2: answer: found "
-    )
+    said = refusal({**values, "rewards": rewards}, eval={"problems": 0})
+    assert said.startswith("data.train: line 2: answer: found ")
 
 
 TEMPLATE = (

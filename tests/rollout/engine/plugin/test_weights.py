@@ -93,19 +93,6 @@ def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, mo
     assert not torch.equal(dequantized_w13(OLD), dequantized_w13(NEW))
 
 
-def test_each_tensor_is_copied_to_where_it_is_held_and_an_unknown_one_is_left_to_the_engine(
-    served: ServedWeights, model: nn.Module
-) -> None:
-    held = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    unknown = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(1))
-    left = list[tuple[str, Tensor]]()
-    served.invalidate()
-    served.load(left.extend, [unknown, *NEW.items()])
-    assert left == [unknown]
-    assert sent(NEW, "1").differences(served.commit("1")) == []
-    assert held == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}, "written in place"
-
-
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors, with those of experts in stacks."""
     found: dict[str, list[Tensor]] = {}
@@ -114,17 +101,17 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.stack(some) if "experts" in name else some[0] for name, some in found.items()}
 
 
-def test_tensors_in_a_stack_are_digested_and_loaded_by_their_names(served: ServedWeights) -> None:
-    recorder = Recorder(DEFINITION.tensors)
+@pytest.mark.parametrize("form", [dict, stacked])
+def test_each_tensor_is_copied_to_its_place_and_an_unknown_one_left(served: Any, model: nn.Module, form: Any) -> None:
+    held = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    unknown = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(1))
+    left = list[tuple[str, Tensor]]()
     served.invalidate()
-    served.load(stock_loader, recorder.watch(stacked(NEW).items()))
+    served.load(left.extend, [unknown, *form(NEW).items()])
     served.prepare()
-    sent_in_stacks = Manifest.merged(1, SPEC, [recorder.sent()])
-    assert sent_in_stacks == sent(NEW, "1") and sent_in_stacks.differences(served.commit("1")) == []
-    first = f"{MOE}experts.0.down_proj.weight"
-    wrong = stacked(NEW)[first][:, :128]
-    with pytest.raises(RuntimeError, match=rf"found {first} of shape \(128, 128\), expected \(256, 128\)"):
-        served.load(stock_loader, [(first, wrong)])
+    assert left == [unknown] and sent(form(NEW), "1") == sent(NEW, "1")
+    assert sent(NEW, "1").differences(served.commit("1")) == []
+    assert held == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}, "written in place"
 
 
 def test_another_dtype_is_cast_and_another_shape_is_refused(served: ServedWeights, model: nn.Module) -> None:
@@ -135,6 +122,9 @@ def test_another_dtype_is_cast_and_another_shape_is_refused(served: ServedWeight
     assert model.get_parameter(name).equal(NEW[name])
     with pytest.raises(RuntimeError, match=rf"found {name} of shape \(1,\), expected \(256,\)"):
         served.load(stock_loader, [(name, NEW[name][:1])])
+    first = f"{MOE}experts.0.down_proj.weight"
+    with pytest.raises(RuntimeError, match=rf"found {first} of shape \(128, 128\), expected \(256, 128\)"):
+        served.load(stock_loader, [(first, stacked(NEW)[first][:, :128])])
 
 
 def test_operands_are_prepared_early(served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
