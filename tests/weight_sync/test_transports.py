@@ -107,7 +107,8 @@ class ForeignEngine(RecordingEngine):
     """Loads in another process, which then lets go of the memory."""
 
     def __init__(self, process: Executor) -> None:
-        self.ranks, self.process, self.loaded = 1, process, []
+        self.ranks, self.process = 1, process
+        self.loaded: list[int] = []
 
     async def update_weights_from_tensor(self, payloads: list[str], weight_version: int) -> None:
         self.loaded += self.process.submit(_load, payloads[0]).result()
