@@ -192,7 +192,7 @@ def _swiglu_kernel(
     start = gate_up_ptr + row[:, :, None] * stride + column
     gate = tl.load(start, mask=inside, other=0.0)
     up = tl.load(start + features, mask=inside, other=0.0)
-    result = swiglu(gate, up)
+    result = swiglu_of(gate, up)
     at = row[:, :, None] * features + column
     if QUANTIZE:
         WIDE: tl.constexpr = gate_up_ptr.dtype.element_ty == tl.float32
@@ -222,7 +222,7 @@ def _swiglu_backward_kernel(
 
 
 @triton.jit
-def swiglu(gate, up):
+def swiglu_of(gate, up):
     """SwiGLU, rounded to the dtype of gate."""
     wide = gate.to(tl.float32)
     return cast(wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32), gate.dtype)

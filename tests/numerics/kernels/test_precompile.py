@@ -99,6 +99,26 @@ def test_lists_that_are_kept_are_compiled_without_a_gpu_and_for_another_one(tmp_
     assert again == first | {"compiled": 0}
 
 
+FITTING = """
+import json, sys
+from pathlib import Path
+from fp8rl.numerics.kernels import cache
+from lab.bench.gpu.fifteen.kernels import fits, listed
+variants = listed() if sys.argv[1] == "fifteen" else cache.read_list(Path(sys.argv[1]))
+changed = cache.Variant(variants[0].kernel, variants[0].data.replace("_ptr", "_pointer"))
+gone = cache.Variant(variants[0].kernel + "_", variants[0].data)
+print(json.dumps([len(set(variants)), sorted({each.kernel for each in variants if not fits(each)}),
+                  fits(changed) or fits(gone)]))
+"""
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "qwen3_30b_a3b", "fifteen"])
+def test_kernels_of_lists_are_there_with_these_arguments(name: str) -> None:
+    path = EXAMPLES / f"kernels/{name}.jsonl"
+    count, unfit, others_fit = found_elsewhere(FITTING, str(path) if path.exists() else name)
+    assert count > 140 and unfit == [] and not others_fit, "`python -m lab.kernel_lists` writes the lists again"
+
+
 @pytest.mark.parametrize("text", ["{}", '{"kernel": "os:system"}', "no JSON"])
 def test_a_file_that_is_no_list_of_ours_is_refused(text: str, tmp_path) -> None:
     (tmp_path / "list").write_text(text)
@@ -118,20 +138,23 @@ for function in functions:
     for (name, _), (value, _) in function.used_global_vals.items():
         if isinstance(value, constexpr):
             names.setdefault(name, set()).add(repr(value))
-print(json.dumps([keys, {name: sorted(values) for name, values in names.items()}]))
+ops = sorted({*kernels.KERNELS} & {function.__name__ for function in functions})
+print(json.dumps([keys, {name: sorted(values) for name, values in names.items()}, ops]))
 """
 
 
 def test_a_kernel_s_key_does_not_depend_on_what_was_launched_before_it() -> None:
-    """Nor on the addresses of modules, by which Triton sorts globals of one name: they are others in each process."""
+    """Nor on the addresses of modules, by which Triton sorts globals of one name: they are others in each process. What
+    Triton compiles has no op's name: it would be called in place of the op."""
 
     def found(step: str):
         command = [sys.executable, "-c", KEYS.replace("STEP", step)]
         return json.loads(subprocess.run(command, env=compiling(), capture_output=True, check=True).stdout)
 
-    (forwards, names), (backwards, _) = found("1"), found("-1")
+    (forwards, names, ops), (backwards, *_) = found("1"), found("-1")
     assert len(forwards) > 40 and forwards == backwards
     assert all(len(values) == 1 for values in names.values()), names
+    assert ops == []
 
 
 WAITS = """

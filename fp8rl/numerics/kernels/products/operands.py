@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import GROUP, absolute, cast, dense_rows, encode, inverse, scale_from_amax
-from fp8rl.numerics.kernels.gates import swiglu, swiglu_backward, swiglu_gradient
+from fp8rl.numerics.kernels.gates import swiglu_backward, swiglu_gradient, swiglu_of
 from fp8rl.numerics.kernels.norm import times_weight
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.kernels.quantize import empty_rows, format_constants
@@ -114,7 +114,7 @@ def _operands_kernel(
             weight = tl.load(weight_ptr + feature + column, mask=column < k - feature, other=0.0)
             x = tl.where(inside, times_weight(x, inverse_rms, weight), 0.0)
         if GATED:
-            x = swiglu(x, tl.load(start + k, mask=inside, other=0.0))
+            x = swiglu_of(x, tl.load(start + k, mask=inside, other=0.0))
         X_WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
         _store_columns(x.to(tl.float32), x_codes_ptr, x_scale_ptr, tile, feature, k, X_E5M2, X_POW2, X_FIXED, X_WIDE)
 
