@@ -41,8 +41,8 @@ class Manifest:
     spec_digest: str
     """Digest of the spec that the tensors are quantized by."""
     entries: dict[str, str]
-    """HF name, or label of a part (`EngineRank.label`) -> digest. A quantized tensor has `digest@version`, with the
-    version of its GEMM operand."""
+    """HF name, or label of a part (`EngineRank.label`) -> digest, by name. A quantized tensor has `digest@version`, with
+    the version of its GEMM operand."""
     role: Role = "policy"
     """The model whose tensors these are."""
 
@@ -59,7 +59,9 @@ class Manifest:
             digests |= part.digests
         named = {label: base_name(label) for label in digests}
         quantized = {label for label, (name, part) in named.items() if name + SCALE_SUFFIX + part in digests}
-        entries = {name: f"{digest}@{version}" if name in quantized else digest for name, digest in digests.items()}
+        entries = {
+            name: f"{digest}@{version}" if name in quantized else digest for name, digest in sorted(digests.items())
+        }
         return cls(str(version), spec.digest(), entries, role)
 
     def differences(self, found: Mapping[str, str]) -> list[str]:

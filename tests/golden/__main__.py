@@ -30,7 +30,7 @@ def main() -> int:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(json.dumps(known, indent=2) + "\n")
                 print(f"{golden.name}: kept for {processor()}", flush=True)
-            elif differing := [name for name, digest in found.items() if known[golden.name].get(name) != digest]:
+            elif differing := [name for name, digest in known[golden.name].items() if found.get(name) != digest]:
                 different += 1
                 print(
                     f"{golden.name}: found other {', '.join(differing)} than those kept for {processor()}", flush=True

@@ -26,6 +26,8 @@ Backward = Literal["fp8", "bf16"]
 
 # Matrix libraries use other kernels, with another order of addition, below a few rows. Smaller products are padded.
 FEWEST_ROWS = 16
+# So does MKL's FP32 product below 12 columns: the parts of a matrix that ranks divide would not have the bits of it.
+FEWEST_COLUMNS = 16
 # Some choose by the number of rows whatever it is (oneDNN with AMX): there, every call gets this many.
 ROW_BLOCK = 64
 
@@ -174,17 +176,21 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype, plus: Tensor | None =
 
     plus [T, N], BF16, is added to the FP32 sum, which is rounded once.
     """
-    rows = x.shape[0]
+    rows, columns = x.shape[0], weight.shape[0]
     x, weight = (x.float(), weight.float()) if dtype == torch.float32 else widened(x, weight)
+    if columns < FEWEST_COLUMNS and not multiplies_bf16(x.device.type):
+        weight = F.pad(weight, (0, 0, 0, FEWEST_COLUMNS - columns))
+        plus = None if plus is None else F.pad(plus, (0, FEWEST_COLUMNS - columns))
     height = ROW_BLOCK if chooses_by_rows(x.device, x.dtype) else filled_up(rows)
     if missing := -rows % height:
         x = F.pad(x, (0, 0, 0, missing))
         plus = None if plus is None else F.pad(plus, (0, 0, 0, missing))
     if len(x) <= height:
-        return _mm(x, plus, weight)[:rows].to(dtype)
+        return _mm(x, plus, weight)[:rows, :columns].to(dtype)
     blocks = x.split(height)
     more = [None] * len(blocks) if plus is None else plus.split(height)
-    return torch.cat([_mm(*block, weight) for block in zip(blocks, more, strict=True)])[:rows].to(dtype)
+    found = torch.cat([_mm(*block, weight) for block in zip(blocks, more, strict=True)])
+    return found[:rows, :columns].to(dtype)
 
 
 def filled_up(rows: int) -> int:

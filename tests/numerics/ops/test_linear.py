@@ -5,7 +5,7 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops.grouped import grouped_linear
-from fp8rl.numerics.ops.linear import filled_up
+from fp8rl.numerics.ops.linear import filled_up, multiplies_bf16, product
 from fp8rl.numerics.quantize import fake_quantize, fake_quantize_rows, quantize
 from fp8rl.numerics.spec import QuantSpec
 
@@ -133,3 +133,11 @@ def test_grouped_product_is_each_group_on_its_own(spec, counts):
         at = slice(sum(counts[:group]), sum(counts[: group + 1]))
         assert torch.equal(out[at], expected) and torch.allclose(together.grad[at], alone.grad, rtol=2**-7, atol=2**-7)
         assert torch.allclose(grads[group], weight.grad, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.skipif(multiplies_bf16("cpu"), reason="of CPUs without AVX-512")
+@pytest.mark.parametrize("columns", [1, 3, 8, 12, 48])
+def test_columns_have_the_same_bits_with_fewer_beside_them(columns: int) -> None:
+    x, weight = torch.randn(40, 512).bfloat16(), torch.randn(96, 512).bfloat16()
+    parts = [product(x, part, torch.float32) for part in weight.split(columns)]
+    assert torch.equal(torch.cat(parts, 1), product(x, weight, torch.float32))
