@@ -41,8 +41,8 @@ class Manifest:
     spec_digest: str
     """Digest of the spec that the tensors are quantized by."""
     entries: dict[str, str]
-    """HF name, or label of a part (`EngineRank.label`) -> digest, by name. A quantized tensor has `digest@version`, with
-    the version of its GEMM operand."""
+    """HF name, or label of a part (`EngineRank.label`) -> digest, in the names' order. A quantized tensor has
+    `digest@version`, with the version of its GEMM operand."""
     role: Role = "policy"
     """The model whose tensors these are."""
 
