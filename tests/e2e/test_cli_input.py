@@ -71,7 +71,9 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         ('data.train="a\\0b"', ["data.train", "NUL"]),
     ],
 )
-def test_a_wrong_value_is_named_beside_the_right(refused: Callable[..., str], override: str, parts: list[str]) -> None:
+def test_a_wrong_value_is_named_with_what_was_expected(
+    refused: Callable[..., str], override: str, parts: list[str]
+) -> None:
     message = refused(override)
     assert all(part in message for part in parts), message
 
@@ -96,7 +98,9 @@ def test_a_spec_that_is_no_yaml_is_named_with_its_line(refused: Callable[..., st
     assert str(broken) in message and "line 2" in message and "valid YAML" in message
 
 
-def test_an_earlier_run_is_left_alone_unasked(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fp8rl.rl.run.run.Run.__init__", None)
     run = tmp_path / "runs" / "it"
     run.mkdir(parents=True)

@@ -41,7 +41,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield begin
 
 
-def test_a_run_ahead_ends_in_the_same_bits_whatever_dies_on_the_way(start: Start, tmp_path: Path, stacks: None) -> None:
+def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way(
+    start: Start, tmp_path: Path, stacks: None
+) -> None:
     """Metrics, tokens and weights, also with another number of engines and other chunks. Each fault alone, and more of
     them, among them the engine's, are `python -m lab.bench.faults` and `python -m lab.bench kills`."""
     settings = [

@@ -117,7 +117,9 @@ def test_every_row_is_complete_and_finite(run: StartedRun) -> None:
     assert last - {"eval/graded"} <= rows[-1].keys() and "eval/graded" not in rows[-1], "all rewards are 0 or 1"
 
 
-def test_trainer_and_engine_agree_on_every_token_and_a_sync_sends_the_calculated_bytes(run: StartedRun) -> None:
+def test_trainer_and_engine_agree_on_every_token_and_a_sync_sends_the_bytes_that_are_calculated(
+    run: StartedRun,
+) -> None:
     rows = run.rows()
     assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
     assert {row["mismatch/exact_frac"] for row in rows} == {1.0}

@@ -79,7 +79,9 @@ def test_a_bf16_trainer_beside_an_fp8_engine_fails(stack: Run, doctor: Callable[
     assert differences["prefill against decode"]["max"] == differences["alone against together"]["max"] == 0.0
 
 
-def test_the_example_has_equal_logprobs_and_no_noise(stack: Run, doctor: Callable[..., tuple[Result, Report]]) -> None:
+def test_the_example_passes_with_equal_logprobs_and_no_noise(
+    stack: Run, doctor: Callable[..., tuple[Result, Report]]
+) -> None:
     result, report = doctor()
     assert {finding.grade for finding in report.findings} <= {"ok", "note"} and result.exit_code == 0
     names = {"same spec, handshake", "same spec, precision of both sides", "same bytes, manifest", "memory"}

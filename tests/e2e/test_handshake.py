@@ -60,7 +60,9 @@ def test_a_plugin_with_a_malformed_configuration(models: dict[str, Path], tmp_pa
     assert "numerics.rollout: found 'fp7', expected one of bf16, fp8" in message
 
 
-def test_a_hook_without_its_target(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_whose_target_is_not_there(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With FP8 weights SGLang does not come up on a CPU without the plugin; what is told is why it did not load."""
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(RENAMED_TARGET))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -125,7 +125,9 @@ def test_a_canary_has_known_tokens_here_too_and_is_as_close_as_other_answers(rig
 
 
 @pytest.mark.parametrize("only_the_best", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
-def test_the_engine_restricts_draws_as_the_spec_says(rig: Rig, sides: Sides, only_the_best: dict[str, float]) -> None:
+def test_the_engine_restricts_its_draws_as_the_spec_says(
+    rig: Rig, sides: Sides, only_the_best: dict[str, float]
+) -> None:
     def first_logprobs(temperature: float, **spec: float) -> torch.Tensor:
         sampling = SamplingParams(max_new_tokens=1, temperature=temperature, **spec)  # type: ignore[arg-type]
         prompts = [Prompt(Problem("", ""), [number, *range(20, 40)]) for number in range(6, 38)]

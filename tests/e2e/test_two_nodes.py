@@ -110,7 +110,9 @@ def connect(spaces: list[str], addresses: list[str]) -> None:
             subprocess.run([*inside, "link", "set", device, "up"], check=True)
 
 
-def test_trainer_and_engine_on_two_nodes_and_one_leaves(machines: tuple[Machine, Machine, str], tmp_path: Path) -> None:
+def test_trainer_and_engine_on_two_nodes_one_of_which_leaves(
+    machines: tuple[Machine, Machine, str], tmp_path: Path
+) -> None:
     left, right, head = machines
     nodes = [f"cluster.trainer_nodes={left.address}", "cluster.engine_nodes=engines", "sync.transport=distributed"]
     inside = {key: value for key, value in left.environment.items() if key.startswith("RAY_AUTH")}

@@ -95,7 +95,9 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("config", "changes"), ACCEPTED)
-def test_values_and_defaults_are_transformers(config: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+def test_values_and_defaults_are_those_of_transformers(
+    config: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
     sizes = read_sizes(write(tmp_path, config | changes))
     theirs = AutoConfig.from_pretrained(tmp_path)
     rope, scaling = theirs.rope_parameters, sizes.rope_scaling

@@ -89,7 +89,9 @@ def test_values_that_leave_it_plain_lora_are_taken(changes: dict[str, Any], writ
         ({"target_modules": [["q_proj"]]}, "Restore"),
     ],
 )
-def test_what_is_no_plain_lora_is_refused_by_key_and_remedy(changes: dict[str, Any], remedy: str, write: Write) -> None:
+def test_what_is_not_plain_lora_is_refused_with_its_key_and_a_remedy(
+    changes: dict[str, Any], remedy: str, write: Write
+) -> None:
     with pytest.raises(UserError, match=remedy) as caught:
         read_peft_config(write(**changes), "adapter.start")
     named = next(iter(changes))

@@ -68,7 +68,9 @@ def test_clients_and_rewards_reach_this_machine_and_others_by_the_proxy(proxied:
         ({"ALL_PROXY": "p", "no_proxy": "*"}, {}),
     ],
 )
-def test_a_users_list_is_added_to_and_nothing_is_without_a_proxy(before: dict[str, str], after: dict[str, str]) -> None:
+def test_a_list_of_the_users_is_added_to_and_nothing_is_without_a_proxy(
+    before: dict[str, str], after: dict[str, str]
+) -> None:
     environment = dict(before)
     for _ in range(2):
         reach_loopback(environment)

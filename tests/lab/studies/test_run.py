@@ -57,7 +57,9 @@ def test_a_run_says_verdicts_and_whether_controls_hold_and_writes_to_any_folder(
         run_studies([NAME], **(chosen | {"keep": True}), say=print)
 
 
-def test_an_unwritable_study_is_refused_before_any_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_that_cannot_be_written_is_refused_before_the_first_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repository(tmp_path, monkeypatch, made_up())
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / NAME).write_text("mine")

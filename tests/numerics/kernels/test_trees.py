@@ -66,7 +66,9 @@ def tree_here(rows):
 @pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("longest", ((40,), (40, 40), (40, 20, 20), (30, 8, 8, 8)), ids=len)
-def test_results_have_the_bits_of_rows_that_share_nothing_and_so_gradients_of_queries(longest, op, flat_op, shapes):
+def test_results_have_the_bits_of_rows_that_share_nothing_and_so_have_gradients_of_queries(
+    longest, op, flat_op, shapes
+):
     """Gradients of keys and values are those of all rows together, of which each is rounded there and none here."""
     compare_with_rows(branching(*longest), op, flat_op, shapes)
 

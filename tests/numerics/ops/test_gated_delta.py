@@ -42,7 +42,9 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decays", [False, True])
-def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_and_one_by_one(decays: bool) -> None:
+def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_of_96_and_one_by_one(
+    decays: bool,
+) -> None:
     rows = tokens(sum(LENGTHS), rows=decays)
     together, states = ops.gated_delta_rule(*rows, torch.tensor(LENGTHS))
     assert together.numel() > 250_000

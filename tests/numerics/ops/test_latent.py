@@ -128,7 +128,9 @@ def test_the_term_of_a_head_is_rounded_and_then_added_before_the_product_is(quan
 
 
 @EVERY_WAY
-def test_an_adapted_head_has_its_bits_in_every_batch_and_a_row_without_adapter_the_product_s(quantized, transposed):
+def test_an_adapted_head_has_its_bits_alone_in_every_batch_and_a_row_without_adapter_those_of_the_product(
+    quantized, transposed
+):
     """Also of a weight that is frozen, and in zeros and their signs."""
     held, x, low_rank = product_of_heads(transposed, quantized)
     x[::7], held[0][::5], held[0][1::5] = 0.0, 0.0, -0.0

@@ -117,7 +117,9 @@ def check_random(tokenizer: Any, kind: Kind, draws: random.Random) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_random_histories_have_the_text_that_the_template_writes(tokenizers: dict[str, Any], name: str) -> None:
+def test_histories_with_thoughts_calls_and_odd_roles_are_written_as_the_template_writes_them(
+    tokenizers: dict[str, Any], name: str
+) -> None:
     async def checked() -> list[str]:
         return [
             await check_history(tokenizers[name], KINDS[name], random.Random(f"{name}{seed}")) for seed in range(30)
@@ -191,7 +193,9 @@ async def check_history(tokenizer: Any, kind: Kind, draws: random.Random) -> str
         ({"role": "user", "reasoning": "a"}, "reasoning: found ['a'], expected one text, in an assistant's message"),
     ],
 )
-def test_thoughts_are_one_text_or_refused(tokenizers: dict[str, Any], turn: dict[str, Any], found: str | None) -> None:
+def test_thoughts_are_one_text_of_the_models_or_refused(
+    tokenizers: dict[str, Any], turn: dict[str, Any], found: str | None
+) -> None:
     history = [USER, {"role": "assistant", "content": "2", **turn}, {"role": "tool", "content": "3"}]
     body = json.dumps({"model": "policy", "messages": history}).encode()
     if found is None:
@@ -265,7 +269,9 @@ def test_an_end_that_the_template_does_not_know_is_followed_by_its_own(tokenizer
 
 
 @pytest.mark.parametrize("name", ["chatml", "glm", "kimi"])
-def test_results_of_several_calls_follow_as_the_template_writes_them(tokenizers: dict[str, Any], name: str) -> None:
+def test_results_of_several_calls_follow_them_as_the_template_writes_them(
+    tokenizers: dict[str, Any], name: str
+) -> None:
     """What the model has said to call tools stays; a template may read the calls' names and ids."""
     tokenizer = tokenizers[name]
     calls = [{"id": f"c{i}", "type": "function", "function": {"name": "add", "arguments": ""}} for i in range(2)]
@@ -281,7 +287,9 @@ def test_results_of_several_calls_follow_as_the_template_writes_them(tokenizers:
 
 @pytest.mark.parametrize("form", ["{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}"])
 @pytest.mark.parametrize("given", [{"a": "é"}, '{"a": "é"}', {}, "", None])
-def test_arguments_of_calls_are_what_the_template_takes(tokenizers: dict[str, Any], form: str, given: Any) -> None:
+def test_arguments_of_calls_are_what_the_template_takes_objects_or_text(
+    tokenizers: dict[str, Any], form: str, given: Any
+) -> None:
     """DeepSeek's templates join them to a text. Others pass them to a filter, which would quote a text again."""
     tokenizer = changed(tokenizers["chatml"], "'(call ' + c.function.name + ')'", f"'@' }}}}{form}{{{{ '@'")
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}]
@@ -348,7 +356,9 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tokenizers: dict[str,
         continuation_ids(tokenizer, history, tokens(tokenizer, "x<|im_end|>"), again, {})
 
 
-def test_a_message_without_room_ends_the_conversation_and_leaves_whole_messages(tokenizers: dict[str, Any]) -> None:
+def test_a_message_without_room_ends_the_conversation_and_leaves_whole_messages_alone(
+    tokenizers: dict[str, Any],
+) -> None:
     tokenizer = tokenizers["chatml"]
 
     async def environment(conversation: Conversation) -> None:

@@ -118,7 +118,9 @@ def _at_random(tokenizer: Any, said: list[dict[str, str]], draws: random.Random)
         ("[", (" 4#",), " 3="),
     ],
 )
-def test_completions_have_tokens_of_the_whole_text(where: str, rest: str, stop: tuple[str, ...], shown: str) -> None:
+def test_text_completions_have_the_tokens_of_the_whole_text(
+    where: str, rest: str, stop: tuple[str, ...], shown: str
+) -> None:
     tokenizer = tokenizer_with_blanks(where)
     text = tokenizer.apply_chat_template([USER], tokenize=False)
 

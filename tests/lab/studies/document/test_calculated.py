@@ -38,7 +38,9 @@ def qwen(rows: int, **layout: int) -> Job:
 @pytest.mark.parametrize(
     ("layout", "rows", "found"), [({"pp": 2, "ep": 8, "dp": 8}, 128, 6325), ({"pp": 4, "ep": 4, "dp": 4}, 256, 6244)]
 )
-def test_published_steps_on_16_h800_lie_between_the_corners(layout: dict[str, int], rows: int, found: int) -> None:
+def test_published_steps_of_qwen3_30b_on_16_h800_lie_between_the_corners(
+    layout: dict[str, int], rows: int, found: int
+) -> None:
     """alibaba/Pai-Megatron-Patch#643: BF16, one row of 8,192 tokens a micro-batch, nothing recomputed."""
     assert tokens_per_gpu(qwen(rows, **layout), "h800").holds(found)
 

@@ -31,7 +31,9 @@ def contents() -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in (*KEPT.rglob("*"), PAGE) if path.is_file()}
 
 
-def test_quick_runs_and_changed_files_are_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_runs_and_changed_files_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check(quick=False)
     with pytest.raises(UserError, match="--keep: found '--quick', expected a full run.* Leave one of the two out"):
         check(quick=True)

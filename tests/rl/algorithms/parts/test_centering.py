@@ -81,7 +81,9 @@ def defined(logits: Tensor, engines: Tensor, k: int, settings: dict[str, Any]) -
 
 @pytest.mark.parametrize("settings", WEIGHTS, ids=str)
 @pytest.mark.parametrize("k", [1, 4, VOCABULARY])
-def test_loss_and_gradient_are_the_definition_s_over_the_whole_vocabulary(k: int, settings: dict[str, Any]) -> None:
+def test_loss_and_gradient_are_those_of_the_definition_over_the_whole_vocabulary(
+    k: int, settings: dict[str, Any]
+) -> None:
     draw = torch.Generator().manual_seed(k)
     logits = 2 * torch.randn(ROWS, WIDTH, VOCABULARY, generator=draw)
     engines = logits + 0.4 * torch.randn(logits.shape, generator=draw)

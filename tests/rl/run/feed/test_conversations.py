@@ -168,7 +168,9 @@ def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: En
 
 
 @pytest.mark.slow
-def test_an_environment_that_never_awaits_ends_the_run(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+def test_an_environment_that_never_awaits_ends_the_run_instead_of_holding_it_up(
+    monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
     monkeypatch.setattr("fp8rl.rl.run.background._TURN_SECONDS", 0.5)
     conversations = make("blocks", timeout_s=0.3)
     waiting = begun(conversations, 1, 2)

@@ -173,7 +173,9 @@ def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokeni
         ("whole", "expected a list of 2 rewards, one per answer"),
     ],
 )
-def test_a_failure_is_explained_once(make: Make, tokenizer: Any, function: str, expected: str, tmp_path: Path) -> None:
+def test_a_function_that_fails_is_explained_once(
+    make: Make, tokenizer: Any, function: str, expected: str, tmp_path: Path
+) -> None:
     seconds = 1.0 if function == "stuck" else 30.0
     judge = make({"function": f"mine:{function}", "timeout_s": seconds}, "integer", workers=1)
     answers = judged(judge, tokenizer, "3\n#### 3", "1")

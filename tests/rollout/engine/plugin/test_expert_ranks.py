@@ -62,7 +62,9 @@ def on_rank(
 
 @pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("fp8", "adapted"), [(True, False), (False, False), (True, True)])
-def test_two_ranks_equal_one(implementation: Any, fp8: bool, adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_add_up_to_one_engine(
+    implementation: Any, fp8: bool, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, logits = random(TOKENS, HIDDEN, seed=30), random(TOKENS, EXPERTS, seed=31)
     with using(implementation), torch.no_grad():
         probs, chosen = ops.route(logits, TOP, True)

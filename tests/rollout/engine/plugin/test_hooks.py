@@ -56,7 +56,9 @@ def test_hooks_that_fit_are_registered_and_reported(registered: list[tuple[Any, 
         (Hook("plugins.nowhere.f", "around", hooked, ""), "nowhere.f: not found"),
     ],
 )
-def test_one_hook_does_not_fit_and_nothing_is_hooked(registered: list[tuple[Any, ...]], bad: Hook, said: str) -> None:
+def test_one_hook_that_does_not_fit_and_nothing_is_hooked(
+    registered: list[tuple[Any, ...]], bad: Hook, said: str
+) -> None:
     with pytest.raises(RuntimeError, match="nothing was hooked") as error:
         install([GOOD, bad, ALSO_GOOD, Hook("plugins.missing", "after", hooked, "")])
     assert registered == []
@@ -132,7 +134,9 @@ def test_sglang_quantizes_every_activation_on_hopper_where_it_is_hooked() -> Non
         assert part in inspect.getsource(caller)
 
 
-def test_an_unconfigured_plugin_is_idle(registered: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_configuration_the_plugin_does_nothing(
+    registered: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stock SGLang in the same environment stays stock."""
     monkeypatch.delenv(plugin.CONFIG_VARIABLE, raising=False)
     monkeypatch.setattr(state, "_state", None)

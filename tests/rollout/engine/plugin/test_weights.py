@@ -114,7 +114,9 @@ def test_each_tensor_is_copied_to_its_place_and_an_unknown_one_left(served: Any,
     assert held == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}, "written in place"
 
 
-def test_another_dtype_is_cast_and_another_shape_is_refused(served: ServedWeights, model: nn.Module) -> None:
+def test_a_tensor_of_another_dtype_is_cast_and_one_of_another_shape_is_refused(
+    served: ServedWeights, model: nn.Module
+) -> None:
     """A copy would repeat a short tensor to fill its place."""
     name = "model.norm.weight"
     served.invalidate()
@@ -127,7 +129,9 @@ def test_another_dtype_is_cast_and_another_shape_is_refused(served: ServedWeight
         served.load(stock_loader, [(first, stacked(NEW)[first][:, :128])])
 
 
-def test_operands_are_prepared_early(served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_are_prepared_while_the_rest_is_on_its_way(
+    served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     digested: list[int] = []
     operand = plugin_weights.ops.weight_operand
@@ -153,7 +157,9 @@ def test_operands_are_prepared_early(served: ServedWeights, model: nn.Module, mo
     assert torch.equal(served.operand(w13), dequantized_w13(mixed))
 
 
-def test_a_parameter_with_replaced_memory_is_digested_where_it_is_now(served: ServedWeights, model: nn.Module) -> None:
+def test_a_parameter_whose_memory_was_replaced_is_digested_where_it_is_now(
+    served: ServedWeights, model: nn.Module
+) -> None:
     """Also if it was digested before, while the rest was on its way."""
     norm = model.get_parameter(name := "model.norm.weight")
     served.invalidate()
@@ -301,7 +307,9 @@ def test_cuda_graphs_are_captured_again_once_the_weights_of_a_base_are_committed
         assert captured == expected
 
 
-def test_a_base_that_changes_under_the_engine_is_found_when_asked(served: ServedWeights, model: nn.Module) -> None:
+def test_a_base_that_changes_under_the_engine_is_found_when_somebody_asks(
+    served: ServedWeights, model: nn.Module
+) -> None:
     base = base_of(NEW)
     served.map_base(base)
     proven = served.commit("3")

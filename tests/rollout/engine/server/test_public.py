@@ -102,7 +102,9 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "a.png"}}]
         (PATHS[1:], {"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content: found 'image_url', exp"),
     ],
 )
-def test_a_wrong_request_is_refused(client: TestClient, paths: list[str], change: dict[str, Any], message: str) -> None:
+def test_what_would_be_answered_wrongly_is_refused(
+    client: TestClient, paths: list[str], change: dict[str, Any], message: str
+) -> None:
     for path in paths:
         answer = client.post(path, json=_of(path) | change)
         assert answer.status_code == 400 and answer.json()["message"].startswith(message)
@@ -202,7 +204,9 @@ def test_the_base_beside_adapters_is_a_model_of_its_own(client: TestClient, monk
 
 @pytest.mark.parametrize("prompts", [1, 2])
 @pytest.mark.parametrize("answers", [1, 3])
-def test_each_answer_of_the_base_has_no_adapters(monkeypatch: pytest.MonkeyPatch, prompts: int, answers: int) -> None:
+def test_each_answer_of_the_base_goes_without_the_adapters(
+    monkeypatch: pytest.MonkeyPatch, prompts: int, answers: int
+) -> None:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     monkeypatch.setattr(state.state(), "base_name", "it-base")

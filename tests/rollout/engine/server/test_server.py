@@ -63,7 +63,9 @@ def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path, monkeypatch: pyte
     assert not scratch.exists() and not shared.exists()
 
 
-def test_what_ranks_talk_through_goes_with_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_talk_through_goes_with_their_processes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
     for name in ("sgl_shm_mq_17_1a2b3c4d", "sgl_shm_mq_171_1a2b3c4d", "sglang_loads_17_x.shm", "torch_17_1_2"):
         (tmp_path / name).touch()
@@ -85,7 +87,9 @@ def test_a_note_reaches_nothing_but_shared_memory(tmp_path: Path) -> None:
     assert not scratch.exists() and not cut_off.exists() and precious.exists()
 
 
-def test_an_engines_notes_go_with_its_dead_clusters_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
     shared = tmp_path / "shared"
     shared.touch()
@@ -103,7 +107,9 @@ def test_an_engines_notes_go_with_its_dead_clusters_folder(tmp_path: Path, monke
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("warm_engines")
-def test_the_configured_port_is_used_and_a_death_quotes_the_log(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_configured_port_is_used_and_death_is_detected_with_the_log_quoted(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -23,7 +23,9 @@ from fp8rl.rollout.tasks.environments.functions import load_environment
         ("no.such:thing", {}, "expected a module that can be imported; this one ends in ModuleNotFoundError"),
     ],
 )
-def test_a_wrong_environment_is_refused(tmp_path: Path, function: str, kwargs: dict[str, Any], expected: str) -> None:
+def test_what_cannot_be_an_environment_is_refused(
+    tmp_path: Path, function: str, kwargs: dict[str, Any], expected: str
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def plain(it): ...\nasync def nothing(): ...\nasync def tells(conversation, tries): ...\n")
     with pytest.raises(UserError) as error:
