@@ -5,13 +5,13 @@ import pytest
 from tests.support.paths import ROOT
 
 LINES = {
-    "numerics": 10_761,
-    "models": 5_406,
-    "trainer": 8_515,
+    "numerics": 10_752,
+    "models": 5_384,
+    "trainer": 8_401,
     "rollout": 7_800,
-    "weight_sync": 1_428,
-    "rl": 13_104,
-    "diagnose": 3_898,
+    "weight_sync": 1_416,
+    "rl": 13_039,
+    "diagnose": 3_889,
     "cli": 1_750,
     "tests": 41_755,
 }
@@ -20,7 +20,7 @@ LINES = {
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 63_231
+WORDS = 63_229
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""
