@@ -13,7 +13,7 @@ LINES = {
     "rl": 13_039,
     "diagnose": 3_889,
     "cli": 1_750,
-    "tests": 41_755,
+    "tests": 41_946,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
