@@ -194,7 +194,7 @@ class Faults:
         forward_backward = stack.trainer.forward_backward
 
         def noted(batch: Any, objective: Any) -> Any:
-            self.passes[self.step].append((batch.replay, objective.algorithm.correction.tis_cap))
+            self.passes[self.step].append((batch.replay, objective.correction.tis_cap))
             return forward_backward(batch, objective)
 
         self._patch.setattr(stack.trainer, "forward_backward", noted)

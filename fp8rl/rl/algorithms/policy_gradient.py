@@ -262,7 +262,16 @@ class PolicyGradient(AlgorithmConfig):
         return loss.clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
 
     def objective(self, batch: TokenBatch) -> Objective:
-        return PolicyObjective(self, Aggregation.of(used_tokens(batch), self.loss_aggregation, self.loss_length or 1))
+        aggregate = Aggregation.of(used_tokens(batch), self.loss_aggregation, self.loss_length or 1)
+        return PolicyObjective(
+            self.surrogate,
+            self.centering is not None,
+            self.correction,
+            aggregate,
+            self.kl,
+            self.entropy,
+            self.ratio == "bypass",
+        )
 
     def notes(self) -> list[str]:
         said = []

@@ -54,8 +54,10 @@ def test_native_mode_measures_a_difference(capsule: Capsule) -> None:
 def test_a_logprob_that_is_no_number_is_reproduced_by_none_else(capsule: Capsule) -> None:
     seen = dataclasses.replace(capsule.scored, logprobs=capsule.scored.logprobs.clone())
     seen.logprobs[0, 2] = torch.nan
-    capsule.about.metrics.update(seen.metrics())
-    assert rescored(dataclasses.replace(capsule, scored=seen)).reproduced
+    broken = dataclasses.replace(
+        capsule, scored=seen, about=capsule.about.model_copy(update={"metrics": seen.metrics()})
+    )
+    assert rescored(broken).reproduced
     lost = Rescored(capsule, seen, seen.metrics())
     assert not lost.reproduced
     facts = json.loads(report_of(lost).to_json())["facts"]

@@ -7,20 +7,18 @@ token's advantage, and sg(x) is x without gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import used_tokens
 from fp8rl.rl.algorithms.parts.corrections import Correction, expected_score
-from fp8rl.rl.algorithms.parts.penalties import ESTIMATORS, k3
+from fp8rl.rl.algorithms.parts.penalties import ESTIMATORS, KlSection, k3
 from fp8rl.rl.mismatch.logprobs import clamp_exponent
 from fp8rl.trainer.step.batch import LIKELY_LOGPROBS, OWN_LIKELY, ObjectiveOutput, TokenBatch
-
-if TYPE_CHECKING:
-    from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 
 LEARNT_FROM = "learnt_from"
 """The batch field that marks the tokens to learn from: 1 on them, 0 on the tokens of filtered answers."""
@@ -38,37 +36,40 @@ class PolicyObjective:
     leave out a token whose rollout logprob is not finite.
     """
 
-    algorithm: PolicyGradient
+    surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, TokenBatch], Surrogate]
+    centers: bool
+    correction: Correction
     aggregate: Aggregation
+    kl: KlSection
+    entropy: float
+    bypass: bool
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
         used, fields = used_tokens(batch), batch.fields
-        settings, correction = self.algorithm, self.algorithm.correction
-        bypass = settings.ratio == "bypass"
-        old = fields["rollout_logprobs"] if bypass else fields.get("old_logprobs", logprobs.detach())
+        old = fields["rollout_logprobs"] if self.bypass else fields.get("old_logprobs", logprobs.detach())
         advantages = torch.where(used, fields["advantages"], 0.0)
-        term = settings.surrogate(logprobs, old, advantages, used, batch)
-        corrects = correction.weighs or correction.rejects
-        weight, accepted = correction(old, fields["rollout_logprobs"] if corrects else old, used)
+        term = self.surrogate(logprobs, old, advantages, used, batch)
+        corrects = self.correction.weighs or self.correction.rejects
+        weight, accepted = self.correction(old, fields["rollout_logprobs"] if corrects else old, used)
         learnt = used
         if LEARNT_FROM in fields:  # what is not finite is never hidden
             learnt = (fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite()
         kept = accepted & learnt
-        losses, kl = term.losses, settings.kl.loss
+        losses, kl = term.losses, self.kl
         reference = fields.get("reference_logprobs")
         x = None if reference is None else torch.where(used, logprobs - reference, 0.0)
-        if kl.coefficient and x is not None:
+        if kl.loss.coefficient and x is not None:
             sampled_by = token_ratio(logprobs, old, used).detach()
-            losses = losses + kl.coefficient * sampled_by * ESTIMATORS[kl.estimator](x)
+            losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
         losses = torch.where(kept, losses * weight, 0.0)
-        if settings.centering is not None:
+        if self.centers:
             centered = accepted
-            if correction.rejection == "icepop":  # rejected tokens have weight 0, and belong to the expectation
-                centered = Correction(veto=correction.veto)(old, fields["rollout_logprobs"], used)[1]
-            score = expected_score(fields[OWN_LIKELY], fields[LIKELY_LOGPROBS], used, correction)
+            if self.correction.rejection == "icepop":  # rejected tokens have weight 0, and belong to the expectation
+                centered = Correction(veto=self.correction.veto)(old, fields["rollout_logprobs"], used)[1]
+            score = expected_score(fields[OWN_LIKELY], fields[LIKELY_LOGPROBS], used, self.correction)
             losses = losses + torch.where(centered & learnt, advantages * score, 0.0)
-        if settings.entropy:
-            losses = losses - settings.entropy * torch.where(kept, entropy, 0.0)
+        if self.entropy:
+            losses = losses - self.entropy * torch.where(kept, entropy, 0.0)
         loss = self.aggregate(losses, used)
 
         def token_mean(values: Tensor) -> Tensor:
@@ -83,9 +84,9 @@ class PolicyObjective:
         }
         if x is not None:
             metrics["train/kl"] = token_mean(k3(x))
-        if correction.weighs:
+        if self.correction.weighs:
             metrics["train/tis_weight_mean"] = token_mean(weight * accepted)
-        if correction.rejects:
+        if self.correction.rejects:
             metrics["train/rejected_tokens"] = token_mean((~accepted).float())
             rejected = used.any(dim=1) & ~accepted.any(dim=1)
             metrics["train/rejected_sequences"] = rejected.sum() / self.aggregate.sequences
