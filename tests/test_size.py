@@ -10,7 +10,7 @@ LINES = {
     "trainer": 8_401,
     "rollout": 7_800,
     "weight_sync": 1_416,
-    "rl": 13_039,
+    "rl": 13_049,
     "diagnose": 3_889,
     "cli": 1_750,
     "tests": 41_946,
