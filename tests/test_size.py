@@ -7,13 +7,13 @@ from tests.support.paths import ROOT
 LINES = {
     "numerics": 10_752,
     "models": 5_384,
-    "trainer": 8_401,
+    "trainer": 8_413,
     "rollout": 7_800,
     "weight_sync": 1_416,
     "rl": 13_049,
     "diagnose": 3_889,
     "cli": 1_750,
-    "tests": 41_946,
+    "tests": 41_948,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

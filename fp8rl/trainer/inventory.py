@@ -9,28 +9,40 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8rl.numerics.core.memory import Holding, format_of, holding, tensors_in
+from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.distributed.gathering import matrices_of_shard
+from fp8rl.trainer.distributed.optimizer import Optimizer
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.modules.weights import matrices, named_weights
-
-if TYPE_CHECKING:
-    from fp8rl.trainer.scorer import Scorer
-    from fp8rl.trainer.trainer import Trainer
 
 Kind = Literal["parameters", "operands", "gradients", "masters", "moments", "rest"]
 """The kinds of tensors that a rank keeps. `parameters`: the weights that the forward pass reads. `operands`: forms of
 weights that were quantized for a product since the last update. `gradients`: the buffers that sum gradients.
 `masters`: this rank's share of the weights that the optimizer updates. `moments`: this rank's share of Adam's moments.
 `rest`: the padding of Megatron's buffers, and counters."""
+
+
+class Scorer(Protocol):
+    """A `trainer.scorer.Scorer`, as far as it is listed here."""
+
+    model: GPTModel
+    cache: WeightCache
+
+
+class Trainer(Scorer, Protocol):
+    """A `trainer.trainer.Trainer`, as far as it is listed here."""
+
+    optimizer: Optimizer
 
 
 def inventory(trainer: Trainer) -> list[Holding]:
