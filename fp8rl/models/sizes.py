@@ -162,7 +162,7 @@ def check_sizes(config: ConfigFile, sizes: ModelSizes) -> None:
         expected = f"less than num_hidden_layers = {sizes.layers}"
         raise config.refusal("first_k_dense_replace", sizes.dense_layers, expected)
     if sizes.top_k > sizes.experts:
-        raise config.refusal("num_experts_per_tok", sizes.top_k, f"at most num_experts = {sizes.experts}")
+        raise config.refusal("num_experts_per_tok", sizes.top_k, f"at most the {sizes.experts} experts")
 
 
 def sigmoid_router(

@@ -21,6 +21,8 @@ WeightGather = Literal["bf16", "e4m3"]
 Recompute = Literal["none", "attention", "experts", "layer"]
 CHUNKS = 2
 """Number of chunks of a row that each context-parallel rank has."""
+STACK_ELEMENTS = 16 << 20
+"""Largest number of elements in a stack of several experts, as a sync sends them."""
 
 
 class RateSection(Section):

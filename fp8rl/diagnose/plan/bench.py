@@ -90,8 +90,10 @@ def _rates(report: Mapping[str, Any], path: Path, remedy: str) -> dict[Mode, Rat
 
     def decoded(answers: int, copy: Rate) -> Rate | None:
         def kernels(row: Mapping[str, Any]) -> float | None:
-            timed = row["rows"] == answers and "GB" in row
-            return row["kernels"] / (row["graph (s)"] - row["GB"] * 1e9 / copy.high) if timed else None
+            if row["rows"] != answers or "GB" not in row:
+                return None
+            beside = row["graph (s)"] - row["GB"] * 1e9 / copy.high  # below 0 if the bytes lay in a cache
+            return row["kernels"] / beside if beside > 0 else None
 
         return rate("graph", f"{answers} answers", kernels)
 

@@ -60,7 +60,7 @@ class _Heads(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, q_weight: Any, k_weight: Any, rotation: _Rotation, norms: Any, cache: Any
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, q_weight, k_weight)
+        ctx.save_for_backward(*((q, k, q_weight, k_weight) if norms is not None else (None,) * 4))
         ctx.rotation, ctx.norms = rotation, norms
         return _launch(q, k, rotation, norms=norms, cache=cache)
 

@@ -45,6 +45,7 @@ def finish(record: Record, stopped: str = "") -> None:
     files = record.files
     summary = summarize(read_metrics(files.metrics), read_events(files.events))
     values = {key: value for key, value in dataclasses.asdict(summary).items() if value is not None}
+    values |= {"warnings": len(summary.warnings), "interventions": len(summary.interventions)}
     record.tracker.finish({f"summary/{key}": value for key, value in values.items()}, exit_code=STOPPED * bool(stopped))
     record.events.deliver()
     record.end(stopped)

@@ -9,8 +9,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-STACK_ELEMENTS = 16 << 20
-"""Largest number of elements in a stack of several experts."""
+from fp8rl.trainer.config import STACK_ELEMENTS
 
 
 def tag_split(weight: Tensor, axis: int) -> None:

@@ -22,6 +22,9 @@ from fp8rl.numerics.ops.linear import Backward
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
 
+_MANY_PAIRS = 1 << 18
+"""With more the definition sorts them: each program of the kernel counts all of them."""
+
 
 def experts(
     x: Tensor,
@@ -51,7 +54,7 @@ def routed_experts(
 ) -> Tensor:
     """Compute `numerics.ops.routed_experts`. If all products are FP8, tokens are quantized first, and then one kernel
     sorts them by expert."""
-    if spec is None or not _fused(w13, w2, backward) or not len(x):
+    if spec is None or not _fused(w13, w2, backward) or not 0 < chosen.numel() <= _MANY_PAIRS:
         return OPS["routed_experts"](x, probs, chosen, w13, w2, spec, backward)  # type: ignore[no-any-return]
     experts = len(w13.weights)
     rows = quantize_rows(x, spec.activation) if rows is None else rows

@@ -18,7 +18,7 @@ from fp8rl.rl.experiment.budget.fit import OwnGpu, check_fits, fullest, own_gpu,
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import moved_bytes
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.trainer.config import OptimizerSection
+from fp8rl.trainer.config import STACK_ELEMENTS, OptimizerSection
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.buckets import SMALLEST_BYTES
 from fp8rl.weight_sync.served import served_bytes
@@ -111,7 +111,8 @@ def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
     needed, sync, ranks = SHARED_BYTES, experiment.sync, experiment.trainer.world_size
     if sync.transport == "tensor" and not torch.cuda.is_available():
         share = served_bytes(shape, experiment.numerics_config().rollout_spec) // ranks
-        alive = (sync.bucket_mib << 20) * 3 // 2  # three halves: one is filled, one is loaded, one waits to be used
+        half = max(sync.bucket_mib << 19, 2 * STACK_ELEMENTS)  # a stack of experts may be larger, in BF16
+        alive = 3 * half  # one is filled, one is loaded, one waits to be used
         needed += ranks * min(alive, max(SMALLEST_BYTES, share))
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < needed:
