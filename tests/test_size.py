@@ -13,7 +13,7 @@ LINES = {
     "rl": 13_051,
     "diagnose": 3_891,
     "cli": 1_750,
-    "tests": 41_950,
+    "tests": 41_951,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

@@ -17,6 +17,7 @@ from tests.support.as_cuda import pretend
 pretend()
 from tests.support.tiny_model import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.files import changed_signature
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.plugin import hooks
 from sglang.srt.utils import is_cuda
@@ -34,7 +35,7 @@ hooks_found = {
     "cuda": is_cuda(),
     "hooks": {name: len(table) for name, table in tables.items()},
     "paths": len(every),
-    "problems": [problem for hook in every.values() if (problem := hooks._problem(hook))],
+    "problems": [problem for hook in every.values() if (problem := changed_signature(hook.path, hook.parameters))],
 }
 examples, made, in_fp8, folder = *map(json.loads, sys.argv[1:4]), Path(sys.argv[4])
 paths = [Path(name) for name in examples]
