@@ -29,23 +29,30 @@ _LARGEST_SCALE = 2.0**16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NumericsConfig:
-    """The numerics of one run, handed unchanged to the trainer and to the engine's plugin. What is not said here is as
-    in the key of a spec (`rl.experiment.sections.NumericsSection`)."""
+    """The numerics of one run, handed unchanged to the trainer and to the engine's plugin."""
 
     mode: Mode = "exact"
     """`exact`: both sides call the ops of `numerics.ops`, so that their logprobs are equal. `native`: each side calls
     its library's own ops. On a CPU neither library has FP8 products, so FP8 products run on `numerics.ops`."""
     spec: QuantSpec
     trainer: TrainerPrecision = "fp8"
+    """`bf16`, `fp8_forward` (quantized forward, BF16 gradients) or `fp8` (quantized forward and backward)."""
     rollout: RolloutPrecision = "fp8"
     kv: KVPrecision = "bf16"
+    """The format of keys and values, on both sides: `bf16` or `fp8`, which is E4M3. Exact mode only."""
     key_scale: float = 1.0
+    """Keys are divided by this power of two before they are rounded. So are rows that are key and value in one."""
     value_scale: float = 1.0
+    """Values are divided by this power of two before they are rounded."""
     k_splits: int = 1
     """The number of slices that K of a row-parallel product is cut into. Their FP32 sums are added in order. On both
     sides it is the larger tensor-parallel size of the two, and each rank has equally many slices. Exact mode only."""
     router_replay: RouterReplay = "off"
+    """`record`: the engine reports the experts of each token, and the trainer reports the experts that it chose itself.
+    `replay`: the trainer takes the engine's experts (R3)."""
     deepgemm: bool | None = None
+    """Whether FP8 products run on DeepGEMM in exact mode. None: in each process where DeepGEMM gives the bits of our
+    kernels. True: as None, but a process in which it cannot run refuses to start. False: in no process."""
 
     def __post_init__(self) -> None:
         raise_first(self._refusals())
