@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fp8rl.numerics.ops.norm import rms_norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scaling:
+class Scaling(ABC):
     """The method by which a model's context was lengthened. It changes the frequencies of the rotation."""
 
     factor: float
@@ -28,9 +29,9 @@ class Scaling:
         """Return the factor by which scores are multiplied in addition to 1 / sqrt(a head's width)."""
         return 1.0
 
+    @abstractmethod
     def lengthened(self, plain: Tensor, theta: float) -> Tensor:
         """Return the radians per position of each pair, FP64 [rotary_dim / 2]. plain: the same without lengthening."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
