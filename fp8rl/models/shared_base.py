@@ -93,8 +93,7 @@ class SharedBase:
     @functools.cached_property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by their names in the checkpoint, and the scales of quantized tensors."""
-        stacks = self.model.tensors.stacks(self.parameters, self.spec.weight.group, WHOLE)
-        return {name: view for names, _, stack in stacks for name, view in zip(names, stack, strict=True)}
+        return self.model.tensors.views(self.parameters, self.spec.weight.group, WHOLE)
 
     def fused(self, rows: Sequence[TensorRow], stacked: int = 0) -> Tensor | QuantizedTensor:
         """Return consecutive tensors of one parameter of the engine as one tensor [N, ...], which is a view.

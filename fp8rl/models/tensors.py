@@ -182,6 +182,11 @@ class TensorTable:
                 for of_part, part in zip(zip(*every, strict=True), parts, strict=True):
                     yield tuple(rank.label(row.name + suffix, row) for row in of_part), parameter, part
 
+    def views(self, held: Mapping[str, Tensor], block: int, rank: EngineRank) -> dict[str, Tensor]:
+        """Return the single tensors in `stacks`, by label."""
+        stacks = self.stacks(held, block, rank)
+        return {label: view for labels, _, stack in stacks for label, view in zip(labels, stack, strict=True)}
+
     def split(self, fused: Tensor, rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> list[Tensor]:
         """Cut a parameter of Megatron's, or its scales, into its tensors, as views if the layout allows. If a tensor
         has more than two axes, Megatron holds it as a matrix.

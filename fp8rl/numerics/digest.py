@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.core.memory import numbered
 from fp8rl.numerics.sampling import mix
 
 CHUNK = 1 << 14
@@ -44,9 +45,8 @@ def stack_digests(stacks: Sequence[Tensor]) -> list[str]:
     words = [_as_words(stack) for stack in stacks]
     sizes = torch.tensor([[len(of_stack), -(-of_stack.shape[1] // CHUNK)] for of_stack in words])
     counts = sizes[:, 1].repeat_interleave(sizes[:, 0])
-    tensor_of = torch.arange(len(counts)).repeat_interleave(counts)
     # Each chunk has a weight of its own, so that two swapped chunks change the sums.
-    within = torch.arange(len(tensor_of)) - (counts.cumsum(0) - counts)[tensor_of]
+    tensor_of, within = numbered(counts)
     weighted = chunk_sums(words).cpu() * _odd(_OF_CHUNKS + torch.stack((within, within + counts[tensor_of])))
     sums = iter(weighted.new_zeros(2, len(counts)).index_add_(1, tensor_of, weighted).t().tolist())
     kinds = [(f"{stack.dtype}|{tuple(stack.shape[1:])}|", len(stack)) for stack in stacks]

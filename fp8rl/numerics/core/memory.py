@@ -143,6 +143,12 @@ def batches_by_bytes(tensors: Iterable[tuple[N, T]], limit: int) -> Iterator[lis
         yield batch
 
 
+def numbered(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each member of groups, which have `counts` members, its group and its number in the group."""
+    group = torch.arange(len(counts)).repeat_interleave(counts)
+    return group, torch.arange(len(group)) - (counts.cumsum(0) - counts)[group]
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, a tensor of the same shape. Tensors of the same dtype take one launch."""
     groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}

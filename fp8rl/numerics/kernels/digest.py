@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import OPS
+from fp8rl.numerics.core.memory import numbered
 from fp8rl.numerics.digest import CHUNK, odd_weights
 
 # A program takes several chunks side by side, so that one load of the weights, which are four times as long as the
@@ -25,13 +26,11 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     table = [(stack.data_ptr(), 4 * stack.stride(0), len(stack), stack.shape[1]) for stack in words]
     first, step, count, length = torch.tensor(table).t()
     of_tensor = (length + CHUNK - 1) // CHUNK
-    chunks = count * of_tensor
-    stack_of = torch.arange(len(words)).repeat_interleave(chunks)
+    stack_of, number = numbered(count * of_tensor)
     total = len(stack_of)
     sums = torch.empty(2, total, dtype=torch.int64, device=device)
     if not total:
         return sums
-    number = torch.arange(total) - (chunks.cumsum(0) - chunks)[stack_of]
     tensor, chunk = number // of_tensor[stack_of], number % of_tensor[stack_of]
     addresses = first[stack_of] + tensor * step[stack_of] + 4 * CHUNK * chunk
     left = (length[stack_of] - CHUNK * chunk).clamp(max=CHUNK)

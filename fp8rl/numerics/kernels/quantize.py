@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fp8rl.numerics import quantize as definitions
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.memory import numbered
 from fp8rl.numerics.kernels.arithmetic import GROUP, absolute, as_rows, dense_rows, encode, inverse, scale_from_amax
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec
@@ -140,9 +141,7 @@ def _quantize_matrices(
         steps.append((stack.stride(0) * stack.itemsize, *(x.nbytes // len(stack) for x in written), 0, 0, 0))
     if not rows:
         return
-    counts = torch.tensor([len(stack) for stack in kept])
-    stack_of = torch.arange(len(kept)).repeat_interleave(counts)
-    number = torch.arange(len(stack_of)) - (counts.cumsum(0) - counts)[stack_of]
+    stack_of, number = numbered(torch.tensor([len(stack) for stack in kept]))
     table = torch.tensor(rows)[stack_of] + number[:, None] * torch.tensor(steps)[stack_of]
     blocks = ((table[:, 5:7] + _GROUP - 1) // _GROUP).prod(1)
     whole = not ((table[:, 5:7] % _GROUP).any() or (table[:, (0, 1, 3)] % 16).any() or (table[:, 7] % 8).any())

@@ -49,8 +49,7 @@ class ProgramModel(EngineHost):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the tensors of a model directory into the parameters. Later loads go to `ServedWeights.load`."""
         table, parameters = self.definition.tensors, dict(self.named_parameters())
-        found = table.stacks(parameters, self.spec.weight.block_rows, self.rank)
-        views = {label: view for labels, _, stack in found for label, view in zip(labels, stack, strict=True)}
+        views = table.views(parameters, self.spec.weight.block_rows, self.rank)
         for name, tensor in weights:
             if (row := table.get(name)) is not None and (view := views.get(self.rank.label(name, row))) is not None:
                 view.copy_(self.rank.part(row, tensor).view_as(view))
