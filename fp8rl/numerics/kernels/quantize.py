@@ -143,10 +143,10 @@ def _quantize_matrices(
         return
     stack_of, number = numbered(torch.tensor([len(stack) for stack in kept]))
     table = torch.tensor(rows)[stack_of] + number[:, None] * torch.tensor(steps)[stack_of]
-    blocks = ((table[:, 5:7] + _GROUP - 1) // _GROUP).prod(1)
-    whole = not ((table[:, 5:7] % _GROUP).any() or (table[:, (0, 1, 3)] % 16).any() or (table[:, 7] % 8).any())
+    whole = not any(n % _GROUP or k % _GROUP or stride % 8 for *_, n, k, stride in rows)
+    whole = whole and not any(at[i] % 16 for at in (*rows, *steps) for i in (0, 1, 3))  # not the scales' addresses
     # Blocks on the first axis of the grid: the second ends at 65,535, and a large matrix has more.
-    _blocks_kernel[int(blocks.max()), len(table)](
+    _blocks_kernel[max(-(-n // _GROUP) * -(-k // _GROUP) for *_, n, k, _ in rows), len(table)](
         table.to(kept[0].device, non_blocking=True),
         **format_constants(outs[0].spec),
         WIDE=kept[0].dtype == torch.float32,
