@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,13 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.weight_sync.served import convert_checkpoint
+from tests.support.plants import PLANT, renamed_target
 from tests.support.rig import make_engine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]
+
 FP8 = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 BF16 = NumericsConfig(spec=FP8.spec, rollout="bf16")
-
-# Runs in the engine's process before anything else: a newer SGLang in which a hooked method was renamed.
-RENAMED_TARGET = """
-    import dataclasses
-    from fp8rl.rollout.engine.plugin import hooks
-
-    stock = hooks.hooks_for
-
-    def renamed(*args):
-        first, *others = stock(*args)
-        return dataclasses.replace(first, target=first.target + "_renamed"), *others
-
-    hooks.hooks_for = renamed
-"""
 
 
 def refusal(models: dict[str, Path], folder: Path, numerics: NumericsConfig, **changes: Any) -> str:
@@ -51,7 +38,6 @@ def refusal(models: dict[str, Path], folder: Path, numerics: NumericsConfig, **c
     return str(error.value)
 
 
-@pytest.mark.usefixtures("warm_engines")
 def test_a_plugin_with_a_malformed_configuration(models: dict[str, Path], tmp_path: Path) -> None:
     """With BF16 weights SGLang comes up without the plugin, healthy to look at."""
     damaged = {"numerics": BF16.to_dict() | {"rollout": "fp7"}}
@@ -64,8 +50,7 @@ def test_a_hook_whose_target_is_not_there(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With FP8 weights SGLang does not come up on a CPU without the plugin; what is told is why it did not load."""
-    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(RENAMED_TARGET))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(PLANT, renamed_target.__name__)
     message = refusal(models, tmp_path, FP8)
     assert "the plugin did not load" in message
     assert re.search(r"sglang\.srt\.\S+_renamed: not found", message)

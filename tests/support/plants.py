@@ -2,14 +2,28 @@
 from the template of `warm_engine`."""
 
 from collections.abc import Set
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
+from fp8rl.rollout.engine.plugin import hooks
 from fp8rl.rollout.engine.plugin.tokens import Paged
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 
 PLANT = "FP8RL_TEST_PLANT"
+
+
+def renamed_target() -> None:
+    """A newer SGLang, in which a method that is hooked has another name."""
+    stock = hooks.hooks_for
+
+    def renamed(*arguments: Any) -> tuple[hooks.Hook, ...]:
+        first, *others = stock(*arguments)
+        return replace(first, target=f"{first.target}_renamed"), *others
+
+    hooks.hooks_for = renamed
 
 
 def stale_operands() -> None:
