@@ -153,17 +153,13 @@ def test_the_likeliest_tokens_have_the_trainers_bits_and_centering_changes_none(
     assert pipeline.trainer.forward_backward(other, chosen[0].objective(other)).grad_norm != passes[0].grad_norm
 
 
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [(faults.flipped_bit, rf" 1 of \d+ tensors .*: {faults.MATRIX}"), (faults.broken_transport, "cable was pulled")],
-)
 def test_a_sync_that_fails_says_why_and_the_engine_waits_for_a_good_one(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], says: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank of the trainer is left behind in the export, and the half that arrived is never computed with."""
     pipeline = rig.open(GLM)
     pipeline.train_step(pipeline.sample(1.0, count=4))
-    assert re.search(says, failed_sync(pipeline, monkeypatch, fault))
+    assert "cable was pulled" in failed_sync(pipeline, monkeypatch, faults.broken_transport)
     with pytest.raises(TimeoutError):
         pipeline.rig.run(asyncio.wait_for(one_token(pipeline), 1.0))
     assert pipeline.sync().mismatched_tensors == 0
@@ -184,7 +180,7 @@ def not_sent_is_named(
     pipeline.train_step(pipeline.sample(1.0, count=4))
     assert min(names) in failed_sync(pipeline, patch, fault)
     pipeline.resume()  # nobody looked
-    first = first_finding(pipeline, pipeline.sample(1.0, count=len(ALONE)))
+    first = first_finding(pipeline, pipeline.sample(1.0, count=4))
     pipeline.sync()
     assert first.key == "weights" and {name.removesuffix("_scale_inv") for name in first.names} == names
     assert f"layer {layer} {op}" in first.found and ("expert 5" in first.found) == (op == "experts")
@@ -202,17 +198,6 @@ def definition_is_named(
         pipeline.trainer.apply(restored)
     assert (first.key, first.names) == ("op", tuple(f"layers.{layer}.{op}" for layer in layers))
     assert says in first.found
-
-
-def replay_brings_a_trainer_with_another_router_closer(pipeline: Pipeline, *_: object) -> None:
-    batch = pipeline.sample(1.0, answers=1)
-    pipeline.trainer.apply(perturb_routers, 0.2)
-    alone = pipeline.trainer.score_routed(batch)
-    replayed = pipeline.trainer.score_routed(replace(batch, replay=True))
-    assert alone.routes is not None and batch.routes is not None
-    assert 0.01 < (alone.routes != batch.routes)[batch.routes != UNKNOWN].float().mean() < 0.5
-    apart, closer = (differences(scored.logprobs, batch).abs().mean() for scored in (alone, replayed))
-    assert 0 < closer < apart
 
 
 def only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(
@@ -288,8 +273,6 @@ YARN = "the factor of the rope scaling is 8 in the trainer and 4 in the engine"
 BESIDE: dict[str, tuple[Setup, Callable[[Pipeline, pytest.MonkeyPatch, Path], None]]] = {
     "bias": (LATENT, partial(not_sent_is_named, faults.missed_bias, "topk", 2, {faults.BIAS})),
     "talk": (GLM, a_conversation_agrees_and_what_the_model_is_told_has_no_loss),
-    "replay": (GLM, replay_brings_a_trainer_with_another_router_closer),
-    "half-a-pair": (LATENT, partial(not_sent_is_named, faults.half_a_pair, "qkv_a", 1, {faults.HALF})),
     "expert": (LATENT, partial(not_sent_is_named, faults.missed_expert, "experts", 1, OF_EXPERT)),
     "YaRN": (LATENT, partial(definition_is_named, wrong_yarn, "attention", (0, 1, 2), YARN)),
     "talk-with-states": (LINEAR, a_conversation_agrees_and_what_the_model_is_told_has_no_loss),
@@ -297,7 +280,7 @@ BESIDE: dict[str, tuple[Setup, Callable[[Pipeline, pytest.MonkeyPatch, Path], No
     "changes": (DENSE, only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything),
 }
 """What else is shown with a setup's engine. Attribution names a planted fault first: its op, its layers and what it
-says, or the tensors; the engine holds q_a_proj and kv_a_proj as one parameter."""
+says, or the tensors."""
 
 
 def cases() -> Iterator[Any]:
@@ -326,17 +309,6 @@ def failed_sync(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, fault: Call
         with pytest.raises(SyncError) as error:
             pipeline.sync()
     return str(error.value)
-
-
-def perturb_routers(trainer: Any, scale: float) -> None:
-    """Other router weights on every rank, the same on each."""
-    noise = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for router in (layer.mlp.router for layer in trainer.model.decoder.layers if hasattr(layer.mlp, "router")):
-            router.weight += (
-                scale * router.weight.std() * torch.randn(router.weight.shape, generator=noise).to(router.weight)
-            )
-    trainer.weights_changed()
 
 
 def assert_agree(scored: Scored | PassResult, batch: TokenBatch) -> None:

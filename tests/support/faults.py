@@ -14,7 +14,6 @@ Named = tuple[str, Tensor]
 MATRIX = "model.layers.0.self_attn.k_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.5."
 BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
-HALF = "model.layers.1.self_attn.q_a_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ def missed_expert(tensors: Iterable[Named]) -> Iterator[Named]:
 def missed_bias(tensors: Iterable[Named]) -> Iterator[Named]:
     """BIAS is not sent: the engine keeps what it had."""
     return ((name, tensor) for name, tensor in tensors if name != BIAS)
-
-
-def half_a_pair(tensors: Iterable[Named]) -> Iterator[Named]:
-    """HALF and its scales are not sent: the engine has the other tensor of their parameter alone."""
-    return ((name, tensor) for name, tensor in tensors if not name.startswith(HALF))
 
 
 def broken_transport(tensors: Iterable[Named]) -> Iterator[Named]:
