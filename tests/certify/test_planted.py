@@ -154,28 +154,6 @@ def _noise(size: float) -> Change:
     return change
 
 
-def _rounded(levels: int) -> Change:
-    def change(model: Any) -> None:
-        for name, weight in model.named_parameters():
-            if "proj" in name or "experts" in name:
-                step = weight.float().abs().amax() / levels
-                weight.copy_((weight.float() / step).round() * step)
-
-    return change
-
-
-def _low_rank(model: Any) -> None:
-    drawn = torch.Generator().manual_seed(9)
-    for name, weight in model.named_parameters():
-        if "q_proj" in name or "o_proj" in name:
-            more = torch.randn(weight.shape[0], 2, generator=drawn) @ torch.randn(2, weight.shape[1], generator=drawn)
-            weight.add_((0.1 * more * weight.float().norm() / more.norm()).to(weight.dtype))
-
-
-def _without_last_layer(model: Any) -> None:
-    del model.model.layers[-1]
-
-
 def _capped(engine: Engine, part: float) -> Tensor:
     cap = part * engine.logits.abs().max()
     return engine.said(cap * (engine.logits / cap).tanh())
@@ -238,9 +216,6 @@ PLANTED: dict[str, tuple[Callable[[Engine], Tensor], str]] = {
     "half of another version": (lambda e: _some(e, e.said(e.asked(_noise(0.3))), slice(1, None, 2)), "versions but 1"),
     "other weights": (lambda e: e.said(e.asked(_noise(3.0))), UNKNOWN),
     "weights nearby": (lambda e: e.said(e.asked(_noise(0.05))), UNKNOWN),
-    "weights of four bits": (lambda e: e.said(e.asked(_rounded(7))), UNKNOWN),
-    "an adapter": (lambda e: e.said(e.asked(_low_rank)), UNKNOWN),
-    "a layer less": (lambda e: e.said(e.asked(_without_last_layer)), UNKNOWN),
     "other rotary embeddings": (lambda e: e.said(e.asked(config=_theta)), UNKNOWN),
     "noise of 0.1": (lambda e: e.said(e.logits) + _white(0.1), UNKNOWN),
     "a number on top": (lambda e: e.said(e.logits) - 0.2, UNKNOWN),
