@@ -1,9 +1,6 @@
 """An architecture in a file of a user's: read, planned, trained as transformers computes it, and served."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,6 @@ from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.engine import Engine
-from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
@@ -113,20 +109,13 @@ def test_a_spec_that_names_the_file_passes_the_checks_and_a_resumed_run_compares
     assert expected_report(SPEC, architecture=FILE).code != expected_report(SPEC).code
 
 
-def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
+def test_the_process_of_an_engine_s_owner_reads_the_file_too(tmp_path: Path) -> None:
+    """As the engine's own does in test_own_kimi_linear.py."""
     load_architecture(FILE)
     convert_checkpoint(write(tmp_path / "model"), tmp_path / "served", SPEC.rollout_spec)
     architecture._known.clear()
     Engine(RolloutSection(), tmp_path / "log", {"numerics": SPEC.to_dict(), "architecture": FILE})
     assert read_model(tmp_path / "served", served=True).architecture.name == "OurLlamaForCausalLM"
-    program = (
-        "from fp8rl.rollout.engine import plugin; plugin.register(); "
-        "import fp8rl.models.architecture as a; print(list(a._known))"
-    )
-    told = {**os.environ, CONFIG_VARIABLE: json.dumps({"numerics": SPEC.to_dict(), "architecture": FILE})}
-    told |= {"SGLANG_USE_CPU_ENGINE": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True)
-    assert "OurLlamaForCausalLM" in done.stdout
 
 
 def test_commands_that_take_a_model_take_the_file(tmp_path: Path) -> None:
