@@ -92,7 +92,7 @@ def test_defaults_that_form_a_cycle_and_missing_files_are_refused(write):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("run: [unclosed", "valid YAML"),
+        ("run: [unclosed", "s.yaml.*line 2.*valid YAML"),
         ("run: {steps: 1, steps: 2}", "duplicate"),
         ("a: !!python/object/apply:os.system ['true']", "valid YAML"),
         ("- 1", "found \\[1\\], expected a mapping"),
