@@ -15,9 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from fp8rl.rl.run.cluster.cluster import ray_cluster
-from fp8rl.rollout.engine.engine import Engine, EngineActor
+from fp8rl.rl.run.engines import serving
+from fp8rl.rollout.engine.engine import Engine
 from fp8rl.rollout.engine.server import scratch as scratch_module
 from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
 from fp8rl.rollout.types import EngineDiedError, EngineError, SamplingParams
@@ -253,23 +255,17 @@ def test_a_cancelled_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> N
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_engines")
 def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_path: Path) -> None:
-    import ray
-
     with ray_cluster(tmp_path / "logs"):
-        actor = EngineActor.remote(small_config(), tmp_path / "log")
+        actor = serving.EngineActor.remote(small_config(), tmp_path / "log")
         ray.get(actor.start.remote(tiny_model, 1), timeout=120)
-        pid = ray.get(actor.__ray_call__.remote(lambda engine: engine.pid))
+        pid, scratch = ray.get(actor.__ray_call__.remote(lambda engine: (engine.pid, engine._scratch)))
         asked = [actor.generate.remote(groups(4, 2), SAMPLING) for _ in range(3)]
         assert [len(answers) for answers in ray.get(asked, timeout=60)] == [8, 8, 8]
         members = group_members(pid)
-        traces = shared_memory(members) | {Path(members[0].environ()["TMPDIR"])}
+        traces = shared_memory(members) | {scratch}
         assert len(members) >= 3 and len(traces) == 2
         ray.kill(actor)
         assert wait_until(lambda: not group_members(pid), 20)
-
-        def swept() -> bool:
-            sweep()  # Ray kills the server's processes too, perhaps before they can clean up
-            return not any(path.exists() for path in traces)
-
-        assert wait_until(swept, 20), [path for path in traces if path.exists()]
+        assert wait_until(lambda: not any(path.exists() for path in traces), 20), "its watch has removed them"
