@@ -49,7 +49,7 @@ class Scorer:
 
     Attributes:
         definition: the description of the model, from its config. model: this rank's part of Megatron's model.
-        cache: the quantized weights that the forward pass uses. Its version changes with the weights.
+        cache: the quantized weights that the forward pass uses.
         placed: the base that it shares with engines (`weight_sync.frozen.MappedBase`). None: it shares no weights.
     """
 
@@ -101,7 +101,7 @@ class Scorer:
 
     def weights_changed(self) -> None:
         """Discard all quantized weights. Code that changes parameters must call this."""
-        self.cache.advance(self.cache.version + 1)
+        self.cache.drop()
 
     def adopt(self, base: SharedBase) -> int:
         """Read the frozen weights from a base that engines read too. Return the bytes of weights that cannot be shared.
