@@ -120,9 +120,7 @@ class Frozen:
     @property
     def transposed(self) -> QuantizedTensor:
         """Return [..., K, N], for a gradient of the input in FP8."""
-        codes = self.codes
-        data = codes.data.view(torch.uint8).transpose(-1, -2).contiguous().view(codes.data.dtype)
-        return QuantizedTensor(data, codes.scale_inv.transpose(-1, -2).contiguous(), codes.spec)
+        return self.codes.transposed()
 
     def dequantized(self) -> Tensor:
         """Return [..., N, K], exact."""

@@ -96,14 +96,14 @@ def quantize_many(
 
 
 def quantize_both_ways(weights: Tensor, spec: TensorSpec) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Quantize weights [E, N, K] in blocks, and their transposes from the same load.
+    """Quantize weights [..., N, K] in blocks, and their transposes from the same load.
 
-    Return codes [E, N, K] and [E, K, N], with scales [E, N / 128, K / 128] and [E, K / 128, N / 128]. Since blocks are
-    square, the scales are the same numbers.
+    Return codes [..., N, K] and [..., K, N], with scales [..., N / 128, K / 128] and [..., K / 128, N / 128]. Since
+    blocks are square, the scales are the same numbers.
     """
-    experts, n, k = weights.shape
-    codes = empty_blocks((experts, n, k), spec, weights.device)
-    transposed = empty_blocks((experts, k, n), spec, weights.device)
+    *stacks, n, k = weights.shape
+    codes = empty_blocks(weights.shape, spec, weights.device)
+    transposed = empty_blocks((*stacks, k, n), spec, weights.device)
     _quantize_matrices([weights], [codes], [transposed])
     return codes, transposed
 
