@@ -27,13 +27,6 @@ def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
     return _DeltaGates.apply(a, b, a_log, dt_bias)
 
 
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    first = v.new_zeros(len(lengths), v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
-    return _GatedDeltaRule.apply(q, k, v, g, beta, lengths, first if states is None else states)
-
-
 def paged_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -64,18 +57,6 @@ def paged_gated_delta_rule(
             enable_fp_fusion=False,
         )
     return out
-
-
-class _GatedDeltaRule(gated_delta.GatedDeltaRule):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, g, beta, lengths, states)
-        last, slots = states.clone(memory_format=torch.contiguous_format), torch.arange(len(lengths), device=v.device)
-        begun = torch.ones(len(lengths), dtype=torch.bool, device=v.device)
-        ctx.mark_non_differentiable(last)
-        return paged_gated_delta_rule(q, k, v, g, beta, last, slots, lengths, begun), last
 
 
 class _DeltaGates(gated_delta.DeltaGates):

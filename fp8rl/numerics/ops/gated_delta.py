@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import Probes, op
+from fp8rl.numerics.backend.dispatch import Probes, composed, op
 from fp8rl.numerics.ops.experts import sigmoid
 
 LENGTH_EPS = 1e-6
@@ -65,7 +65,7 @@ class DeltaGates(torch.autograd.Function):
         return da.to(a.dtype), (dbeta * beta * (1 - beta)).to(b.dtype), *of_vectors
 
 
-@op
+@composed
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def gated_delta_rule(
     """
     if states is None:
         states = v.new_zeros(len(lengths), v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
-    return GatedDeltaRule.apply(q, k, v, g, beta, lengths, states)
+    return _GatedDeltaRule.apply(q, k, v, g, beta, lengths, states)
 
 
 @op
@@ -96,22 +96,25 @@ def paged_gated_delta_rule(
     """Run `gated_delta_rule` over sequences whose states are in slots of a cache, and store the new states there.
 
     cache FP32 [slots, heads, K, V]; slots int64 [B], all different; begun bool [B], True if the sequence had tokens
-    before, so that its slot is read; otherwise it starts from zeros. Returns [T, heads, V].
+    before, so that its slot is read; otherwise it starts from zeros. Returns [T, heads, V]. No gradient.
     """
     before = torch.where(begun[:, None, None, None], cache[slots], 0.0)
-    out, cache[slots] = gated_delta_rule(q, k, v, g, beta, lengths, before)
+    out, cache[slots] = _recurrence(*_unit(q, k), v, g, beta, lengths, before)
     return out
 
 
-class GatedDeltaRule(torch.autograd.Function):
+class _GatedDeltaRule(torch.autograd.Function):
+    """Runs the rule over a cache with a slot for each sequence."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, g, beta, lengths, states)
-        out, last = _recurrence(*_unit(q, k), v, g, beta, lengths, states)
+        last, slots = states.clone(memory_format=torch.contiguous_format), torch.arange(len(lengths), device=v.device)
         ctx.mark_non_differentiable(last)
-        return out, last
+        begun = torch.ones_like(slots, dtype=torch.bool)
+        return paged_gated_delta_rule(q, k, v, g, beta, last, slots, lengths, begun), last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import Probes, op
+from fp8rl.numerics.backend.dispatch import Probes, composed, op
 from fp8rl.numerics.ops.experts import sigmoid
 from fp8rl.numerics.ops.gates import silu
 
 
-@op
+@composed
 def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute the convolution of sequences that are end to end, and return their last rows, too.
 
@@ -27,7 +27,7 @@ def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None 
     [B, W - 1, C] that a continuation takes, in x's dtype, without a gradient.
     """
     before = x.new_zeros(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
-    return CausalConv.apply(x, weight, lengths, before)
+    return _CausalConv.apply(x, weight, lengths, before)
 
 
 @op
@@ -37,25 +37,28 @@ def paged_causal_conv(
     """Compute `causal_conv` of sequences whose last rows are in slots of a cache, and store the new last rows there.
 
     cache [slots, W - 1, C], in x's dtype; slots int64 [B], all different; begun bool [B], True if the sequence had
-    tokens before, so that its slot is read; otherwise it begins after zeros. Returns [T, C].
+    tokens before, so that its slot is read; otherwise it begins after zeros. Returns [T, C]. No gradient.
     """
-    y, cache[slots] = causal_conv(x, weight, lengths, torch.where(begun[:, None, None], cache[slots], 0))
-    return y
+    own, last = _places(lengths, weight.shape[1] - 1, len(x))
+    joined = _joined(x, torch.where(begun[:, None, None], cache[slots], 0), own)
+    cache[slots] = joined[last]
+    return silu(_taps(joined.float(), weight.float()))[own - weight.shape[1] + 1].to(x.dtype)
 
 
-class CausalConv(torch.autograd.Function):
+class _CausalConv(torch.autograd.Function):
+    """Computes the convolution over a cache with a slot for each sequence."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        own, last = places(lengths, weight.shape[1] - 1, len(x))
-        joined = _joined(x, rows, own)
-        ctx.save_for_backward(x, weight, rows, own)
-        last_rows = joined[last]
-        ctx.mark_non_differentiable(last_rows)
-        return silu(_taps(joined.float(), weight.float()))[own - weight.shape[1] + 1].to(x.dtype), last_rows
+        ctx.save_for_backward(x, weight, rows, lengths)
+        last, slots = rows.clone(), torch.arange(len(lengths), device=x.device)
+        ctx.mark_non_differentiable(last)
+        return paged_causal_conv(x, weight, last, slots, lengths, torch.ones_like(slots, dtype=torch.bool)), last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight, rows, own = ctx.saved_tensors
+        x, weight, rows, lengths = ctx.saved_tensors
+        own, _ = _places(lengths, weight.shape[1] - 1, len(x))
         taps, joined, wide = weight.shape[1], _joined(x, rows, own).float(), weight.float()
         before = _taps(joined, wide)
         open_ = sigmoid(before)
@@ -69,7 +72,7 @@ class CausalConv(torch.autograd.Function):
         return djoined[own].to(x.dtype), dweight.to(weight.dtype), None, None
 
 
-def places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
+def _places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
     """Return indices into the rows after `held` rows are put before each sequence: the indices of the tokens [T], and
     of each sequence's last rows [B, held]."""
     numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)

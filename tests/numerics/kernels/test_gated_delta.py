@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels import gated_delta, gates, short_conv
-from tests.numerics.kernels.test_elementwise import close, gradients
+from tests.numerics.kernels.test_elementwise import close, compared, gradients
 from tests.support.elsewhere import compiled_elsewhere
 from tests.support.kernels import DEVICE, random
 
 LENGTHS = [19, 1, 33, 0, 2]
+
+
+def by_kernels(op, *given):
+    with using("triton"):
+        return op(*given)
+
+
+rule, convolution = (partial(by_kernels, op) for op in (ops.gated_delta_rule, ops.causal_conv))
 
 
 def lengths(*values):
@@ -33,21 +44,19 @@ def test_the_rule_is_the_definition(decays):
     rows = tokens(int(own.sum()), decays=decays)
     states = random(len(own), 4, 48, 24, seed=7, dtype=torch.float32)
     for first in (None, states):
-        found, last = gated_delta.gated_delta_rule(*rows, own, first)
+        found, last = rule(*rows, own, first)
         expected, state = ops.gated_delta_rule(*rows, own, first)
         close(found, expected)
         torch.testing.assert_close(last, state, rtol=1e-5, atol=1e-6)
-    apart = gradients(lambda *x: gated_delta.gated_delta_rule(*x, own)[0], *rows)
-    for a, b in zip(apart, gradients(lambda *x: ops.gated_delta_rule(*x, own)[0], *rows), strict=True):
-        close(a, b)
+    compared(lambda *x: ops.gated_delta_rule(*x, own)[0], *rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decays", [False, True])
 def test_a_cache_gives_the_bits_of_whole_sequences_in_pieces_and_single_tokens(decays):
     rows, x, weight = tokens(30, decays=decays), random(30, 200, seed=8), random(200, 4, seed=9)
-    expected, states = gated_delta.gated_delta_rule(*rows, lengths(18, 12))
-    mixed, held = short_conv.causal_conv(x, weight, lengths(18, 12))
+    expected, states = rule(*rows, lengths(18, 12))
+    mixed, held = convolution(x, weight, lengths(18, 12))
     cache, kept = torch.full((5, 4, 48, 24), torch.nan), torch.full((5, 200, 3), torch.nan).bfloat16()
     cache, kept, slots = cache.to(DEVICE), kept.to(DEVICE).transpose(1, 2), lengths(3, 1)
     found, convolved = torch.zeros_like(expected), torch.zeros_like(mixed)
@@ -75,14 +84,11 @@ def test_a_cache_whose_states_do_not_lie_in_one_piece_is_refused():
 def test_the_convolution_is_the_definition(given):
     x, weight = random(sum(LENGTHS), 200), random(200, 4, seed=1)
     rows = random(len(LENGTHS), 3, 200, seed=2) if given else None
-    found, held = short_conv.causal_conv(x, weight, lengths(*LENGTHS), rows)
+    found, held = convolution(x, weight, lengths(*LENGTHS), rows)
     expected, last = ops.causal_conv(x, weight, lengths(*LENGTHS), rows)
     close(found, expected)
     assert torch.equal(held, last)
-    convolutions = (short_conv.causal_conv, ops.causal_conv)
-    both = [gradients(lambda *y, conv=conv: conv(*y, lengths(*LENGTHS), rows)[0], x, weight) for conv in convolutions]
-    for a, b in zip(*both, strict=True):
-        close(a, b)
+    compared(lambda *y: ops.causal_conv(*y, lengths(*LENGTHS), rows)[0], x, weight)
 
 
 ELEMENTWISE = {
@@ -110,6 +116,8 @@ def test_small_decays_are_not_lost():
 
 SCRIPT = """
 import torch
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels import gated_delta, gates, short_conv
 from tests.support.hopper import compiled_only
 
@@ -120,14 +128,14 @@ def rule(tokens, sequences):
     lengths = torch.full((sequences,), tokens // sequences)
     q, v, g = tensor(tokens, 16, 128), tensor(tokens, 32, 128), tensor(tokens, 32, dtype=torch.float32)
     where = torch.arange(sequences), lengths, torch.ones(sequences, dtype=torch.bool)
-    gated_delta.gated_delta_rule(q, q, v, g, g, lengths)
+    ops.gated_delta_rule(q, q, v, g, g, lengths)
     gated_delta.paged_gated_delta_rule(q, q, v, g, g, tensor(300, 32, 128, 128, dtype=torch.float32), *where)
     x, weight = tensor(tokens, 8192), tensor(8192, 4)
-    short_conv.causal_conv(x, weight, lengths)
+    ops.causal_conv(x, weight, lengths)
     short_conv.paged_causal_conv(x, weight, tensor(300, 8192, 3).transpose(1, 2), *where)
     return v, g
 
-with compiled_only(loops=True) as found:
+with using("triton"), compiled_only(loops=True) as found:
     rule(8192, 1)
     rule(1, 1)
     v, g = rule(257, 257)
