@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8rl.numerics import quantize as definitions
+from fp8rl.numerics.backend.implementation import kernels_quantize_by
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import numbered
 from fp8rl.numerics.kernels.arithmetic import GROUP, absolute, as_rows, dense_rows, encode, inverse, scale_from_amax
@@ -25,12 +26,6 @@ _ROWS, _GROUPS = 8, 8
 _GROUP = GROUP.value
 
 
-def supports(spec: TensorSpec) -> bool:
-    """Return True if these kernels quantize by `spec`."""
-    shaped = spec.granularity in ("token_group", "block") and spec.group == _GROUP
-    return spec.quantized and shaped and spec.scale in ("pow2", "fp32") and spec.rounding == "nearest"
-
-
 def quantize(x: Tensor, spec: TensorSpec) -> QuantizedTensor:
     """Compute `numerics.quantize.quantize`. Raises UserError for a granularity, group, scale or rounding that these
     kernels do not support."""
@@ -40,7 +35,7 @@ def quantize(x: Tensor, spec: TensorSpec) -> QuantizedTensor:
 
 
 def _check_supported(spec: TensorSpec) -> None:
-    if not supports(spec):
+    if not (spec.quantized and kernels_quantize_by(spec)):
         expected = (
             f"blocks or token groups of {_GROUP}, scales pow2 or fp32 and rounding to nearest, where the GPU "
             "kernels run"
