@@ -191,8 +191,7 @@ class _Targets:
     def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return log-probabilities and entropy, FP32 [ranks, n]; log-probabilities of the likeliest tokens, FP32 [k,
         ranks, n]; and the tokens drawn again, int64 [ranks, n]."""
-        logits = logits.view(*self.tokens.shape, -1)
-        return *self.logprobs(logits), self._draws(logits)
+        return *self.logprobs(logits), self._draws(logits.flatten(0, -2))
 
     def logprobs(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log-probabilities and entropy over the tokens that truncation keeps and the target itself; and the
@@ -214,9 +213,10 @@ class _Targets:
 
     @torch.no_grad()
     def _draws(self, logits: Tensor) -> Tensor | None:
+        """Return the tokens drawn again, int64 [ranks, n], from logits [ranks * n, V]."""
         if self.seeds is None:
             return None
-        seeds, positions, logits = self.seeds.flatten(), self.positions.flatten(), logits.flatten(0, 1)
+        seeds, positions = self.seeds.flatten(), self.positions.flatten()
         drawn = torch.full_like(seeds, UNKNOWN)
         for some in (seeds != GREEDY).nonzero().flatten().split(DRAWN_TOGETHER):
             temperatures, chosen = torch.full(some.shape, self.temperature, device=logits.device), logits[some]
