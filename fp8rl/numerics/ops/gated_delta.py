@@ -37,21 +37,26 @@ GRADIENT_TOKENS, WITH_ROWS = 16384, 2048
 WITH_ROWS: with a decay for each row, which takes K numbers for each pair of tokens in a chunk."""
 
 
-@op
+@composed
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log decays g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b), FP32 [..., heads].
 
     a, b [..., heads]; a_log, dt_bias [heads]. FP32 throughout; softplus(x) = max(x, 0) + log1p(exp(-|x|)).
     """
-    return DeltaGates.apply(a, b, a_log, dt_bias)
+    return _DeltaGates.apply(a, b, a_log, dt_bias)
 
 
-class DeltaGates(torch.autograd.Function):
+@op
+def delta_gates_forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `delta_gates` without a gradient."""
+    x = a.float() + dt_bias.float()
+    return -a_log.float().exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))), sigmoid(b.float())
+
+
+class _DeltaGates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        x = a.float() + dt_bias.float()
-        g = -a_log.float().exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))
-        beta = sigmoid(b.float())
+        g, beta = delta_gates_forward(a, b, a_log, dt_bias)
         ctx.save_for_backward(a, b, a_log, dt_bias, g, beta)
         return g, beta
 

@@ -9,8 +9,8 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.kernels import gated_delta, gates, short_conv
-from tests.numerics.kernels.test_elementwise import close, compared, gradients
+from fp8rl.numerics.kernels import gated_delta, short_conv
+from tests.numerics.kernels.test_elementwise import close, compared
 from tests.support.elsewhere import compiled_elsewhere
 from tests.support.kernels import DEVICE, random
 
@@ -99,18 +99,16 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_gate_is_its_definition(name):
-    kernel = getattr(gated_delta if name == "delta_gates" else gates, name)
     more = (1e-6,) if name == "gated_rms_norm" else ()
     inputs = [random(*shape, seed=seed, scale=3) for seed, shape in enumerate(ELEMENTWISE[name])]
-    both = [gradients(lambda *x, op=op: op(*x, *more), *inputs) for op in (kernel, getattr(ops, name))]
-    for a, b in zip(*both, strict=True):
-        close(a, b)
+    compared(lambda *x: getattr(ops, name)(*x, *more), *inputs)
 
 
 def test_small_decays_are_not_lost():
     """A GPU's exp is 2 to a rounded power of up to 44, which is off by as many times 2^-24."""
     a = torch.tensor([[-30.0, -15.0, 0.0, 15.0, 80.0, 3e4]], device=DEVICE)
-    found, expected = (op(a, a, a[0] * 0, a[0] * 0)[0] for op in (gated_delta.delta_gates, ops.delta_gates))
+    vectors = a[0] * 0, a[0] * 0
+    found, expected = by_kernels(ops.delta_gates, a, a, *vectors)[0], ops.delta_gates(a, a, *vectors)[0]
     torch.testing.assert_close(found, expected, rtol=44 * 2**-24 if DEVICE == "cuda" else 1e-6, atol=0)
 
 
@@ -118,7 +116,7 @@ SCRIPT = """
 import torch
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.kernels import gated_delta, gates, short_conv
+from fp8rl.numerics.kernels import gated_delta, short_conv
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -139,10 +137,10 @@ with using("triton"), compiled_only(loops=True) as found:
     rule(8192, 1)
     rule(1, 1)
     v, g = rule(257, 257)
-    gated_delta.delta_gates(g, g, g[0], g[0])
-    gates.gated_rms_norm(v, v, v[0, 0], 1e-6)
-    gates.sigmoid_gate(tensor(257, 4096), tensor(257, 4096))
-    gates.token_gate(tensor(257, 2048), tensor(257, 2048), tensor(1, 2048))
+    ops.delta_gates(g, g, g[0], g[0])
+    ops.gated_rms_norm(v, v, v[0, 0], 1e-6)
+    ops.sigmoid_gate(tensor(257, 4096), tensor(257, 4096))
+    ops.token_gate(tensor(257, 2048), tensor(257, 2048), tensor(1, 2048))
 """
 
 
