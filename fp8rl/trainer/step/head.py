@@ -78,17 +78,17 @@ class HeadOutput:
     """FP32 [B, S - 1, k] with gradient, log-probabilities of the batch's `LIKELY_IDS`; None for a batch without."""
 
 
-def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | None = None) -> HeadOutput:
+def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int) -> HeadOutput:
     """Compute log-probabilities, entropy and draws: the output of a policy's head. Logits at t are for the token at
     t + 1.
 
-    chunk: number of tokens whose logits exist at the same time. None: all. The logits of a chunk are computed in the
-    forward pass and again in the backward pass, by the same ops. So log-probabilities and gradients of hidden states do
-    not change. The gradient of the head's weight is summed over chunks in FP32, and rounded once.
+    chunk: number of tokens whose logits exist at the same time. The logits of a chunk are computed in the forward pass
+    and again in the backward pass, by the same ops. So log-probabilities and gradients of hidden states do not change.
+    The gradient of the head's weight is summed over chunks in FP32, and rounded once.
     """
     rows = micro.predictors(hidden)
     targets = _Targets.of(micro, len(rows))
-    chunks = 1 if chunk is None else -(-targets.tokens.numel() // chunk)
+    chunks = -(-targets.tokens.numel() // chunk)
     if chunks == 1:
         values, entropy, likely, drawn = targets.read(head(rows))
     else:
