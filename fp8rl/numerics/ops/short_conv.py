@@ -19,15 +19,12 @@ from fp8rl.numerics.ops.gates import silu
 
 
 @composed
-def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the convolution of sequences that are end to end, and return their last rows, too.
+def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor) -> Tensor:
+    """Compute the convolution of whole sequences that are end to end. Each begins after zeros.
 
-    x [T, C]; weight [C, W]; lengths int64 [B], 0 or more each, with the sum T. rows [B, W - 1, C], the inputs before
-    each sequence, the oldest first; None: the sequences begin here, after zeros. Returns [T, C] and the rows
-    [B, W - 1, C] that a continuation takes, in x's dtype, without a gradient.
+    x [T, C]; weight [C, W]; lengths int64 [B], 0 or more each, with the sum T. Returns [T, C] in x's dtype.
     """
-    before = x.new_zeros(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
-    return _CausalConv.apply(x, weight, lengths, before)
+    return _CausalConv.apply(x, weight, lengths)
 
 
 @op
@@ -49,17 +46,18 @@ class _CausalConv(torch.autograd.Function):
     """Computes the convolution over a cache with a slot for each sequence."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight, rows, lengths)
-        last, slots = rows.clone(), torch.arange(len(lengths), device=x.device)
-        ctx.mark_non_differentiable(last)
-        return paged_causal_conv(x, weight, last, slots, lengths, torch.ones_like(slots, dtype=torch.bool)), last
+    def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, lengths)
+        cache = x.new_empty(len(lengths), weight.shape[1] - 1, x.shape[1])
+        slots = torch.arange(len(lengths), device=x.device)
+        return paged_causal_conv(x, weight, cache, slots, lengths, torch.zeros_like(slots, dtype=torch.bool))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight, rows, lengths = ctx.saved_tensors
-        own, _ = _places(lengths, weight.shape[1] - 1, len(x))
-        taps, joined, wide = weight.shape[1], _joined(x, rows, own).float(), weight.float()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, lengths = ctx.saved_tensors
+        taps, wide = weight.shape[1], weight.float()
+        own, _ = _places(lengths, taps - 1, len(x))
+        joined = _joined(x, x.new_zeros(len(lengths), taps - 1, x.shape[1]), own).float()
         before = _taps(joined, wide)
         open_ = sigmoid(before)
         # Rows behind the end of one sequence and before the next have results, too, which nobody reads.
@@ -69,7 +67,7 @@ class _CausalConv(torch.autograd.Function):
         for tap in range(taps):
             djoined[tap : tap + len(dsum)] += dsum * wide[:, tap]
             dweight[:, tap] = (dsum * joined[tap : tap + len(dsum)]).sum(0)
-        return djoined[own].to(x.dtype), dweight.to(weight.dtype), None, None
+        return djoined[own].to(x.dtype), dweight.to(weight.dtype), None
 
 
 def _places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
@@ -103,10 +101,7 @@ def _taps(joined: Tensor, weight: Tensor) -> Tensor:
 def _trial(random: Callable[..., Tensor], count: int) -> dict[str, Callable[[int], Tensor]]:
     x, weight = random(count, 96), random(96, 4)
 
-    def conv(n: int) -> Tensor:
-        return causal_conv(x[:n], weight, torch.tensor([n], device=x.device))[0]
-
-    return {"causal_conv": conv}
+    return {"causal_conv": lambda n: causal_conv(x[:n], weight, torch.tensor([n], device=x.device))}
 
 
 PROBES = Probes(rows=_trial)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -20,9 +18,6 @@ LENGTHS = [19, 1, 33, 0, 2]
 def by_kernels(op, *given):
     with using("triton"):
         return op(*given)
-
-
-rule, convolution = (partial(by_kernels, op) for op in (ops.gated_delta_rule, ops.causal_conv))
 
 
 def lengths(*values):
@@ -42,21 +37,24 @@ def tokens(count, values=24, decays=False):
 def test_the_rule_is_the_definition(decays):
     own = lengths(6, 1, 11, 0, 2)
     rows = tokens(int(own.sum()), decays=decays)
-    states = random(len(own), 4, 48, 24, seed=7, dtype=torch.float32)
-    for first in (None, states):
-        found, last = rule(*rows, own, first)
-        expected, state = ops.gated_delta_rule(*rows, own, first)
-        close(found, expected)
-        torch.testing.assert_close(last, state, rtol=1e-5, atol=1e-6)
-    compared(lambda *x: ops.gated_delta_rule(*x, own)[0], *rows)
+    compared(lambda *x: ops.gated_delta_rule(*x, own), *rows)
+    states, where = random(len(own), 4, 48, 24, seed=7, dtype=torch.float32), (torch.arange(5, device=DEVICE), own)
+    last, state = states.clone(), states.clone()
+    found = gated_delta.paged_gated_delta_rule(*rows, last, *where, own >= 0)
+    close(found, ops.paged_gated_delta_rule(*rows, state, *where, own >= 0))
+    torch.testing.assert_close(last, state, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decays", [False, True])
 def test_a_cache_gives_the_bits_of_whole_sequences_in_pieces_and_single_tokens(decays):
     rows, x, weight = tokens(30, decays=decays), random(30, 200, seed=8), random(200, 4, seed=9)
-    expected, states = rule(*rows, lengths(18, 12))
-    mixed, held = convolution(x, weight, lengths(18, 12))
+    whole, states = (lengths(0, 1), lengths(18, 12), lengths(0, 0).bool()), torch.empty(2, 4, 48, 24, device=DEVICE)
+    held = torch.empty(2, 3, 200, dtype=torch.bfloat16, device=DEVICE)
+    expected = gated_delta.paged_gated_delta_rule(*rows, states, *whole)
+    mixed = short_conv.paged_causal_conv(x, weight, held, *whole)
+    assert torch.equal(by_kernels(ops.gated_delta_rule, *rows, lengths(18, 12)), expected)
+    assert torch.equal(by_kernels(ops.causal_conv, x, weight, lengths(18, 12)), mixed)
     cache, kept = torch.full((5, 4, 48, 24), torch.nan), torch.full((5, 200, 3), torch.nan).bfloat16()
     cache, kept, slots = cache.to(DEVICE), kept.to(DEVICE).transpose(1, 2), lengths(3, 1)
     found, convolved = torch.zeros_like(expected), torch.zeros_like(mixed)
@@ -80,15 +78,14 @@ def test_a_cache_whose_states_do_not_lie_in_one_piece_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [False, True])
-def test_the_convolution_is_the_definition(given):
+def test_the_convolution_is_the_definition():
     x, weight = random(sum(LENGTHS), 200), random(200, 4, seed=1)
-    rows = random(len(LENGTHS), 3, 200, seed=2) if given else None
-    found, held = convolution(x, weight, lengths(*LENGTHS), rows)
-    expected, last = ops.causal_conv(x, weight, lengths(*LENGTHS), rows)
-    close(found, expected)
+    held = random(len(LENGTHS), 3, 200, seed=2)
+    last, own = held.clone(), lengths(*LENGTHS)
+    where = torch.arange(len(LENGTHS), device=DEVICE), own, own >= 0
+    close(short_conv.paged_causal_conv(x, weight, held, *where), ops.paged_causal_conv(x, weight, last, *where))
     assert torch.equal(held, last)
-    compared(lambda *y: ops.causal_conv(*y, lengths(*LENGTHS), rows)[0], x, weight)
+    compared(lambda *y: ops.causal_conv(*y, own), x, weight)
 
 
 ELEMENTWISE = {
