@@ -85,6 +85,11 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale_inv.nbytes
 
+    def transposed(self) -> QuantizedTensor:
+        """Return a copy [..., columns, rows]. Blocks must be square."""
+        data = self.data.view(torch.uint8).transpose(-1, -2).contiguous().view(self.data.dtype)
+        return QuantizedTensor(data, self.scale_inv.transpose(-1, -2).contiguous(), self.spec)
+
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """Return data * scale_inv, computed in FP32; `dtype` defaults to the narrowest that is exact for the spec."""
         return dequantize(self.data, self.scale_inv, self.spec, dtype, out)

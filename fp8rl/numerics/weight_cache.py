@@ -1,7 +1,7 @@
 """Caches quantized weights in the form that products take. They are made once per weight version.
 
-Optimizers and checkpoint loaders write weights in place without bumping torch's own version counter, so the version is
-explicit. Code that changes the weights calls `advance`, which drops everything that was made from an older version.
+Optimizers and checkpoint loaders write weights in place without bumping torch's own version counter. So code that
+changes the weights calls `drop`, which drops everything that was made from the older version.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from fp8rl.numerics.spec import TensorSpec
 class WeightCache:
     """The weights of one model in the form that its products take, on one process."""
 
-    def __init__(self, version: int = 0) -> None:
-        self.version = version
+    def __init__(self) -> None:
         self._operands: dict[tuple[Tensor, TensorSpec], Any] = {}
         self._made: dict[Tensor, Callable[[], Tensor]] = {}
         self._plain: dict[Tensor, Tensor] = {}
@@ -32,15 +31,10 @@ class WeightCache:
         """Use the result of `make` in place of a parameter, which then gets no gradient."""
         self._made[weight] = make
 
-    def advance(self, version: int) -> None:
-        """Announce that the weights now have the version `version`, and drop everything cached."""
+    def drop(self) -> None:
+        """Drop everything cached, because the weights have changed."""
         self._operands.clear()
         self._plain.clear()
-        self.version = version
-
-    def weights(self) -> list[Tensor]:
-        """Return the weights that a forward has asked for at this version."""
-        return [weight for weight, _ in self._operands]
 
     def operands(self) -> Iterator[tuple[Tensor, Any]]:
         """Yield each weight of a product at this version, and its operand."""
@@ -126,9 +120,7 @@ class Frozen:
     @property
     def transposed(self) -> QuantizedTensor:
         """Return [..., K, N], for a gradient of the input in FP8."""
-        codes = self.codes
-        data = codes.data.view(torch.uint8).transpose(-1, -2).contiguous().view(codes.data.dtype)
-        return QuantizedTensor(data, codes.scale_inv.transpose(-1, -2).contiguous(), codes.spec)
+        return self.codes.transposed()
 
     def dequantized(self) -> Tensor:
         """Return [..., N, K], exact."""

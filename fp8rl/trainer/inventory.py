@@ -70,7 +70,13 @@ def inventory(trainer: Trainer) -> list[Holding]:
 
 def of_model(model: Scorer) -> Iterator[Holding]:
     """List the tensors that this rank keeps for a model without an optimizer."""
-    yield from _parameters(model)
+    for name, parameter in named_weights(model.model):
+        if te_runtime.is_quantized(parameter):
+            form = format_of(te_runtime.quantized(parameter).data.dtype)
+            total = sum(tensor.nbytes for tensor in te_runtime.stored(parameter))
+            yield Holding(name, "parameters", form, tuple(parameter.shape), total)
+        else:
+            yield holding(name, "parameters", parameter.data)
     names = {id(parameter): name for name, parameter in model.model.named_parameters()}
     for weight, operand in model.cache.operands():
         first, _ = next(matrices(names[id(weight)], weight))
@@ -135,16 +141,6 @@ class _Listener(TorchDispatchMode):
             bytes=sent.nbytes,
             ranks=max((dist.ProcessGroup.unbox(group).size() for group in groups), default=1),
         )
-
-
-def _parameters(trainer: Scorer) -> Iterator[Holding]:
-    for name, parameter in named_weights(trainer.model):
-        if te_runtime.is_quantized(parameter):
-            weight = te_runtime.quantized(parameter)
-            total = sum(tensor.nbytes for tensor in te_runtime.stored(parameter))
-            yield Holding(name, "parameters", format_of(weight.data.dtype), tuple(parameter.shape), total)
-        else:
-            yield holding(name, "parameters", parameter.data)
 
 
 def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:

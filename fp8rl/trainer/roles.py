@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.distributed.offload import OffloadReport
+from fp8rl.trainer.distributed.offload import HostCopy, OffloadReport
+from fp8rl.trainer.inventory import of_model
+from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import Scored, TokenBatch
 from fp8rl.trainer.step.head import Head, HeadOutput
@@ -36,11 +39,11 @@ class Roles:
     def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
         """Build the policy, and the reference and critic that the spec asks for. Raises UserError as `Trainer` does."""
         self.policy = Trainer(spec, layout)
-        self.models: dict[Role, Scorer | WithoutAdapter] = {"policy": self.policy}
+        self.models: dict[Role, Trainer | Reference | WithoutAdapter] = {"policy": self.policy}
         spec = replace(spec, shared_base=False)
         if spec.reference:
             apart = spec.adapter is None
-            self.models["reference"] = Scorer(spec, layout) if apart else WithoutAdapter(self.policy)
+            self.models["reference"] = Reference(spec, layout) if apart else WithoutAdapter(self.policy)
         if spec.critic is not None:
             steps = spec.total_steps if spec.critic_steps is None else spec.critic_steps
             self.models["critic"] = Critic(replace(spec, config=spec.critic, total_steps=steps), layout)
@@ -71,13 +74,37 @@ class Roles:
         for model in self._held():
             model.set_numerics(numerics)
 
-    def _held(self) -> list[Scorer]:
+    def _held(self) -> list[Trainer | Reference]:
         """Return the models that have weights of their own."""
-        return [model for model in self.models.values() if isinstance(model, Scorer)]
+        return [model for model in self.models.values() if not isinstance(model, WithoutAdapter)]
 
     def _parts(self) -> checkpoint.Parts:
         trained = {role: model.trained for role, model in self.models.items() if isinstance(model, Trainer)}
         return {"" if role == "policy" else role: part for role, part in trained.items()}
+
+
+class Reference(Scorer):
+    """A reference that keeps a copy of the model's weights. Between the trainer's turns it may be in host memory."""
+
+    def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
+        super().__init__(spec, layout)
+        self._host_copy = HostCopy()
+
+    def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored]:
+        self._host_copy.check_onloaded("a reference's weights")
+        return super().score_routed(batch)
+
+    def offload(self) -> OffloadReport:
+        """Move the weights to host memory, and drop their quantized forms, while engines need the device."""
+        freed = sum(holding.bytes for holding in of_model(self))
+        kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
+        self.weights_changed()
+        self._host_copy.offload(chain.from_iterable(kept), [])
+        return OffloadReport(freed, 0)
+
+    def onload(self) -> None:
+        """Bring back what was offloaded."""
+        self._host_copy.onload()
 
 
 class WithoutAdapter:

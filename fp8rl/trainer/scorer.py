@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
 from fp8rl.trainer.config import CHUNKS, TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.distributed.offload import HostCopy, OffloadReport
-from fp8rl.trainer.inventory import of_model
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import lower
 from fp8rl.trainer.megatron.model import build_model
@@ -49,7 +46,7 @@ class Scorer:
 
     Attributes:
         definition: the description of the model, from its config. model: this rank's part of Megatron's model.
-        cache: the quantized weights that the forward pass uses. Its version changes with the weights.
+        cache: the quantized weights that the forward pass uses.
         placed: the base that it shares with engines (`weight_sync.frozen.MappedBase`). None: it shares no weights.
     """
 
@@ -72,7 +69,6 @@ class Scorer:
             remedy = "Lower rollout.context_length, or use a model with more positions."
             raise user_error("max_sequence_length", longest, expected, remedy)
         _check_k_splits(config, numerics)
-        self._host_copy = HostCopy()
         self.cache = WeightCache()
         self.lowering = lower(numerics, device.has_transformer_engine())
         self.precision = Precision(numerics, self.cache, sizes.layers)
@@ -101,7 +97,7 @@ class Scorer:
 
     def weights_changed(self) -> None:
         """Discard all quantized weights. Code that changes parameters must call this."""
-        self.cache.advance(self.cache.version + 1)
+        self.cache.drop()
 
     def adopt(self, base: SharedBase) -> int:
         """Read the frozen weights from a base that engines read too. Return the bytes of weights that cannot be shared.
@@ -127,18 +123,6 @@ class Scorer:
         self.numerics = self.precision.numerics = numerics
         self.weights_changed()
 
-    def offload(self) -> OffloadReport:
-        """Move the weights to host memory, and drop their quantized forms, while engines need the device."""
-        freed = sum(holding.bytes for holding in of_model(self))
-        kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
-        self.weights_changed()
-        self._host_copy.offload(chain.from_iterable(kept), [])
-        return OffloadReport(freed, 0)
-
-    def onload(self) -> None:
-        """Bring back what was offloaded."""
-        self._host_copy.onload()
-
     def _finish(self, model: GPTModel) -> None:
         """Change the model after its weights are loaded. A subclass may override this."""
 
@@ -150,7 +134,6 @@ class Scorer:
                 micro-batches.
             UserError, ValueError: this model cannot take the batch's routes (:func:`trainer.step.routing.routing_of`).
         """
-        self._host_copy.check_onloaded("a reference's weights")
         model, layout, config = self._runs, self.layout, self.config
         codes = self.numerics.kv_format.quantized  # keys and values in FP8, of which those that saturate are counted
         # On each tensor-parallel rank, a row of the model's input is padded to a multiple of this number.

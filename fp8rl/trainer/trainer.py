@@ -126,6 +126,7 @@ class Trainer(Scorer):
         return OffloadReport(moved, total - moved)
 
     def onload(self) -> None:
+        """Bring back what was offloaded. The gradients come back as zeros."""
         self.optimizer.host_copy.onload()
 
     def export_hf(self, path: Path) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from fp8rl.weight_sync.manifest import Recorder, ShardDigests, SyncError, some_o
 from fp8rl.weight_sync.served import served_tensors, would_send
 
 if TYPE_CHECKING:
+    from fp8rl.trainer.actor import TrainerGroup
     from fp8rl.trainer.scorer import Scorer
     from fp8rl.trainer.trainer import Trainer
 
@@ -140,13 +141,6 @@ def _compare(expected: dict[str, str], found: dict[str, str], what: str) -> None
 # in any sync: the engine's digests of its parameters are compared with the digests of the written tensors.
 
 
-class Ranks(Protocol):
-    """The part of a `TrainerGroup` that this module needs."""
-
-    def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a function on each rank, with the rank's model first, and return the results."""
-
-
 @dataclass(frozen=True)
 class MappedBase:
     """One trainer rank's view of a base."""
@@ -202,7 +196,9 @@ def place_base(model: Scorer, spec: QuantSpec) -> ShardDigests:
     return model.placed.sent
 
 
-def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float) -> list[ShardDigests]:
+def give_base(
+    trainer: TrainerGroup, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float
+) -> list[ShardDigests]:
     """Place a trainer's base if necessary, and let engines read it. The caller must commit afterwards.
 
     Return the digests of the tensors that each rank has written.

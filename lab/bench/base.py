@@ -104,7 +104,7 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
     with watched(ANONYMOUS) as own_peak:
         own = scorer(False)
         logprobs = own.score(batch)[1].clone()
-    ranks = SimpleNamespace(apply=lambda function, *args: [function(shared, *args)])
+    ranks: Any = SimpleNamespace(apply=lambda function, *args: [function(shared, *args)])
     config = RolloutSection(max_total_tokens=4096, context_length=WIDTH + 64, prefix_cache=False)
     plugin, report = {"numerics": numerics.to_dict()}, expected_report(numerics)
     runner = asyncio.Runner()

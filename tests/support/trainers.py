@@ -37,7 +37,7 @@ def in_fp8(trainer: Any) -> list[str]:
     """The names of the weights that the last forward pass multiplied in FP8."""
     from fp8rl.trainer.modules.weights import matrices
 
-    used = {id(weight) for weight in trainer.cache.weights()}
+    used = {id(weight) for weight, _ in trainer.cache.operands()}
     asked = ((name, p) for name, p in trainer.model.named_parameters() if id(p) in used)
     return [matrix for name, parameter in asked for matrix, _ in matrices(name, parameter)]
 

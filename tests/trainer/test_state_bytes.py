@@ -21,7 +21,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.inventory import _parameters, inventory, transfers
+from fp8rl.trainer.inventory import inventory, of_model, transfers
 from fp8rl.trainer.state_bytes import StateBytes, Storage, buffers, state_bytes
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.blockwise import BlockwiseWeight
@@ -179,7 +179,7 @@ def test_a_weight_of_transformer_engine_is_its_codes_and_scales_without_what_meg
     model.weight = weight = BlockwiseWeight(torch.randn(256, 512).bfloat16())
     weight.main_grad = weight.main_param = torch.zeros(256, 512)
     weight._columnwise_data = None
-    (found,) = _parameters(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    (found,) = of_model(SimpleNamespace(model=model, cache=SimpleNamespace(operands=list)))  # type: ignore[arg-type]
     assert (found.name, found.kind, found.shape) == ("weight", "parameters", (256, 512))
     assert found.format == "e4m3" and found.bytes == 256 * 512 + 4 * 2 * 4  # FP32, 2 x 4 blocks
 

@@ -55,10 +55,15 @@ def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> I
         return "torch"
     for name, granularity in _GRANULARITY.items():
         role: TensorSpec = getattr(spec, name)
-        scaled = role.scale in ("pow2", "fp32") and role.rounding == "nearest"
-        if role.quantized and not (scaled and role.granularity == granularity and role.group == _GROUP):
+        if role.quantized and not (kernels_quantize_by(role) and role.granularity == granularity):
             return "torch"
     return "triton"
+
+
+def kernels_quantize_by(spec: TensorSpec) -> bool:
+    """Return True if the kernels have the groups, the scales and the rounding of a spec of FP8 tensors."""
+    grouped = spec.granularity in ("token_group", "block") and spec.group == _GROUP
+    return grouped and spec.scale in ("pow2", "fp32") and spec.rounding == "nearest"
 
 
 def expandable_segments(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -176,10 +176,9 @@ def share(name: str, size: int, device: torch.device) -> Shared:
 
 
 class HostMemory:
-    """Memory of the CPU, which this process owns until `close`."""
+    """Memory of the CPU, which this process owns until it ends."""
 
     def __init__(self, name: str, size: int) -> None:
-        self.size = size
         self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._file, size)
 
@@ -194,12 +193,6 @@ class HostMemory:
     def seal(self) -> None:
         """Let no process write to the memory from now on. Raises OSError: some process has mapped it for writing."""
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
-
-    def close(self) -> None:
-        """Forget the address. Processes that have mapped the memory keep it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
 
 class DeviceMemory:

@@ -7,15 +7,12 @@ kernel: tensors are contiguous, and no number is specialized.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast
-from fp8rl.numerics.ops import gated_delta
 from fp8rl.numerics.ops.gated_delta import LENGTH_EPS
 
 _VALUES = 8  # of a program: with 32 heads of 128, one sequence has a warp for each of the schedulers of an H100
@@ -23,15 +20,15 @@ _LENGTHS = tl.constexpr(256)  # added up at a time
 _ELEMENTS = 1024
 
 
-def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    return _DeltaGates.apply(a, b, a_log, dt_bias)
-
-
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    first = v.new_zeros(len(lengths), v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
-    return _GatedDeltaRule.apply(q, k, v, g, beta, lengths, first if states is None else states)
+def delta_gates_forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
+    if g.numel():
+        _gates_kernel[(-(-g.numel() // _ELEMENTS),)](
+            *(a.contiguous(), b.contiguous(), a_log, dt_bias, g, beta, g.numel(), a.shape[-1]),
+            BLOCK=_ELEMENTS,
+            enable_fp_fusion=False,
+        )
+    return g, beta
 
 
 def paged_gated_delta_rule(
@@ -64,32 +61,6 @@ def paged_gated_delta_rule(
             enable_fp_fusion=False,
         )
     return out
-
-
-class _GatedDeltaRule(gated_delta.GatedDeltaRule):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, g, beta, lengths, states)
-        last, slots = states.clone(memory_format=torch.contiguous_format), torch.arange(len(lengths), device=v.device)
-        begun = torch.ones(len(lengths), dtype=torch.bool, device=v.device)
-        ctx.mark_non_differentiable(last)
-        return paged_gated_delta_rule(q, k, v, g, beta, last, slots, lengths, begun), last
-
-
-class _DeltaGates(gated_delta.DeltaGates):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
-        if g.numel():
-            _gates_kernel[(-(-g.numel() // _ELEMENTS),)](
-                *(a.contiguous(), b.contiguous(), a_log, dt_bias, g, beta, g.numel(), a.shape[-1]),
-                BLOCK=_ELEMENTS,
-                enable_fp_fusion=False,
-            )
-        ctx.save_for_backward(a, b, a_log, dt_bias, g, beta)
-        return g, beta
 
 
 @triton.jit(do_not_specialize=["slot_stride", "heads", "shares", "scale"])

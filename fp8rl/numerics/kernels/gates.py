@@ -1,5 +1,4 @@
-"""Computes gates (`numerics.ops.gates`). SwiGLU can also quantize its result. The torch definitions compute the
-gradients of the other gates."""
+"""Computes gates (`numerics.ops.gates`). SwiGLU can also quantize its result, and has a kernel for its gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import GROUP, as_rows, cast, pairwise_sum
 from fp8rl.numerics.kernels.quantize import empty_rows, encode_groups, format_constants
-from fp8rl.numerics.ops import gates
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 
@@ -21,68 +19,47 @@ _ELEMENTS = 4096  # of a program
 _EXACT: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    return _SigmoidGate.apply(x, gate)
+def sigmoid_gate_forward(x: Tensor, gate: Tensor) -> Tensor:
+    rows, gates_of = as_rows(x), as_rows(gate)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        wide = min(1024, triton.next_power_of_2(rows.shape[1]))
+        of_program = _ELEMENTS // wide
+        _sigmoid_kernel[-(-len(rows) // of_program), -(-rows.shape[1] // wide)](
+            *(rows, gates_of, out, *rows.shape, rows.stride(0), gates_of.stride(0)),
+            ROWS=of_program,
+            COLUMNS=wide,
+            **_EXACT,
+        )
+    return out.view(x.shape)
 
 
-def token_gate(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    return _TokenGate.apply(x, hidden, weight)
+def token_gate_forward(x: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    rows, inputs = as_rows(x), as_rows(hidden)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    opened = torch.empty(len(rows), dtype=torch.float32, device=x.device)
+    if out.numel():
+        _token_kernel[(len(rows),)](
+            *(rows, inputs, weight, out, opened, rows.shape[1], inputs.shape[1], rows.stride(0), inputs.stride(0)),
+            WIDE=triton.next_power_of_2(rows.shape[1]),
+            HIDDEN=triton.next_power_of_2(inputs.shape[1]),
+            **_EXACT,
+        )
+    return out.view(x.shape), opened.view(*x.shape[:-1], 1)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _GatedRmsNorm.apply(x, gate, weight, eps)
-
-
-class _SigmoidGate(gates.SigmoidGate):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gate)
-        rows, gates_of = as_rows(x), as_rows(gate)
-        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        if out.numel():
-            wide = min(1024, triton.next_power_of_2(rows.shape[1]))
-            of_program = _ELEMENTS // wide
-            _sigmoid_kernel[-(-len(rows) // of_program), -(-rows.shape[1] // wide)](
-                *(rows, gates_of, out, *rows.shape, rows.stride(0), gates_of.stride(0)),
-                ROWS=of_program,
-                COLUMNS=wide,
-                **_EXACT,
-            )
-        return out.view(x.shape)
-
-
-class _TokenGate(gates.TokenGate):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-        rows, inputs = as_rows(x), as_rows(hidden)
-        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        opened = torch.empty(len(rows), dtype=torch.float32, device=x.device)
-        if out.numel():
-            _token_kernel[(len(rows),)](
-                *(rows, inputs, weight, out, opened, rows.shape[1], inputs.shape[1], rows.stride(0), inputs.stride(0)),
-                WIDE=triton.next_power_of_2(rows.shape[1]),
-                HIDDEN=triton.next_power_of_2(inputs.shape[1]),
-                **_EXACT,
-            )
-        ctx.save_for_backward(x, hidden, weight, opened.view(*x.shape[:-1], 1))
-        return out.view(x.shape)
-
-
-class _GatedRmsNorm(gates.GatedRmsNorm):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, gates_of, size = as_rows(x), as_rows(gate), x.shape[-1]
-        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        inverse_rms = torch.empty(len(rows), dtype=torch.float32, device=x.device)
-        block = {"ROWS": max(1, _ELEMENTS // triton.next_power_of_2(size)), "SIZE": triton.next_power_of_2(size)}
-        if out.numel():
-            _norm_kernel[(-(-len(rows) // block["ROWS"]),)](
-                *(rows, gates_of, weight, out, inverse_rms, len(rows), size, rows.stride(0), gates_of.stride(0), eps),
-                **block,
-                **_EXACT,
-            )
-        ctx.save_for_backward(x, gate, weight, inverse_rms.view(*x.shape[:-1], 1))
-        return out.view(x.shape)
+def gated_rms_norm_forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows, gates_of, size = as_rows(x), as_rows(gate), x.shape[-1]
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    inverse_rms = torch.empty(len(rows), dtype=torch.float32, device=x.device)
+    block = {"ROWS": max(1, _ELEMENTS // triton.next_power_of_2(size)), "SIZE": triton.next_power_of_2(size)}
+    if out.numel():
+        _norm_kernel[(-(-len(rows) // block["ROWS"]),)](
+            *(rows, gates_of, weight, out, inverse_rms, len(rows), size, rows.stride(0), gates_of.stride(0), eps),
+            **block,
+            **_EXACT,
+        )
+    return out.view(x.shape), inverse_rms.view(*x.shape[:-1], 1)
 
 
 @triton.jit(do_not_specialize=["rows"])

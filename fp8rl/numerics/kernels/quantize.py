@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8rl.numerics import quantize as definitions
+from fp8rl.numerics.backend.implementation import kernels_quantize_by
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import numbered
 from fp8rl.numerics.kernels.arithmetic import GROUP, absolute, as_rows, dense_rows, encode, inverse, scale_from_amax
@@ -25,12 +26,6 @@ _ROWS, _GROUPS = 8, 8
 _GROUP = GROUP.value
 
 
-def supports(spec: TensorSpec) -> bool:
-    """Return True if these kernels quantize by `spec`."""
-    shaped = spec.granularity in ("token_group", "block") and spec.group == _GROUP
-    return spec.quantized and shaped and spec.scale in ("pow2", "fp32") and spec.rounding == "nearest"
-
-
 def quantize(x: Tensor, spec: TensorSpec) -> QuantizedTensor:
     """Compute `numerics.quantize.quantize`. Raises UserError for a granularity, group, scale or rounding that these
     kernels do not support."""
@@ -40,7 +35,7 @@ def quantize(x: Tensor, spec: TensorSpec) -> QuantizedTensor:
 
 
 def _check_supported(spec: TensorSpec) -> None:
-    if not supports(spec):
+    if not (spec.quantized and kernels_quantize_by(spec)):
         expected = (
             f"blocks or token groups of {_GROUP}, scales pow2 or fp32 and rounding to nearest, where the GPU "
             "kernels run"
@@ -96,14 +91,14 @@ def quantize_many(
 
 
 def quantize_both_ways(weights: Tensor, spec: TensorSpec) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Quantize weights [E, N, K] in blocks, and their transposes from the same load.
+    """Quantize weights [..., N, K] in blocks, and their transposes from the same load.
 
-    Return codes [E, N, K] and [E, K, N], with scales [E, N / 128, K / 128] and [E, K / 128, N / 128]. Since blocks are
-    square, the scales are the same numbers.
+    Return codes [..., N, K] and [..., K, N], with scales [..., N / 128, K / 128] and [..., K / 128, N / 128]. Since
+    blocks are square, the scales are the same numbers.
     """
-    experts, n, k = weights.shape
-    codes = empty_blocks((experts, n, k), spec, weights.device)
-    transposed = empty_blocks((experts, k, n), spec, weights.device)
+    *stacks, n, k = weights.shape
+    codes = empty_blocks(weights.shape, spec, weights.device)
+    transposed = empty_blocks((*stacks, k, n), spec, weights.device)
     _quantize_matrices([weights], [codes], [transposed])
     return codes, transposed
 

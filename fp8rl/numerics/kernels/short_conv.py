@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,15 +9,9 @@ from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows
 from fp8rl.numerics.kernels.attention.chunks import find_sequence
-from fp8rl.numerics.ops import short_conv
 
 _ROWS, _CHANNELS = 16, 128  # of a program
 _SEQUENCES = 256  # among which it finds its own, at least: one compiled kernel for most batches
-
-
-def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    before = x.new_zeros(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
-    return _CausalConv.apply(x, weight, lengths, before)
 
 
 def paged_causal_conv(
@@ -41,17 +33,6 @@ def paged_causal_conv(
             enable_fp_fusion=False,
         )
     return out
-
-
-class _CausalConv(short_conv.CausalConv):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        count, own = len(lengths), short_conv.places(lengths, weight.shape[1] - 1, len(x))[0]
-        ctx.save_for_backward(x, weight, rows, own)
-        held, slots = rows.clone(), torch.arange(count, device=x.device)
-        ctx.mark_non_differentiable(held)
-        begun = torch.ones(count, dtype=torch.bool, device=x.device)
-        return paged_causal_conv(x, weight, held, slots, lengths, begun), held
 
 
 @triton.jit(do_not_specialize=["sequences"])

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import Probes, op
+from fp8rl.numerics.backend.dispatch import Probes, composed, op
 from fp8rl.numerics.ops.experts import sigmoid
 
 LENGTH_EPS = 1e-6
@@ -37,21 +37,26 @@ GRADIENT_TOKENS, WITH_ROWS = 16384, 2048
 WITH_ROWS: with a decay for each row, which takes K numbers for each pair of tokens in a chunk."""
 
 
-@op
+@composed
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log decays g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b), FP32 [..., heads].
 
     a, b [..., heads]; a_log, dt_bias [heads]. FP32 throughout; softplus(x) = max(x, 0) + log1p(exp(-|x|)).
     """
-    return DeltaGates.apply(a, b, a_log, dt_bias)
+    return _DeltaGates.apply(a, b, a_log, dt_bias)
 
 
-class DeltaGates(torch.autograd.Function):
+@op
+def delta_gates_forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `delta_gates` without a gradient."""
+    x = a.float() + dt_bias.float()
+    return -a_log.float().exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))), sigmoid(b.float())
+
+
+class _DeltaGates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        x = a.float() + dt_bias.float()
-        g = -a_log.float().exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))
-        beta = sigmoid(b.float())
+        g, beta = delta_gates_forward(a, b, a_log, dt_bias)
         ctx.save_for_backward(a, b, a_log, dt_bias, g, beta)
         return g, beta
 
@@ -65,20 +70,15 @@ class DeltaGates(torch.autograd.Function):
         return da.to(a.dtype), (dbeta * beta * (1 - beta)).to(b.dtype), *of_vectors
 
 
-@op
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Run the rule over sequences that are end to end, and return their states, too.
+@composed
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor) -> Tensor:
+    """Run the rule over whole sequences that are end to end. Their states start from zeros.
 
     q, k [T, key heads, K], neither normed nor scaled; v [T, heads, V]; g, beta FP32 [T, heads], as `delta_gates` gives
     them, or g [T, heads, K]. Each key head serves equally many consecutive heads. lengths int64 [B], 0 or more each,
-    with the sum T. states FP32 [B, heads, K, V], before each sequence's first token; None: zeros. Returns [T, heads, V]
-    and the FP32 states after the last tokens. Neither these states nor `states` have a gradient.
+    with the sum T. Returns [T, heads, V].
     """
-    if states is None:
-        states = v.new_zeros(len(lengths), v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
-    return GatedDeltaRule.apply(q, k, v, g, beta, lengths, states)
+    return _GatedDeltaRule.apply(q, k, v, g, beta, lengths)
 
 
 @op
@@ -96,27 +96,28 @@ def paged_gated_delta_rule(
     """Run `gated_delta_rule` over sequences whose states are in slots of a cache, and store the new states there.
 
     cache FP32 [slots, heads, K, V]; slots int64 [B], all different; begun bool [B], True if the sequence had tokens
-    before, so that its slot is read; otherwise it starts from zeros. Returns [T, heads, V].
+    before, so that its slot is read; otherwise it starts from zeros. Returns [T, heads, V]. No gradient.
     """
     before = torch.where(begun[:, None, None, None], cache[slots], 0.0)
-    out, cache[slots] = gated_delta_rule(q, k, v, g, beta, lengths, before)
+    out, cache[slots] = _recurrence(*_unit(q, k), v, g, beta, lengths, before)
     return out
 
 
-class GatedDeltaRule(torch.autograd.Function):
+class _GatedDeltaRule(torch.autograd.Function):
+    """Runs the rule over a cache with a slot for each sequence."""
+
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, g, beta, lengths, states)
-        out, last = _recurrence(*_unit(q, k), v, g, beta, lengths, states)
-        ctx.mark_non_differentiable(last)
-        return out, last
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, g, beta, lengths)
+        cache = v.new_empty(len(lengths), v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
+        slots = torch.arange(len(lengths), device=v.device)
+        begun = torch.zeros_like(slots, dtype=torch.bool)
+        return paged_gated_delta_rule(q, k, v, g, beta, cache, slots, lengths, begun)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        *inputs, lengths, states = ctx.saved_tensors
-        return *gated_delta_gradients(grads[0], inputs, lengths, states), None, None
+        *inputs, lengths = ctx.saved_tensors
+        return *gated_delta_gradients(grads[0], inputs, lengths), None
 
 
 def _recurrence(
@@ -161,7 +162,7 @@ def _unit(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return normed(q) * q.shape[-1] ** -0.5, normed(k)
 
 
-def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g and beta from dout, the gradient of the result.
 
     Each has the dtype of its input. Sequences of similar length are computed together, `GRADIENT_TOKENS` at a time.
@@ -185,7 +186,7 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
         leaves = [padded(x).requires_grad_() for x in inputs]
         with torch.enable_grad():
             q, k, v, g, beta = leaves
-            out = in_chunks(q, k, v, g, beta, states[some], chunk)
+            out = in_chunks(q, k, v, g, beta, chunk)
         for whole, part in zip(found, torch.autograd.grad(out, leaves, padded(dout).to(out.dtype)), strict=True):
             whole[tokens] = part[real]
     return tuple(found)
@@ -207,7 +208,7 @@ def _parts(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
             yield torch.tensor(group[first : first + fit], device=lengths.device)
 
 
-def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, chunk: int = CHUNK) -> Tensor:
+def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = CHUNK) -> Tensor:
     """Compute the rule in chunks of tokens, to differentiate it. The result does not have the recurrence's bits.
 
     q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads], or g [B, S, heads,
@@ -238,7 +239,7 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: 
     )
     seen, asked = decayed(q), q * until
     kept, left = until[..., -1, :, None], k * between[..., -1, :, :]
-    state, found = states.to(q.dtype), []
+    state, found = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1]), []
     for at in range(q.shape[2]):
         updates = values[:, :, at] - keys[:, :, at] @ state
         found.append(asked[:, :, at] @ state + seen[:, :, at] @ updates)
@@ -255,7 +256,7 @@ def _trial(random: Callable[..., Tensor], count: int) -> dict[str, Callable[[int
         """Return the outputs of one sequence."""
         g, beta = delta_gates(a[:n], b[:n], a_log, dt_bias)
         g = g if rows is None else rows[:n].float()
-        return gated_delta_rule(q[:n], k[:n], v[:n], g, beta, torch.tensor([n], device=q.device))[0]
+        return gated_delta_rule(q[:n], k[:n], v[:n], g, beta, torch.tensor([n], device=q.device))
 
     return {"gated_delta_rule": rule, "gated_delta_rule of rows": partial(rule, rows=rows)}
 

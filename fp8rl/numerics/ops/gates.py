@@ -77,37 +77,58 @@ def silu(x: Tensor) -> Tensor:
     return x * sigmoid(x)
 
 
-@op
+@composed
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Compute x * sigmoid(gate), both [..., N]. FP32 inside, rounded once to x's dtype."""
-    return SigmoidGate.apply(x, gate)
+    return _SigmoidGate.apply(x, gate)
 
 
 @op
+def sigmoid_gate_forward(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute `sigmoid_gate` without a gradient."""
+    return (x.float() * sigmoid(gate.float())).to(x.dtype)
+
+
+@composed
 def token_gate(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     """Compute x * sigmoid(hidden · weight), one gate for each token: x [..., N], hidden [..., H], weight [1, H].
 
     The product is one FP32 sum over H, in an order that depends on H alone. It is not rounded. The result is rounded
     once to x's dtype.
     """
-    return TokenGate.apply(x, hidden, weight)
+    return _TokenGate.apply(x, hidden, weight)
 
 
 @op
+def token_gate_forward(x: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `token_gate` without a gradient. Also return the gates, FP32 [..., 1]."""
+    open_ = sigmoid((hidden.float() * weight.float()).sum(-1, keepdim=True))
+    return (x.float() * open_).to(x.dtype), open_
+
+
+@composed
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute rms_norm(x, weight) * silu(gate) over the last dimension: x and gate [..., D], weight [D].
 
     The mean of squares is one FP32 sum over D. Everything is in FP32 and rounded once to x's dtype at the end.
     transformers rounds the normed value once more.
     """
-    return GatedRmsNorm.apply(x, gate, weight, eps)
+    return _GatedRmsNorm.apply(x, gate, weight, eps)
 
 
-class SigmoidGate(torch.autograd.Function):
+@op
+def gated_rms_norm_forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute `gated_rms_norm` without a gradient. Also return 1 / rms(x), FP32 [..., 1]."""
+    wide = x.float()
+    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse_rms * weight.float() * silu(gate.float())).to(x.dtype), inverse_rms
+
+
+class _SigmoidGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
-        return (x.float() * sigmoid(gate.float())).to(x.dtype)
+        return sigmoid_gate_forward(x, gate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,12 +137,12 @@ class SigmoidGate(torch.autograd.Function):
         return (dy * open_).to(x.dtype), (dy * x.float() * open_ * (1 - open_)).to(gate.dtype)
 
 
-class TokenGate(torch.autograd.Function):
+class _TokenGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-        open_ = sigmoid((hidden.float() * weight.float()).sum(-1, keepdim=True))
+        out, open_ = token_gate_forward(x, hidden, weight)
         ctx.save_for_backward(x, hidden, weight, open_)
-        return (x.float() * open_).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,13 +153,12 @@ class TokenGate(torch.autograd.Function):
         return (dy * open_).to(x.dtype), (dlogit * weight.float()).to(hidden.dtype), dweight.to(weight.dtype)
 
 
-class GatedRmsNorm(torch.autograd.Function):
+class _GatedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        out, inverse_rms = gated_rms_norm_forward(x, gate, weight, eps)
         ctx.save_for_backward(x, gate, weight, inverse_rms)
-        return (wide * inverse_rms * weight.float() * silu(gate.float())).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:

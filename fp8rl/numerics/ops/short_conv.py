@@ -13,21 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import Probes, op
+from fp8rl.numerics.backend.dispatch import Probes, composed, op
 from fp8rl.numerics.ops.experts import sigmoid
 from fp8rl.numerics.ops.gates import silu
 
 
-@op
-def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the convolution of sequences that are end to end, and return their last rows, too.
+@composed
+def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor) -> Tensor:
+    """Compute the convolution of whole sequences that are end to end. Each begins after zeros.
 
-    x [T, C]; weight [C, W]; lengths int64 [B], 0 or more each, with the sum T. rows [B, W - 1, C], the inputs before
-    each sequence, the oldest first; None: the sequences begin here, after zeros. Returns [T, C] and the rows
-    [B, W - 1, C] that a continuation takes, in x's dtype, without a gradient.
+    x [T, C]; weight [C, W]; lengths int64 [B], 0 or more each, with the sum T. Returns [T, C] in x's dtype.
     """
-    before = x.new_zeros(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
-    return CausalConv.apply(x, weight, lengths, before)
+    return _CausalConv.apply(x, weight, lengths)
 
 
 @op
@@ -37,26 +34,30 @@ def paged_causal_conv(
     """Compute `causal_conv` of sequences whose last rows are in slots of a cache, and store the new last rows there.
 
     cache [slots, W - 1, C], in x's dtype; slots int64 [B], all different; begun bool [B], True if the sequence had
-    tokens before, so that its slot is read; otherwise it begins after zeros. Returns [T, C].
+    tokens before, so that its slot is read; otherwise it begins after zeros. Returns [T, C]. No gradient.
     """
-    y, cache[slots] = causal_conv(x, weight, lengths, torch.where(begun[:, None, None], cache[slots], 0))
-    return y
+    own, last = _places(lengths, weight.shape[1] - 1, len(x))
+    joined = _joined(x, torch.where(begun[:, None, None], cache[slots], 0), own)
+    cache[slots] = joined[last]
+    return silu(_taps(joined.float(), weight.float()))[own - weight.shape[1] + 1].to(x.dtype)
 
 
-class CausalConv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        own, last = places(lengths, weight.shape[1] - 1, len(x))
-        joined = _joined(x, rows, own)
-        ctx.save_for_backward(x, weight, rows, own)
-        last_rows = joined[last]
-        ctx.mark_non_differentiable(last_rows)
-        return silu(_taps(joined.float(), weight.float()))[own - weight.shape[1] + 1].to(x.dtype), last_rows
+class _CausalConv(torch.autograd.Function):
+    """Computes the convolution over a cache with a slot for each sequence."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight, rows, own = ctx.saved_tensors
-        taps, joined, wide = weight.shape[1], _joined(x, rows, own).float(), weight.float()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, lengths)
+        cache = x.new_empty(len(lengths), weight.shape[1] - 1, x.shape[1])
+        slots = torch.arange(len(lengths), device=x.device)
+        return paged_causal_conv(x, weight, cache, slots, lengths, torch.zeros_like(slots, dtype=torch.bool))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, lengths = ctx.saved_tensors
+        taps, wide = weight.shape[1], weight.float()
+        own, _ = _places(lengths, taps - 1, len(x))
+        joined = _joined(x, x.new_zeros(len(lengths), taps - 1, x.shape[1]), own).float()
         before = _taps(joined, wide)
         open_ = sigmoid(before)
         # Rows behind the end of one sequence and before the next have results, too, which nobody reads.
@@ -66,10 +67,10 @@ class CausalConv(torch.autograd.Function):
         for tap in range(taps):
             djoined[tap : tap + len(dsum)] += dsum * wide[:, tap]
             dweight[:, tap] = (dsum * joined[tap : tap + len(dsum)]).sum(0)
-        return djoined[own].to(x.dtype), dweight.to(weight.dtype), None, None
+        return djoined[own].to(x.dtype), dweight.to(weight.dtype), None
 
 
-def places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
+def _places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
     """Return indices into the rows after `held` rows are put before each sequence: the indices of the tokens [T], and
     of each sequence's last rows [B, held]."""
     numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)
@@ -100,10 +101,7 @@ def _taps(joined: Tensor, weight: Tensor) -> Tensor:
 def _trial(random: Callable[..., Tensor], count: int) -> dict[str, Callable[[int], Tensor]]:
     x, weight = random(count, 96), random(96, 4)
 
-    def conv(n: int) -> Tensor:
-        return causal_conv(x[:n], weight, torch.tensor([n], device=x.device))[0]
-
-    return {"causal_conv": conv}
+    return {"causal_conv": lambda n: causal_conv(x[:n], weight, torch.tensor([n], device=x.device))}
 
 
 PROBES = Probes(rows=_trial)

@@ -17,7 +17,6 @@ class Layout:
     """The place of a rank. It has part `tp_rank` of its stage's dense weights and part `ep_rank` of its experts."""
 
     rank: int
-    world_size: int
     tp_rank: int
     tp_size: int
     pp_rank: int
@@ -41,7 +40,6 @@ class Layout:
         stage, inside = divmod(rank, stage_size)
         return cls(
             rank=rank,
-            world_size=config.world_size,
             tp_rank=inside % config.tp,
             tp_size=config.tp,
             pp_rank=stage,

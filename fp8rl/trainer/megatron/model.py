@@ -88,11 +88,7 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 
 
 def transformer_config(
-    definition: Model,
-    config: TrainerSection,
-    dtype: torch.dtype,
-    mode: Mode = "exact",
-    lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
+    definition: Model, config: TrainerSection, dtype: torch.dtype, mode: Mode, lowering: Lowering
 ) -> TransformerConfig:
     """Return Megatron's config for a model. Gradients are summed over ranks, not averaged. Only `lowering` turns on
     fused CUDA kernels. In exact mode it does not describe the modules in a layer, which runs the model's program."""

@@ -145,10 +145,10 @@ class LayerHost:
         return function(*(x.transpose(0, 1).contiguous() for x in values)).transpose(0, 1)  # keeps no whole product
 
     def convolve(self, site: OpSite, x: Tensor, weight: Tensor) -> Tensor:
-        return ops.causal_conv(x, weight, self._lengths(x))[0]
+        return ops.causal_conv(x, weight, self._lengths(x))
 
     def recur(self, site: OpSite, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        out, tree = ops.gated_delta_rule(q, k, v, g, beta, self._lengths(q))[0], self.packed and self.packed.tree
+        out, tree = ops.gated_delta_rule(q, k, v, g, beta, self._lengths(q)), self.packed and self.packed.tree
         out = out if tree is None else out[tree.first]
         return out.unflatten(0, (self._batch, -1)).transpose(0, 1)
 

@@ -78,17 +78,17 @@ class HeadOutput:
     """FP32 [B, S - 1, k] with gradient, log-probabilities of the batch's `LIKELY_IDS`; None for a batch without."""
 
 
-def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | None = None) -> HeadOutput:
+def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int) -> HeadOutput:
     """Compute log-probabilities, entropy and draws: the output of a policy's head. Logits at t are for the token at
     t + 1.
 
-    chunk: number of tokens whose logits exist at the same time. None: all. The logits of a chunk are computed in the
-    forward pass and again in the backward pass, by the same ops. So log-probabilities and gradients of hidden states do
-    not change. The gradient of the head's weight is summed over chunks in FP32, and rounded once.
+    chunk: number of tokens whose logits exist at the same time. The logits of a chunk are computed in the forward pass
+    and again in the backward pass, by the same ops. So log-probabilities and gradients of hidden states do not change.
+    The gradient of the head's weight is summed over chunks in FP32, and rounded once.
     """
     rows = micro.predictors(hidden)
     targets = _Targets.of(micro, len(rows))
-    chunks = 1 if chunk is None else -(-targets.tokens.numel() // chunk)
+    chunks = -(-targets.tokens.numel() // chunk)
     if chunks == 1:
         values, entropy, likely, drawn = targets.read(head(rows))
     else:
@@ -191,8 +191,7 @@ class _Targets:
     def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return log-probabilities and entropy, FP32 [ranks, n]; log-probabilities of the likeliest tokens, FP32 [k,
         ranks, n]; and the tokens drawn again, int64 [ranks, n]."""
-        logits = logits.view(*self.tokens.shape, -1)
-        return *self.logprobs(logits), self._draws(logits)
+        return *self.logprobs(logits), self._draws(logits.flatten(0, -2))
 
     def logprobs(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log-probabilities and entropy over the tokens that truncation keeps and the target itself; and the
@@ -214,9 +213,10 @@ class _Targets:
 
     @torch.no_grad()
     def _draws(self, logits: Tensor) -> Tensor | None:
+        """Return the tokens drawn again, int64 [ranks, n], from logits [ranks * n, V]."""
         if self.seeds is None:
             return None
-        seeds, positions, logits = self.seeds.flatten(), self.positions.flatten(), logits.flatten(0, 1)
+        seeds, positions = self.seeds.flatten(), self.positions.flatten()
         drawn = torch.full_like(seeds, UNKNOWN)
         for some in (seeds != GREEDY).nonzero().flatten().split(DRAWN_TOGETHER):
             temperatures, chosen = torch.full(some.shape, self.temperature, device=logits.device), logits[some]

@@ -29,7 +29,7 @@ from fp8rl.trainer.step.microbatches import MicroBatch
 
 
 @contextmanager
-def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bool = False) -> Iterator[Routing]:
+def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bool) -> Iterator[Routing]:
     """Prepare the model's routers for a pass over `batch`. With neither routes nor counting, do nothing to them.
 
     counting: whether to count the tokens of each expert.
@@ -69,7 +69,7 @@ class Routing:
     several ranks have the same rows, only one of them counts them. None: nothing is counted.
     """
 
-    def __init__(self, layers: list[LayerRouting], layout: Layout, loads: Tensor | None = None) -> None:
+    def __init__(self, layers: list[LayerRouting], layout: Layout, loads: Tensor | None) -> None:
         self._layers, self._layout, self.loads = layers, layout, loads
 
     def begin(self, micro: MicroBatch) -> None:

@@ -121,25 +121,21 @@ class Exporter:
             if name in row.copies:
                 continue  # the stage with the original exports it
             if row.expert is not None:
-                if experts.next(local.nbytes) == at.expert_dp_rank:
-                    if row.name in in_base:
-                        yield from self._of_base(name, local)
-                    else:
-                        yield from self._tensors(name, local, [self._pieces(local, served)])
-                continue
-            its_replica, its_rank = divmod(dense.next(local.nbytes), at.tp_size)
-            if its_replica != at.dp_rank:
+                mine, its_rank = experts.next(local.nbytes) == at.expert_dp_rank, at.tp_rank
+            else:
+                its_replica, its_rank = divmod(dense.next(local.nbytes), at.tp_size)
+                mine = its_replica == at.dp_rank
+            if not mine:
                 continue
             if row.name in in_base:
-                if its_rank == at.tp_rank:
-                    yield from self._of_base(name, local)
-                continue
-            if at.tp_size > 1 and self._megatron.axis(name, local) is not None:
-                pieces = _gathered(self._pieces(local, served), its_rank, at.tp_group)
+                found = self._of_base(name, local)
             else:
                 pieces = [self._pieces(local, served)]
+                if at.tp_size > 1 and self._megatron.axis(name, local) is not None:
+                    pieces = _gathered(pieces[0], its_rank, at.tp_group)
+                found = self._tensors(name, local, pieces)
             if its_rank == at.tp_rank:
-                yield from self._tensors(name, local, pieces)
+                yield from found
 
     def _of_base(self, name: str, held: Tensor) -> Iterator[NamedWeight]:
         assert self._base is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8rl.numerics.kernels.gates import swiglu_quantize
 from fp8rl.numerics.kernels.norm import rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad
+from fp8rl.numerics.kernels.products.grouped import grouped_wgrad
 from fp8rl.numerics.kernels.products.operands import backward_operands
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.kernels.quantize import quantize_blocks, quantize_rows
@@ -89,7 +89,7 @@ def grouped(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
             tiles, rows = make_tiles(counts, len(x)), quantize_rows(x, ROWS)
             columns = backward_operands(dy, x, POW2, tiles)[1:]
             sides: dict[str, Callable[[], Any]] = {
-                "FP8": lambda rows=rows, codes=codes, tiles=tiles: grouped_gemm(rows, codes, tiles, torch.bfloat16),
+                "FP8": lambda rows=rows, codes=codes, tiles=tiles: gemm(rows, codes, torch.bfloat16, tiles=tiles),
                 "FP8 wgrad": lambda c=columns, t=tiles, e=shape.experts: grouped_wgrad(*c, t, torch.bfloat16),
             }
             if hasattr(torch, "_grouped_mm") and device.type == "cuda":
@@ -185,7 +185,7 @@ def compare(done: Measured, sizes: Sizes, watch: Stopwatch, library: Library) ->
             tiles = make_tiles(torch.full((shape.experts,), each, device=device), len(rows.data))
             expert = torch.arange(shape.experts, device=device, dtype=torch.int32).repeat_interleave(each)
             sides = {
-                "ours": lambda r=rows, codes=codes, t=tiles: grouped_gemm(r, codes, t, torch.bfloat16),
+                "ours": lambda r=rows, codes=codes, t=tiles: gemm(r, codes, torch.bfloat16, tiles=t),
                 "DeepGEMM": lambda r=rows, codes=codes, expert=expert: library.grouped(r, codes, expert),
             }
             different["grouped"] += _compare(done, shape.name, len(expert), shape.n * shape.k, sides, watch)

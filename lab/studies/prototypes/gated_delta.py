@@ -146,7 +146,7 @@ def _rules(batch: int, length: int, keys: int, heads: int, width: int) -> dict[s
 
     def recurrence() -> Tensor:
         q_, k_, v_, g_, beta_ = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-        return ops.gated_delta_rule(q_, k_, v_, g_, beta_, lengths)[0]
+        return ops.gated_delta_rule(q_, k_, v_, g_, beta_, lengths)
 
     def exact_chunks() -> Tensor:
         """Heads of all rows in one, as `gated_delta` takes them."""
@@ -155,7 +155,7 @@ def _rules(batch: int, length: int, keys: int, heads: int, width: int) -> dict[s
         return gated_delta(flat, State.empty(len(flat.q), width, width))[0]
 
     def products() -> Tensor:
-        return in_chunks(q, k, v, g, beta, torch.zeros(batch, heads, width, width))
+        return in_chunks(q, k, v, g, beta)
 
     return {"recurrence": recurrence, "exact chunks": exact_chunks, "products": products}
 

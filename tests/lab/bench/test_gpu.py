@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from lab.bench import runner
 from lab.bench.gpu import bits, products, sync
@@ -65,7 +64,7 @@ def test_a_part_runs_and_reports_no_times(tmp_path: Path, name: str, monkeypatch
 @pytest.mark.slow
 def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path) -> None:
     def grouped(a: Any, b: Any, expert: torch.Tensor) -> torch.Tensor:
-        return grouped_gemm(a, b, make_tiles(torch.bincount(expert), len(expert)), torch.bfloat16)
+        return gemm(a, b, torch.bfloat16, tiles=make_tiles(torch.bincount(expert), len(expert)))
 
     for factor, different in ((1.0, False), (1.01, True)):
         done = Measured(tmp_path, lambda line: None)

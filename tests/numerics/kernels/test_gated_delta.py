@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.kernels import gated_delta, gates, short_conv
-from tests.numerics.kernels.test_elementwise import close, gradients
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.kernels import gated_delta, short_conv
+from tests.numerics.kernels.test_elementwise import close, compared
 from tests.support.elsewhere import compiled_elsewhere
 from tests.support.kernels import DEVICE, random
 
 LENGTHS = [19, 1, 33, 0, 2]
+
+
+def by_kernels(op, *given):
+    with using("triton"):
+        return op(*given)
 
 
 def lengths(*values):
@@ -31,23 +37,24 @@ def tokens(count, values=24, decays=False):
 def test_the_rule_is_the_definition(decays):
     own = lengths(6, 1, 11, 0, 2)
     rows = tokens(int(own.sum()), decays=decays)
-    states = random(len(own), 4, 48, 24, seed=7, dtype=torch.float32)
-    for first in (None, states):
-        found, last = gated_delta.gated_delta_rule(*rows, own, first)
-        expected, state = ops.gated_delta_rule(*rows, own, first)
-        close(found, expected)
-        torch.testing.assert_close(last, state, rtol=1e-5, atol=1e-6)
-    apart = gradients(lambda *x: gated_delta.gated_delta_rule(*x, own)[0], *rows)
-    for a, b in zip(apart, gradients(lambda *x: ops.gated_delta_rule(*x, own)[0], *rows), strict=True):
-        close(a, b)
+    compared(lambda *x: ops.gated_delta_rule(*x, own), *rows)
+    states, where = random(len(own), 4, 48, 24, seed=7, dtype=torch.float32), (torch.arange(5, device=DEVICE), own)
+    last, state = states.clone(), states.clone()
+    found = gated_delta.paged_gated_delta_rule(*rows, last, *where, own >= 0)
+    close(found, ops.paged_gated_delta_rule(*rows, state, *where, own >= 0))
+    torch.testing.assert_close(last, state, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decays", [False, True])
 def test_a_cache_gives_the_bits_of_whole_sequences_in_pieces_and_single_tokens(decays):
     rows, x, weight = tokens(30, decays=decays), random(30, 200, seed=8), random(200, 4, seed=9)
-    expected, states = gated_delta.gated_delta_rule(*rows, lengths(18, 12))
-    mixed, held = short_conv.causal_conv(x, weight, lengths(18, 12))
+    whole, states = (lengths(0, 1), lengths(18, 12), lengths(0, 0).bool()), torch.empty(2, 4, 48, 24, device=DEVICE)
+    held = torch.empty(2, 3, 200, dtype=torch.bfloat16, device=DEVICE)
+    expected = gated_delta.paged_gated_delta_rule(*rows, states, *whole)
+    mixed = short_conv.paged_causal_conv(x, weight, held, *whole)
+    assert torch.equal(by_kernels(ops.gated_delta_rule, *rows, lengths(18, 12)), expected)
+    assert torch.equal(by_kernels(ops.causal_conv, x, weight, lengths(18, 12)), mixed)
     cache, kept = torch.full((5, 4, 48, 24), torch.nan), torch.full((5, 200, 3), torch.nan).bfloat16()
     cache, kept, slots = cache.to(DEVICE), kept.to(DEVICE).transpose(1, 2), lengths(3, 1)
     found, convolved = torch.zeros_like(expected), torch.zeros_like(mixed)
@@ -71,18 +78,14 @@ def test_a_cache_whose_states_do_not_lie_in_one_piece_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [False, True])
-def test_the_convolution_is_the_definition(given):
+def test_the_convolution_is_the_definition():
     x, weight = random(sum(LENGTHS), 200), random(200, 4, seed=1)
-    rows = random(len(LENGTHS), 3, 200, seed=2) if given else None
-    found, held = short_conv.causal_conv(x, weight, lengths(*LENGTHS), rows)
-    expected, last = ops.causal_conv(x, weight, lengths(*LENGTHS), rows)
-    close(found, expected)
+    held = random(len(LENGTHS), 3, 200, seed=2)
+    last, own = held.clone(), lengths(*LENGTHS)
+    where = torch.arange(len(LENGTHS), device=DEVICE), own, own >= 0
+    close(short_conv.paged_causal_conv(x, weight, held, *where), ops.paged_causal_conv(x, weight, last, *where))
     assert torch.equal(held, last)
-    convolutions = (short_conv.causal_conv, ops.causal_conv)
-    both = [gradients(lambda *y, conv=conv: conv(*y, lengths(*LENGTHS), rows)[0], x, weight) for conv in convolutions]
-    for a, b in zip(*both, strict=True):
-        close(a, b)
+    compared(lambda *y: ops.causal_conv(*y, own), x, weight)
 
 
 ELEMENTWISE = {
@@ -93,24 +96,24 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_gate_is_its_definition(name):
-    kernel = getattr(gated_delta if name == "delta_gates" else gates, name)
     more = (1e-6,) if name == "gated_rms_norm" else ()
     inputs = [random(*shape, seed=seed, scale=3) for seed, shape in enumerate(ELEMENTWISE[name])]
-    both = [gradients(lambda *x, op=op: op(*x, *more), *inputs) for op in (kernel, getattr(ops, name))]
-    for a, b in zip(*both, strict=True):
-        close(a, b)
+    compared(lambda *x: getattr(ops, name)(*x, *more), *inputs)
 
 
 def test_small_decays_are_not_lost():
     """A GPU's exp is 2 to a rounded power of up to 44, which is off by as many times 2^-24."""
     a = torch.tensor([[-30.0, -15.0, 0.0, 15.0, 80.0, 3e4]], device=DEVICE)
-    found, expected = (op(a, a, a[0] * 0, a[0] * 0)[0] for op in (gated_delta.delta_gates, ops.delta_gates))
+    vectors = a[0] * 0, a[0] * 0
+    found, expected = by_kernels(ops.delta_gates, a, a, *vectors)[0], ops.delta_gates(a, a, *vectors)[0]
     torch.testing.assert_close(found, expected, rtol=44 * 2**-24 if DEVICE == "cuda" else 1e-6, atol=0)
 
 
 SCRIPT = """
 import torch
-from fp8rl.numerics.kernels import gated_delta, gates, short_conv
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.kernels import gated_delta, short_conv
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -120,21 +123,21 @@ def rule(tokens, sequences):
     lengths = torch.full((sequences,), tokens // sequences)
     q, v, g = tensor(tokens, 16, 128), tensor(tokens, 32, 128), tensor(tokens, 32, dtype=torch.float32)
     where = torch.arange(sequences), lengths, torch.ones(sequences, dtype=torch.bool)
-    gated_delta.gated_delta_rule(q, q, v, g, g, lengths)
+    ops.gated_delta_rule(q, q, v, g, g, lengths)
     gated_delta.paged_gated_delta_rule(q, q, v, g, g, tensor(300, 32, 128, 128, dtype=torch.float32), *where)
     x, weight = tensor(tokens, 8192), tensor(8192, 4)
-    short_conv.causal_conv(x, weight, lengths)
+    ops.causal_conv(x, weight, lengths)
     short_conv.paged_causal_conv(x, weight, tensor(300, 8192, 3).transpose(1, 2), *where)
     return v, g
 
-with compiled_only(loops=True) as found:
+with using("triton"), compiled_only(loops=True) as found:
     rule(8192, 1)
     rule(1, 1)
     v, g = rule(257, 257)
-    gated_delta.delta_gates(g, g, g[0], g[0])
-    gates.gated_rms_norm(v, v, v[0, 0], 1e-6)
-    gates.sigmoid_gate(tensor(257, 4096), tensor(257, 4096))
-    gates.token_gate(tensor(257, 2048), tensor(257, 2048), tensor(1, 2048))
+    ops.delta_gates(g, g, g[0], g[0])
+    ops.gated_rms_norm(v, v, v[0, 0], 1e-6)
+    ops.sigmoid_gate(tensor(257, 4096), tensor(257, 4096))
+    ops.token_gate(tensor(257, 2048), tensor(257, 2048), tensor(1, 2048))
 """
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.grouped import grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import trained_operand
@@ -78,13 +78,13 @@ def test_the_fullest_case_has_no_tile_to_spare():
 def test_rows_are_those_of_gemm(n, k, format):
     x = quantized(numbers(200, k), TensorSpec(format=format))
     weights = quantized(numbers(len(COUNTS), n, k, seed=1), BLOCK)
-    found = grouped_gemm(x, weights, tiles_of(COUNTS), torch.bfloat16)
+    found = gemm(x, weights, torch.bfloat16, tiles=tiles_of(COUNTS))
     for expert, span in enumerate(spans(COUNTS)):
         one = QuantizedTensor(weights.data[expert], weights.scale_inv[expert], BLOCK)
         rows = QuantizedTensor(x.data[span], x.scale_inv[span], x.spec)
         same(found[span], gemm(rows, one, torch.bfloat16))
     x, weights = numbers(200, k).to(DEVICE), numbers(len(COUNTS), n, k, seed=1).to(DEVICE)
-    found = grouped_gemm(x, weights, tiles_of(COUNTS), torch.bfloat16)
+    found = gemm(x, weights, torch.bfloat16, tiles=tiles_of(COUNTS))
     for expert, span in enumerate(spans(COUNTS)):
         same(found[span], gemm(x[span], weights[expert], torch.bfloat16))
 
@@ -94,12 +94,12 @@ def test_experts_do_not_see_each_other():
     """NaN in one expert's rows and matrix, and beyond the edges of all, stays there."""
     spoiled = spans(COUNTS)[2]
     x, weights = numbers(200, 200), numbers(len(COUNTS), 130, 200, seed=1)
-    expected = grouped_gemm(x.to(DEVICE), weights.to(DEVICE), tiles_of(COUNTS), torch.float32)
+    expected = gemm(x.to(DEVICE), weights.to(DEVICE), torch.float32, tiles=tiles_of(COUNTS))
     dy = numbers(200, 130, seed=2)
     gradient = grouped_wgrad_matmul(dy.to(DEVICE), x.to(DEVICE), tiles_of(COUNTS), torch.float32)
     for tensor, where in ((x, spoiled), (weights, 2), (dy, spoiled)):
         tensor[where] = float("nan")
-    found = grouped_gemm(x.to(DEVICE), weights.to(DEVICE), tiles_of(COUNTS), torch.float32)
+    found = gemm(x.to(DEVICE), weights.to(DEVICE), torch.float32, tiles=tiles_of(COUNTS))
     kept = torch.ones(200, dtype=torch.bool)
     kept[spoiled] = False
     assert torch.equal(found[kept], expected[kept]) and found[spoiled].isnan().all()
@@ -165,11 +165,11 @@ def test_weight_gradients_are_rounded_and_added_to_a_total(dtype):
 def test_what_does_not_fit_is_refused():
     tiles, x = tiles_of(COUNTS), numbers(200, 256).to(DEVICE)
     columns = columns_of(numbers(256, 128), ROWS, [256])
-    for product, a, b, said in (
-        (grouped_gemm, x, x, "2 and 3 dimensions"), (grouped_wgrad_matmul, x, x[1:], "as many rows"),
-        (grouped_wgrad, columns, columns, "with the same tiles"),
-    ):  # fmt: skip
-        with pytest.raises(UserError, match=said):
-            product(a, b, tiles, torch.bfloat16)
+    with pytest.raises(UserError, match="2 and 3 dimensions"):
+        gemm(x, x, torch.bfloat16, tiles=tiles)
+    with pytest.raises(UserError, match="as many rows"):
+        grouped_wgrad_matmul(x, x[1:], tiles, torch.bfloat16)
+    with pytest.raises(UserError, match="with the same tiles"):
+        grouped_wgrad(columns, columns, tiles, torch.bfloat16)
     with pytest.raises(UserError, match="counts"):
         make_tiles(torch.ones(3), 3)

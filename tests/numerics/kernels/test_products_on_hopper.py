@@ -12,7 +12,7 @@ from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.kernels.products import tiles as heights
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.grouped import grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.low_rank import low_rank_product
 from fp8rl.numerics.kernels.products.tiles import Tiles
 from tests.support.hopper import compiled_only
@@ -36,7 +36,7 @@ with compiled_only(loops=True) as found:
     note("FP8", gemm, rows, weight, half)
     note("FP8 in slices", gemm, rows, weight, half, 2)
     note("FP8 to FP32", gemm, rows, weight, full)
-    note("FP8", grouped_gemm, rows, stack, tall, half)
+    note("FP8", gemm, rows, stack, half, tiles=tall)
     note("E5M2", gemm, tensor(4096, 2048, format="e5m2"), weight, half)
     note("E5M2", gemm, tensor(4, 2048, format="e5m2"), weight, half)
     note("FP8 gradient", gemm, a, b, full)
@@ -44,7 +44,7 @@ with compiled_only(loops=True) as found:
     note("FP8 gradient in slices", gemm, a, b, half, 2)
     note("FP8 gradient", grouped_wgrad, a, b, tall, full)
     note("FP8 gradient", grouped_wgrad, a, b, tall, half, torch.empty(8, 2048, 1536))
-    note("BF16", grouped_gemm, x, torch.empty(8, 1536, 2048, dtype=half), tall, half)
+    note("BF16", gemm, x, torch.empty(8, 1536, 2048, dtype=half), half, tiles=tall)
     note("BF16", gemm, x, x, half)
     heights.ALLOWED[heights.WIDE] = True
     note("BF16, wide", gemm, x, x, half)
@@ -59,7 +59,7 @@ with compiled_only(loops=True) as found:
     heights.ALLOWED[heights.SHORT] = True
     note("FP8, short", gemm, few, weight, half)
     note("FP8 in slices, short", gemm, few, weight, half, 2)
-    note("FP8, short", grouped_gemm, tensor(256, 2048), stack, short, half)
+    note("FP8, short", gemm, tensor(256, 2048), stack, half, tiles=short)
     note("FP8 plus, short", gemm, few, weight, half, plus=plus[:32])
     for rank, parts in ((8, 3), (64, 2)):
         note("adapter", low_rank_product, *(y[:, : rank * parts].contiguous() for y in (x, x[:1536])), 2.0, parts, None)

@@ -8,7 +8,6 @@ from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels.attention.forward import paged_attention
 from fp8rl.numerics.kernels.products import tiles
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
@@ -47,7 +46,7 @@ def test_experts_rows_have_the_bits_of_tall_tiles():
     outs = []
     for height in (tiles.TALL, tiles.SHORT):
         made = make_tiles(torch.tensor(counts, device=DEVICE), 137, height)
-        outs.append(grouped_gemm(x, weights, made, torch.bfloat16))
+        outs.append(gemm(x, weights, torch.bfloat16, tiles=made))
     assert made.rows[made.rows > 0].tolist() == [64, 6, 3, 64] and made.first[:4].tolist() == [0, 64, 70, 73]
     assert torch.equal(*outs)
 

@@ -46,23 +46,26 @@ def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_o
     decays: bool,
 ) -> None:
     rows = tokens(sum(LENGTHS), rows=decays)
-    together, states = ops.gated_delta_rule(*rows, torch.tensor(LENGTHS))
+    together = ops.gated_delta_rule(*rows, torch.tensor(LENGTHS))
     assert together.numel() > 250_000
-    sequences = zip(*(x.split(LENGTHS) for x in (*rows, together)), states.unbind(), strict=True)
-    for *own, expected, state in sequences:
-        for piece in (len(expected), 96, 1):
-            last, found = None, []
+    for *own, expected in zip(*(x.split(LENGTHS) for x in (*rows, together)), strict=True):
+        caches = torch.full((3, 4, 64, 64), torch.nan)
+        for slot, piece in enumerate((len(expected), 96, 1)):
+            found: list[Tensor] = []
             for some in zip(*(x.split(piece) for x in own), strict=True):
-                out, last = ops.gated_delta_rule(*some, torch.tensor([len(some[0])]), last)
-                found.append(out)
-            assert torch.equal(torch.cat(found), expected) and last is not None and torch.equal(last[0], state)
+                where = torch.tensor([slot]), torch.tensor([len(some[0])]), torch.tensor([bool(found)])
+                found.append(ops.paged_gated_delta_rule(*some, caches, *where))
+            assert torch.equal(torch.cat(found), expected) and torch.equal(caches[slot], caches[0])
 
 
 def test_a_cache_gives_the_bits_of_whole_sequences_and_a_new_request_reads_nothing_of_its_slot() -> None:
     rows, lengths = tokens(70), torch.tensor([40, 30])
     x, weight = random(70, 96, seed=7), random(96, 4, seed=8)
-    expected, states = ops.gated_delta_rule(*rows, lengths)
-    mixed, held = ops.causal_conv(x, weight, lengths)
+    expected, mixed = ops.gated_delta_rule(*rows, lengths), ops.causal_conv(x, weight, lengths)
+    states, held = torch.empty(2, 4, 64, 64), torch.empty(2, 3, 96).bfloat16()
+    whole = torch.arange(2), lengths, torch.zeros(2).bool()
+    assert torch.equal(ops.paged_gated_delta_rule(*rows, states, *whole), expected)
+    assert torch.equal(ops.paged_causal_conv(x, weight, held, *whole), mixed)
     cache, rows_cache = torch.full((5, 4, 64, 64), torch.nan), torch.full((5, 3, 96), torch.nan).bfloat16()
     slots, found, convolved = torch.tensor([3, 1]), torch.empty_like(expected), torch.empty_like(mixed)
     for first, last in ((0, 2), (2, 3), (3, 30)):
@@ -84,7 +87,7 @@ def test_values_and_gradients_are_those_of_the_recurrence_in_float64(decays: boo
     lengths = [135, 1, 32, 17, 15, 0]
     rows = [x.requires_grad_() for x in tokens(200, torch.float32, decays)]
     weight = random(200, 4, 64, seed=9, dtype=torch.float64)
-    out = ops.gated_delta_rule(*rows, torch.tensor(lengths))[0]
+    out = ops.gated_delta_rule(*rows, torch.tensor(lengths))
     exact = [x.detach().double().requires_grad_() for x in rows]
     right = recurrence(*exact, lengths)
     torch.testing.assert_close(out.double(), right, rtol=0, atol=1e-6)
@@ -97,7 +100,8 @@ def test_the_rule_is_that_of_transformers() -> None:
     q, k, v, g, beta = (x[None].float() for x in tokens(130))
     q, k = (x.repeat_interleave(2, 2) for x in (q, k))
     their, last = transformers.torch_recurrent_gated_delta_rule(q, k, v, g, beta, None, True, True)
-    ours, state = ops.gated_delta_rule(*(x[0] for x in (q, k, v, g, beta)), torch.tensor([130]))
+    state, where = torch.empty(1, 4, 64, 64), (torch.tensor([0]), torch.tensor([130]), torch.tensor([False]))
+    ours = ops.paged_gated_delta_rule(*(x[0] for x in (q, k, v, g, beta)), state, *where)
     torch.testing.assert_close(ours, their[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(state, last, rtol=0, atol=1e-6)
 
@@ -106,13 +110,13 @@ def test_the_rule_is_that_of_transformers() -> None:
 def test_a_convolution_in_pieces_has_the_bits_of_the_whole_and_the_values_of_torch(piece: int) -> None:
     lengths = [200, 3, 97]
     x, weight = random(300, 96), random(96, 4, seed=1)
-    together, held = ops.causal_conv(x, weight, torch.tensor(lengths))
-    for own, expected, last in zip(x.split(lengths), together.split(lengths), held, strict=True):
-        rows, found = None, []
+    together = ops.causal_conv(x, weight, torch.tensor(lengths))
+    for own, expected in zip(x.split(lengths), together.split(lengths), strict=True):
+        rows, found = torch.full((1, 3, 96), torch.nan).bfloat16(), []
         for some in own.split(piece):
-            out, rows = ops.causal_conv(some, weight, torch.tensor([len(some)]), rows)
-            found.append(out)
-        assert torch.equal(torch.cat(found), expected) and rows is not None and torch.equal(rows[0], last)
+            where = torch.tensor([0]), torch.tensor([len(some)]), torch.tensor([bool(found)])
+            found.append(ops.paged_causal_conv(some, weight, rows, *where))
+        assert torch.equal(torch.cat(found), expected) and torch.equal(rows[0], F.pad(own, (0, 0, 3, 0))[-3:])
         theirs = F.conv1d(own.t()[None].double(), weight[:, None].double(), padding=3, groups=96)[0, :, : len(own)]
         torch.testing.assert_close(expected, F.silu(theirs).t().bfloat16(), rtol=1e-2, atol=1e-6)
 
@@ -133,7 +137,7 @@ def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
 
 
 GRADIENTS = {
-    "causal_conv": (lambda x, w: ops.causal_conv(x, w, torch.tensor([5, 2]))[0], _conv, ((7, 96), (96, 4))),
+    "causal_conv": (lambda x, w: ops.causal_conv(x, w, torch.tensor([5, 2])), _conv, ((7, 96), (96, 4))),
     "gated_rms_norm": (lambda x, z, w: ops.gated_rms_norm(x, z, w, 1e-6), _normed, ((7, 3, 32), (7, 3, 32), (32,))),
     "sigmoid_gate": (ops.sigmoid_gate, lambda x, gate: x * gate.sigmoid(), ((7, 96), (7, 96))),
     "token_gate": (ops.token_gate, lambda x, h, w: x * (h @ w.t()).sigmoid(), ((7, 96), (7, 64), (1, 64))),

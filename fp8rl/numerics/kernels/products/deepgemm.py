@@ -8,7 +8,6 @@ hand.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +45,9 @@ def allow(library: Library | None) -> None:
     _library = library
 
 
-def installed() -> Library | None:
-    """Return the library of this environment, if any. It compiles a kernel for each shape at its first call."""
-    if importlib.util.find_spec("deep_gemm") is None:
-        return None
+def installed() -> Library:
+    """Return the library of this environment, which must have it. It compiles a kernel for each shape at its first
+    call."""
     import deep_gemm
 
     return Library(deep_gemm.fp8_gemm_nt, deep_gemm.m_grouped_fp8_gemm_nt_contiguous)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import OPS
-from fp8rl.numerics.kernels.gates import swiglu_quantize
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
-from fp8rl.numerics.kernels.products.linear import WeightOperand
+from fp8rl.numerics.kernels.gates import swiglu_backward, swiglu_quantize
+from fp8rl.numerics.kernels.products.gemm import gemm
+from fp8rl.numerics.kernels.products.grouped import grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.operands import backward_operands
 from fp8rl.numerics.kernels.products.pairs import Combine, combine_rows, gather_by_expert
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles, make_tiles, tile_height
@@ -79,8 +79,8 @@ def grouped_product(
     x: Tensor, spans: Tiles, operand: Any, spec: QuantSpec | None, n: int, plus: Tensor | None
 ) -> Tensor:
     if spec is None:
-        return grouped_gemm(x, operand, spans, x.dtype, plus)
-    return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, spans, x.dtype, plus)
+        return gemm(x, operand, x.dtype, plus=plus, tiles=spans)
+    return gemm(quantize_rows(x, spec.activation), operand.codes, x.dtype, plus=plus, tiles=spans)
 
 
 def grouped_gradients(
@@ -94,12 +94,10 @@ def grouped_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     dtype = dy.dtype
     if spec is not None and backward == "fp8":
-        if x is None:
-            return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, spans, dtype), None
         return _gradients(dy, x, operand, spec, spans, gradients)
     plain = operand if spec is None else operand.dequantized()
     dy = dy.contiguous()
-    dx = grouped_gemm(dy, plain.transpose(1, 2).contiguous().to(dtype), spans, dtype)
+    dx = gemm(dy, plain.transpose(1, 2).contiguous().to(dtype), dtype, tiles=spans)
     if x is None:
         return dx, None
     rows = x if spec is None else quantize_rows(x, spec.activation).dequantize(dtype)
@@ -122,31 +120,34 @@ class _Experts(torch.autograd.Function):
         w2: ExpertWeights,
         *weights: Tensor,
     ) -> Tensor:
-        gate_up = grouped_gemm(rows, w13.operand.codes, tiles, x.dtype)
-        ctx.save_for_backward(x, gate_up)
+        gate_up = gemm(rows, w13.operand.codes, x.dtype, tiles=tiles)
+        ctx.save_for_backward(x if ctx.needs_input_grad[7] else None, gate_up)
         ctx.tiles, ctx.pairs, ctx.spec, ctx.weights = tiles, pairs, spec, (w13, w2)
-        return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.operand.codes, tiles, x.dtype)
+        return gemm(swiglu_quantize(gate_up, spec.activation), w2.operand.codes, x.dtype, tiles=tiles)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (x, gate_up), (w13, w2), (row_of, token_of) = ctx.saved_tensors, ctx.weights, ctx.pairs or (None, None)
 
-        def gradients(dy: Tensor, x: Tensor, w: ExpertWeights, **forms: Any) -> tuple[Tensor, Tensor | None]:
+        def gradients(dy: Tensor, x: Tensor | None, w: ExpertWeights, **forms: Any) -> tuple[Tensor, Tensor | None]:
             return _gradients(dy, x, w.operand, ctx.spec, ctx.tiles, Gradients.of(w.weights), **forms)
 
-        dhidden, dw2 = gradients(grads[0], gate_up, w2, gated=True)
+        dhidden, dw2 = gradients(grads[0], gate_up if ctx.needs_input_grad[8] else None, w2, gated=True)
+        dhidden = swiglu_backward(gate_up, dhidden) if x is None else dhidden
         dx, dw13 = gradients(dhidden, x, w13, gate_up=gate_up, token_of=token_of)
         dx = dx if row_of is None else combine_rows(dx, None, row_of, dx.dtype)
         return dx, *(None,) * 6, dw13, dw2
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, operand: WeightOperand, spec: QuantSpec, tiles: Tiles, gradients: Gradients, **forms: Any
+    dy: Tensor, x: Tensor | None, operand: Any, spec: QuantSpec, tiles: Tiles, gradients: Gradients, **forms: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Return dx [T, K] of a grouped FP8 product from dy [T, N], and the weights' gradient as `_weight_gradients` does.
-    forms: as in `backward_operands`."""
+    x: None if the weights are frozen. forms: as in `backward_operands` if there is an x."""
+    if x is None:
+        return gemm(quantize_rows(dy, spec.gradient), operand.transposed, dy.dtype, tiles=tiles), None
     dy_rows, dy_columns, columns = backward_operands(dy, x, spec, tiles, **forms)
-    dx = grouped_gemm(dy_rows, operand.transposed, tiles, dy.dtype)
+    dx = gemm(dy_rows, operand.transposed, dy.dtype, tiles=tiles)
     return dx, _weight_gradients(grouped_wgrad, dy_columns, columns, tiles, gradients)
 
 

@@ -47,7 +47,8 @@ def gemm(
     a: E4M3 or E5M2 in groups of 128 along K; b: likewise, or in blocks of 128 x 128. Or both are BF16, or both FP32 and
     multiplied in FP32. k_splits: the number of equal slices that K is cut into, each a multiple of 128 (64 in BF16).
     Their FP32 sums are added in ascending order. plus: [M, N], BF16 or FP32, is added to the sum before it is rounded.
-    tiles: the tiles of rows that are sorted by expert; b is then [E, N, K].
+    tiles: the tiles of rows that are sorted by expert; b is then [E, N, K], and a row is multiplied by its expert's
+    matrix, with the bits of the product of the two alone. Rows that belong to no tile are not written.
     """
     left, right = check_operands(a, b, matrices=3 if tiles else 2)
     (rows, k), n = left.shape, right.shape[-2]

@@ -1,6 +1,5 @@
-"""Multiplies rows sorted by expert, each by its expert's matrix, and computes the gradients of these matrices.
+"""Computes the gradients of experts' matrices from rows that are sorted by expert.
 
-Rows go through the kernel of `gemm`, tile by tile (`make_tiles`). So every row has the bits that `gemm` gives it alone.
 Nothing here waits for the counts on the host.
 """
 
@@ -15,20 +14,11 @@ from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dot
-from fp8rl.numerics.kernels.products.gemm import check_operands, describe, gemm, scales, sum_products
+from fp8rl.numerics.kernels.products.gemm import check_operands, describe, scales, sum_products
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.quantize import QuantizedTensor
 
 _TOKENS = 64  # that one step of an unquantized gradient sums
-
-
-def grouped_gemm(a: Any, b: Any, tiles: Tiles, dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
-    """Compute a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`, with the bits of `gemm`.
-
-    b: [E, N, K], in blocks of 128 x 128; or a and b are both unquantized. Rows that belong to no tile are not written.
-    plus: [T, N], as in `gemm`.
-    """
-    return gemm(a, b, dtype, plus=plus, tiles=tiles)
 
 
 def grouped_wgrad(

@@ -30,10 +30,7 @@ class WeightOperand:
     @functools.cached_property
     def transposed(self) -> QuantizedTensor:
         """Return [..., K, N], for the gradient of the input."""
-        if self.quantized_transpose is not None:
-            return self.quantized_transpose
-        data = self.codes.data.view(torch.uint8).transpose(-1, -2).contiguous().view(self.codes.data.dtype)
-        return QuantizedTensor(data, self.codes.scale_inv.transpose(-1, -2).contiguous(), self.codes.spec)
+        return self.codes.transposed() if self.quantized_transpose is None else self.quantized_transpose
 
     def dequantized(self) -> Tensor:
         """Return [..., N, K], for gradients in BF16; not kept."""
@@ -46,10 +43,7 @@ def weight_operand(quantized: QuantizedTensor, former: WeightOperand | None = No
 
 def trained_operand(weight: Tensor, spec: TensorSpec) -> WeightOperand:
     """Make `numerics.ops.trained_operand`: codes and their transpose in one pass, for all experts in one launch."""
-    both = quantize_both_ways(weight if weight.dim() == 3 else weight[None], spec)
-    if weight.dim() == 3:
-        return WeightOperand(*both)
-    return WeightOperand(*(QuantizedTensor(each.data[0], each.scale_inv[0], spec) for each in both))
+    return WeightOperand(*quantize_both_ways(weight, spec))
 
 
 def linear(x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dot
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.gemm import gemm
+from fp8rl.numerics.kernels.products.grouped import grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.ops.linear import wide_mm
 
@@ -24,7 +25,7 @@ def low_rank_gradients(dy: Tensor, h: Tensor, b: Tensor, spans: Tiles | None) ->
     if spans is None:
         return wide_mm(dy, b), wide_mm(dy.t(), h)
     dy = dy.contiguous()
-    dh = grouped_gemm(dy, b.transpose(1, 2).contiguous(), spans, dy.dtype)
+    dh = gemm(dy, b.transpose(1, 2).contiguous(), dy.dtype, tiles=spans)
     return dh, grouped_wgrad_matmul(dy, h, spans, b.dtype)
 
 

@@ -148,10 +148,10 @@ class Recorded:
         return ops.paged_latent_attention(q, kv.keys(rows).to(kv.dtype), *self._slots, rank, scale)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        return ops.causal_conv(x, weight, self.lengths)[0]
+        return ops.causal_conv(x, weight, self.lengths)
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        return ops.gated_delta_rule(q, k, v, g, beta, self.lengths)[0]
+        return ops.gated_delta_rule(q, k, v, g, beta, self.lengths)
 
     def note_experts(self, layer: int, chosen: Tensor) -> None:
         """Do nothing, because the engine must not record the experts of a probe."""
