@@ -169,11 +169,10 @@ def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = 
 def _trained(run: RunDir, experiment: Experiment) -> Experiment | None:
     """Return an experiment whose model is the one that the run wrote at its end; None: no model yet."""
     if engine_adapter(experiment) is None and run.model.is_dir():
-        return experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
+        return experiment.with_keys({"model": experiment.model.at(run.model), "adapter": None})
     if experiment.adapter is None or not run.adapter.is_dir():
         return None
-    adapter = experiment.adapter.model_copy(update={"start": str(run.adapter)})
-    return experiment.model_copy(update={"adapter": adapter})
+    return experiment.with_keys({"adapter.start": str(run.adapter)})
 
 
 def model_given(model: Path, architecture: str | Path | None, key: str) -> Path:

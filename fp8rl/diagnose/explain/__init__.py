@@ -167,9 +167,8 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
     # One rank each, but `numerics.k_splits` of the run, so that the rank adds in the order of the run's layout. There
     # are no rewards or environments, so no code that the subject names is imported.
     trainer = TrainerSection(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
-    rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
     plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
-    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
+    experiment = subject.experiment.with_keys({"trainer": trainer, "rollout.tp": 1, **plain})
     with open_pair(experiment, subject.numerics, say) as run:
         if subject.checkpoint is not None:
             with run.turn("train"):

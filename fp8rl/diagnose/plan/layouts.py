@@ -110,8 +110,7 @@ def target(gpu: Gpu) -> Target:
 def findings(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
     """Yield what `train` would refuse, by the rules of `train`, then remarks on what it would accept. memory: the
     fullest GPU's."""
-    rollout = subject.experiment.rollout.model_copy(update={"tp": job.engine_tp})
-    experiment = subject.experiment.model_copy(update={"trainer": job.layout, "rollout": rollout})
+    experiment = subject.experiment.with_keys({"trainer": job.layout, "rollout.tp": job.engine_tp})
     yield from map(Finding.of_error, broken_rules(experiment, job.shape, target(gpu)))
     try:
         if subject.teacher is not None:

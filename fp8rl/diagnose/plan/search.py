@@ -54,7 +54,7 @@ def keys_that_fit(
     world = gpus or (base.trainer.world_size if subject.chosen else GPUS_PER_NODE)
     most = world if gpus or subject.shape.adapters else MOST_GPUS
     for mode in dict.fromkeys((base.numerics.mode, "native")):
-        if not _loads(with_keys(base, {"numerics.mode": mode})):
+        if not _loads(base.with_keys({"numerics.mode": mode})):
             continue
         count = world
         while count <= most:
@@ -71,9 +71,9 @@ def _first(subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, length: int |
 
     no_more: engines that share GPUs with the trainer get no GPUs of their own.
     """
-    based = replace(subject, experiment=with_keys(subject.experiment, first))
+    based = replace(subject, experiment=subject.experiment.with_keys(first))
     fixed = {**first, **dense_layers_in_bf16(based, gpu)}
-    base = with_keys(based.experiment, fixed)
+    base = based.experiment.with_keys(fixed)
     based = replace(subject, experiment=base)
     engines = _engine_ranks(based, gpu, no_more)
     own = [base.trainer] if subject.chosen and base.trainer.world_size == gpus else []
@@ -108,7 +108,7 @@ def _place(names: Iterable[str], keys: Keys) -> list[int]:
 def _in_layout(subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gpu, length: int | None) -> Keys | None:
     """Return `keys` and the layout's keys if they leave the slack and break no rule, else None."""
     keys = {**keys, **{f"trainer.{name}": getattr(layout, name) for name in _SIZES}}
-    experiment = with_keys(subject.experiment, keys)
+    experiment = subject.experiment.with_keys(keys)
     job = job_on(replace(subject, experiment=experiment), gpu, length)
     apart = is_apart(experiment, job)
     if not layouts.leaves_slack(fullest(with_cache(job, experiment, gpu.memory, apart), apart).peak, gpu):
@@ -159,7 +159,7 @@ def dense_layers_in_bf16(subject: PlanSubject, gpu: Gpu) -> Keys:
     dense = sizes.layers - sizes.moe_layers
     if not sizes.moe or not dense or base.numerics.first_layers_bf16 >= dense:
         return {}
-    plain = with_keys(base, {f"trainer.{name}": 1 for name in _SIZES} | {"rollout.tp": 1})
+    plain = base.with_keys({f"trainer.{name}": 1 for name in _SIZES} | {"rollout.tp": 1})
     widths = any("intermediate_size" in error.key for error in broken_rules(plain, subject.shape, layouts.target(gpu)))
     return {"numerics.first_layers_bf16": dense} if widths else {}
 
@@ -188,15 +188,6 @@ def _differing(subject: PlanSubject, keys: Keys) -> dict[str, Any]:
     layout = () if subject.chosen else tuple(f"trainer.{name}" for name in _SIZES[:4])
     found = {key: reduce(getattr, key.split("."), subject.experiment) for key in keys}
     return {key: value for key, value in keys.items() if found[key] != value or key in layout}
-
-
-def with_keys(section: Any, keys: Keys) -> Any:
-    """Return a section of the spec, or the whole spec, with the values of `keys`."""
-    for key, value in keys.items():
-        name, _, rest = key.partition(".")
-        value = with_keys(getattr(section, name), {rest: value}) if rest else value
-        section = section.model_copy(update={name: value})
-    return section
 
 
 def written(keys: Keys) -> list[str]:

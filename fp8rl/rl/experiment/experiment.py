@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,10 @@ class Experiment(Section):
         sides fall back to BF16 later. None: each side has its own copy of the frozen weights."""
         return self.numerics_config().rollout_spec if self.sync.shared_base else None
 
+    def with_keys(self, keys: Mapping[str, Any]) -> Experiment:
+        """Return the experiment with other values for these keys, which are dotted names. Nothing is checked."""
+        return _with_keys(self, keys)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the experiment in plain YAML types, every default written out."""
         return self.model_dump(mode="json")
@@ -154,3 +159,11 @@ class Experiment(Section):
     def to_yaml(self) -> str:
         """Return the experiment as YAML, below a comment with its loss. `read_resolved` gives an equal object."""
         return f"# {self.formula}\n" + write_yaml(self.to_dict())
+
+
+def _with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
+    for key, value in keys.items():
+        name, _, rest = key.partition(".")
+        value = _with_keys(getattr(section, name), {rest: value}) if rest else value
+        section = section.model_copy(update={name: value})
+    return section

@@ -68,12 +68,10 @@ class Capsule:
 
     def beginning(self, weights: Path) -> Experiment:
         """Return the capsule's experiment, changed to start from the weights that `export_weights` has written."""
-        adapter = self.experiment.adapter
-        if adapter is not None:
-            start = weights / _ADAPTER
-            adapter = adapter.model_copy(update={"start": str(start)}) if adapter.mode == "separate" else None
-        model = self.experiment.model.at(weights)
-        return self.experiment.model_copy(update={"model": model, "adapter": adapter})
+        changed: dict[str, Any] = {"adapter": None}
+        if self.experiment.adapter is not None and self.experiment.adapter.mode == "separate":
+            changed = {"adapter.start": str(weights / _ADAPTER)}
+        return self.experiment.with_keys({"model": self.experiment.model.at(weights), **changed})
 
 
 class About(BaseModel):

@@ -248,13 +248,9 @@ def open_pair(
 
     Raises HandshakeError, and what the start of either side raises.
     """
-    alone = {"engines": 1, "port": None}
-    changes = {
-        "rollout": experiment.rollout.model_copy(update=alone),
-        "sync": experiment.sync.model_copy(update={"canary": False}),
-        "teacher": None,
-    }
-    experiment = experiment.model_copy(update=changes)
+    experiment = experiment.with_keys(
+        {"rollout.engines": 1, "rollout.port": None, "sync.canary": False, "teacher": None}
+    )
     with BoundedExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-pair-")))
         run = Run(experiment, numerics or experiment.numerics_config(), folder, closing, say)

@@ -213,5 +213,4 @@ def with_own_cache(experiment: Experiment) -> Experiment:
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment
     job, _ = planned_here(read_shape(experiment.model.directory, adapter=experiment.adapter), experiment, gpu)
-    rollout = experiment.rollout.model_copy(update={"max_total_tokens": job.kv_tokens})
-    return experiment.model_copy(update={"rollout": rollout})
+    return experiment.with_keys({"rollout.max_total_tokens": job.kv_tokens})
