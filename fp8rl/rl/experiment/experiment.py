@@ -30,7 +30,7 @@ from fp8rl.rl.experiment.sections import (
 )
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
-from fp8rl.rollout.tasks.environments import EnvironmentSection
+from fp8rl.rollout.tasks.environments import SINGLE_TURN, EnvironmentSection
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.config import SyncSection
@@ -119,6 +119,11 @@ class Experiment(Section):
     def needs_engines(self) -> bool:
         """True if the run samples answers, for training or for evaluation."""
         return self.algorithm.samples or self.eval.problems > 0
+
+    @property
+    def has_environment(self) -> bool:
+        """True if the model's answers are conversations with an environment, false if they are one turn each."""
+        return self.environment.function != SINGLE_TURN
 
     @property
     def redraws(self) -> int:

@@ -36,7 +36,6 @@ from fp8rl.rl.run.interrupts import SAYS, BoundedExitStack
 from fp8rl.rl.run.record import Record
 from fp8rl.rl.run.step import StepPass
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
-from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
 from fp8rl.trainer.config import TrainerSpec
@@ -105,7 +104,7 @@ class Run:
         judge = Judge(experiment.rewards, self.tokenizer, teacher=self.teacher, events=self.events)
         closing.callback(judge.close)
         conversations = None
-        if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
+        if experiment.has_environment:  # one turn is asked for by groups, which is faster
             conversations = Conversations(
                 experiment.environment, self.tokenizer, self.engines.admit, rollout.context_length, self.events
             )

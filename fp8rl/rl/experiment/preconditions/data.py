@@ -14,7 +14,6 @@ from fp8rl.rl.experiment.preconditions.tokenizer import check_template, renderin
 from fp8rl.rl.experiment.sections import EvalSection
 from fp8rl.rollout.tasks.chat import answer_ids
 from fp8rl.rollout.tasks.data import Problems, Source, load_problems
-from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from fp8rl.rollout.tasks.tokens import TOKENS_PER_BYTE, behind_ids, fewest_tokens, text_of
@@ -63,7 +62,7 @@ def check_data(
         for index, problem in _looked_at(found, say):
             check(problem, index)
             held_out.meet(problem, index, found)
-        several_turns = not supervised and experiment.environment.function != SINGLE_TURN
+        several_turns = not supervised and experiment.has_environment
         with rendering():
             for remark in template_remarks(tokenizer, found[0].conversation, source, several_turns):
                 say(remark)
