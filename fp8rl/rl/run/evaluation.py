@@ -187,5 +187,4 @@ def agreement_on(
     trajectories = [answer.trajectory for answer in answers]
     batch = batch_from_trajectories(trajectories, 1.0, replay=replay)
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
-    seen = ScoredBatch(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, tis_cap=tis_cap)
-    return seen.metrics()
+    return ScoredBatch.of(batch, versions, trainer.weight_version, scored, tis_cap).metrics()
