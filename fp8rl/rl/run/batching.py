@@ -88,6 +88,14 @@ def batch_from_trajectories(
     )
 
 
+def token_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor:
+    """int64 [B, S], the weight version that sampled each token, 0 elsewhere. mask: the `loss_mask` of the trajectories'
+    batch."""
+    versions = torch.zeros(mask.shape, dtype=torch.int64)
+    versions[mask] = torch.tensor([v for t in trajectories for v in t.weight_versions], dtype=torch.int64)
+    return versions
+
+
 def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
     """int16 [B, S, L, K], -1 for last tokens and padding; None if no trajectory has routes."""
     reported = [t.routed_experts for t in trajectories if t.routed_experts is not None]

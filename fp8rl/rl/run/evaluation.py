@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from fp8rl.numerics.sampling import GREEDY, evaluation_seed
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.guard.scored_batch import ScoredBatch
-from fp8rl.rl.mismatch.logprobs import token_versions
-from fp8rl.rl.run.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories, token_versions
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling

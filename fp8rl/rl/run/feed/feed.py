@@ -13,7 +13,6 @@ from torch import Tensor
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import (
     RolloutBatch,
@@ -23,6 +22,7 @@ from fp8rl.rl.run.batching import (
     reward_metrics,
     rollout_metrics,
     teacher_logprobs,
+    token_versions,
 )
 from fp8rl.rl.run.events import FilterError
 from fp8rl.rl.run.feed.judging import JudgedAnswer
