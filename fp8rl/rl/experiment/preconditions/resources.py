@@ -16,9 +16,9 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import OwnGpu, check_fits, fullest, own_gpu, planned_here
 from fp8rl.rl.experiment.budget.job import Job
-from fp8rl.rl.experiment.budget.memory import moved_bytes
+from fp8rl.rl.experiment.budget.memory import master_bytes, moved_bytes
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.trainer.config import STACK_ELEMENTS, OptimizerSection
+from fp8rl.trainer.config import STACK_ELEMENTS
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.buckets import SMALLEST_BYTES
 from fp8rl.weight_sync.served import served_bytes
@@ -125,13 +125,9 @@ def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
 def _on_the_host(job: Job, stage: int) -> int:
     """Return the bytes of host memory that a rank with a GPU takes. If Adam runs on the host, count FP32 masters, two
     moments and gradients. If trainer and engines take turns, add the bytes that the rank moves to the host."""
-    layout = job.layout.model_copy(update={"optimizer": OptimizerSection()})
-    rank = stage * layout.stage_size
+    rank = stage * job.layout.stage_size
     turns = int(moved_bytes(job, rank)) if job.sleep else 0
-    if job.layout.optimizer.offload:
-        states = state_bytes(job.shape, layout, job.numerics, job.storage, rank)
-        return 4 * sum(state.masters for state in states.values()) + turns
-    return turns
+    return turns + (4 * master_bytes(job, rank) if job.layout.optimizer.offload else 0)
 
 
 def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
