@@ -57,7 +57,8 @@ def sampled_batch(run: Run, prompts: list[Prompt], group_size: int, temperature:
     groups = to_groups(prompts, group_size, run_seed=run.experiment.run.seed, step=0)
     answers = run.sampling.sample(groups, temperature)
     truncation = run.experiment.rollout.truncation if temperature else EVERY_TOKEN
-    return batch_from_trajectories(answers, temperature, replay=run.replays, truncation=truncation)
+    replay = run.numerics.router_replay == "replay"
+    return batch_from_trajectories(answers, temperature, replay=replay, truncation=truncation)
 
 
 # One rank of the trainer in this process, for what is scored without a run. Megatron is imported here alone.

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.rl.record.console import format_difference
 from fp8rl.rollout.engine.protocol import LIBRARIES
 from fp8rl.weight_sync.manifest import some_of
 
@@ -149,7 +150,7 @@ class Difference:
 
 def shown_number(value: float | None) -> str:
     """Write a number as `1.23e-04`; zero is `0` and None is `none`."""
-    return "none" if value is None else "0" if value == 0 else f"{value:.2e}"
+    return "none" if value is None else format_difference(value)
 
 
 def graded(text: str, grade: Grade) -> Text:

@@ -123,11 +123,6 @@ class Run:
         if self.teacher is not None:
             self.teacher.wait()
 
-    @property
-    def replays(self) -> bool:
-        """Return whether the experiment has the trainer take the engine's experts."""
-        return self.numerics.router_replay == "replay"
-
     def sync(self) -> SyncReport:
         """Send the trainer's weights to the engines, verified, and keep the step's manifest."""
         self.record.manifest = self.record.files.manifest(self.record.step)

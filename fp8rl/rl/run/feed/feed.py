@@ -242,7 +242,7 @@ class ExampleFeed(Feed):
 def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int, first: int = 0) -> list[Group]:
     """Return a group of `size` answers for each prompt of `step`, in order, with the seeds that the step gives them.
     first: the number of the first prompt in the step."""
-    seeds = functools.partial(answer_seed, run_seed, step)
     return [
-        Group(prompt, tuple(seeds(at, answer) for answer in range(size))) for at, prompt in enumerate(prompts, first)
+        Group(prompt, tuple(answer_seed(run_seed, step, place, answer) for answer in range(size)))
+        for place, prompt in enumerate(prompts, first)
     ]
