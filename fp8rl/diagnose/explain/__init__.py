@@ -16,7 +16,7 @@ from rich.text import Text
 from fp8rl.diagnose.explain.causes import Comparison
 from fp8rl.diagnose.explain.compare import compare
 from fp8rl.diagnose.explain.rescore import Rescored, recorded, rescore
-from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, one_trainer, sampled_batch
+from fp8rl.diagnose.measure import LONG_PROMPTS, LONG_TOKENS, calibration_prompts, one_trainer, sampled_batch
 from fp8rl.diagnose.report import Finding, Report, grid
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
@@ -182,7 +182,7 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
             raise user_error("sync", str(error), "engines that hold the trainer's weights", remedy) from error
         if capsule is None:
             say("sampling a calibration batch")
-            batch = sampled_batch(run, calibration_prompts(run), ANSWERS, run.experiment.rollout.temperature)
+            batch = sampled_batch(run, calibration_prompts(run), run.experiment.rollout.temperature)
         else:
             say("scoring the capsule's sequences again")
             again, batch = rescore(capsule, run.trainer.apply), recorded(capsule)
