@@ -22,13 +22,13 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """A model of GPU."""
+    """A GPU of some machine, or a model of GPU."""
 
     name: str
     capability: tuple[int, int]
     """Compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`)."""
     memory: float
-    """Bytes that a process can allocate, as torch's messages name them."""
+    """Bytes that a process can allocate, as torch's messages name them; 0 if the GPU shares the machine's memory."""
 
 
 GPUS = {
