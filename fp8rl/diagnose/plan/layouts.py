@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from fp8rl.diagnose.plan.subject import PlanSubject
 from fp8rl.diagnose.report import Finding
@@ -44,7 +45,7 @@ def engine_widths(job: Job) -> list[int]:
     """Return the divisors of the number of heads that are possible numbers of ranks for an engine."""
     shape, blocks, mode = job.shape, job.numerics.blocks_spec, job.numerics.mode
     divisors = _divisors(shape.sizes.heads, shape.sizes.heads)
-    return [ranks for ranks in divisors if _accepted(check_engine_layout, shape, ranks, blocks, mode)]
+    return [ranks for ranks in divisors if accepted(check_engine_layout, shape, ranks, blocks, mode)]
 
 
 def choose(job: Job, gpu: Gpu, gpus: int) -> Job:
@@ -86,11 +87,12 @@ def layouts(shape: Shape, base: TrainerSection, gpus: int, spec: QuantSpec) -> I
         for pp in _divisors(gpus // tp, min(MOST_STAGES, sizes.layers)):
             for ep in _divisors(sizes.experts, MOST_EXPERT_RANKS) if sizes.moe else [1]:
                 layout = base.model_copy(update={"tp": tp, "pp": pp, "ep": ep, "dp": gpus // tp // pp, "cp": 1})
-                if _accepted(check_layout, shape, layout, spec):
+                if accepted(check_layout, shape, layout, spec):
                     yield layout
 
 
-def _accepted(check: Callable[..., None], *values: object) -> bool:
+def accepted(check: Callable[..., object], *values: Any) -> bool:
+    """Return whether a check raises no `UserError` for these values."""
     try:
         check(*values)
     except UserError:

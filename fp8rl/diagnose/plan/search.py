@@ -13,7 +13,6 @@ from typing import Any
 
 from fp8rl.diagnose.plan import layouts
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on
-from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, parse_experiment
 from fp8rl.rl.experiment.budget.fit import fullest, with_cache
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu
@@ -120,11 +119,7 @@ def _in_layout(subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gp
 
 def _loads(experiment: Experiment) -> bool:
     """Return whether a spec with these values loads. Some contradict each other, such as adapters in native mode."""
-    try:
-        parse_experiment(experiment.model_dump(mode="json"))
-    except UserError:
-        return False
-    return True
+    return layouts.accepted(parse_experiment, experiment.to_dict())
 
 
 def _savings(subject: PlanSubject, length: int | None) -> Iterator[dict[str, Any]]:

@@ -60,17 +60,13 @@ def batch_from_trajectories(
     Raises:
         ValueError: numbers of logprobs, routes or supports do not fit the tokens, or a prompt is empty.
     """
-    for row, trajectory in enumerate(trajectories):
-        told = sum(end - begin for begin, end in trajectory.environment_spans)
-        if len(trajectory.logprobs) != len(trajectory.token_ids) - told:
-            raise ValueError(
-                f"trajectory {row}: found {len(trajectory.logprobs)} logprobs, "
-                f"expected {len(trajectory.token_ids) - told}, one per sampled token"
-            )
     batch = TokenBatch.of([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], temperature)
     for row, trajectory in enumerate(trajectories):
+        answer = batch.loss_mask[row, len(trajectory.prompt_ids) :]
         for begin, end in trajectory.environment_spans:  # nothing is learnt from an environment's words
-            batch.loss_mask[row, len(trajectory.prompt_ids) + begin : len(trajectory.prompt_ids) + end] = False
+            answer[begin:end] = False
+        if (found := len(trajectory.logprobs)) != (sampled := int(answer.sum())):
+            raise ValueError(f"trajectory {row}: found {found} logprobs, expected {sampled}, one per sampled token")
     rollout_logprobs = torch.zeros(batch.tokens.shape)
     # Row-major, so the mask lists each row's sampled tokens in order, row after row.
     rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
