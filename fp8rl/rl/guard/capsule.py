@@ -127,26 +127,24 @@ def write_capsule(
     with the run's resolved experiment and with the digests of the served weights. held: for each engine that answers,
     the digests that it reports now.
     """
-    chosen = scored.select(rows)
-    about = {
-        "format": FORMAT,
-        "step": step,
-        "why": list(why),
-        "spec_digest": numerics.spec.digest(),
-        "numerics": numerics.to_dict(),
-        "weight_version": scored.version,
-        "temperature": chosen.batch.temperature,
-        "replay": chosen.batch.replay,
-        **({"truncation": dataclasses.asdict(truncation)} if (truncation := chosen.batch.truncation).cuts else {}),
-        "rows": list(rows),
-        "tis_cap": scored.tis_cap,
-        "metrics": chosen.metrics() | chosen.drift(),
-    }
-    if held:
-        served = Manifest(**json.loads(manifest.read_text()))
-        about["wrong"] = sorted(set().union(*map(served.mismatched, held)))
+    chosen, served = scored.select(rows), Manifest(**json.loads(manifest.read_text()))
+    about = About(
+        step=step,
+        why=list(why),
+        spec_digest=numerics.spec.digest(),
+        numerics=numerics.to_dict(),
+        weight_version=scored.version,
+        temperature=chosen.batch.temperature,
+        replay=chosen.batch.replay,
+        truncation=dataclasses.asdict(chosen.batch.truncation) if chosen.batch.truncation.cuts else {},
+        rows=list(rows),
+        tis_cap=scored.tis_cap,
+        metrics=chosen.metrics() | chosen.drift(),
+        wrong=sorted(set().union(*map(served.mismatched, held))) if held else None,
+    )
     with new_directory(path) as partial:
-        (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
+        written = {"format": FORMAT} | about.model_dump(exclude_defaults=True)
+        (partial / _ABOUT).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
         save_file(_tensors(chosen), partial / _TENSORS)
         shutil.copy(manifest, partial / _MANIFEST)
         shutil.copy(experiment, partial / _EXPERIMENT)
