@@ -88,15 +88,7 @@ class Record:
         tracking, every = experiment.tracking, experiment.tracking.rollouts == "all"
         if "wandb" in tracking.recorded:
             self.console.note(f"live     {leet(files)}    (in a second terminal)")
-        run = Tracked(
-            folder=str(files.path.absolute()),
-            name=files.name,
-            project=tracking.wandb.project,
-            config=experiment.to_dict(),
-            resumed=resumed,
-            last_step=experiment.run.steps,
-            online=tracking.wandb.mode == "online",
-        )
+        run = Tracked(files, experiment.to_dict(), resumed, experiment.run.steps, tracking.wandb)
         trackers = BackgroundTrackers(tracking.recorded, run, lost=partial(self.events.add, TRACKER_LOST, 1))
         tracker = RunTracker(files, trackers, all_rollouts=every, resume_step=self.resume_step)
         self.tracker = self._closing.enter_context(tracker)

@@ -16,6 +16,8 @@ from fp8rl.numerics.core.errors import user_error
 
 if TYPE_CHECKING:
     from fp8rl.rl.record.rollouts import RolloutRecord
+    from fp8rl.rl.record.run_dir import RunDir
+    from fp8rl.rl.record.trackers.to_wandb import WandbSection
 
 SHOWN_EVERY = 10
 """Steps between sample rollouts in trackers, which are slow to write; the run's files have samples of every step."""
@@ -28,18 +30,14 @@ TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard"}
 class Tracked:
     """The run that a tracker records."""
 
-    folder: str
-    """The run's folder."""
-    name: str
-    project: str
+    files: RunDir
     config: dict[str, Any]
     """The experiment as plain values."""
     resumed: bool
     """True if the run was started before, and is resumed."""
     last_step: int
     """The step after which nothing more is recorded."""
-    online: bool = False
-    """True if the record is sent to wandb's server during the run."""
+    wandb: WandbSection
 
     def shows(self, step: int) -> bool:
         """Return whether sample rollouts of a step are shown."""
@@ -47,7 +45,7 @@ class Tracked:
 
     def place(self, tracker: str) -> Path:
         """Return the folder for a tracker's files, and make it if it is missing."""
-        path = Path(self.folder) / tracker
+        path = self.files.path / tracker
         path.mkdir(exist_ok=True)
         return path
 
