@@ -87,7 +87,7 @@ class Run:
         count = rollout.engines if experiment.needs_engines else 0
         # They come up while the trainer does, unless they take turns.
         policy = self._serving("policy", numerics)
-        self.engines = Engines(count, policy, rollout, self.events, awake=not rollout.sleep)
+        self.engines = Engines(count, policy, rollout, self.events)
         """The policy's engines; empty in a run that samples nothing."""
         closing.callback(self.engines.stop)
         self.teacher: Engines | None = None
