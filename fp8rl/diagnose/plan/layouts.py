@@ -117,7 +117,7 @@ def findings(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterat
     try:
         if subject.teacher is not None:
             check_teacher_layout(experiment, subject.teacher)
-        check_fits(job, memory, gpu.memory, gpu.name)
+        check_fits(job, memory, gpu)
     except UserError as error:
         yield Finding.of_error(error)
     if subject.stands_in:

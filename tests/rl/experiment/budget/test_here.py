@@ -28,7 +28,7 @@ Machine = Callable[..., None]
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Has torch show so many GPUs of a kind, in a host of 2 TB."""
-    device = namedtuple("device", "name total_memory")
+    device = namedtuple("device", "name total_memory major minor", defaults=(9, 0))
     monkeypatch.setattr(resources, "available_memory", lambda: 2 << 40)
 
     def shown(kind: tuple[str, int], count: int) -> None:
