@@ -30,7 +30,6 @@ from tests.support.wandb_server import WandbServer, wandb_server
 
 pytestmark = pytest.mark.slow
 
-ONLINE = WandbSection(mode="online", project="test")
 MAX_ABS_D = "mismatch/train_rollout_logprob_abs_diff_max"
 FIRED = Event(4, MAX_ABS_D, 0.25, "above 0", "warn", "capsules/step_4", "gate: d is 0.25")
 
@@ -166,7 +165,7 @@ def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, mon
     monkeypatch.setattr(to_wandb, "_UPLOAD_SECONDS", 2.0)
     said: list[str] = []
     steps = list(range(1, 22))
-    with tracking(run, "wandb", wandb=ONLINE, lost=said.append) as tracker:
+    with tracking(run, "wandb", wandb=WandbSection(mode="online", project="test"), lost=said.append) as tracker:
         for step in steps:
             if step == 4:
                 assert wait_until(lambda: uploaded(run, online) == [1, 2, 3], 120), "while the run goes on"
@@ -188,7 +187,7 @@ def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, mon
 def test_a_server_that_refuses_the_key_costs_no_row(run: RunDir, online: WandbServer) -> None:
     online.refuses.set()
     said: list[str] = []
-    with tracking(run, "wandb", wandb=ONLINE, lost=said.append) as tracker:
+    with tracking(run, "wandb", wandb=WandbSection(mode="online", project="test"), lost=said.append) as tracker:
         tracker.log(1, {"train/loss": 0.5})
     (sentence,) = said
     assert sentence.startswith("wandb is lost: ") and "metrics.jsonl and the report are kept" in sentence
