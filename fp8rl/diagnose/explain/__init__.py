@@ -21,6 +21,7 @@ from fp8rl.diagnose.report import Finding, Report, grid
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.rl.experiment import with_keys
 from fp8rl.rl.guard.bias import WINDOW
 from fp8rl.rl.record.console import format_difference
 from fp8rl.rl.record.metrics_log import metrics_found
@@ -168,7 +169,7 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
     # are no rewards or environments, so no code that the subject names is imported.
     trainer = TrainerSection(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
     plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
-    experiment = subject.experiment.with_keys({"trainer": trainer, "rollout.tp": 1, **plain})
+    experiment = with_keys(subject.experiment, {"trainer": trainer, "rollout.tp": 1, **plain})
     with open_pair(experiment, subject.numerics, say) as run:
         if subject.checkpoint is not None:
             with run.turn("train"):

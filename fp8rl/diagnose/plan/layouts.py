@@ -11,6 +11,7 @@ from fp8rl.diagnose.report import Finding
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment import with_keys
 from fp8rl.rl.experiment.budget.fit import SLACK, check_fits, largest_micro_batch
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
@@ -112,7 +113,7 @@ def target(gpu: Gpu) -> Target:
 def findings(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
     """Yield what `train` would refuse, by the rules of `train`, then remarks on what it would accept. memory: the
     fullest GPU's."""
-    experiment = subject.experiment.with_keys({"trainer": job.layout, "rollout.tp": job.engine_tp})
+    experiment = with_keys(subject.experiment, {"trainer": job.layout, "rollout.tp": job.engine_tp})
     yield from map(Finding.of_error, broken_rules(experiment, job.shape, target(gpu)))
     try:
         if subject.teacher is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8rl.diagnose.plan import layouts
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on
-from fp8rl.rl.experiment import Experiment, parse_experiment
+from fp8rl.rl.experiment import Experiment, parse_experiment, with_keys
 from fp8rl.rl.experiment.budget.fit import fullest, with_cache
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu
 from fp8rl.rl.experiment.budget.memory import engine_memory
@@ -53,7 +53,7 @@ def keys_that_fit(
     world = gpus or (base.trainer.world_size if subject.chosen else GPUS_PER_NODE)
     most = world if gpus or subject.shape.adapters else MOST_GPUS
     for mode in dict.fromkeys((base.numerics.mode, "native")):
-        if not _loads(base.with_keys({"numerics.mode": mode})):
+        if not _loads(with_keys(base, {"numerics.mode": mode})):
             continue
         count = world
         while count <= most:
@@ -70,9 +70,9 @@ def _first(subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, length: int |
 
     no_more: engines that share GPUs with the trainer get no GPUs of their own.
     """
-    based = replace(subject, experiment=subject.experiment.with_keys(first))
+    based = replace(subject, experiment=with_keys(subject.experiment, first))
     fixed = {**first, **dense_layers_in_bf16(based, gpu)}
-    base = based.experiment.with_keys(fixed)
+    base = with_keys(based.experiment, fixed)
     based = replace(subject, experiment=base)
     engines = _engine_ranks(based, gpu, no_more)
     own = [base.trainer] if subject.chosen and base.trainer.world_size == gpus else []
@@ -107,7 +107,7 @@ def _place(names: Iterable[str], keys: Keys) -> list[int]:
 def _in_layout(subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gpu, length: int | None) -> Keys | None:
     """Return `keys` and the layout's keys if they leave the slack and break no rule, else None."""
     keys = {**keys, **{f"trainer.{name}": getattr(layout, name) for name in _SIZES}}
-    experiment = subject.experiment.with_keys(keys)
+    experiment = with_keys(subject.experiment, keys)
     job = job_on(replace(subject, experiment=experiment), gpu, length)
     apart = is_apart(experiment, job)
     if not layouts.leaves_slack(fullest(with_cache(job, experiment, gpu.memory, apart), apart).peak, gpu):
@@ -154,7 +154,7 @@ def dense_layers_in_bf16(subject: PlanSubject, gpu: Gpu) -> Keys:
     dense = sizes.layers - sizes.moe_layers
     if not sizes.moe or not dense or base.numerics.first_layers_bf16 >= dense:
         return {}
-    plain = base.with_keys({f"trainer.{name}": 1 for name in _SIZES} | {"rollout.tp": 1})
+    plain = with_keys(base, {f"trainer.{name}": 1 for name in _SIZES} | {"rollout.tp": 1})
     widths = any("intermediate_size" in error.key for error in broken_rules(plain, subject.shape, layouts.target(gpu)))
     return {"numerics.first_layers_bf16": dense} if widths else {}
 

@@ -26,7 +26,7 @@ from fp8rl.numerics.core.files import file_sha256, new_directory
 from fp8rl.numerics.core.reading import check_path, parsed, read_text
 from fp8rl.numerics.core.section import validated
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.experiment import Experiment, read_resolved, with_keys
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.step.batch import TokenBatch
@@ -71,7 +71,7 @@ class Capsule:
         changed: dict[str, Any] = {"adapter": None}
         if self.experiment.adapter is not None and self.experiment.adapter.mode == "separate":
             changed = {"adapter.start": str(weights / _ADAPTER)}
-        return self.experiment.with_keys({"model": self.experiment.model.at(weights), **changed})
+        return with_keys(self.experiment, {"model": self.experiment.model.at(weights), **changed})
 
 
 class About(BaseModel):

@@ -46,9 +46,9 @@ class RolloutRecord:
     token_ids: list[int]
     """[T], the tokens of the answer, including an environment's tokens."""
     rollout_logprobs: list[LogProb]
-    """The engine's log-probabilities of the model's tokens."""
+    """The engine's log-probabilities of the model's tokens; NaN if not finite."""
     train_logprobs: list[LogProb]
-    """The trainer's log-probabilities of the model's tokens."""
+    """The trainer's log-probabilities of the model's tokens; NaN if not finite."""
     weight_versions: list[int]
     """The weight versions that sampled the model's tokens."""
     advantage: float | None

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment import Experiment, with_keys
 from fp8rl.rl.experiment.budget.fit import with_own_cache
 from fp8rl.rl.guard.capsule import export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.guard import Verdict
@@ -242,8 +242,8 @@ def open_pair(
 
     Raises HandshakeError, and what the start of either side raises.
     """
-    experiment = experiment.with_keys(
-        {"rollout.engines": 1, "rollout.port": None, "sync.canary": False, "teacher": None}
+    experiment = with_keys(
+        experiment, {"rollout.engines": 1, "rollout.port": None, "sync.canary": False, "teacher": None}
     )
     with BoundedExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-pair-")))

@@ -24,7 +24,7 @@ from fp8rl.rl.experiment.budget.memory import (
     logit_bytes,
     trainer_memory,
 )
-from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.experiment import Experiment, with_keys
 from fp8rl.trainer.device import has_transformer_engine
 from fp8rl.trainer.state_bytes import storage_on
 
@@ -202,4 +202,4 @@ def with_own_cache(experiment: Experiment) -> Experiment:
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment
     job, _ = planned_here(read_shape(experiment.model.directory, adapter=experiment.adapter), experiment, gpu)
-    return experiment.with_keys({"rollout.max_total_tokens": job.kv_tokens})
+    return with_keys(experiment, {"rollout.max_total_tokens": job.kv_tokens})
