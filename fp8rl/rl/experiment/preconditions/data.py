@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import UserError, user_error
@@ -91,10 +92,7 @@ def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int,
 
 def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
     """Yield the first `ALL_READ` problems, and a fixed sample of `SAMPLED` problems after them."""
-    for index, problem in enumerate(problems):
-        if index == ALL_READ:
-            break
-        yield index, problem
+    yield from islice(enumerate(problems), ALL_READ)
     if len(problems) > ALL_READ:
         count = min(SAMPLED, len(problems) - ALL_READ)
         for index in sorted(random.Random(0).sample(range(ALL_READ, len(problems)), count)):
@@ -108,12 +106,9 @@ def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
 
 def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | None:
     """Return a remark on the first answer that changes when it is encoded and decoded; None: no answer changes."""
-    for index in range(min(DECODED, len(problems))):
-        answer = problems[index].answer
-        if len(answer) > _LONG:
-            continue
-        back = text_of(tokenizer, behind_ids(tokenizer, answer))
-        if back != answer:
+    for index, problem in enumerate(islice(problems, DECODED)):
+        answer = problem.answer
+        if len(answer) <= _LONG and (back := text_of(tokenizer, behind_ids(tokenizer, answer))) != answer:
             return (
                 f"{problems.source.key}: the tokenizer of model.path does not keep text: the answer of "
                 f"{problems.name(index)}, {answer[:60]!r}, comes back as {back[:60]!r}. Rewards and environments read "
