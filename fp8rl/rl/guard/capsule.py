@@ -127,7 +127,10 @@ def write_capsule(
     with the run's resolved experiment and with the digests of the served weights. held: for each engine that answers,
     the digests that it reports now.
     """
-    chosen, served = scored.select(rows), Manifest(**json.loads(manifest.read_text()))
+    chosen, wrong = scored.select(rows), None
+    if held:
+        served = Manifest(**json.loads(manifest.read_text()))
+        wrong = sorted(set().union(*map(served.mismatched, held)))
     about = About(
         step=step,
         why=list(why),
@@ -140,7 +143,7 @@ def write_capsule(
         rows=list(rows),
         tis_cap=scored.tis_cap,
         metrics=chosen.metrics() | chosen.drift(),
-        wrong=sorted(set().union(*map(served.mismatched, held))) if held else None,
+        wrong=wrong,
     )
     with new_directory(path) as partial:
         written = {"format": FORMAT} | about.model_dump(exclude_defaults=True)
