@@ -9,16 +9,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_sections import SEVERITY, WITHHOLDING, GateSection
 from fp8rl.rl.record.metrics import REWARD_PARTS, Metric, metric
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
-
-if TYPE_CHECKING:
-    from fp8rl.rl.experiment.experiment import Experiment
 
 
 def gate_refusals(experiment: Experiment) -> Iterator[UserError]:

@@ -7,14 +7,11 @@ model's sizes and the machines.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.weight_sync.config import reason_to_send
-
-if TYPE_CHECKING:
-    from fp8rl.rl.experiment.experiment import Experiment
 
 
 def refusals(e: Experiment) -> Iterator[UserError]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +12,10 @@ from fp8rl.numerics.sampling import EVERY_TOKEN, GREEDY, Truncation
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.mismatch.logprobs import tokens_by_age
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
+from fp8rl.rl.run.feed.judging import JudgedAnswer
+from fp8rl.rollout.types import Trajectory
 from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, UNKNOWN, TokenBatch
 from fp8rl.trainer.step.kept_tokens import KeptTokenPool
-
-if TYPE_CHECKING:
-    from fp8rl.rl.run.feed.judging import JudgedAnswer
-    from fp8rl.rollout.types import Trajectory
 
 
 @dataclass(frozen=True)
