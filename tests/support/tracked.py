@@ -7,8 +7,7 @@ import pytest
 
 from fp8rl.rl.record.rollouts import RolloutRecord
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import Tracked
-from fp8rl.rl.record.trackers.to_wandb import WandbSection
+from fp8rl.rl.record.trackers import Tracked, WandbSection
 from fp8rl.rl.record.tracking import BackgroundTrackers, RunTracker
 
 

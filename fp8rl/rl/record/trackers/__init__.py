@@ -10,20 +10,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from fp8rl.numerics.core.errors import user_error
-
-if TYPE_CHECKING:
-    from fp8rl.rl.record.rollouts import RolloutRecord
-    from fp8rl.rl.record.run_dir import RunDir
-    from fp8rl.rl.record.trackers.to_wandb import WandbSection
+from fp8rl.numerics.core.section import Section
+from fp8rl.rl.record.rollouts import RolloutRecord
+from fp8rl.rl.record.run_dir import RunDir
 
 SHOWN_EVERY = 10
 """Steps between sample rollouts in trackers, which are slow to write; the run's files have samples of every step."""
 TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard"}
 """Trackers by the package that each needs, and the class in `to_PACKAGE`. wandb is always installed;
 `fp8rl[tensorboard]` installs the other."""
+
+
+class WandbSection(Section):
+    """The `tracking.wandb:` section of an experiment."""
+
+    mode: Literal["offline", "online", "disabled"] = "offline"
+    """`offline` records into the run's directory. `online` also uploads the record during the run. `disabled` records
+    nothing."""
+    project: str = Field(default="fp8rl", min_length=1)
+    """The project of wandb that the run belongs to."""
 
 
 @dataclass(frozen=True)

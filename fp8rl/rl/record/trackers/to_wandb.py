@@ -8,16 +8,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from fp8rl.numerics.core.errors import typed, user_error
 from fp8rl.numerics.core.files import write_atomically
-from fp8rl.numerics.core.section import Section
 from fp8rl.rl.record.metrics import METRICS, SHOWN_FIRST
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import Tracked, Tracker
+from fp8rl.rl.record.trackers import Tracked, Tracker, WandbSection
 
 if TYPE_CHECKING:
     import wandb
@@ -36,16 +33,6 @@ _UPLOAD_SECONDS = 120.0
 """Seconds that wandb gets at the end of a run to upload the rest."""
 _KEY = "tracking.wandb"
 _STAGING = "WANDB_DATA_DIR"
-
-
-class WandbSection(Section):
-    """The `tracking.wandb:` section of an experiment."""
-
-    mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` records into the run's directory. `online` also uploads the record during the run. `disabled` records
-    nothing."""
-    project: str = Field(default="fp8rl", min_length=1)
-    """The project of wandb that the run belongs to."""
 
 
 def check_wandb(config: WandbSection) -> None:

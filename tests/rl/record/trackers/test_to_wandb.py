@@ -21,8 +21,8 @@ from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import to_wandb
-from fp8rl.rl.record.trackers.to_wandb import BASICS, METRIC_GROUPS, WandbSection, check_wandb
+from fp8rl.rl.record.trackers import WandbSection, to_wandb
+from fp8rl.rl.record.trackers.to_wandb import BASICS, METRIC_GROUPS, check_wandb
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
 from tests.support.tracked import RECORDS, tracking
@@ -198,8 +198,9 @@ def test_record_and_upload_end_with_a_driver_that_is_killed(run: RunDir, online:
     code = f"""
 from pathlib import Path
 from fp8rl.rl.record.run_dir import RunDir
-from tests.support.tracked import tracking
-tracking(RunDir(Path({str(run.path)!r})), "wandb", online=True).log(1, {{"train/loss": 0.5}})
+from tests.support.tracked import WandbSection, tracking
+online = WandbSection(mode="online", project="test")
+tracking(RunDir(Path({str(run.path)!r})), "wandb", wandb=online).log(1, {{"train/loss": 0.5}})
 import time
 time.sleep(600)
 """
