@@ -29,7 +29,6 @@ from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rollout.deadlines import GRACE_S
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from fp8rl.serving import serve
 
@@ -117,7 +116,7 @@ def evaluate(served: Subject, log: Path, say: Callable[[str], object]) -> dict[s
 
         answers: list[list[Trajectory]]
         conversations = None
-        if experiment.environment.function != SINGLE_TURN:
+        if experiment.has_environment:
             longest = experiment.rollout.context_length
             conversations = Conversations(experiment.environment, tokenizer, ask, longest, events)
             closing.callback(conversations.close)

@@ -14,7 +14,6 @@ from torch import Tensor
 from fp8rl.diagnose.report import Difference
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
@@ -52,12 +51,11 @@ def calibration_prompts(run: Run) -> list[Prompt]:
     return prompts + long
 
 
-def sampled_batch(run: Run, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
-    """Sample `group_size` answers to each prompt; batch them as a step would, without advantages."""
-    groups = to_groups(prompts, group_size, run_seed=run.experiment.run.seed, step=0)
-    answers = run.sampling.sample(groups, temperature)
-    truncation = run.experiment.rollout.truncation if temperature else EVERY_TOKEN
-    return batch_from_trajectories(answers, temperature, replay=run.replays, truncation=truncation)
+def sampled_batch(run: Run, prompts: list[Prompt], temperature: float) -> TokenBatch:
+    """Sample ANSWERS to each prompt; batch them as a step would, without advantages."""
+    groups = to_groups(prompts, ANSWERS, run_seed=run.experiment.run.seed, step=0)
+    answers, replay = run.sampling.sample(groups, temperature), run.numerics.router_replay == "replay"
+    return batch_from_trajectories(answers, temperature, replay=replay, truncation=run.experiment.rollout.truncation)
 
 
 # One rank of the trainer in this process, for what is scored without a run. Megatron is imported here alone.

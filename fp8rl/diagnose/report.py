@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Literal, Self
 
+from pydantic_core import to_jsonable_python
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.rl.record.console import format_difference
 from fp8rl.rollout.engine.protocol import LIBRARIES
 from fp8rl.weight_sync.manifest import some_of
 
@@ -63,7 +62,7 @@ class Report:
     findings: tuple[Finding, ...]
     """The most important first. Of findings that explain a difference, the first is the likeliest."""
     facts: Mapping[str, Any]
-    """What was read or measured. In JSON a dataclass is an object, and a number that is not finite is null."""
+    """What was read or measured, in JSON as `plain` gives it."""
     versions: Mapping[str, str] = field(
         default_factory=lambda: {
             name: installed_version(name) or "not installed" for name in (*LIBRARIES, "megatron-core")
@@ -95,16 +94,8 @@ class Report:
 
 
 def plain(value: Any) -> Any:
-    """Return a fact as JSON values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if isinstance(value, Path):
-        return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Return a fact as JSON values: a dataclass is an object, and a number that is not finite is null."""
+    return to_jsonable_python(value, inf_nan_mode="null")
 
 
 def installed_version(name: str) -> str | None:
@@ -149,7 +140,7 @@ class Difference:
 
 def shown_number(value: float | None) -> str:
     """Write a number as `1.23e-04`; zero is `0` and None is `none`."""
-    return "none" if value is None else "0" if value == 0 else f"{value:.2e}"
+    return "none" if value is None else format_difference(value)
 
 
 def graded(text: str, grade: Grade) -> Text:

@@ -14,7 +14,7 @@ from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import check_path, read_json
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.experiment import Experiment, read_resolved, with_keys
 from fp8rl.rl.experiment.loading import compose_experiment
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
@@ -169,11 +169,10 @@ def read_served(path: Path, mode: Mode, preset: str, architecture: str | None = 
 def _trained(run: RunDir, experiment: Experiment) -> Experiment | None:
     """Return an experiment whose model is the one that the run wrote at its end; None: no model yet."""
     if engine_adapter(experiment) is None and run.model.is_dir():
-        return experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
+        return with_keys(experiment, {"model": experiment.model.at(run.model), "adapter": None})
     if experiment.adapter is None or not run.adapter.is_dir():
         return None
-    adapter = experiment.adapter.model_copy(update={"start": str(run.adapter)})
-    return experiment.model_copy(update={"adapter": adapter})
+    return with_keys(experiment, {"adapter.start": str(run.adapter)})
 
 
 def model_given(model: Path, architecture: str | Path | None, key: str) -> Path:

@@ -113,7 +113,7 @@ def _first_sync(run: Run, evaluation: Evaluation, guard: Guard) -> None:
         evaluation.begin(0)
         evaluated, greedy = evaluation.finish()
         with run.turn("train"):
-            agreed = agreement_on(greedy, run.trainer, replay=guard.replays, tis_cap=guard.tis_cap)
+            agreed = agreement_on(greedy, run.trainer, guard)
         metrics = first.metrics() | evaluated | agreed | run.engines.canaries()
         record.console.step(0, record.tracker.log(0, metrics))
     elif evaluation.is_due(record.step) and evaluation.runs_in_background(record.step):

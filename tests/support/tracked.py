@@ -7,7 +7,7 @@ import pytest
 
 from fp8rl.rl.record.rollouts import RolloutRecord
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import Tracked
+from fp8rl.rl.record.trackers import Tracked, WandbSection
 from fp8rl.rl.record.tracking import BackgroundTrackers, RunTracker
 
 
@@ -36,6 +36,6 @@ def tracking(
 ) -> RunTracker:
     """Record a run, and tell it to the trackers of these names. lost: told in any thread. changes: of `Tracked`."""
     config = {"run": {"name": "demo"}, "trainer": {"lr": 1e-4}}
-    values = {"project": "test", "config": config, "last_step": 99, "resumed": resume_step is not None}
-    told = Tracked(str(run.path), "demo", **(values | changes))
+    values = {"wandb": WandbSection(project="test"), "last_step": 99, "resumed": resume_step is not None}
+    told = Tracked(run, config, **(values | changes))
     return RunTracker(run, BackgroundTrackers(names, told, lost), resume_step=resume_step)

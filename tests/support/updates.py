@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.rl.mismatch.logprobs import token_versions
-from fp8rl.rl.run.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories, token_versions
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, Group, SamplingParams, Trajectory

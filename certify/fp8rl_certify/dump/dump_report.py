@@ -195,7 +195,7 @@ def write_page(report: DumpReport, path: Path) -> None:
             page.Section(
                 "How far apart",
                 page.Table([("Log-probabilities", ""), *((name, "n") for name in headings)], compared),
-                *(page.Paragraph(note, dim=True) for note in report.notes),
+                *(page.Paragraph(note) for note in report.notes),
             ),
             *(_causes(side) for side in report.sides if side.explanations),
             page.Section("Where it sits", page.Charts(_charts(report))),

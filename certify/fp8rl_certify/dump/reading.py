@@ -15,7 +15,7 @@ from fp8rl.numerics.core.reading import LARGEST, check_file, check_path, parse_j
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.history import read_events
-from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
+from fp8rl.rl.record.rollouts import ROLLOUT, RolloutRecord
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.checkpoint.files import read_about
 from fp8rl_certify.dump import slime_verl
@@ -162,7 +162,7 @@ def read_run(path: Path, model: Path | None = None) -> Dump:
     files = [path] if path.is_file() else [run.rollouts(step) for step in reversed(run.rollout_steps())]
     missing: UserError | None = None
     for file in files:
-        records = whole_json_lines(file, "DUMP", parse_rollout)
+        records = whole_json_lines(file, "DUMP", ROLLOUT.validate_python)
         versions = Counter(version for record in records for version in record.weight_versions)
         version = versions.most_common(1)[0][0] if versions else 0  # of most of the tokens
         try:

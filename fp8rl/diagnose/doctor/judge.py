@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from fp8rl.diagnose.doctor.doctor_report import Blocks, Diagnosis, Features, Side
-from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine
+from fp8rl.diagnose.doctor.machine import Machine
 from fp8rl.diagnose.report import Finding, Grade
 from fp8rl.numerics.backend.implementation import (
     BLACKWELL,
@@ -24,6 +24,7 @@ from fp8rl.numerics.backend.implementation import (
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.budget.job import Gpu
 from fp8rl.rl.experiment.preconditions.rules import Target, native_refusals, shared_memory_refusals
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.server.arguments import server_arguments
@@ -56,7 +57,7 @@ def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
     return Diagnosis(machine, numerics.mode, numerics.spec.digest(), sides, able, tuple(findings))
 
 
-def features(gpu: InstalledGpu, torch_cuda: str | None) -> Features:
+def features(gpu: Gpu, torch_cuda: str | None) -> Features:
     """Say what one GPU can do under torch's CUDA release.
 
     Blackwell multiplies blocks as MX, only with power-of-two scales.
@@ -71,7 +72,7 @@ def _device(machine: Machine) -> str:
     return "cuda" if machine.torch_sees else "cpu"
 
 
-def _weakest(machine: Machine) -> InstalledGpu | None:
+def _weakest(machine: Machine) -> Gpu | None:
     """Return the weakest GPU. A run may use any GPU, so it must suit the weakest."""
     return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
 

@@ -105,14 +105,13 @@ def prefill_against_decode(run: Run, batch: TokenBatch) -> Difference:
 
 def alone_against_together(run: Run, batch: TokenBatch) -> Difference:
     """Compare log-probabilities of the longest rows: prefilled row by row, and prefilled all at once."""
-    rows = batch.lengths.argsort(descending=True, stable=True)[:ALONE].tolist()
-    longest = batch.select(rows)
+    longest = batch.select(batch.lengths.argsort(descending=True, stable=True)[:ALONE].tolist())
     together, known = _scored(run, longest)
-    alone = [_scored(run, longest.select([row]))[0][0] for row in reversed(range(len(rows)))]
-    padded = torch.zeros_like(together)
-    for row, values in enumerate(reversed(alone)):
-        padded[row, : len(values)] = values
-    return difference(padded, together, known)
+    alone = torch.zeros_like(together)
+    for row in reversed(range(longest.rows)):
+        values = _scored(run, longest.select([row]))[0][0]
+        alone[row, : len(values)] = values
+    return difference(alone, together, known)
 
 
 def _scored(run: Run, batch: TokenBatch) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from fp8rl.diagnose.report import installed_version
 from fp8rl.numerics.backend.cuda_toolkit import installed
 from fp8rl.numerics.backend.implementation import expandable_segments
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.rl.experiment.budget.job import Gpu
 from fp8rl.rollout.deadlines import kill_family
 
 LIBRARIES = (
@@ -47,17 +48,6 @@ print(json.dumps([enable_compiler() if here == device.CPU else None, row_variant
 PROBE_SECONDS = 120
 
 
-@dataclass(frozen=True)
-class InstalledGpu:
-    """One GPU as the driver shows it."""
-
-    name: str
-    memory: int
-    """Bytes of the GPU's own memory; 0 if it shares the machine's."""
-    capability: tuple[int, int]
-    """Compute capability, (9, 0) for an H200."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What a machine has, for `judge`. Versions are texts, compilers are paths."""
@@ -68,7 +58,7 @@ class Machine:
     """Version of each of LIBRARIES; None: not installed."""
     wanted: Mapping[str, str]
     """The versions that this release and its SGLang are written for, as specifiers (`==0.5.19`)."""
-    gpus: tuple[InstalledGpu, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     """All GPUs that the driver shows."""
     torch_sees: bool = False
     """Torch can use the GPUs."""
@@ -115,7 +105,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
     driver, gpus = _nvidia_smi()
     if torch_sees:
         seen = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        gpus = tuple(InstalledGpu(each.name, each.total_memory, (each.major, each.minor)) for each in seen)
+        gpus = tuple(Gpu(each.name, (each.major, each.minor), each.total_memory) for each in seen)
     with suppress(ImportError):  # seconds that the checks need anyway, while the probe is at work
         from transformers import AutoTokenizer  # noqa: F401
     toolkits = list(installed()) if torch_sees else []
@@ -148,7 +138,7 @@ def _specifiers(distribution: str) -> dict[str, str]:
     return {name: asked[canonicalize_name(name)] for name in LIBRARIES if canonicalize_name(name) in asked}
 
 
-def _nvidia_smi() -> tuple[str | None, tuple[InstalledGpu, ...]]:
+def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
     """Return the driver's version and its GPUs, even if torch cannot use them."""
     query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
@@ -158,7 +148,7 @@ def _nvidia_smi() -> tuple[str | None, tuple[InstalledGpu, ...]]:
     return parse_nvidia_smi(lines)
 
 
-def parse_nvidia_smi(lines: list[str]) -> tuple[str | None, tuple[InstalledGpu, ...]]:
+def parse_nvidia_smi(lines: list[str]) -> tuple[str | None, tuple[Gpu, ...]]:
     """Parse lines such as `580.95.05, NVIDIA H200, 143771, 9.0` (memory in MiB)."""
     rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.count(",") == 3]
     gpus = []
@@ -166,7 +156,7 @@ def parse_nvidia_smi(lines: list[str]) -> tuple[str | None, tuple[InstalledGpu, 
         major, _, minor = capability.partition(".")
         if major.isdigit() and minor.isdigit():
             # A GPU that shares the machine's memory has `[N/A]` there.
-            gpus.append(InstalledGpu(name, int(mib) << 20 if mib.isdigit() else 0, (int(major), int(minor))))
+            gpus.append(Gpu(name, (int(major), int(minor)), int(mib) << 20 if mib.isdigit() else 0))
     return (rows[0][0] if rows else None), tuple(gpus)
 
 

@@ -11,7 +11,7 @@ from fp8rl.diagnose.doctor import logprobs
 from fp8rl.diagnose.doctor.formats import Row, differences_of, rows_of, unseen
 from fp8rl.diagnose.doctor.logprobs import SAME_PRECISION, judged
 from fp8rl.diagnose.doctor.watch import engine_holdings, watch_step
-from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, sampled_batch
+from fp8rl.diagnose.measure import calibration_prompts, sampled_batch
 from fp8rl.diagnose.report import Difference, Finding
 from fp8rl.models.formats import Sighting
 from fp8rl.rl.algorithms.sft import SftObjective
@@ -92,11 +92,11 @@ def _examine(run: Run, found: Pair, say: Callable[[str], None]) -> None:
     said = f"{sync.verified_tensors} tensors equal, {sync.bytes} bytes in {sync.seconds:.2f} s"
     found.findings.append(judged("bytes", "manifest", sync.verified_tensors > 0, said, equal))
     say("sampling and scoring the calibration batch")
-    prompts = calibration_prompts(run)
-    batch = sampled_batch(run, prompts, ANSWERS, run.experiment.rollout.temperature)
+    prompts, asked = calibration_prompts(run), run.experiment.rollout.temperature
+    batch = sampled_batch(run, prompts, asked)
     measured = found.differences["trainer against engine"] = logprobs.against_trainer(run, batch)
     temperature = logprobs.sampler_temperature(run, batch, measured)
-    plain = batch if batch.temperature == 1.0 else sampled_batch(run, prompts, ANSWERS, 1.0)
+    plain = batch if asked == 1.0 else sampled_batch(run, prompts, 1.0)
     floors = {
         "prefill against decode": logprobs.prefill_against_decode(run, plain),
         "alone against together": logprobs.alone_against_together(run, plain),
@@ -108,8 +108,7 @@ def _examine(run: Run, found: Pair, say: Callable[[str], None]) -> None:
         say("starting a BF16 engine, with which native mode is compared")
         run.switch(numerics.in_bf16())
         run.syncing.sync()
-        in_bf16 = sampled_batch(run, prompts, ANSWERS, run.experiment.rollout.temperature)
-        floors[BF16] = logprobs.against_trainer(run, in_bf16)
+        floors[BF16] = logprobs.against_trainer(run, sampled_batch(run, prompts, asked))
     found.differences |= floors
     found.findings.append(logprobs.trainer_against_engine(numerics, measured, floors.get(BF16)))
     found.findings.append(temperature)

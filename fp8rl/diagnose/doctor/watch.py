@@ -75,10 +75,8 @@ def _outside_ops(trainer: Trainer, recorder: Recorder) -> Iterator[None]:
     """Note tensors of no op: the residual stream and its gradient, weights' gradients."""
 
     def stream(layer: Any, _: Any, out: Any) -> None:
-        name, x = (
-            f"layers.{layer.layer_number - 1}",
-            next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)),
-        )
+        name = f"layers.{layer.layer_number - 1}"
+        x = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         recorder.note("residual", name, recorder.grids.format(x, "activation"))
         if x.requires_grad:
             x.register_hook(

@@ -16,11 +16,12 @@ from rich.text import Text
 from fp8rl.diagnose.explain.causes import Comparison
 from fp8rl.diagnose.explain.compare import compare
 from fp8rl.diagnose.explain.rescore import Rescored, recorded, rescore
-from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, one_trainer, sampled_batch
+from fp8rl.diagnose.measure import LONG_PROMPTS, LONG_TOKENS, calibration_prompts, one_trainer, sampled_batch
 from fp8rl.diagnose.report import Finding, Report, grid
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.rl.experiment import with_keys
 from fp8rl.rl.guard.bias import WINDOW
 from fp8rl.rl.record.console import format_difference
 from fp8rl.rl.record.metrics_log import metrics_found
@@ -167,9 +168,8 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
     # One rank each, but `numerics.k_splits` of the run, so that the rank adds in the order of the run's layout. There
     # are no rewards or environments, so no code that the subject names is imported.
     trainer = TrainerSection(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
-    rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
     plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
-    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
+    experiment = with_keys(subject.experiment, {"trainer": trainer, "rollout.tp": 1, **plain})
     with open_pair(experiment, subject.numerics, say) as run:
         if subject.checkpoint is not None:
             with run.turn("train"):
@@ -183,7 +183,7 @@ def _compared(subject: Subject, say: Callable[[str], object]) -> tuple[Rescored 
             raise user_error("sync", str(error), "engines that hold the trainer's weights", remedy) from error
         if capsule is None:
             say("sampling a calibration batch")
-            batch = sampled_batch(run, calibration_prompts(run), ANSWERS, run.experiment.rollout.temperature)
+            batch = sampled_batch(run, calibration_prompts(run), run.experiment.rollout.temperature)
         else:
             say("scoring the capsule's sequences again")
             again, batch = rescore(capsule, run.trainer.apply), recorded(capsule)

@@ -44,11 +44,6 @@ class Plan:
     """A layout on the fewest GPUs that leaves `needed_slack` free; None: there is none."""
     fewest_apart: bool
     """True if the layout in `fewest` shares no GPU with engines: they have their own GPUs, or there are no engines."""
-    keys: tuple[str, ...] | None
-    """The keys that a search set to make the plan fit; None: no search was made (`searched`), or no keys do."""
-    searched: bool
-    fits_with: tuple[str, ...] | None
-    """Keys that would make a plan fit on as many GPUs; None: it fits already, or no keys do."""
     stages: tuple[Memory, ...]
     """The trainer's memory on the first rank of each pipeline stage."""
     on_a_cpu: tuple[float, float]
@@ -70,6 +65,11 @@ class Plan:
     ratios: tuple[tuple[Part, Part], ...]
     """Times of exact mode and of a library for the same step; empty without rates and in native mode."""
     findings: tuple[Finding, ...]
+    keys: tuple[str, ...] | None = None
+    """The keys that a search set to make the plan fit; None: no search was made (`searched`), or no keys do."""
+    searched: bool = False
+    fits_with: tuple[str, ...] | None = None
+    """Keys that would make a plan fit on as many GPUs; None: it fits already, or no keys do."""
 
     @property
     def ok(self) -> bool:
@@ -171,9 +171,6 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, bench: Mapping[Mode, R
         needed_slack=SLACK * gpu.memory,
         fewest=fewest or layouts.fewest(job, gpu, beside_engine=False),
         fewest_apart=fewest is None,
-        keys=None,
-        searched=False,
-        fits_with=None,
         stages=tuple(trainer_memory(job, stage) for stage in range(job.layout.pp)),
         on_a_cpu=peak_on_a_cpu(replace(job, storage="torch")),
         largest_micro_batch={

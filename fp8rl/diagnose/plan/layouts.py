@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from fp8rl.diagnose.plan.subject import PlanSubject
 from fp8rl.diagnose.report import Finding
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment import with_keys
 from fp8rl.rl.experiment.budget.fit import SLACK, check_fits, largest_micro_batch
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu, Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
@@ -44,7 +46,7 @@ def engine_widths(job: Job) -> list[int]:
     """Return the divisors of the number of heads that are possible numbers of ranks for an engine."""
     shape, blocks, mode = job.shape, job.numerics.blocks_spec, job.numerics.mode
     divisors = _divisors(shape.sizes.heads, shape.sizes.heads)
-    return [ranks for ranks in divisors if _accepted(check_engine_layout, shape, ranks, blocks, mode)]
+    return [ranks for ranks in divisors if accepted(check_engine_layout, shape, ranks, blocks, mode)]
 
 
 def choose(job: Job, gpu: Gpu, gpus: int) -> Job:
@@ -86,11 +88,12 @@ def layouts(shape: Shape, base: TrainerSection, gpus: int, spec: QuantSpec) -> I
         for pp in _divisors(gpus // tp, min(MOST_STAGES, sizes.layers)):
             for ep in _divisors(sizes.experts, MOST_EXPERT_RANKS) if sizes.moe else [1]:
                 layout = base.model_copy(update={"tp": tp, "pp": pp, "ep": ep, "dp": gpus // tp // pp, "cp": 1})
-                if _accepted(check_layout, shape, layout, spec):
+                if accepted(check_layout, shape, layout, spec):
                     yield layout
 
 
-def _accepted(check: Callable[..., None], *values: object) -> bool:
+def accepted(check: Callable[..., object], *values: Any) -> bool:
+    """Return whether a check raises no `UserError` for these values."""
     try:
         check(*values)
     except UserError:
@@ -110,13 +113,12 @@ def target(gpu: Gpu) -> Target:
 def findings(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
     """Yield what `train` would refuse, by the rules of `train`, then remarks on what it would accept. memory: the
     fullest GPU's."""
-    rollout = subject.experiment.rollout.model_copy(update={"tp": job.engine_tp})
-    experiment = subject.experiment.model_copy(update={"trainer": job.layout, "rollout": rollout})
+    experiment = with_keys(subject.experiment, {"trainer": job.layout, "rollout.tp": job.engine_tp})
     yield from map(Finding.of_error, broken_rules(experiment, job.shape, target(gpu)))
     try:
         if subject.teacher is not None:
             check_teacher_layout(experiment, subject.teacher)
-        check_fits(job, memory, gpu.memory, gpu.name)
+        check_fits(job, memory, gpu)
     except UserError as error:
         yield Finding.of_error(error)
     if subject.stands_in:

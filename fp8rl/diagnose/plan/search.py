@@ -13,8 +13,7 @@ from typing import Any
 
 from fp8rl.diagnose.plan import layouts
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on
-from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.experiment import Experiment, parse_experiment
+from fp8rl.rl.experiment import Experiment, parse_experiment, with_keys
 from fp8rl.rl.experiment.budget.fit import fullest, with_cache
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu
 from fp8rl.rl.experiment.budget.memory import engine_memory
@@ -120,11 +119,7 @@ def _in_layout(subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gp
 
 def _loads(experiment: Experiment) -> bool:
     """Return whether a spec with these values loads. Some contradict each other, such as adapters in native mode."""
-    try:
-        parse_experiment(experiment.model_dump(mode="json"))
-    except UserError:
-        return False
-    return True
+    return layouts.accepted(parse_experiment, experiment.to_dict())
 
 
 def _savings(subject: PlanSubject, length: int | None) -> Iterator[dict[str, Any]]:
@@ -188,15 +183,6 @@ def _differing(subject: PlanSubject, keys: Keys) -> dict[str, Any]:
     layout = () if subject.chosen else tuple(f"trainer.{name}" for name in _SIZES[:4])
     found = {key: reduce(getattr, key.split("."), subject.experiment) for key in keys}
     return {key: value for key, value in keys.items() if found[key] != value or key in layout}
-
-
-def with_keys(section: Any, keys: Keys) -> Any:
-    """Return a section of the spec, or the whole spec, with the values of `keys`."""
-    for key, value in keys.items():
-        name, _, rest = key.partition(".")
-        value = with_keys(getattr(section, name), {rest: value}) if rest else value
-        section = section.model_copy(update={name: value})
-    return section
 
 
 def written(keys: Keys) -> list[str]:

@@ -16,9 +16,8 @@ from fp8rl.diagnose.plan.bench import Decode, Rate, Rates, decode_step
 from fp8rl.models.shape import WeightGroup, overlap
 from fp8rl.numerics.config import Mode
 from fp8rl.rl.experiment.budget.job import Job
-from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES
-from fp8rl.trainer.config import OptimizerSection
-from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
+from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES, master_bytes
+from fp8rl.trainer.state_bytes import layers_of_stage
 
 Ends = tuple[float, float]
 """Numbers at the fastest and at the slowest measured rates."""
@@ -214,12 +213,10 @@ def kept_bytes(job: Job, stage: int) -> float:
 
 def update_bytes(job: Job, stage: int) -> float:
     """Return the bytes that the optimizer and the quantizing of each BF16 weight (both ways) move."""
-    rank = stage * job.layout.stage_size
-    on_gpu = job.layout.model_copy(update={"optimizer": OptimizerSection()})
-    states = state_bytes(job.shape, on_gpu, job.numerics, job.storage, rank).values()
+    masters = master_bytes(job, stage * job.layout.stage_size)
     again = () if job.separate else products(job, stage)  # weights that stay are quantized once
     quantized = sum(each.layers * each.copies * each.n * each.k for each in again if each.fp8)
-    return OPTIMIZER_BYTES * sum(state.masters / 4 for state in states) + 4 * quantized
+    return OPTIMIZER_BYTES * masters / 4 + 4 * quantized
 
 
 def _layers(job: Job, stage: int) -> range:

@@ -101,7 +101,7 @@ class PolicyGradient(AlgorithmConfig):
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
         rejection = self.rejection
-        if self.ratio == "bypass" and self._rejects:
+        if self.ratio == "bypass" and self.correction.rejects:
             found = f"rejection {rejection.name}" if rejection else f"veto={self.veto:g}"
             raise ValueError(
                 f"found {found} with ratio=bypass, expected none: the old log-probabilities are then the engine's, and "
@@ -157,7 +157,7 @@ class PolicyGradient(AlgorithmConfig):
         return "; ".join([super().loss_summary, *(said for said, holds in parts.items() if holds)])
 
     def resolved(self, rollout: RolloutSection) -> Self:
-        stale = rollout.staleness > 0 and not self._rejects and self.centering is None
+        stale = rollout.staleness > 0 and not self.correction.rejects and self.centering is None
         found: dict[str, Any] = {"ratio": self.ratio or ("bypass" if stale else "recompute")}
         if self.loss_aggregation == "seq_mean_token_sum_norm":
             found["loss_length"] = self.loss_length or rollout.max_new_tokens
@@ -282,10 +282,6 @@ class PolicyGradient(AlgorithmConfig):
         if self.kl.loss.coefficient and self.kl.loss.estimator == "k3":
             said.append("kl.loss.estimator: k3, as in verl and NeMo-RL, lacks the gradient of the KL; k2 has it")
         return said
-
-    @property
-    def _rejects(self) -> bool:
-        return self.rejection is not None or self.veto is not None
 
 
 VARIANCE_FLOOR = 1e-8

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from fp8rl.models.hub import Kind, commit, is_hub_name
 from fp8rl.numerics.core.reading import open_regular
-from fp8rl.rl.experiment.experiment import Experiment, TeacherSection
+from fp8rl.rl.experiment.experiment import Experiment, TeacherSection, with_keys
 from fp8rl.rl.experiment.sections import DataSource, EvalSet, ModelSection, TrainSource
 from fp8rl.rollout.tasks.environments import HarnessSection
 from fp8rl.rollout.tasks.rewards import RewardsSection
@@ -186,13 +186,15 @@ def fetched(experiment: Experiment, before: Experiment | None = None) -> Experim
     train = tuple(pinned(one, "dataset", data.train_key(place)) for place, one in enumerate(data.train))
     held_out = None if data.eval is None else pinned(data.eval, "dataset", "data.eval")
     sets = tuple(pinned(one, "dataset", f"eval.sets.{place}") for place, one in enumerate(experiment.eval.sets))
-    found = experiment.model_copy(
-        update={
+    found = with_keys(
+        experiment,
+        {
             "model": pinned(experiment.model, "model", "model.path"),
             "teacher": None if teacher is None else pinned(teacher, "model", "teacher.path"),
-            "data": data.model_copy(update={"train": train, "eval": held_out}),
-            "eval": experiment.eval.model_copy(update={"sets": sets}),
-        }
+            "data.train": train,
+            "data.eval": held_out,
+            "eval.sets": sets,
+        },
     )
     for model in (found.model, found.teacher):
         if model is not None:

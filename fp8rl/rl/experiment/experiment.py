@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -29,10 +30,12 @@ from fp8rl.rl.experiment.sections import (
 )
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
-from fp8rl.rollout.tasks.environments import EnvironmentSection
+from fp8rl.rollout.tasks.environments import SINGLE_TURN, EnvironmentSection
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.config import SyncSection
+
+S = TypeVar("S", bound=Section)
 
 # The `teacher:` section: a second model, which gives a log-probability to each token that the policy samples.
 
@@ -95,7 +98,7 @@ class Experiment(Section):
     rewards: RewardsSection = RewardsSection()
     rollout: RolloutSection = RolloutSection()
     teacher: TeacherSection | None = None
-    """The teacher's engines, with `algorithm.name=opd`; otherwise None."""
+    """The teacher's engines, with `algorithm.name=opd`."""
     trainer: TrainerSection = TrainerSection()
     adapter: AdapterSection | None = None
     algorithm: Algorithm = Grpo()
@@ -116,12 +119,17 @@ class Experiment(Section):
 
     @property
     def needs_engines(self) -> bool:
-        """True if the run samples answers, for training or for evaluation."""
+        """True if the run samples answers, for training or evaluation."""
         return self.algorithm.samples or self.eval.problems > 0
 
     @property
+    def has_environment(self) -> bool:
+        """True if an environment answers the model."""
+        return self.environment.function != SINGLE_TURN
+
+    @property
     def redraws(self) -> int:
-        """Answers of a step whose tokens the trainer draws again; 0 in native mode, where the logits differ."""
+        """Answers of a step whose tokens the trainer draws again; 0 in native mode, where logits differ."""
         return self.guard.redraws if self.numerics.mode == "exact" else 0
 
     @property
@@ -133,7 +141,7 @@ class Experiment(Section):
 
     @property
     def engine_ranks(self) -> tuple[int, ...]:
-        """Tensor-parallel ranks of each engine that is started: the policy's, then the teacher's."""
+        """Tensor-parallel ranks of each engine: the policy's, then the teacher's."""
         policy = (self.rollout.tp,) * self.rollout.engines if self.needs_engines else ()
         return policy if self.teacher is None else policy + (self.teacher.tp,) * self.teacher.engines
 
@@ -143,7 +151,7 @@ class Experiment(Section):
 
     @property
     def base_spec(self) -> QuantSpec | None:
-        """The quantization spec of the frozen weights that both sides read from one memory. It stays the same if the
+        """The quantization spec of frozen weights that both sides read from one memory. It stays the same if the
         sides fall back to BF16 later. None: each side has its own copy of the frozen weights."""
         return self.numerics_config().rollout_spec if self.sync.shared_base else None
 
@@ -152,5 +160,14 @@ class Experiment(Section):
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """Return the experiment as YAML, below a comment with its loss. `read_resolved` gives an equal object."""
+        """Return the experiment as YAML, below a comment with its loss, for `read_resolved`."""
         return f"# {self.formula}\n" + write_yaml(self.to_dict())
+
+
+def with_keys(section: S, keys: Mapping[str, Any]) -> S:
+    """Return an experiment, or a section, with other values for these keys, which are dotted names; none is checked."""
+    for key, value in keys.items():
+        name, _, rest = key.partition(".")
+        value = with_keys(getattr(section, name), {rest: value}) if rest else value
+        section = section.model_copy(update={name: value})
+    return section

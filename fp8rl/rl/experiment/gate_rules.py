@@ -9,17 +9,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_sections import SEVERITY, WITHHOLDING, GateSection
 from fp8rl.rl.record.metrics import REWARD_PARTS, Metric, metric
-from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
-
-if TYPE_CHECKING:
-    from fp8rl.rl.experiment.experiment import Experiment
 
 
 def gate_refusals(experiment: Experiment) -> Iterator[UserError]:
@@ -69,9 +65,7 @@ def conditions(e: Experiment) -> dict[str, Condition]:
         "engines": Condition(e.needs_engines, problems, "a run that samples answers or evaluates"),
         "canary": _switch("sync.canary", e.sync.canary, e.needs_engines),
         "evaluation": Condition(e.eval.problems > 0, problems, "eval.problems above 0"),
-        "environment": Condition(
-            e.environment.function != SINGLE_TURN, f"environment={e.environment.function}", "an environment"
-        ),
+        "environment": Condition(e.has_environment, f"environment={e.environment.function}", "an environment"),
         "staleness": _above("rollout.staleness", e.rollout.staleness, 0),
         "several_engines": _above("rollout.engines", e.rollout.engines, 1),
         "sleep": _switch("rollout.sleep", e.rollout.sleep, e.needs_engines),

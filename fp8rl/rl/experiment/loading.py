@@ -243,14 +243,16 @@ def _say_gone(key: str, selector: str, settings: Any, say: Say) -> None:
         say(f"{key}: settings of {settings.get(selector)} are left out: {', '.join(map(str, others))}")
 
 
+def _annotation(section: type[Section] | None, name: str) -> Any:
+    """Return the type of a section's key; None: it has no such key."""
+    field = None if section is None else section.model_fields.get(name)
+    return None if field is None else field.annotation
+
+
 def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | None, bool]:
     """Return the class of the section that is the value of a key, and whether the value is a list of such sections."""
-    fields = {} if section is None else section.model_fields
-    field = next((field for key, field in fields.items() if (field.alias or key) == name), None)
-    if field is None:
-        return None, False
-    kinds = sections_in(field.annotation)
-    return (kinds[0] if kinds else None), typing.get_origin(field.annotation) is tuple
+    annotation = _annotation(section, name)
+    return next(iter(sections_in(annotation)), None), typing.get_origin(annotation) is tuple
 
 
 def types_of(key: str) -> set[Any]:
@@ -259,8 +261,8 @@ def types_of(key: str) -> set[Any]:
     *above, name = key.split(".")
     for part in above:
         section, _ = _section(section, part)
-    field = section.model_fields.get(name) if section is not None else None
-    return set() if field is None else _types(field.annotation)
+    annotation = _annotation(section, name)
+    return set() if annotation is None else _types(annotation)
 
 
 def _types(annotation: Any) -> set[Any]:

@@ -7,15 +7,11 @@ model's sizes and the machines.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.rollout.tasks.environments import SINGLE_TURN
+from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.weight_sync.config import reason_to_send
-
-if TYPE_CHECKING:
-    from fp8rl.rl.experiment.experiment import Experiment
 
 
 def refusals(e: Experiment) -> Iterator[UserError]:
@@ -29,8 +25,8 @@ def refusals(e: Experiment) -> Iterator[UserError]:
 def _sampling(e: Experiment) -> Iterator[UserError]:
     algorithm, rollout, exact = e.algorithm, e.rollout, e.numerics.mode == "exact"
     asked = [config.label for config in e.rewards.functions if config.function == "environment"]
-    if asked and e.environment.function == SINGLE_TURN:
-        found = f"{SINGLE_TURN} with the reward {asked[0]}, which reads what the environment returns"
+    if asked and not e.has_environment:
+        found = f"{e.environment.function} with the reward {asked[0]}, which reads what the environment returns"
         remedy = "Name one (environment: mine.py:play), or another reward."
         yield user_error("environment", found, "an environment that returns numbers", remedy)
     if e.sync.pause == "in_place" and exact:

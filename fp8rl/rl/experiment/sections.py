@@ -23,7 +23,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
 from fp8rl.rl.algorithms import READING
-from fp8rl.rl.record.trackers.to_wandb import WandbSection
+from fp8rl.rl.record.trackers import WandbSection
 from fp8rl.rollout.tasks.data import Source
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import some_or_all

@@ -96,7 +96,7 @@ def valid_keys(algorithm: str | None = None, section: type[Section] = Experiment
     count."""
     keys: dict[str, None] = {}
     for name, field in section.model_fields.items():
-        keys[prefix + (field.alias or name)] = None
+        keys[prefix + name] = None
         inner: Iterable[type[Section]] = sections_in(field.annotation)
         if prefix + name == "algorithm":
             inner = ALGORITHMS.values() if algorithm is None else [algorithm_class(algorithm)]

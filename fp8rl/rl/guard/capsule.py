@@ -26,7 +26,7 @@ from fp8rl.numerics.core.files import file_sha256, new_directory
 from fp8rl.numerics.core.reading import check_path, parsed, read_text
 from fp8rl.numerics.core.section import validated
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.experiment import Experiment, read_resolved, with_keys
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.step.batch import TokenBatch
@@ -68,12 +68,10 @@ class Capsule:
 
     def beginning(self, weights: Path) -> Experiment:
         """Return the capsule's experiment, changed to start from the weights that `export_weights` has written."""
-        adapter = self.experiment.adapter
-        if adapter is not None:
-            start = weights / _ADAPTER
-            adapter = adapter.model_copy(update={"start": str(start)}) if adapter.mode == "separate" else None
-        model = self.experiment.model.at(weights)
-        return self.experiment.model_copy(update={"model": model, "adapter": adapter})
+        changed: dict[str, Any] = {"adapter": None}
+        if self.experiment.adapter is not None and self.experiment.adapter.mode == "separate":
+            changed = {"adapter.start": str(weights / _ADAPTER)}
+        return with_keys(self.experiment, {"model": self.experiment.model.at(weights), **changed})
 
 
 class About(BaseModel):
@@ -129,26 +127,27 @@ def write_capsule(
     with the run's resolved experiment and with the digests of the served weights. held: for each engine that answers,
     the digests that it reports now.
     """
-    chosen = scored.select(rows)
-    about = {
-        "format": FORMAT,
-        "step": step,
-        "why": list(why),
-        "spec_digest": numerics.spec.digest(),
-        "numerics": numerics.to_dict(),
-        "weight_version": scored.version,
-        "temperature": chosen.batch.temperature,
-        "replay": chosen.batch.replay,
-        **({"truncation": dataclasses.asdict(truncation)} if (truncation := chosen.batch.truncation).cuts else {}),
-        "rows": list(rows),
-        "tis_cap": scored.tis_cap,
-        "metrics": chosen.metrics() | chosen.drift(),
-    }
+    chosen, wrong = scored.select(rows), None
     if held:
         served = Manifest(**json.loads(manifest.read_text()))
-        about["wrong"] = sorted(set().union(*map(served.mismatched, held)))
+        wrong = sorted(set().union(*map(served.mismatched, held)))
+    about = About(
+        step=step,
+        why=list(why),
+        spec_digest=numerics.spec.digest(),
+        numerics=numerics.to_dict(),
+        weight_version=scored.version,
+        temperature=chosen.batch.temperature,
+        replay=chosen.batch.replay,
+        truncation=dataclasses.asdict(chosen.batch.truncation) if chosen.batch.truncation.cuts else {},
+        rows=list(rows),
+        tis_cap=scored.tis_cap,
+        metrics=chosen.metrics() | chosen.drift(),
+        wrong=wrong,
+    )
     with new_directory(path) as partial:
-        (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
+        written = {"format": FORMAT} | about.model_dump(exclude_defaults=True)
+        (partial / _ABOUT).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
         save_file(_tensors(chosen), partial / _TENSORS)
         shutil.copy(manifest, partial / _MANIFEST)
         shutil.copy(experiment, partial / _EXPERIMENT)

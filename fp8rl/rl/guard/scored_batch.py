@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.rl.mismatch.logprobs import drift_metrics, logprob_metrics
-from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.batch import Scored, TokenBatch
 
 NOT_DRAWN = -1
 """The entry of `ScoredBatch.draws` at a token that the trainer did not draw again."""
@@ -34,6 +34,11 @@ class ScoredBatch:
     """int64 [B, S], the tokens that the trainer drew again; None without `batch.seeds`."""
     tis_cap: float = 2.0
     """The cap C that importance weights and clip fractions are measured with."""
+
+    @classmethod
+    def of(cls, batch: TokenBatch, versions: Tensor, version: int, scored: Scored, tis_cap: float) -> ScoredBatch:
+        """Join a batch with the trainer's scores of it."""
+        return cls(batch, versions, version, scored.logprobs, scored.routes, scored.draws, tis_cap)
 
     @property
     def fresh(self) -> Tensor:

@@ -8,16 +8,11 @@ tokens would drive every metric to its ideal value.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp8rl.rl.mismatch import OLDEST, POSITION_STARTS
-
-if TYPE_CHECKING:
-    from fp8rl.rollout.types import Trajectory
 
 MAX_EXPONENT = 20.0
 """Exponents are clamped to ±20 before exp: e^20 is far outside every clip range and still far from overflow."""
@@ -69,16 +64,6 @@ def row_abs_diff_means(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: T
     used = mask & torch.isfinite(difference)
     sums = torch.where(used, difference, 0.0).sum(dim=1)
     return [total / count if count else None for total, count in zip(sums.tolist(), used.sum(dim=1).tolist())]
-
-
-def token_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor:
-    """int64 [B, S], the weight version that sampled each token, 0 elsewhere; mask: bool [B, S], the sampled tokens.
-
-    Row b is trajectory b, as `batch_from_trajectories` lays them out.
-    """
-    versions = torch.zeros(mask.shape, dtype=torch.int64)
-    versions[mask] = torch.tensor([v for t in trajectories for v in t.weight_versions], dtype=torch.int64)
-    return versions
 
 
 # Metrics of tokens: every mean and fraction divides by the tokens with finite d.

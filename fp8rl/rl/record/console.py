@@ -6,9 +6,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
@@ -61,9 +60,8 @@ class StepConsole:
             *counts, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self._console
         )
         self._task = self._whole.add_task("steps ", total=steps, completed=done)
-        self._live: Live | None = None
-        if self._console.is_terminal:
-            self._live = Live(get_renderable=self._view, console=self._console, transient=True)
+        live = Live(get_renderable=self._view, console=self._console, transient=True)
+        self._live: AbstractContextManager[object] = live if self._console.is_terminal else nullcontext()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a step, and move table and bar."""
@@ -88,15 +86,11 @@ class StepConsole:
         CONSOLE.info(printable(text.plain))
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
+        self._live.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
 
     def _view(self) -> RenderableType:
         bars = (self._groups, self._whole) if self._groups.tasks[0].total is not None else (self._whole,)

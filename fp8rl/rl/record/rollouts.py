@@ -6,19 +6,21 @@ rollouts/ahead_N.jsonl: answers for later steps on which trainer and engine were
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
+from pydantic_core import to_json
 
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.numerics.core.reading import BadLine, json_lines
 
 SHOWN = 8
 """How many trajectories of a step are shown to people."""
+LogProb = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A log-probability. One that is not finite is null in a file, and NaN when it is read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +45,9 @@ class RolloutRecord:
     """[P], the tokens of the prompt."""
     token_ids: list[int]
     """[T], the tokens of the answer, including an environment's tokens."""
-    rollout_logprobs: list[float]
+    rollout_logprobs: list[LogProb]
     """The engine's log-probabilities of the model's tokens; NaN if not finite."""
-    train_logprobs: list[float]
+    train_logprobs: list[LogProb]
     """The trainer's log-probabilities of the model's tokens; NaN if not finite."""
     weight_versions: list[int]
     """The weight versions that sampled the model's tokens."""
@@ -73,10 +75,9 @@ class ScoredRecord:
     token_ids: list[int]
     """[S], the tokens of prompt and answer."""
     sampled: list[int]
-    """Positions of the tokens that the model sampled. The other fields have an entry for each of these tokens; a
-    log-probability that is not finite is NaN."""
-    rollout_logprobs: list[float]
-    train_logprobs: list[float]
+    """Positions of the tokens that the model sampled. The other fields have an entry for each of these tokens."""
+    rollout_logprobs: list[LogProb]
+    train_logprobs: list[LogProb]
     weight_versions: list[int]
 
 
@@ -87,7 +88,7 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord] | Iterable[Score
 
 def rollouts_found(path: Path) -> tuple[list[RolloutRecord], list[BadLine]]:
     """Read the records of a file that may be damaged, and the lines that are no records."""
-    return json_lines(path, "rollouts", parse_rollout)
+    return json_lines(path, "rollouts", ROLLOUT.validate_python)
 
 
 def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
@@ -100,16 +101,7 @@ def _line(record: RolloutRecord | ScoredRecord) -> str:
     values = dict(vars(record))  # `asdict` would copy every token
     if values.get("supports", ()) is None:
         del values["supports"]  # older files have no such key
-    for name in ("rollout_logprobs", "train_logprobs"):
-        values[name] = [x if math.isfinite(x) else None for x in values[name]]
-    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+    return to_json(values, inf_nan_mode="null").decode() + "\n"
 
 
-_RECORD = TypeAdapter(RolloutRecord)
-
-
-def parse_rollout(values: dict[str, Any]) -> RolloutRecord:
-    """Parse the object of a line, for `numerics.core.reading.json_lines`."""
-    for name in ("rollout_logprobs", "train_logprobs"):
-        values[name] = [math.nan if x is None else x for x in values[name]]
-    return _RECORD.validate_python(values)
+ROLLOUT = TypeAdapter(RolloutRecord)

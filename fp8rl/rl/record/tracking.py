@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from fp8rl.rl.record.metrics_log import MetricsLog
@@ -94,9 +93,7 @@ class RunTracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with nullcontext() if kind is None else suppress(OSError):  # the first error is raised, not one that follows
             self.finish(exit_code=0 if kind is None else 1)
 

@@ -50,8 +50,9 @@ class Charts:
 
 @dataclass(frozen=True)
 class Paragraph:
+    """A text in a dim colour."""
+
     text: str
-    dim: bool = False
     form: ClassVar[str] = "text"
 
 

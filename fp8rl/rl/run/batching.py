@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +12,10 @@ from fp8rl.numerics.sampling import EVERY_TOKEN, GREEDY, Truncation
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.mismatch.logprobs import tokens_by_age
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
+from fp8rl.rl.run.feed.judging import JudgedAnswer
+from fp8rl.rollout.types import Trajectory
 from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS, UNKNOWN, TokenBatch
 from fp8rl.trainer.step.kept_tokens import KeptTokenPool
-
-if TYPE_CHECKING:
-    from fp8rl.rl.run.feed.judging import JudgedAnswer
-    from fp8rl.rollout.types import Trajectory
 
 
 @dataclass(frozen=True)
@@ -60,17 +57,13 @@ def batch_from_trajectories(
     Raises:
         ValueError: numbers of logprobs, routes or supports do not fit the tokens, or a prompt is empty.
     """
-    for row, trajectory in enumerate(trajectories):
-        told = sum(end - begin for begin, end in trajectory.environment_spans)
-        if len(trajectory.logprobs) != len(trajectory.token_ids) - told:
-            raise ValueError(
-                f"trajectory {row}: found {len(trajectory.logprobs)} logprobs, "
-                f"expected {len(trajectory.token_ids) - told}, one per sampled token"
-            )
     batch = TokenBatch.of([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], temperature)
     for row, trajectory in enumerate(trajectories):
+        answer = batch.loss_mask[row, len(trajectory.prompt_ids) :]
         for begin, end in trajectory.environment_spans:  # nothing is learnt from an environment's words
-            batch.loss_mask[row, len(trajectory.prompt_ids) + begin : len(trajectory.prompt_ids) + end] = False
+            answer[begin:end] = False
+        if (found := len(trajectory.logprobs)) != (sampled := int(answer.sum())):
+            raise ValueError(f"trajectory {row}: found {found} logprobs, expected {sampled}, one per sampled token")
     rollout_logprobs = torch.zeros(batch.tokens.shape)
     # Row-major, so the mask lists each row's sampled tokens in order, row after row.
     rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
@@ -86,6 +79,14 @@ def batch_from_trajectories(
         truncation=truncation,
         supports=_supports(trajectories, batch),
     )
+
+
+def token_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor:
+    """int64 [B, S], the weight version that sampled each token, 0 elsewhere. mask: the `loss_mask` of the trajectories'
+    batch."""
+    versions = torch.zeros(mask.shape, dtype=torch.int64)
+    versions[mask] = torch.tensor([v for t in trajectories for v in t.weight_versions], dtype=torch.int64)
+    return versions
 
 
 def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:

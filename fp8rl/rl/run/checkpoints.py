@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self
 
 from pydantic import TypeAdapter
@@ -56,9 +55,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for the last checkpoint, whatever ended the run, unless the trainer is lost or an interrupt came."""
         if self._trainer is not None and kind is not None and issubclass(kind, KeyboardInterrupt | TrainerDiedError):
             self._trainer.shutdown()

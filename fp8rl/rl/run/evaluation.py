@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fp8rl.numerics.sampling import GREEDY, evaluation_seed
 from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.guard.guard import Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
-from fp8rl.rl.mismatch.logprobs import token_versions
-from fp8rl.rl.run.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories, token_versions
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.feed.problems import to_prompts
 from fp8rl.rl.run.feed.sampling import PendingGroup, Sampling
@@ -178,14 +178,11 @@ def pass_at(k: int, samples: int, right: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def agreement_on(
-    answers: Sequence[JudgedAnswer], trainer: TrainerGroup, *, replay: bool, tis_cap: float
-) -> dict[str, float]:
+def agreement_on(answers: Sequence[JudgedAnswer], trainer: TrainerGroup, guard: Guard) -> dict[str, float]:
     """Return `mismatch/...` over greedy answers, whose log-probabilities the engine reports at temperature 1."""
     if not answers:
         return {}
     trajectories = [answer.trajectory for answer in answers]
-    batch = batch_from_trajectories(trajectories, 1.0, replay=replay)
+    batch = batch_from_trajectories(trajectories, 1.0, replay=guard.replays)
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
-    seen = ScoredBatch(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, tis_cap=tis_cap)
-    return seen.metrics()
+    return ScoredBatch.of(batch, versions, trainer.weight_version, scored, guard.tis_cap).metrics()

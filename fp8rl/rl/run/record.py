@@ -25,7 +25,6 @@ from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew
 from fp8rl.rl.run.events import COUNTED, ENGINES_REPLACED, ENVIRONMENT_FAILURES, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.state import FeedState
 from fp8rl.rl.run.interrupts import BoundedExitStack
-from fp8rl.rollout.tasks.environments import SINGLE_TURN
 
 RESUMED = "tracking/resumed"
 TRACKER_LOST = "tracking/tracker_lost"
@@ -89,15 +88,7 @@ class Record:
         tracking, every = experiment.tracking, experiment.tracking.rollouts == "all"
         if "wandb" in tracking.recorded:
             self.console.note(f"live     {leet(files)}    (in a second terminal)")
-        run = Tracked(
-            folder=str(files.path.absolute()),
-            name=files.name,
-            project=tracking.wandb.project,
-            config=experiment.to_dict(),
-            resumed=resumed,
-            last_step=experiment.run.steps,
-            online=tracking.wandb.mode == "online",
-        )
+        run = Tracked(files, experiment.to_dict(), resumed, experiment.run.steps, tracking.wandb)
         trackers = BackgroundTrackers(tracking.recorded, run, lost=partial(self.events.add, TRACKER_LOST, 1))
         tracker = RunTracker(files, trackers, all_rollouts=every, resume_step=self.resume_step)
         self.tracker = self._closing.enter_context(tracker)
@@ -157,7 +148,7 @@ class Record:
         """Return the counts of events since the last call, as metrics. Those that an experiment may have are there also
         at 0."""
         counts = dict.fromkeys(COUNTED if self.experiment.needs_engines else (), 0)
-        if self.experiment.environment.function != SINGLE_TURN:
+        if self.experiment.has_environment:
             counts[ENVIRONMENT_FAILURES] = 0
         counts |= self._recoveries
         self._recoveries.clear()

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment import Experiment, with_keys
 from fp8rl.rl.experiment.budget.fit import with_own_cache
 from fp8rl.rl.guard.capsule import export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.guard import Verdict
@@ -36,7 +36,6 @@ from fp8rl.rl.run.interrupts import SAYS, BoundedExitStack
 from fp8rl.rl.run.record import Record
 from fp8rl.rl.run.step import StepPass
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
-from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
 from fp8rl.trainer.config import TrainerSpec
@@ -88,7 +87,7 @@ class Run:
         count = rollout.engines if experiment.needs_engines else 0
         # They come up while the trainer does, unless they take turns.
         policy = self._serving("policy", numerics)
-        self.engines = Engines(count, policy, rollout, self.events, awake=not rollout.sleep)
+        self.engines = Engines(count, policy, rollout, self.events)
         """The policy's engines; empty in a run that samples nothing."""
         closing.callback(self.engines.stop)
         self.teacher: Engines | None = None
@@ -105,7 +104,7 @@ class Run:
         judge = Judge(experiment.rewards, self.tokenizer, teacher=self.teacher, events=self.events)
         closing.callback(judge.close)
         conversations = None
-        if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
+        if experiment.has_environment:  # one turn is asked for by groups, which is faster
             conversations = Conversations(
                 experiment.environment, self.tokenizer, self.engines.admit, rollout.context_length, self.events
             )
@@ -123,11 +122,6 @@ class Run:
                 self.engines.wait()
         if self.teacher is not None:
             self.teacher.wait()
-
-    @property
-    def replays(self) -> bool:
-        """Return whether the experiment has the trainer take the engine's experts."""
-        return self.numerics.router_replay == "replay"
 
     def sync(self) -> SyncReport:
         """Send the trainer's weights to the engines, verified, and keep the step's manifest."""
@@ -248,13 +242,9 @@ def open_pair(
 
     Raises HandshakeError, and what the start of either side raises.
     """
-    alone = {"engines": 1, "port": None}
-    changes = {
-        "rollout": experiment.rollout.model_copy(update=alone),
-        "sync": experiment.sync.model_copy(update={"canary": False}),
-        "teacher": None,
-    }
-    experiment = experiment.model_copy(update=changes)
+    experiment = with_keys(
+        experiment, {"rollout.engines": 1, "rollout.port": None, "sync.canary": False, "teacher": None}
+    )
     with BoundedExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-pair-")))
         run = Run(experiment, numerics or experiment.numerics_config(), folder, closing, say)

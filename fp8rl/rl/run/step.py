@@ -62,18 +62,8 @@ class StepPass:
         """
         if ahead is None or ahead.versions is None or self.scored is None:
             return self
-        scored = trainer.score_routed(ahead.batch)
-        return replace(
-            self,
-            ahead=ScoredBatch(
-                ahead.batch,
-                ahead.versions,
-                trainer.weight_version,
-                scored.logprobs,
-                draws=scored.draws,
-                tis_cap=self.scored.tis_cap,
-            ),
-        )
+        scored, cap = trainer.score_routed(ahead.batch), self.scored.tis_cap
+        return replace(self, ahead=ScoredBatch.of(ahead.batch, ahead.versions, trainer.weight_version, scored, cap))
 
 
 def forward_backward(trainer: TrainerGroup, rollouts: RolloutBatch, guard: Guard) -> StepPass:
@@ -91,8 +81,7 @@ def forward_backward(trainer: TrainerGroup, rollouts: RolloutBatch, guard: Guard
     scored = None
     if rollouts.versions is not None:
         sampled = replace(batch, fields={"rollout_logprobs": batch.fields["rollout_logprobs"]})
-        drawn = result.logprobs, result.routes, result.draws
-        scored = ScoredBatch(sampled, rollouts.versions, version, *drawn, guard.tis_cap)
+        scored = ScoredBatch.of(sampled, rollouts.versions, version, result, guard.tis_cap)
     return StepPass(rollouts, batch if plan is None else plan.batch, version, plan, result, scored, fault)
 
 

@@ -66,7 +66,7 @@ def write_index(path: Path, result: Result, figures: Mapping[str, str]) -> None:
     shown = [
         page.Section(
             table.title,
-            *([page.Paragraph(LEGEND, dim=True)] if table is tables[0] else ()),
+            *([page.Paragraph(LEGEND)] if table is tables[0] else ()),
             page.Table(
                 [(column, "") for column in table.columns],
                 [[cell.replace("**", "") for cell in row] for row in table.rows],

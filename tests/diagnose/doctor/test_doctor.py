@@ -14,11 +14,12 @@ import yaml
 import fp8rl.diagnose.doctor
 from fp8rl.diagnose.doctor.doctor_report import DataFound, reported
 from fp8rl.diagnose.doctor.judge import judge
-from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine, parse_nvidia_smi
+from fp8rl.diagnose.doctor.machine import Machine, parse_nvidia_smi
 from fp8rl.diagnose.report import Finding
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.budget.job import Gpu
 from tests.support.commands import report_of, result_of, shown
 from tests.support.paths import EXAMPLES
 from tests.support.preconditions import edit_config, write_lines
@@ -43,7 +44,7 @@ CPU = Machine(
     cxx="/usr/bin/g++", compiles=True,
 )  # fmt: skip
 H200 = replace(
-    CPU, libraries=GPU_LIBRARIES, gpus=(InstalledGpu("NVIDIA H200", 141 << 30, (9, 0)),) * 8, torch_sees=True,
+    CPU, libraries=GPU_LIBRARIES, gpus=(Gpu("NVIDIA H200", (9, 0), 141 << 30),) * 8, torch_sees=True,
     torch_cuda="13.0", driver="580.95.05", driver_cuda="13.0", nvcc="/usr/local/cuda/bin/nvcc",
 )  # fmt: skip
 
@@ -54,7 +55,7 @@ def with_libraries(machine: Machine, **versions: str | None) -> Machine:
 
 
 def with_gpu(name: str, capability: tuple[int, int]) -> Machine:
-    return replace(H200, gpus=(InstalledGpu(name, 80 << 30, capability),))
+    return replace(H200, gpus=(Gpu(name, capability, 80 << 30),))
 
 
 def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision) -> NumericsConfig:
@@ -163,8 +164,8 @@ def test_the_page_says_it_all_and_so_does_the_json() -> None:
 def test_nvidia_smi_is_read() -> None:
     lines = ["580.95.05, NVIDIA H200, 143771, 9.0", "580.95.05, NVIDIA H200, 143771, 9.0", ""]
     driver, gpus = parse_nvidia_smi(lines)
-    assert driver == "580.95.05" and gpus == (InstalledGpu("NVIDIA H200", 143771 * 2**20, (9, 0)),) * 2
-    assert parse_nvidia_smi(["580, NVIDIA GB10, [N/A], 12.1"])[1] == (InstalledGpu("NVIDIA GB10", 0, (12, 1)),)
+    assert driver == "580.95.05" and gpus == (Gpu("NVIDIA H200", (9, 0), 143771 * 2**20),) * 2
+    assert parse_nvidia_smi(["580, NVIDIA GB10, [N/A], 12.1"])[1] == (Gpu("NVIDIA GB10", (12, 1), 0),)
     assert parse_nvidia_smi(["580, NVIDIA A, 1024, [N/A]"]) == ("580", ())
     assert parse_nvidia_smi(["No devices were found"]) == (None, ())
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.rl.mismatch.logprobs import drift_metrics, logprob_metrics, token_versions
+from fp8rl.rl.mismatch.logprobs import drift_metrics, logprob_metrics
 from fp8rl.rl.record.metrics import METRICS, describe
-from fp8rl.rollout.types import Trajectory
 
 LN2 = math.log(2.0)
 ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff"
@@ -190,16 +189,6 @@ def test_positions_count_the_generated_tokens_of_each_row() -> None:
     names = ("abs_diff_mean_pos", "abs_diff_max_pos", "tokens_pos")
     rows = [(f"{name}_{at}", value) for at, values in expected.items() for name, value in zip(names, values)]
     assert found == pytest.approx(dict(rows))
-
-
-def test_versions_are_laid_out_like_the_batch() -> None:
-    trajectories = [
-        Trajectory([1], [5, 6], [-1.0, -1.0], True, [3, 4], 0, 0),
-        Trajectory([1, 2], [], [], False, [], 0, 0),
-        Trajectory([1, 2], [5], [-1.0], True, [4], 0, 0),
-    ]
-    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
-    assert token_versions(trajectories, mask).tolist() == [[0, 3, 4], [0, 0, 0], [0, 0, 4]]
 
 
 def test_positions_count_the_generated_tokens_that_are_not_compared_too() -> None:

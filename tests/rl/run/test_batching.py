@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8rl.rl.run.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories, token_versions
 from fp8rl.rl.run.feed.state import SavedGroup
 from fp8rl.rollout.types import Group, KeptTokens, Problem, Prompt, Trajectory
 from fp8rl.trainer.step.batch import LIKELY_IDS, LIKELY_LOGPROBS
@@ -83,3 +83,13 @@ def test_routes_end_before_the_last_token() -> None:
     assert batch.routes.tolist() == [[[[0, 1]], [[2, 3]], [[4, 5]], none], [[[6, 7]], none, none, none]]
     assert not batch.replay
     assert batch_from_trajectories([long, short], 1.0, replay=True).replay
+
+
+def test_versions_are_laid_out_like_the_batch() -> None:
+    trajectories = [
+        Trajectory([1], [5, 6], [-1.0, -1.0], True, [3, 4], 0, 0),
+        Trajectory([1, 2], [], [], False, [], 0, 0),
+        Trajectory([1, 2], [5], [-1.0], True, [4], 0, 0),
+    ]
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
+    assert token_versions(trajectories, mask).tolist() == [[0, 3, 4], [0, 0, 0], [0, 0, 4]]

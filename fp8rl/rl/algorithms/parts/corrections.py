@@ -111,11 +111,8 @@ class Correction:
     def of_token(self, d: Tensor) -> Tensor:
         """Return the weights of tokens with log-ratios d, 0 where icepop rejects. Only for weights per token."""
         ratio = clamp_exponent(d).exp()
-        if not self.weighs:
-            return torch.ones_like(ratio)
-        if self.rejection == "icepop":
-            ratio = torch.where((ratio < self.low) | (ratio > self.high), 0.0, ratio)
-        return ratio if self.tis_cap is None else ratio.clamp(max=self.tis_cap)
+        weight = self._weight(ratio)
+        return torch.where(self._outside(ratio), 0.0, weight) if self.rejection == "icepop" else weight
 
     def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [B, S] in old's dtype without gradient, 1 on unused tokens; and the accepted tokens, bool
@@ -140,14 +137,17 @@ class Correction:
         else:
             weight = token if self.level == "token" else sequence
             judged = clamp_exponent(total / used.sum(dim=1, keepdim=True).clamp(min=1)).exp().expand_as(d)
-        if not self.weighs:
-            weight = torch.ones_like(d)
-        if self.tis_cap is not None:
-            weight = weight.clamp(max=self.tis_cap)
-        outside = (judged < self.low) | (judged > self.high)
+        outside = self._outside(judged)
         if self.veto is not None:
             outside |= (token < self.veto).any(dim=1, keepdim=True)
-        return torch.where(used, weight, 1.0).to(old.dtype), used & ~outside
+        return torch.where(used, self._weight(weight), 1.0).to(old.dtype), used & ~outside
+
+    def _weight(self, ratio: Tensor) -> Tensor:
+        weight = ratio if self.weighs else torch.ones_like(ratio)
+        return weight if self.tis_cap is None else weight.clamp(max=self.tis_cap)
+
+    def _outside(self, ratio: Tensor) -> Tensor:
+        return (ratio < self.low) | (ratio > self.high)
 
 
 # Score centering (arXiv 2609.20807, equations 9, 12 and 14): a token is sampled from q and scored by p. Its expected

@@ -12,7 +12,7 @@ from fp8rl.models import read_shape
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
+from fp8rl.rl.experiment.budget.job import Gpu, Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.budget.memory import (
     PHASES,
     Memory,
@@ -24,7 +24,7 @@ from fp8rl.rl.experiment.budget.memory import (
     logit_bytes,
     trainer_memory,
 )
-from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.experiment import Experiment, with_keys
 from fp8rl.trainer.device import has_transformer_engine
 from fp8rl.trainer.state_bytes import storage_on
 
@@ -61,12 +61,12 @@ def with_cache(job: Job, experiment: Experiment, gpu_memory: float, apart: bool)
     return replace(job, kv_tokens=max(rollout.context_length, min(int(rows) * rollout.context_length, room)))
 
 
-def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
-    """Raise `UserError` if a run needs more memory than the fullest GPU has. memory: what it needs. gpu: its name."""
-    if memory.peak <= gpu_memory:
+def check_fits(job: Job, memory: Memory, gpu: Gpu) -> None:
+    """Raise `UserError` if a run needs more memory than the fullest GPU has. memory: what it needs."""
+    if memory.peak <= gpu.memory:
         return
-    phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu_memory
-    held = [(kept.bytes.get(phase, 0.0), kept.name, _cure(job, kept, gpu_memory)) for kept in memory.classes]
+    phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu.memory
+    held = [(kept.bytes.get(phase, 0.0), kept.name, _cure(job, kept, gpu.memory)) for kept in memory.classes]
     able = sorted(
         [(size, name, cure) for size, name, cure in held if size and cure], key=itemgetter(0, 1), reverse=True
     )
@@ -77,7 +77,7 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
     more = " That alone is not enough." if size < short else ""
     found = f"{memory.peak / 1e9:.1f} GB on {where} ({phase}), of which {name} {size / 1e9:.1f} GB"
     remedy = f"{cure.remedy}{more} `fp8rl plan` lists all that a GPU holds, and with --fit looks for keys."
-    raise user_error(cure.key, found, f"at most the {gpu_memory / 1e9:.1f} GB of a {gpu}", remedy)
+    raise user_error(cure.key, found, f"at most the {gpu.memory / 1e9:.1f} GB of a {gpu.name}", remedy)
 
 
 def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: float = 0.0) -> int:
@@ -173,31 +173,20 @@ def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Remedy:
 # The budget on this machine's GPUs, by which `train` refuses a run.
 
 
-@dataclass(frozen=True)
-class OwnGpu:
-    """A GPU of this machine. All its GPUs are alike."""
-
-    name: str
-    memory: int
-    """Bytes of one GPU."""
-    count: int
-    """How many GPUs the machine has."""
-
-
-def own_gpu() -> OwnGpu | None:
-    """Return the GPU that torch sees; None on a machine without GPUs."""
+def own_gpu() -> Gpu | None:
+    """Return the GPU that torch sees; None on a machine without GPUs. All GPUs of a machine are alike."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
-    return OwnGpu(found.name, found.total_memory, torch.cuda.device_count())
+    return Gpu(found.name, (found.major, found.minor), found.total_memory)
 
 
-def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job, bool]:
+def planned_here(shape: Shape, experiment: Experiment, gpu: Gpu) -> tuple[Job, bool]:
     """Return the job of a step on this machine, with the KV cache that an engine gets; and whether the policy's engines
     have GPUs of their own. They do if the trainer leaves enough. The teacher's engines get GPUs after them."""
     storage = storage_on(experiment.numerics_config(), True, has_transformer_engine())
     job = job_of(experiment, shape, storage, gpu.memory)
-    left = gpu.count - job.layout.world_size
+    left = torch.cuda.device_count() - job.layout.world_size
     if experiment.teacher is not None and left < sum(experiment.engine_ranks):
         taught = read_shape(experiment.teacher.directory, "teacher.path")
         job = replace(job, teacher=teacher_bytes(experiment, taught, gpu.memory))
@@ -213,5 +202,4 @@ def with_own_cache(experiment: Experiment) -> Experiment:
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment
     job, _ = planned_here(read_shape(experiment.model.directory, adapter=experiment.adapter), experiment, gpu)
-    rollout = experiment.rollout.model_copy(update={"max_total_tokens": job.kv_tokens})
-    return experiment.model_copy(update={"rollout": rollout})
+    return with_keys(experiment, {"rollout.max_total_tokens": job.kv_tokens})

@@ -22,13 +22,13 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """A model of GPU."""
+    """A GPU of some machine, or a model of GPU."""
 
     name: str
     capability: tuple[int, int]
     """Compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`)."""
     memory: float
-    """Bytes that a process can allocate, as torch's messages name them."""
+    """Bytes that a process can allocate, as torch's messages name them; 0 if the GPU shares the machine's memory."""
 
 
 GPUS = {
@@ -165,14 +165,14 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
     `rollout.context_length`. If the spec sets no size of the KV cache, `kv_tokens` is 0 until `fit.with_cache`."""
     rollout, algorithm = experiment.rollout, experiment.algorithm
     length = length or rollout.context_length
-    rows = algorithm.problems_per_step(rollout) * (rollout.group_size if algorithm.samples else 1)
+    group = rollout.group_size if algorithm.samples else 1
     graphs, working = engine_room(rollout, gpu_memory)
     return Job(
         shape=shape,
         layout=experiment.trainer,
         numerics=experiment.numerics_config(),
         storage=storage,
-        rows=rows,
+        rows=algorithm.problems_per_step(rollout) * group,
         length=length,
         engines=rollout.engines if experiment.needs_engines else 0,
         engine_tp=rollout.tp,
@@ -189,7 +189,7 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         critic=algorithm.needs.critic,
         base=experiment.sync.shared_base,
         separate=experiment.adapter is not None and experiment.adapter.mode == "separate",
-        group=rollout.group_size if algorithm.samples else 1,
+        group=group,
         # A row of the planned length has the longest answer; the rest of it is the prompt.
         prompt=max(0, length - rollout.max_new_tokens)
         if algorithm.samples and experiment.trainer.prefix_sharing

@@ -8,6 +8,7 @@ from typing import Literal
 
 from fp8rl.models.shape import BF16_BYTES, WeightGroup
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Job
+from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
 from fp8rl.weight_sync.served import served_bytes
 
@@ -99,6 +100,13 @@ class Memory:
 def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
     """Return the bytes that a rank holds on its GPU between steps, for `dense` and `experts`."""
     return state_bytes(job.shape, job.layout, job.numerics, job.storage, rank, base=job.base)
+
+
+def master_bytes(job: Job, rank: int) -> int:
+    """Return the bytes of a rank's FP32 masters, which are on the GPU, or in the host's memory with `offload`."""
+    on_gpu = job.layout.model_copy(update={"optimizer": OptimizerSection()})
+    states = state_bytes(job.shape, on_gpu, job.numerics, job.storage, rank)
+    return sum(state.masters for state in states.values())
 
 
 def fullest_rank(job: Job) -> int:

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import UserError, user_error
@@ -14,7 +15,6 @@ from fp8rl.rl.experiment.preconditions.tokenizer import check_template, renderin
 from fp8rl.rl.experiment.sections import EvalSection
 from fp8rl.rollout.tasks.chat import answer_ids
 from fp8rl.rollout.tasks.data import Problems, Source, load_problems
-from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from fp8rl.rollout.tasks.tokens import TOKENS_PER_BYTE, behind_ids, fewest_tokens, text_of
@@ -63,7 +63,7 @@ def check_data(
         for index, problem in _looked_at(found, say):
             check(problem, index)
             held_out.meet(problem, index, found)
-        several_turns = not supervised and experiment.environment.function != SINGLE_TURN
+        several_turns = not supervised and experiment.has_environment
         with rendering():
             for remark in template_remarks(tokenizer, found[0].conversation, source, several_turns):
                 say(remark)
@@ -92,10 +92,7 @@ def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int,
 
 def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
     """Yield the first `ALL_READ` problems, and a fixed sample of `SAMPLED` problems after them."""
-    for index, problem in enumerate(problems):
-        if index == ALL_READ:
-            break
-        yield index, problem
+    yield from islice(enumerate(problems), ALL_READ)
     if len(problems) > ALL_READ:
         count = min(SAMPLED, len(problems) - ALL_READ)
         for index in sorted(random.Random(0).sample(range(ALL_READ, len(problems)), count)):
@@ -109,12 +106,9 @@ def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
 
 def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | None:
     """Return a remark on the first answer that changes when it is encoded and decoded; None: no answer changes."""
-    for index in range(min(DECODED, len(problems))):
-        answer = problems[index].answer
-        if len(answer) > _LONG:
-            continue
-        back = text_of(tokenizer, behind_ids(tokenizer, answer))
-        if back != answer:
+    for index, problem in enumerate(islice(problems, DECODED)):
+        answer = problem.answer
+        if len(answer) <= _LONG and (back := text_of(tokenizer, behind_ids(tokenizer, answer))) != answer:
             return (
                 f"{problems.source.key}: the tokenizer of model.path does not keep text: the answer of "
                 f"{problems.name(index)}, {answer[:60]!r}, comes back as {back[:60]!r}. Rewards and environments read "

@@ -14,11 +14,11 @@ import torch
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.budget.fit import OwnGpu, check_fits, fullest, own_gpu, planned_here
+from fp8rl.rl.experiment.budget.fit import check_fits, fullest, own_gpu, planned_here
 from fp8rl.rl.experiment.budget.job import Job
-from fp8rl.rl.experiment.budget.memory import moved_bytes
+from fp8rl.rl.experiment.budget.memory import master_bytes, moved_bytes
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.trainer.config import STACK_ELEMENTS, OptimizerSection
+from fp8rl.trainer.config import STACK_ELEMENTS
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.buckets import SMALLEST_BYTES
 from fp8rl.weight_sync.served import served_bytes
@@ -50,9 +50,9 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     if "RAY_ADDRESS" in os.environ:
         return
     if (gpu := own_gpu()) is not None:
-        _check_shares(experiment, gpu)
+        _check_shares(experiment, torch.cuda.device_count())
         job, apart = planned_here(shape, experiment, gpu)
-        check_fits(job, fullest(job, apart), gpu.memory, gpu.name)
+        check_fits(job, fullest(job, apart), gpu)
         stages = range(experiment.trainer.pp)
         _check_processes(shape, experiment, [_on_the_host(job, stage) for stage in stages], weights=0)
         return
@@ -125,24 +125,20 @@ def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
 def _on_the_host(job: Job, stage: int) -> int:
     """Return the bytes of host memory that a rank with a GPU takes. If Adam runs on the host, count FP32 masters, two
     moments and gradients. If trainer and engines take turns, add the bytes that the rank moves to the host."""
-    layout = job.layout.model_copy(update={"optimizer": OptimizerSection()})
-    rank = stage * layout.stage_size
+    rank = stage * job.layout.stage_size
     turns = int(moved_bytes(job, rank)) if job.sleep else 0
-    if job.layout.optimizer.offload:
-        states = state_bytes(job.shape, layout, job.numerics, job.storage, rank)
-        return 4 * sum(state.masters for state in states.values()) + turns
-    return turns
+    return turns + (4 * master_bytes(job, rank) if job.layout.optimizer.offload else 0)
 
 
-def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
+def _check_shares(experiment: Experiment, gpus: int) -> None:
     """Refuse `rollout.sleep` if the trainer leaves GPUs, because engines then take these and share none with it."""
     ranks = experiment.trainer.world_size
-    if experiment.rollout.sleep and experiment.needs_engines and gpu.count > ranks:
+    if experiment.rollout.sleep and experiment.needs_engines and gpus > ranks:
         expected = "as many ranks as GPUs: engines take free GPUs first, and an engine that sleeps there frees no "
         expected += "memory for the trainer"
-        remedy = f"Have the trainer take all {gpu.count} (trainer.dp), let the run see fewer (CUDA_VISIBLE_DEVICES), "
+        remedy = f"Have the trainer take all {gpus} (trainer.dp), let the run see fewer (CUDA_VISIBLE_DEVICES), "
         remedy += "or remove rollout.sleep."
-        raise user_error("rollout.sleep", f"true with {gpu.count} GPUs for {ranks} trainer rank(s)", expected, remedy)
+        raise user_error("rollout.sleep", f"true with {gpus} GPUs for {ranks} trainer rank(s)", expected, remedy)
 
 
 def available_memory() -> int:

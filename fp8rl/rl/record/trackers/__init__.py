@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from fp8rl.numerics.core.errors import user_error
-
-if TYPE_CHECKING:
-    from fp8rl.rl.record.rollouts import RolloutRecord
+from fp8rl.numerics.core.section import Section
+from fp8rl.rl.record.rollouts import RolloutRecord
+from fp8rl.rl.record.run_dir import RunDir
 
 SHOWN_EVERY = 10
 """Steps between sample rollouts in trackers, which are slow to write; the run's files have samples of every step."""
@@ -24,22 +26,28 @@ TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard"}
 `fp8rl[tensorboard]` installs the other."""
 
 
+class WandbSection(Section):
+    """The `tracking.wandb:` section of an experiment."""
+
+    mode: Literal["offline", "online", "disabled"] = "offline"
+    """`offline` records into the run's directory. `online` also uploads the record during the run. `disabled` records
+    nothing."""
+    project: str = Field(default="fp8rl", min_length=1)
+    """The project of wandb that the run belongs to."""
+
+
 @dataclass(frozen=True)
 class Tracked:
     """The run that a tracker records."""
 
-    folder: str
-    """The run's folder."""
-    name: str
-    project: str
+    files: RunDir
     config: dict[str, Any]
     """The experiment as plain values."""
     resumed: bool
     """True if the run was started before, and is resumed."""
     last_step: int
     """The step after which nothing more is recorded."""
-    online: bool = False
-    """True if the record is sent to wandb's server during the run."""
+    wandb: WandbSection
 
     def shows(self, step: int) -> bool:
         """Return whether sample rollouts of a step are shown."""
@@ -47,7 +55,7 @@ class Tracked:
 
     def place(self, tracker: str) -> Path:
         """Return the folder for a tracker's files, and make it if it is missing."""
-        path = Path(self.folder) / tracker
+        path = self.files.path / tracker
         path.mkdir(exist_ok=True)
         return path
 

@@ -8,16 +8,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from fp8rl.numerics.core.errors import typed, user_error
 from fp8rl.numerics.core.files import write_atomically
-from fp8rl.numerics.core.section import Section
 from fp8rl.rl.record.metrics import METRICS, SHOWN_FIRST
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import Tracked, Tracker
+from fp8rl.rl.record.trackers import Tracked, Tracker, WandbSection
 
 if TYPE_CHECKING:
     import wandb
@@ -36,16 +33,6 @@ _UPLOAD_SECONDS = 120.0
 """Seconds that wandb gets at the end of a run to upload the rest."""
 _KEY = "tracking.wandb"
 _STAGING = "WANDB_DATA_DIR"
-
-
-class WandbSection(Section):
-    """The `tracking.wandb:` section of an experiment."""
-
-    mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` records into the run's directory. `online` also uploads the record during the run. `disabled` records
-    nothing."""
-    project: str = Field(default="fp8rl", min_length=1)
-    """The project of wandb that the run belongs to."""
 
 
 def check_wandb(config: WandbSection) -> None:
@@ -83,7 +70,7 @@ class Wandb(Tracker):
     """Metrics in groups by the part before the slash, sample rollouts as tables, events as alerts."""
 
     def __init__(self, run: Tracked) -> None:
-        self._name, self._tracked, place = run.name, run, run.place("wandb")
+        self._tracked, place = run, run.place("wandb")
         self._staging = os.environ.get(_STAGING)
         os.environ[_STAGING] = self._staging or str(place / "data")  # it would stage its tables in the user's home
         self._run = _start(run, place)
@@ -109,7 +96,7 @@ class Wandb(Tracker):
         table._artifact_target.artifact._tmp_dir.cleanup()
 
     def alert(self, text: str) -> None:
-        self._run.alert(title=f"{self._name}: {text.split(':')[0]}", text=text)
+        self._run.alert(title=f"{self._tracked.files.name}: {text.split(':')[0]}", text=text)
 
     def finish(self, exit_code: int, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
@@ -136,13 +123,13 @@ def _start(run: Tracked, place: Path) -> wandb.Run:
     if not run.resumed or not number.is_file():
         write_atomically(number, uuid.uuid4().hex[:8])
     started = wandb.init(
-        mode="online" if run.online else "offline",
+        mode="online" if run.wandb.mode == "online" else "offline",
         reinit="create_new",  # a script that trains may have a run of its own
-        project=run.project,
-        name=run.name,
+        project=run.wandb.project,
+        name=run.files.name,
         id=number.read_text().strip(),
         resume="allow" if run.resumed else None,
-        dir=run.folder,
+        dir=str(run.files.path),
         config=run.config,
         # Whoever watches reads the file: it is written every second, where wandb writes it every 15.
         settings=wandb.Settings(

@@ -53,10 +53,8 @@ class Engines:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
     """
 
-    def __init__(
-        self, count: int, serving: Serving, config: RolloutSection, events: Events, *, awake: bool = True
-    ) -> None:
-        """Begin to start `count` engines; `wait` waits for them. awake: start them now; otherwise at `wake`."""
+    def __init__(self, count: int, serving: Serving, config: RolloutSection, events: Events) -> None:
+        """Begin to start `count` engines; `wait` waits for them. With `rollout.sleep` they first wait for `wake`."""
         self._serving, self._config, self._events = serving, config, events
         self._name = "engine" if serving.role == "policy" else f"{serving.role} engine"
         self._newest = serving.version
@@ -67,7 +65,7 @@ class Engines:
         self._failure: Exception | None = None
         self._maker = ThreadPoolExecutor(1, "engine-maker")
         self._background = Background("engines")
-        self._open(count, awake)
+        self._open(count)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -86,10 +84,9 @@ class Engines:
         self._background.close()
 
     @waited
-    async def _open(self, count: int, awake: bool) -> None:
-        """Begin to start `count` engines, unless they are to sleep for now."""
+    async def _open(self, count: int) -> None:
         self._change, self._awake = asyncio.Event(), asyncio.Event()
-        if awake:
+        if not self._config.sleep:
             self._awake.set()
         self.slots = [EngineSlot(index, self._config) for index in range(count)]
         self._slot_tasks = [asyncio.create_task(self._run_slot(slot)) for slot in self.slots]

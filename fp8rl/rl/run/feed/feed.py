@@ -13,7 +13,6 @@ from torch import Tensor
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import (
     RolloutBatch,
@@ -23,6 +22,7 @@ from fp8rl.rl.run.batching import (
     reward_metrics,
     rollout_metrics,
     teacher_logprobs,
+    token_versions,
 )
 from fp8rl.rl.run.events import FilterError
 from fp8rl.rl.run.feed.judging import JudgedAnswer
@@ -242,7 +242,7 @@ class ExampleFeed(Feed):
 def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int, first: int = 0) -> list[Group]:
     """Return a group of `size` answers for each prompt of `step`, in order, with the seeds that the step gives them.
     first: the number of the first prompt in the step."""
-    seeds = functools.partial(answer_seed, run_seed, step)
     return [
-        Group(prompt, tuple(seeds(at, answer) for answer in range(size))) for at, prompt in enumerate(prompts, first)
+        Group(prompt, tuple(answer_seed(run_seed, step, place, answer) for answer in range(size)))
+        for place, prompt in enumerate(prompts, first)
     ]

@@ -6,15 +6,15 @@ The groups are in a file of the checkpoint, one JSON line each; the rest is in t
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import TypeAdapter
 
 from fp8rl.numerics.core.reading import whole_json_lines
 from fp8rl.numerics.core.section import validated
+from fp8rl.rl.record.rollouts import LogProb
 from fp8rl.rollout.types import Group, KeptTokens, Trajectory
 from fp8rl.trainer.checkpoint.files import read_about
 
@@ -22,10 +22,6 @@ GROUPS = "groups.jsonl"
 """Name of the groups' file in a checkpoint."""
 _OF_A_ROW = ("token_ids", "logprobs", "weight_versions", "finished", "stopped", "outcome", "failed")
 """Fields of a `Trajectory`. A `SavedGroup` has a list of each, under the same name."""
-
-
-_Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""A log-probability; one that is not finite is null in JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +34,7 @@ class SavedGroup:
     seeds: list[int]
     """Seeds of the group. The fields below are by row, in the seeds' order; see `rollout.types.Trajectory`."""
     token_ids: list[list[int]]
-    logprobs: list[list[_Number]]
+    logprobs: list[list[LogProb]]
     weight_versions: list[list[int]]
     finished: list[bool]
     stopped: list[bool]
@@ -50,7 +46,7 @@ class SavedGroup:
     row_seeds: list[int] = dataclasses.field(default_factory=list)
     branches: list[int] = dataclasses.field(default_factory=list)
     supports: list[list[list[int]] | None] | None = None
-    likely: list[list[_Number] | None] | None = None
+    likely: list[list[LogProb] | None] | None = None
     """The log-probabilities of `supports`, if these are the likeliest tokens."""
 
     @classmethod

@@ -28,7 +28,7 @@ Machine = Callable[..., None]
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Has torch show so many GPUs of a kind, in a host of 2 TB."""
-    device = namedtuple("device", "name total_memory")
+    device = namedtuple("device", "name total_memory major minor", defaults=(9, 0))
     monkeypatch.setattr(resources, "available_memory", lambda: 2 << 40)
 
     def shown(kind: tuple[str, int], count: int) -> None:
@@ -64,7 +64,8 @@ def test_a_base_that_is_read_by_both_sides_is_counted_once_and_before_it_two_pla
     shared = experiment.model_copy(update={"sync": experiment.sync.model_copy(update={"shared_base": True})})
     shape = read_shape(CONFIGS / "qwen3_4b", adapter=experiment.adapter)
     one, two = (colocated_memory(planned_here(shape, each, gpu)[0]).held for each in (shared, experiment))
-    apart = [planned_here(shape, each, replace(gpu, count=2))[1] for each in (shared, experiment)]
+    machine(H100, 2)
+    apart = [planned_here(shape, each, gpu)[1] for each in (shared, experiment)]
     assert apart == [False, True], "a base and its engine are on one GPU, however many are left"
     adapters = 2 * sum(math.prod(row.shape) for row in shape.adapters)
     assert one["dense parameters"]["train"] == adapters and "dense operands" not in one
@@ -109,7 +110,6 @@ def test_a_cache_that_the_spec_leaves_open_is_as_large_as_the_gpu_allows(machine
     job, apart = planned_here(read_shape(CONFIGS / "qwen3_4b"), large, gpu)
     assert not apart and large.rollout.context_length < job.kv_tokens < 256 * large.rollout.context_length
     machine(H100, 2)
-    gpu = own_gpu()
     alone, apart = planned_here(read_shape(CONFIGS / "qwen3_4b"), large, gpu)
     assert apart and alone.kv_tokens > job.kv_tokens
 

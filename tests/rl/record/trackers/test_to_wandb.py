@@ -21,8 +21,8 @@ from fp8rl.rl.record.history import Event
 from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import to_wandb
-from fp8rl.rl.record.trackers.to_wandb import BASICS, METRIC_GROUPS, WandbSection, check_wandb
+from fp8rl.rl.record.trackers import WandbSection, to_wandb
+from fp8rl.rl.record.trackers.to_wandb import BASICS, METRIC_GROUPS, check_wandb
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
 from tests.support.tracked import RECORDS, tracking
@@ -165,7 +165,7 @@ def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, mon
     monkeypatch.setattr(to_wandb, "_UPLOAD_SECONDS", 2.0)
     said: list[str] = []
     steps = list(range(1, 22))
-    with tracking(run, "wandb", online=True, lost=said.append) as tracker:
+    with tracking(run, "wandb", wandb=WandbSection(mode="online", project="test"), lost=said.append) as tracker:
         for step in steps:
             if step == 4:
                 assert wait_until(lambda: uploaded(run, online) == [1, 2, 3], 120), "while the run goes on"
@@ -187,7 +187,7 @@ def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, mon
 def test_a_server_that_refuses_the_key_costs_no_row(run: RunDir, online: WandbServer) -> None:
     online.refuses.set()
     said: list[str] = []
-    with tracking(run, "wandb", online=True, lost=said.append) as tracker:
+    with tracking(run, "wandb", wandb=WandbSection(mode="online", project="test"), lost=said.append) as tracker:
         tracker.log(1, {"train/loss": 0.5})
     (sentence,) = said
     assert sentence.startswith("wandb is lost: ") and "metrics.jsonl and the report are kept" in sentence
@@ -198,8 +198,9 @@ def test_record_and_upload_end_with_a_driver_that_is_killed(run: RunDir, online:
     code = f"""
 from pathlib import Path
 from fp8rl.rl.record.run_dir import RunDir
-from tests.support.tracked import tracking
-tracking(RunDir(Path({str(run.path)!r})), "wandb", online=True).log(1, {{"train/loss": 0.5}})
+from tests.support.tracked import WandbSection, tracking
+online = WandbSection(mode="online", project="test")
+tracking(RunDir(Path({str(run.path)!r})), "wandb", wandb=online).log(1, {{"train/loss": 0.5}})
 import time
 time.sleep(600)
 """

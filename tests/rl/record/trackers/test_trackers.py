@@ -23,7 +23,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 def followed(folder: Path, name: str, lost: Callable[[str], object] = unexpected) -> None:
     """Have a tracker follow a run of these rows to its end."""
-    with tracking(new_run(folder), name, lost=lost, project="project") as tracker:
+    with tracking(new_run(folder), name, lost=lost) as tracker:
         for step, row in ROWS.items():
             tracker.log(step, row)
 
