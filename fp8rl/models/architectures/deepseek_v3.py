@@ -35,10 +35,13 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return latent_sizes(config, config.size("first_k_dense_replace"), 2.5)
 
 
-def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = False) -> ModelSizes:
+def latent_sizes(
+    config: ConfigFile, dense: int, factor: float, indexer: bool = False, norm_eps: float = 1e-6
+) -> ModelSizes:
     """Read the sizes of a model with latent attention and a sigmoid router, whose first `dense` layers are dense.
 
-    factor: the default of `SigmoidRouter.factor`. indexer: True if an indexer may choose keys."""
+    factor, norm_eps: the defaults of `SigmoidRouter.factor` and of the norms' epsilon. indexer: True if an indexer may
+    choose keys."""
     if indexer:
         config.refuse_variants(VARIANTS, scaled=True, layers=("deepseek_sparse_attention",))
     else:
@@ -53,7 +56,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
     if rope % 2:
         raise config.refusal("qk_rope_head_dim", rope, "an even number: rotary embeddings turn pairs")
     router = sigmoid_router(config, experts, groups, kept, top_k, factor)
-    family = family_sizes(config, heads, heads, config.size("qk_nope_head_dim") + rope)
+    family = family_sizes(config, heads, heads, config.size("qk_nope_head_dim") + rope, norm_eps)
     return ModelSizes(
         **family | {"rotary_dim": rope, "joined": 1},  # no keys and values of a head's own lie in a fused parameter
         ffn_size=config.size("intermediate_size"),
