@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from fp8rl.models import Model, read_model, text_config
-from fp8rl.models.checkpoint.peft import pair_of, read_adapter, read_config
+from fp8rl.models.adapters import pair_of
+from fp8rl.models.checkpoint.peft import read_adapter, read_config
 from fp8rl.models.checkpoint.reading import kept_tensors, starting_weights
 from fp8rl.models.checkpoint.writing import INDEX, write_directory
 from fp8rl.models.shape import BF16_BYTES, FP32_BYTES, Shape, WeightGroup

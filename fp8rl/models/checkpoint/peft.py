@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor, equal
 
-from fp8rl.models.adapters import WEIGHT, AdapterSection, matrix
+from fp8rl.models.adapters import WEIGHT, AdapterSection, matrix, pair_of
 from fp8rl.models.architecture import Model
 from fp8rl.models.checkpoint.reading import FLOAT_DTYPES, check_finite, starting_weights
 from fp8rl.models.checkpoint.writing import open_tensors, write_tensors
@@ -33,15 +33,6 @@ START = "adapter.start"
 BASE = "base_digest"
 """The key of a file's metadata that identifies the weights to which its adapters belong."""
 _PREFIX = "base_model.model."
-
-
-def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
-    """Return the names of a weight's A and B."""
-    name = row.name.removesuffix(f".{WEIGHT}")
-    if row.expert is not None and config.experts == "shared":
-        before, _, after = name.rpartition(f".{row.expert}.")
-        name = f"{before}.{after}"
-    return f"{name}.lora_A.{WEIGHT}", f"{name}.lora_B.{WEIGHT}"
 
 
 def base_digest(path: Path, model: Model) -> str:
