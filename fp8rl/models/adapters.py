@@ -51,19 +51,18 @@ class AdapterSection(Section):
             return False
         return self.targets == "all" or matrix(row) in self.targets
 
+    def pair_of(self, row: TensorRow) -> tuple[str, str]:
+        """Return the names of a weight's A and B. If a layer's experts share them, they have no expert's number."""
+        name = row.name.removesuffix(f".{WEIGHT}")
+        if row.expert is not None and self.experts == "shared":
+            before, _, after = name.rpartition(f".{row.expert}.")
+            name = f"{before}.{after}"
+        return f"{name}.lora_A.{WEIGHT}", f"{name}.lora_B.{WEIGHT}"
+
 
 def matrix(row: TensorRow) -> str:
     """Return the name by which `targets` selects the matrix of a row."""
     return row.name.split(".")[-2]
-
-
-def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
-    """Return the names of a weight's A and B. If a layer's experts share them, the names have no expert's number."""
-    name = row.name.removesuffix(f".{WEIGHT}")
-    if row.expert is not None and config.experts == "shared":
-        before, _, after = name.rpartition(f".{row.expert}.")
-        name = f"{before}.{after}"
-    return f"{name}.lora_A.{WEIGHT}", f"{name}.lora_B.{WEIGHT}"
 
 
 def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[TensorRow]:
@@ -82,7 +81,7 @@ def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[
             megatron = replace(megatron, parameter=megatron.parameter.removesuffix("0"))
             engine = replace(engine, index=None)
         rank, (n, k) = config.rank, row.shape
-        for letter, name, shape in zip("AB", pair_of(row, config), ((rank, k), (n, rank)), strict=True):
+        for letter, name, shape in zip("AB", config.pair_of(row), ((rank, k), (n, rank)), strict=True):
             yield TensorRow(
                 name=name,
                 shape=shape,

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor, equal
 
-from fp8rl.models.adapters import WEIGHT, AdapterSection, matrix, pair_of
+from fp8rl.models.adapters import WEIGHT, AdapterSection, matrix
 from fp8rl.models.architecture import Model
 from fp8rl.models.checkpoint.reading import FLOAT_DTYPES, check_finite, starting_weights
 from fp8rl.models.checkpoint.writing import open_tensors, write_tensors
@@ -69,7 +69,7 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
     }
     written: dict[str, Tensor] = {}
     for row in adapted:
-        for letter, name in zip("AB", pair_of(row, config), strict=True):
+        for letter, name in zip("AB", config.pair_of(row), strict=True):
             tensor = tensors[name].detach().cpu()
             written[_key(row, letter)] = tensor.clone() if config.experts == "shared" else tensor.contiguous()
     with new_directory(path) as partial:
@@ -119,7 +119,7 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
             remedy = "Give the model that they were trained on."
             raise user_error(key, found, f"the digest {ours} of {base}", remedy)
         for row in adapted:
-            for letter, name in zip("AB", pair_of(row, config), strict=True):
+            for letter, name in zip("AB", config.pair_of(row), strict=True):
                 tensor = file.get_tensor(_key(row, letter))
                 check_finite(_key(row, letter), tensor, key)
                 if name in tensors and not equal(tensors[name], tensor):
