@@ -44,11 +44,10 @@ HEAD_NORM = OpForm(
     part="norm",
     compute=lambda host, site, x: (ops.rms_norm(x, norm_weight(host, site), host.sizes.norm_eps),),
 )
-HEADS_NORM = OpForm(
+HEADS_NORM = replace(
+    HEAD_NORM,
     name="heads_norm",
     shapes="[T, heads, D] -> the same, normed over all heads of a token together",
-    constants=(EPS,),
-    part="norm",
     compute=_heads_norm,
 )
 QKV = OpForm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,10 +43,10 @@ TOPK = OpForm(
         site, partial(ops.route, logits.flatten(0, -2), host.sizes.top_k, host.sizes.renormalize)
     ),
 )
-SIGMOID_TOPK = OpForm(
+SIGMOID_TOPK = replace(
+    TOPK,
     name="sigmoid_topk",
     shapes="as topk, for experts that are chosen by sigmoid + bias",
-    part="router",
     compute=_sigmoid_topk,
     formats={
         **dict.fromkeys(("router.logits", "router.probabilities"), "fp32"),
@@ -59,14 +60,13 @@ EXPERTS = OpForm(
     compute=lambda host, site, x, probs, chosen, rows=None: (host.experts(site, x, probs, chosen, rows),),
     takes_rows=True,
 )
-EXPERTS_AND_SHARED = OpForm(
+EXPERTS_AND_SHARED = replace(
+    EXPERTS,
     name="experts_and_shared",
     shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> the sum [T, H]; `each` as of experts",
-    part="experts",
     compute=lambda host, site, x, probs, chosen, shared, rows=None: (
         host.experts(site, x, probs, chosen, rows) + shared,
     ),
-    takes_rows=True,
 )
 
 SHARED_GATE = OpForm(
