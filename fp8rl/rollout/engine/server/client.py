@@ -166,19 +166,16 @@ class EngineClient:
         """End a pause."""
         await self.admin("/continue_generation")
 
-    async def release(self, tags: Sequence[str] = RELEASED) -> None:
-        """Release memory of the paused engine (`protocol.RELEASED`). Its contents are lost."""
-        await self.admin("/release_memory_occupation", tags=list(tags))
-
     async def occupy(self, *tags: str) -> None:
         """Allocate released memory again, without its contents. Memory that was not released does not change."""
         await self.admin("/resume_memory_occupation", tags=list(tags))
 
     async def sleep(self) -> Slept:
-        """Release weights, KV cache and CUDA graphs. Unfinished answers wait. A sync wakes the engine."""
+        """Release weights, KV cache and CUDA graphs, whose contents are lost. Unfinished answers wait. A sync wakes the
+        engine."""
         await self.pause("retract")
         before = await self.memory()
-        await self.release()
+        await self.admin("/release_memory_occupation", tags=list(RELEASED))
         after = await self.memory()
         given = (b.weights + b.kv_cache - a.weights - a.kv_cache for b, a in zip(before, after, strict=True))
         return Slept(max(given), max(rank.in_use for rank in after))
