@@ -245,9 +245,9 @@ def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
 
 # Hooks that make a pause safe for an update of the weights, and put its idle time to use.
 #
-# `/pause_generation {"mode": "retract"}` frees the KV cache of every running request and puts it back into the
-# scheduler's queue, tokens and log-probabilities kept; resumed, its prefix is prefilled again, under the weights of
-# then.
+# `/pause_generation {"mode": "retract"}` frees the KV cache of every running request, and puts the request back into
+# the scheduler's queue with its tokens and log-probabilities. After the pause its prefix is prefilled again, by the new
+# weights.
 
 
 def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = True) -> bool:

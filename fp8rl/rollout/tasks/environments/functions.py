@@ -67,7 +67,7 @@ def _harness(config: EnvironmentSection) -> Harness:
     if harness.directory is not None and not os.path.isdir(harness.directory):
         raise user_error("environment.harness.directory", harness.directory, "a folder", "Correct the path.")
     program = harness.command[0]
-    if os.sep in program:  # a relative one, which no file says, is relative to where it runs
+    if os.sep in program:  # a path that is still relative is relative to where it runs
         program = os.path.join(os.path.abspath(harness.directory or "."), program)
     if shutil.which(program) is None:
         expected = f"a program that can be run, by its path or in PATH, which is {os.environ.get('PATH', os.defpath)}"
